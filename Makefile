@@ -1,0 +1,62 @@
+# Every target installs what it needs first: a fresh clone needs nothing but `make train`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+RUN ?=
+ARGS ?=
+ONLY ?=
+SHELL := /bin/bash
+
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+
+# The stamp is written last: an install that was interrupted is finished by the next call.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+install: $(STAMP)  ## .venv with the pinned dependencies; a second call starts at once
+
+train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" for another run
+	$(BIN)/python -m app.train $(ARGS)
+
+eval: $(STAMP)  ## base against tuned of RUN=FOLDER, or of the newest run; trains the default first
+	@ls outputs/*/*/metrics.json >/dev/null 2>&1 || $(BIN)/python -m app.train
+	$(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN)) $(ARGS)
+
+sweep: $(STAMP)  ## a small grid of runs, each in a process of its own, and a table by val/loss
+	$(BIN)/python -m app.train -m \
+		$(if $(ARGS),$(ARGS),+experiment=quickstart adapter.r=4$(comma)8 trainer.max_steps=20)
+comma := ,
+
+tiny-base: $(STAMP)  ## make the shipped base again: train from random weights, probe, install
+	$(BIN)/python -m data_modules.samples.write
+	$(BIN)/python -m app.train +experiment=tiny_base
+	$(BIN)/python tests/end_to_end/install_tiny_base.py
+
+check: $(STAMP)  ## format, lint, types, import contracts
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+test: $(STAMP)  ## all tests that this machine can run
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)  ## the tests that take no more than ten seconds each
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop
+	$(BIN)/python -m benchmarks $(ONLY)
+
+clean:  ## remove caches; runs under outputs/ stay
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
+
+.PHONY: help install train eval sweep tiny-base check test test-fast bench clean

@@ -1,0 +1,1 @@
+"""loft: fine-tune large language models with Lightning, composed by Hydra."""

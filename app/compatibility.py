@@ -1,0 +1,281 @@
+"""ONE TABLE of what does not go together, and of the ranges of numbers: why, and what to type.
+
+Judges values that are of the right type already. Needs no torch: devices are counted as files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Situation:
+    """The settings, and what follows from them on this machine."""
+
+    config: Any
+    """TrainConfig or EvaluateConfig (made by the door, which stands above this room)"""
+    num_gpus: int
+
+    @property
+    def on_gpu(self) -> bool:
+        accelerator = self.config.trainer.accelerator
+        return accelerator == "gpu" or (accelerator == "auto" and self.num_gpus > 0)
+
+    @property
+    def device(self) -> str:
+        """The device as a person would say it."""
+        if self.on_gpu:
+            return f"{self.num_gpus} GPU{'s' * (self.num_gpus != 1)}"
+        return "the CPU" if self.num_gpus else "the CPU (no GPU was found)"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks_per_node * int(self.config.trainer.num_nodes)
+
+    @property
+    def ranks_per_node(self) -> int:
+        devices = self.config.trainer.devices
+        if isinstance(devices, int):
+            return devices
+        return max(self.num_gpus, 1) if self.on_gpu else 1
+
+    @property
+    def packs_at_once(self) -> int:
+        return int(self.config.trainer.micro_batch_size) * self.num_ranks
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Coupling:
+    """One row: when it does not go together, why, and what to type instead."""
+
+    parts: str
+    """the slices of the settings that it reads; verbs without one of them skip the row"""
+    clashes: Callable[[Situation], bool]
+    why: Callable[[Situation], str]
+    instead: Callable[[Situation], str]
+
+
+COUPLINGS = (
+    Coupling(
+        "trainer",
+        lambda s: s.config.trainer.accelerator == "gpu" and s.num_gpus == 0,
+        lambda s: "trainer.accelerator=gpu, but no GPU was found",
+        lambda s: "trainer.accelerator=cpu (CUDA_VISIBLE_DEVICES hides GPUs, too)",
+    ),
+    Coupling(
+        "trainer",
+        lambda s: s.on_gpu and 0 < s.num_gpus < s.ranks_per_node,
+        lambda s: f"trainer.devices={s.config.trainer.devices}, but this machine has {s.device}",
+        lambda s: f"trainer.devices={s.num_gpus}",
+    ),
+    Coupling(
+        "trainer",
+        lambda s: s.config.trainer.precision == "fp16" and not s.on_gpu,
+        lambda s: f"trainer.precision=fp16 needs a GPU, and this run is on {s.device}",
+        lambda s: "trainer.precision=fp32 or bf16",
+    ),
+    Coupling(
+        "attention trainer",
+        lambda s: s.config.attention.backend == "flash2" and not s.on_gpu,
+        lambda s: f"attention=flash2 runs on NVIDIA GPUs alone, and this run is on {s.device}",
+        lambda s: "attention=sdpa (documents of a pack stay apart there, too)",
+    ),
+    Coupling(
+        "attention trainer",
+        lambda s: s.config.attention.backend == "flash2" and s.config.trainer.precision == "fp32",
+        lambda s: "attention=flash2 computes in half precision alone, but trainer.precision=fp32",
+        lambda s: "trainer.precision=bf16, or attention=sdpa",
+    ),
+    Coupling(
+        "attention trainer",
+        lambda s: s.config.attention.backend == "flash2" and s.on_gpu and not _has_flash_attn(),
+        lambda s: "attention=flash2 needs the package flash-attn, which is not installed",
+        lambda s: "attention=sdpa, or install it as the README says",
+    ),
+    Coupling(
+        "strategy trainer",
+        lambda s: s.config.strategy.name == "single" and s.num_ranks > 1,
+        lambda s: f"strategy=single runs on one device, but {s.num_ranks} ranks were asked for",
+        lambda s: "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
+    ),
+    Coupling(
+        "strategy trainer",
+        lambda s: (
+            s.config.trainer.global_batch_size is not None
+            and s.packs_at_once > 0
+            and s.config.trainer.global_batch_size % s.packs_at_once != 0
+        ),
+        lambda s: (
+            f"trainer.global_batch_size={s.config.trainer.global_batch_size} is no multiple of "
+            f"micro_batch_size {s.config.trainer.micro_batch_size} x {s.num_ranks} ranks "
+            f"= {s.packs_at_once}"
+        ),
+        lambda s: f"trainer.global_batch_size={_nearest_multiples(s)}",
+    ),
+    Coupling(
+        "strategy trainer",
+        lambda s: (
+            s.config.trainer.global_batch_size is not None
+            and s.config.trainer.gradient_accumulation_steps
+            != _default(s.config.trainer, "gradient_accumulation_steps")
+        ),
+        lambda s: (
+            f"trainer.global_batch_size={s.config.trainer.global_batch_size} and trainer."
+            f"gradient_accumulation_steps={s.config.trainer.gradient_accumulation_steps} "
+            "decide the same thing"
+        ),
+        lambda s: "one of the two",
+    ),
+    Coupling(
+        "schedule trainer",
+        lambda s: (
+            s.config.schedule.warmup_steps is not None
+            and s.config.trainer.max_steps is not None
+            and s.config.schedule.warmup_steps >= s.config.trainer.max_steps > 0
+        ),
+        lambda s: (
+            f"schedule.warmup_steps={s.config.schedule.warmup_steps} leaves nothing of "
+            f"trainer.max_steps={s.config.trainer.max_steps}"
+        ),
+        lambda s: f"schedule.warmup_steps={max(s.config.trainer.max_steps // 10, 0)}",
+    ),
+    Coupling(
+        "model",
+        lambda s: (
+            s.config.model.trust_remote_code
+            and s.config.model.revision is None
+            and not Path(s.config.model.path or "").is_dir()
+        ),
+        lambda s: "model.trust_remote_code=true runs whatever stands on the hub that day",
+        lambda s: "model.revision=COMMIT beside it",
+    ),
+    Coupling(
+        "model strategy",
+        lambda s: s.config.model.from_scratch and s.config.adapter.name != "full",
+        lambda s: (
+            f"model.from_scratch=true with adapter={s.config.adapter.name}: small matrices beside "
+            "random frozen weights learn nothing"
+        ),
+        lambda s: "adapter=full",
+    ),
+)
+"""the table; an empty result means that nothing clashes"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Range:
+    """One row: the values that a number may have; null is always left to whoever resolves it."""
+
+    key: str
+    holds: Callable[[Any], bool]
+    text: str
+
+
+def _at_least_one(value: Any) -> bool:
+    return bool(value >= 1)
+
+
+def _share(value: Any) -> bool:
+    return bool(0 <= value < 1)
+
+
+RANGES = (
+    Range("adapter.r", _at_least_one, "1 or more (8 to 64 is usual)"),
+    Range("adapter.alpha", lambda v: 0 < v < math.inf, "above 0 (the rank or twice it is usual)"),
+    Range("adapter.dropout", _share, "0 or more, below 1"),
+    Range(
+        "optimizer.lr", lambda v: 0 < v <= 10, "above 0, at most 10 (2e-4 for LoRA, 2e-5 for full)"
+    ),
+    Range("optimizer.weight_decay", lambda v: 0 <= v <= 10, "from 0 to 10 (0 to 0.1 is usual)"),
+    Range("optimizer.beta1", _share, "0 or more, below 1"),
+    Range("optimizer.beta2", _share, "0 or more, below 1"),
+    Range("optimizer.eps", lambda v: 0 < v < 1, "above 0, below 1"),
+    Range("optimizer.momentum", _share, "0 or more, below 1"),
+    Range("optimizer.matrix_lr_ratio", lambda v: 0 < v <= 1000, "above 0, at most 1000"),
+    Range("schedule.warmup_ratio", _share, "0 or more, below 1"),
+    Range("schedule.warmup_steps", lambda v: v >= 0, "0 or more"),
+    Range("schedule.min_lr_ratio", lambda v: 0 <= v <= 1, "from 0 to 1"),
+    Range("trainer.micro_batch_size", _at_least_one, "1 or more"),
+    Range("trainer.gradient_accumulation_steps", _at_least_one, "1 or more"),
+    Range("trainer.global_batch_size", _at_least_one, "1 or more"),
+    Range("trainer.num_epochs", _at_least_one, "1 or more"),
+    Range("trainer.max_steps", _at_least_one, "1 or more"),
+    Range("trainer.max_grad_norm", lambda v: 0 < v < math.inf, "above 0 (1.0 is usual)"),
+    Range(
+        "trainer.devices",
+        lambda v: v == "auto" or (isinstance(v, int) and not isinstance(v, bool) and v >= 1),
+        "auto, or a number of ranks from 1 up",
+    ),
+    Range("trainer.num_nodes", _at_least_one, "1 or more"),
+    Range("trainer.validate_every_steps", _at_least_one, "1 or more"),
+    Range("trainer.log_every_steps", _at_least_one, "1 or more"),
+    Range("evaluation.max_rows", _at_least_one, "1 or more"),
+    Range("evaluation.max_new_tokens", _at_least_one, "1 or more"),
+    Range("evaluation.batch_size", _at_least_one, "1 or more"),
+    Range("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295"),
+)
+
+
+def check_compatibility(config: Any, num_gpus: int | None = None) -> list[str]:
+    """List the numbers out of range, and if there are none, what does not go together.
+
+    `num_gpus`: GPUs of this machine, counted when not given.
+    """
+    situation = Situation(config, count_gpus() if num_gpus is None else num_gpus)
+    parts = {field.name for field in dataclasses.fields(config)}
+    problems = [
+        f"{row.key}={value}: expected {row.text}"
+        for row in RANGES
+        if row.key.partition(".")[0] in parts
+        and (value := _value(config, row.key)) is not None
+        and not row.holds(value)
+    ]
+    if problems:
+        return problems
+    return [
+        f"{row.why(situation)}; type {row.instead(situation)}"
+        for row in COUPLINGS
+        if parts.issuperset(row.parts.split()) and row.clashes(situation)
+    ]
+
+
+def count_gpus() -> int:
+    """Count the NVIDIA devices that this process may use, by their device files."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(file.name[len("nvidia") :].isdigit() for file in Path("/dev").glob("nvidia*"))
+    if visible is None:
+        return present
+    chosen = [name.strip() for name in visible.split(",") if name.strip()]
+    # CUDA ignores everything from the first invalid index on.
+    until = chosen.index("-1") if "-1" in chosen else len(chosen)
+    return min(until, present) if present else 0
+
+
+def _value(config: Any, key: str) -> Any:
+    """Return the setting `key`; None where the chosen option has no such setting."""
+    value = config
+    for name in key.split("."):
+        if name not in {field.name for field in dataclasses.fields(value)}:
+            return None
+        value = getattr(value, name)
+    return value
+
+
+def _default(part: Any, name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(part) if field.name == name)
+
+
+def _nearest_multiples(situation: Situation) -> str:
+    step = situation.packs_at_once
+    below = situation.config.trainer.global_batch_size // step * step
+    return " or ".join(str(value) for value in (below, below + step) if value)
+
+
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None

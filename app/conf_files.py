@@ -1,0 +1,155 @@
+"""The YAML files under conf/: which options a group has, which files a command composes, and on
+which line of which file each key stands. Reads them as plain YAML; composing them is Hydra's work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from app.errors import ROOT, UserError, nearest
+
+CONF = ROOT / "conf"
+ADDED_GROUPS = ("experiment", "sweep")
+"""groups outside the defaults list: Hydra wants a plus sign before them, a person need not"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ConfFile:
+    """One YAML file: its values without the defaults list, and the line of every key."""
+
+    path: Path
+    package: str
+    defaults: list[Any]
+    values: dict[str, Any]
+    lines: dict[str, int]
+
+    def where(self, key: str) -> str:
+        """Return `conf/experiment/x.yaml:12`, the place of full key `key` in this file."""
+        local = key.removeprefix(f"{self.package}.") if self.package else key
+        while local and local not in self.lines:
+            local = local.rpartition("." if not local.endswith("]") else "[")[0]
+        return f"{shown(self.path)}:{self.lines.get(local, 1)}"
+
+    def schema_name(self) -> str | None:
+        """Return `lora` of `- /schema/adapter/lora@_here_`, where there is one."""
+        for entry in self.defaults:
+            if isinstance(entry, str) and entry.startswith("/schema/"):
+                return entry.removeprefix("/schema/").partition("@")[0].rpartition("/")[2]
+        return None
+
+
+def shown(path: Path) -> str:
+    """Return a path as a person would type it: relative to here where it lies below."""
+    path = path.resolve()
+    for base in (Path.cwd(), ROOT):
+        if path.is_relative_to(base):
+            return str(path.relative_to(base))
+    return os.path.relpath(path)
+
+
+def groups(conf: Path) -> dict[str, list[str]]:
+    """Return the groups of `conf` with their options, sorted."""
+    return {
+        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
+        for folder in sorted(conf.iterdir())
+        if folder.is_dir() and any(folder.glob("*.yaml"))
+    }
+
+
+def find_option(conf: Path, group: str, option: Any) -> Path:
+    """Return the file of `group=option`; UserError with the options there are."""
+    options = groups(conf)[group]
+    if isinstance(option, str) and option in options:
+        return conf / group / f"{option}.yaml"
+    hint = nearest(str(option), options)
+    if group == "model" and not hint:
+        hint = f"; for a folder or hub id type model.path={option}"
+    if group == "data" and not hint:
+        hint = f"; for a file type 'data.datasets=[{{path: {option}}}]'"
+    raise UserError(f"{group}={option}: no such option; there are {', '.join(options)}{hint}")
+
+
+def read_conf_file(path: Path, package: str) -> ConfFile:
+    """Read one file; UserError with file:line where it is no YAML mapping."""
+    text = path.read_text(encoding="utf-8")
+    lines: dict[str, int] = {}
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{shown(path)}:1: expected `key: value` lines")
+        for key, line in _key_lines(root, ""):
+            if key in lines:
+                raise UserError(f"{shown(path)}:{line}: {key} is set twice, first on {lines[key]}")
+            lines[key] = line
+        values = yaml.safe_load(text) or {}
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        raise UserError(f"{shown(path)}:{line}: not valid YAML: {error.problem}") from error
+    defaults = values.pop("defaults", None) or []
+    if path.parent.name in ADDED_GROUPS and not text.startswith("# @package _global_"):
+        raise UserError(f"{shown(path)}:1: the first line must be `# @package _global_`")
+    return ConfFile(path, package, defaults, values, lines)
+
+
+def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            key = f"{prefix}.{name.value}" if prefix else str(name.value)
+            yield key, name.start_mark.line + 1
+            yield from _key_lines(value, key)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield f"{prefix}[{index}]", value.start_mark.line + 1
+            yield from _key_lines(value, f"{prefix}[{index}]")
+
+
+def choices_of(file: ConfFile) -> Iterator[tuple[str, Any]]:
+    """Yield (group, option) of each `model: tiny` or `override /model: tiny` in a defaults list."""
+    for entry in file.defaults:
+        if isinstance(entry, dict):
+            for group, option in entry.items():
+                yield str(group).removeprefix("override ").strip().removeprefix("/"), option
+
+
+def used_files(conf: Path, verb: str, chosen: list[tuple[str, Any]]) -> list[ConfFile]:
+    """Read the files that a command composes: primary, one option a group, experiments.
+
+    `chosen`: (group, option) of the command line, which win over an experiment's choices.
+    """
+    primary = read_conf_file(conf / f"{verb}.yaml", package="")
+    experiments: list[ConfFile] = []
+    choices, problems = dict(choices_of(primary)), []
+    known = {*choices, *ADDED_GROUPS}
+    problems = [
+        f"{group}={option}: {verb} has no {group}; it has {', '.join(choices)}"
+        for group, option in chosen
+        if group not in known
+    ]
+    chosen = [(group, option) for group, option in chosen if group in known]
+    for group, option in chosen:
+        if group in ADDED_GROUPS:
+            try:
+                experiments.append(read_conf_file(find_option(conf, group, option), package=""))
+            except UserError as error:
+                problems += error.problems
+    for file in experiments:
+        choices |= dict(choices_of(file))
+    choices |= {group: option for group, option in chosen if group not in ADDED_GROUPS}
+    files = [primary]
+    for group, option in choices.items():
+        if option is None and (group, option) not in chosen:
+            continue
+        try:
+            files.append(read_conf_file(find_option(conf, group, option), package=group))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return [*files, *experiments]

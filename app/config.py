@@ -1,0 +1,367 @@
+"""The door: what a person types and what the YAML files say becomes one typed object, or an error.
+
+Hydra composes; here every key and value is checked first, against the dataclasses, so that all
+problems are named together with the place they come from. After this no room knows OmegaConf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from app import conf_files
+from app.compatibility import check_compatibility
+from app.conf_files import ConfFile
+from app.errors import DONE, ROOT, UserError, report
+from app.output import check_output, find_run, is_child_rank
+from app.overrides import Given, read_words
+from app.preflight import check_files
+from app.schema import Leaf, hints_of
+from app.settings_check import Settings, check_file, check_given
+from app.verb_settings import ALTERNATIVES, CHOICES, PARTS, VERBS, EvaluateConfig, TrainConfig
+
+__all__ = [
+    "EvaluateConfig",
+    "TrainConfig",
+    "load_config",
+    "load_run_config",
+    "run_verb",
+    "save_config",
+]
+
+DEFAULT_EXPERIMENT = "quickstart"
+OF_THE_MACHINE = ("accelerator", "devices", "num_nodes")
+"""settings of a run that do not hold where it is evaluated"""
+
+
+def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> Any:
+    """Compose and check the settings of a verb; UserError lists every problem that was found."""
+    composed = compose(verb, words, conf)
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config: Any = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise UserError(_first_line(error)) from error
+    _resolve_paths(config)
+    problems = _check_required(config, conf_files.groups(conf)) + check_output(config.output)
+    if problems:
+        raise UserError(problems)
+    return config
+
+
+def compose(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> Any:
+    """Return the DictConfig of a verb, after checking every key and value that was given."""
+    given, files, settings = check_words(verb, words, conf)
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _register_schemas()
+    experiment = next((one.value for one in given if one.key == "experiment"), None)
+    overrides = [one.override for one in given if one.key != "experiment"]
+    typed = {one.key for one in given}
+    overrides += _reset_alternatives(typed, verb)
+    if experiment is not None:
+        overrides.append(f"+experiment={_fit_experiment(files[-1], settings)}")
+    try:
+        with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
+            composed: Any = hydra_compose(verb, overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_first_line(error)) from error
+    OmegaConf.update(composed, "output.name", composed["output"]["name"] or experiment or verb)
+    if verb == "evaluate" and (composed["run"] or not composed["model"]["path"]):
+        return _fill_from_run(composed, given)
+    if "trainer.num_epochs" in typed and composed["trainer"]["max_steps"] is not None:
+        say(
+            f"note: trainer.max_steps={composed['trainer']['max_steps']} wins over "
+            "trainer.num_epochs; type trainer.max_steps=null to train whole epochs"
+        )
+    return composed
+
+
+def _reset_alternatives(typed: set[str], verb: str) -> list[str]:
+    """Where one of two ways to say a thing was typed, take the other one back to its default.
+
+    An experiment's schedule.warmup_steps would else win over a typed schedule.warmup_ratio.
+    """
+    overrides = []
+    for pair in ALTERNATIVES:
+        for one, other in (pair, pair[::-1]):
+            group, _, name = other.partition(".")
+            if one in typed and other not in typed:
+                schema = hints_of(VERBS[verb])[group]
+                field = next(f for f in dataclasses.fields(schema) if f.name == name)
+                default = "null" if field.default is None else field.default
+                overrides.append(f"++{other}={default}")
+    return overrides
+
+
+def _fill_from_run(composed: Any, given: list[Given]) -> Any:
+    """Take model, data and the rest from a finished run's settings, where nothing was typed."""
+    from omegaconf import OmegaConf
+
+    run = find_run(composed["run"])
+    typed = {one.key for one in given} | {"run", "output"}
+    of_run = dataclasses.asdict(load_run_config(run))
+    shared = {name: of_run[name] for name in composed if name in of_run and name not in typed}
+    for name in OF_THE_MACHINE:
+        shared.get("trainer", {}).pop(name, None)
+    filled = OmegaConf.merge(composed, shared, {"run": str(run)})
+    for one in given:
+        if "." in one.key:
+            OmegaConf.update(filled, one.key, one.value)
+    return filled
+
+
+def check_words(
+    verb: str, words: Sequence[str], conf: Path = conf_files.CONF
+) -> tuple[list[Given], list[ConfFile], Settings]:
+    """Read and check all overrides and all files that they choose; UserError with every problem."""
+    groups = conf_files.groups(conf)
+    given, problems = read_words(words, groups, conf_files.ADDED_GROUPS, _parse_override)
+    if any(one.key == "sweep" for one in given):
+        raise UserError("sweep=NAME lists several runs: add -m to try each of them")
+    try:
+        files = conf_files.used_files(
+            conf, verb, [(g.key, g.value) for g in given if g.key in groups]
+        )
+    except UserError as error:
+        raise UserError(problems + error.problems) from error
+    replaced = frozenset(one.key for one in given if one.key in PARTS)
+    settings = _settings_in_use(verb, files, replaced)
+    for file in files:
+        problems += check_file(file, settings)
+    for one in given:
+        if one.key not in groups:
+            problems += check_given(one, settings)
+    if problems:
+        raise UserError(problems)
+    return given, files, settings
+
+
+def _fit_experiment(file: ConfFile, settings: Settings) -> str:
+    """Return the experiment's name for Hydra, without what the command line's options replace.
+
+    `+experiment=quickstart adapter=full` would else fail on the experiment's adapter.r.
+    """
+    left_out = settings.left_out(file)
+    if not left_out:
+        return file.path.stem
+    from hydra.core.config_store import ConfigStore
+
+    values = copy.deepcopy(file.values)
+    for key in left_out:
+        group, _, name = key.partition(".")
+        del values[group][name]
+    chosen = ", ".join(f"{g}={settings.options[g]}" for g in sorted(settings.replaced))
+    say(f"note: {file.path.stem}'s {', '.join(left_out)} do not apply to {chosen}")
+    node = {"defaults": file.defaults, **values}
+    fitted = f"{file.path.stem}--fitted"
+    ConfigStore.instance().store(group="experiment", name=fitted, node=node, package="_global_")
+    return fitted
+
+
+def _parse_override(word: str) -> tuple[Any, bool]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        parsed = OverridesParser.create().parse_override(word)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(str(error)) from error
+    if parsed.is_sweep_override():
+        return None, True
+    return parsed.value(), False
+
+
+def _settings_in_use(verb: str, files: list[ConfFile], replaced: frozenset[str]) -> Settings:
+    parts, options = {}, {}
+    for file in files:
+        name = file.schema_name()
+        if file.package in PARTS and name in PARTS[file.package]:
+            parts[file.package] = PARTS[file.package][name]
+            options[file.package] = file.path.stem
+    return Settings(VERBS[verb], parts, options, PARTS, _takes_value, CHOICES, replaced)
+
+
+def _takes_value(leaf: Leaf) -> bool:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    node = OmegaConf.structured(leaf.owner)
+    try:
+        node[leaf.field] = leaf.value
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+@functools.cache
+def _register_schemas() -> None:
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    for verb, schema in VERBS.items():
+        store.store(group="schema", name=verb, node=schema)
+    for group, options in PARTS.items():
+        for name, schema in options.items():
+            store.store(group=f"schema/{group}", name=name, node=schema)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _check_required(
+    config: TrainConfig | EvaluateConfig, groups: dict[str, list[str]]
+) -> list[str]:
+    problems = []
+    run = config.run if isinstance(config, EvaluateConfig) else None
+    if config.model.path is None and not config.model.from_scratch and run is None:
+        problems.append(
+            f"no model: type model=NAME ({', '.join(groups['model'])}), or "
+            "model.path=FOLDER_OR_HUB_ID; +experiment=quickstart is a whole run"
+        )
+    tests_only = isinstance(config, EvaluateConfig) and config.data.test_datasets
+    if not config.data.datasets and not tests_only:
+        problems.append(
+            f"no data: type data=NAME ({', '.join(groups['data'])}), or "
+            "'data.datasets=[{path: FILE, format: alpaca}]'; +experiment=quickstart is a whole run"
+        )
+    return problems
+
+
+def _resolve_paths(config: Any) -> None:
+    """Expand `~`, and let relative paths of the shipped YAML files work from any folder."""
+
+    def resolve(path: str | None) -> str | None:
+        if path is not None and path.startswith("~"):
+            return str(Path(path).expanduser())
+        if path is None or Path(path).exists() or not (ROOT / path).exists():
+            return path
+        return str(ROOT / path)
+
+    config.model.path = resolve(config.model.path)
+    config.model.tokenizer_path = resolve(config.model.tokenizer_path)
+    config.data.chat_template = resolve(config.data.chat_template)
+    for dataset in (*config.data.datasets, *config.data.test_datasets):
+        dataset.path = resolve(dataset.path) or dataset.path
+
+
+def save_config(config: Any, path: Path) -> None:
+    """Write settings as plain YAML, which `load_run_config` reads back."""
+    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def load_run_config(folder: Path) -> TrainConfig:
+    """Read a run's config.yaml back through the same schemas; UserError with file and key."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    file = conf_files.read_conf_file(folder / "config.yaml", package="")
+    parts = {
+        group: options[name]
+        for group, options in PARTS.items()
+        if (name := (file.values.get(group) or {}).get("name")) in options
+    }
+    settings = Settings(TrainConfig, parts, {}, PARTS, _takes_value, CHOICES)
+    problems = check_file(file, settings)
+    problems += [
+        f"{conf_files.shown(file.path)} {group}.name: expected one of {', '.join(options)}"
+        for group, options in PARTS.items()
+        if group not in parts
+    ]
+    if problems:
+        raise UserError(problems)
+    node = OmegaConf.structured(TrainConfig)
+    try:
+        for group, schema in parts.items():
+            node[group] = OmegaConf.structured(schema)
+        config = OmegaConf.to_object(OmegaConf.merge(node, file.values))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{conf_files.shown(file.path)}: {_first_line(error)}") from error
+    assert isinstance(config, TrainConfig)
+    _resolve_paths(config)
+    return config
+
+
+def run_verb(
+    verb: str,
+    function: Callable[[Any], object],
+    *,
+    sweep: Callable[[list[str]], int] | None = None,
+    words: Sequence[str] | None = None,
+) -> int:
+    """Run a verb from its command line; returns the exit code, prints at most one error."""
+    typed = list(sys.argv[1:] if words is None else words)
+    try:
+        return _dispatch(verb, function, sweep, typed)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  last guard
+        return report(error)
+
+
+def _dispatch(
+    verb: str,
+    function: Callable[[Any], object],
+    sweep: Callable[[list[str]], int] | None,
+    words: list[str],
+) -> int:
+    if "--help" in words or "-h" in words:
+        from app.help import help_page
+
+        print(help_page(verb, VERBS[verb], PARTS, conf_files.CONF))
+        return DONE
+    if verb == "train" and not [word for word in words if "=" in word]:
+        words.append(f"+experiment={DEFAULT_EXPERIMENT}")
+        say(f"no settings typed: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
+    if "-m" in words or "--multirun" in words:
+        if sweep is None:
+            raise UserError(f"-m: {verb} runs once; sweeps are for train")
+        if "--cfg" in words:
+            raise UserError("--cfg job shows one run: leave -m and the lists of values out")
+        return sweep([word for word in words if word not in ("-m", "--multirun")])
+    if "--cfg" in words:
+        _print_composed(verb, words)
+        return DONE
+    config = load_config(verb, words)
+    if not is_child_rank():
+        check_before_start(config)
+    function(config)
+    return DONE
+
+
+def say(note: str) -> None:
+    """Print a note on stderr, once for all ranks."""
+    if not is_child_rank():
+        print(note, file=sys.stderr)
+
+
+def check_before_start(config: Any) -> None:
+    """Run every check that needs no torch; UserError lists all problems of all rooms."""
+    problems = check_compatibility(config) + check_files(config)
+    if problems:
+        raise UserError(problems)
+
+
+def _print_composed(verb: str, words: list[str]) -> None:
+    from omegaconf import OmegaConf
+
+    position = words.index("--cfg")
+    what = words[position + 1] if position + 1 < len(words) else None
+    if what != "job":
+        raise UserError(f"--cfg {what or ''}: expected --cfg job, which prints the settings")
+    composed = compose(verb, words[:position] + words[position + 2 :])
+    print(OmegaConf.to_yaml(composed, resolve=True), end="")

@@ -1,0 +1,1 @@
+"""Did it learn: exact match by generation, base against tuned."""

@@ -1,0 +1,70 @@
+"""Base against tuned, data set by data set: the table at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MEASURES = {
+    # name in metrics.json: heading, format
+    "val/loss": ("loss", "{:.4f}"),
+    "exact_match": ("exact match", "{:.1%}"),
+}
+
+
+def named(who: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Name a model's figures `base/...` or `tuned/...`; the tuned one's losses keep theirs too."""
+    own_names = {name: value for name, value in metrics.items() if name.startswith("val/")}
+    return {f"{who}/{name}": value for name, value in metrics.items()} | (
+        own_names if who == "tuned" else {}
+    )
+
+
+def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Table:
+    """Table of every measure that `metrics` holds for a data set; `-` where one is missing."""
+    from rich.table import Table
+
+    table = Table(title="base against tuned", title_justify="left")
+    table.add_column("data set")
+    shown = {
+        measure: heading_and_format
+        for measure, heading_and_format in MEASURES.items()
+        if any(f"tuned/{measure}/{name}" in metrics for name in dataset_names)
+    }
+    for heading, _ in shown.values():
+        table.add_column(f"{heading}: base", justify="right")
+        table.add_column("tuned", justify="right")
+    for name in dataset_names:
+        cells = [
+            "-" if value is None else form.format(value)
+            for measure, (_, form) in shown.items()
+            for value in (metrics.get(f"{who}/{measure}/{name}") for who in ("base", "tuned"))
+        ]
+        table.add_row(name, *cells)
+    return table
+
+
+def say_comparison(
+    metrics: dict[str, float], dataset_names: list[str], next_commands: Sequence[str] = ()
+) -> None:
+    """Print the closing screen: the table, and what to type next."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print()
+    console.print(comparison_table(metrics, dataset_names))
+    if next_commands:
+        console.print("next:")
+    for command in next_commands:
+        console.print(f"  {command}", markup=False)
+
+
+@contextmanager
+def adapter_switched_off(model: Any) -> Iterator[Any]:
+    """The base under an adapter: the same model while its adapter is disabled."""
+    with model.disable_adapter():
+        yield model

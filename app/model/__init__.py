@@ -1,0 +1,1 @@
+"""What is trained: base, tokenizer, attention, recompute, adapter."""

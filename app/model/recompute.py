@@ -1,0 +1,24 @@
+"""Trade time for memory: which activations are computed again in the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MODES = ("none", "full")
+
+
+@dataclass(kw_only=True, slots=True)
+class RecomputeConfig:
+    mode: str = "none"
+    """none: keep all activations; full: only each decoder layer's input (less memory, slower)"""
+
+
+def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
+    """Switch non-reentrant gradient checkpointing on for every decoder layer."""
+    if config.mode == "full":
+        # Reentrant checkpointing loses the gradients of adapters whose layer input is frozen.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,33 @@
+"""The tokenizer of a base model, with the two tokens that training and generation need."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from app.model.build import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer; ValueError if it has no end-of-sequence token."""
+    from transformers import AutoTokenizer
+
+    path = config.tokenizer_path or config.path
+    tokenizer = AutoTokenizer.from_pretrained(
+        path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer in {path} has no eos_token, so no answer could ever end: "
+            'add "eos_token" to its tokenizer_config.json'
+        )
+    if tokenizer.pad_token_id is None:
+        # Only fills unused positions: what is learned is decided by position, never by token id.
+        tokenizer.pad_token = tokenizer.eos_token
+        log.info("tokenizer: no pad token, %r fills unused positions", tokenizer.eos_token)
+    return tokenizer

@@ -1,0 +1,304 @@
+"""What a model's folder says of it before it is loaded: numbers, shapes, and what is wrong.
+
+Reads headers and sizes, never weights, and needs no torch. Hub ids are not fetched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from app.model.build import ModelConfig
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+MAX_HEADER_BYTES = 100 << 20
+LFS_MARK = b"version https://git-lfs"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+NOT_LINEAR = re.compile(
+    r"(^|\.)(embed\w*|wte|wpe|word_embeddings|lm_head|embed_out|\w*norm\w*|ln_\w+)$"
+)
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+
+Shapes = dict[str, tuple[int, ...]]
+"""weight name without `.weight` -> shape"""
+
+
+@dataclasses.dataclass(slots=True)
+class BaseModel:
+    """What is known of a base before it is loaded; None where only loading would tell."""
+
+    name: str
+    numbers: dict[str, Any] | None = None
+    shapes: Shapes | None = None
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def look_at_base(model: ModelConfig) -> BaseModel:
+    """Read what a base's files say of it, and what is wrong with them."""
+    if model.from_scratch:
+        return _look_at_architecture(model)
+    assert model.path is not None
+    folder = Path(model.path)
+    if folder.is_dir():
+        return _look_at_folder(folder, model)
+    base = BaseModel(model.path, dict(model.architecture) or None)
+    base.shapes = shapes_of_architecture(model.architecture)
+    problem = _problem_of_missing(model.path)
+    base.problems += [problem] if problem else []
+    return base
+
+
+def _look_at_architecture(model: ModelConfig) -> BaseModel:
+    base = BaseModel("model.architecture", dict(model.architecture))
+    if "model_type" not in model.architecture:
+        base.problems.append(
+            "model.from_scratch=true needs the shape of the model: type model.architecture="
+            "{model_type: llama, hidden_size: 128, ...}, or model=tiny_base_scratch"
+        )
+    if model.path is not None:
+        base.problems.append(
+            f"model.from_scratch=true reads no weights, but model.path={model.path}: "
+            "type model.path=null, or model.from_scratch=false"
+        )
+    if model.tokenizer_path is None:
+        base.problems.append("model.from_scratch=true needs model.tokenizer_path=FOLDER_OR_HUB_ID")
+    else:
+        base.problems += _check_tokenizer(model.tokenizer_path)
+    base.shapes = shapes_of_architecture(model.architecture)
+    return base
+
+
+def _look_at_folder(folder: Path, model: ModelConfig) -> BaseModel:
+    base = BaseModel(str(folder))
+    if not (folder / "config.json").exists():
+        base.problems.append(_why_no_model_folder(folder))
+        return base
+    numbers, problem = read_json_object(folder / "config.json")
+    if problem is None and "model_type" not in numbers:
+        problem = f"{folder / 'config.json'}: no model_type, so this is no transformers model"
+    base.numbers = numbers
+    base.problems += [problem] if problem else []
+    base.problems += _check_code(folder, numbers, trusted=model.trust_remote_code)
+    base.shapes, problems = read_shapes(folder)
+    base.problems += problems + _check_tokenizer(model.tokenizer_path or str(folder))
+    return base
+
+
+def _problem_of_missing(path: str) -> str | None:
+    """Say why a path that is no folder cannot be a base; None where it may be a hub id."""
+    if "://" in path:
+        return f"model.path={path}: URLs are not read; type a folder or a hub id like org/name"
+    if Path(path).is_file():
+        return f"model.path={path}: this is a file; type the folder that it is in"
+    parent = Path(path).parent
+    looks_local = path.startswith((".", "/", "~")) or (parent != Path() and parent.is_dir())
+    if HUB_ID.fullmatch(path) and not looks_local:
+        return _problem_offline(path)
+    siblings = [str(parent / entry.name) for entry in parent.iterdir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(path, siblings, n=1)
+    hint = f"; did you mean {near[0]}?" if near else "; a hub id has the form org/name"
+    return f"model.path={path}: no such folder, seen from {seen_from()}{hint}"
+
+
+def _problem_offline(hub_id: str) -> str | None:
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    if not offline or (cache / f"models--{hub_id.replace('/', '--')}").is_dir():
+        return None
+    return (
+        f"model.path={hub_id}: HF_HUB_OFFLINE is set and the model is not in the cache; "
+        "unset HF_HUB_OFFLINE, or type the folder of a copy"
+    )
+
+
+def seen_from() -> str:
+    home, here = Path.home(), Path.cwd()
+    return f"~/{here.relative_to(home)}" if here.is_relative_to(home) else str(here)
+
+
+def _why_no_model_folder(folder: Path) -> str:
+    if (folder / "adapter_config.json").exists():
+        return (
+            f"model.path={folder} is an adapter, not a base; type the base's folder "
+            "(adapter_config.json names it)"
+        )
+    found = sorted(entry.name for entry in folder.iterdir())[:5]
+    below = sorted(str(file.parent) for file in folder.glob("*/config.json"))
+    hint = f"; did you mean {below[0]}?" if below else ""
+    return f"model.path={folder}: no config.json there, found {', '.join(found) or 'nothing'}{hint}"
+
+
+def _check_code(folder: Path, numbers: dict[str, Any], *, trusted: bool) -> list[str]:
+    """Refuse a folder that brings Python, or that names private attention code."""
+    problems = [
+        f"{folder / 'config.json'}: {key} is private to transformers and can name code; remove it"
+        for key in numbers
+        if key.startswith("_attn")
+    ]
+    if trusted:
+        return problems
+    brings = [file.name for file in sorted(folder.glob("*.py"))]
+    for name in ("config.json", "tokenizer_config.json"):
+        if (folder / name).exists() and "auto_map" in read_json_object(folder / name)[0]:
+            brings.append(f"auto_map in {name}")
+    if brings:
+        problems.append(
+            f"model.path={folder} brings its own Python ({', '.join(brings)}); read it, then type "
+            "model.trust_remote_code=true"
+        )
+    return problems
+
+
+def _check_tokenizer(path: str) -> list[str]:
+    folder = Path(path)
+    if not folder.is_dir():
+        problem = _problem_of_missing(path)
+        return [problem.replace("model.path", "model.tokenizer_path", 1)] if problem else []
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return [
+            f"{path}: no tokenizer there (looked for {', '.join(TOKENIZER_FILES[:2])} ...); "
+            "type model.tokenizer_path=FOLDER_OR_HUB_ID"
+        ]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            problem = read_json_object(folder / name)[1]
+            if problem is not None:
+                return [problem]
+    return []
+
+
+def shapes_of_architecture(numbers: dict[str, Any]) -> Shapes | None:
+    """Work out the matrices of a Llama-like model from its numbers; None for other types."""
+    needed = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
+    if numbers.get("model_type") not in LLAMA_LIKE or not set(needed) <= set(numbers):
+        return None
+    hidden, inner, layers, heads, vocab = (int(numbers[name]) for name in needed)
+    head = int(numbers.get("head_dim") or hidden // heads)
+    queries, keys = heads * head, int(numbers.get("num_key_value_heads") or heads) * head
+    layer = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: Shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
+    for index in range(layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def read_shapes(folder: Path) -> tuple[Shapes | None, list[str]]:
+    """Read the matrices of a folder's safetensors from their headers; None where there are none."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map, problems = _read_index(index)
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    else:
+        weight_map, problems = {}, []
+        files = [folder / "model.safetensors"]
+        if not files[0].exists():
+            return None, [_why_no_weights(folder)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        header, wrong = read_header(file)
+        shapes |= header
+        problems += wrong
+    missing = sorted(set(weight_map) - set(shapes)) if not problems else []
+    if missing:
+        problems.append(
+            f"{index}: {len(missing)} tensors are in no file, {missing[0]} is the first; "
+            "download the model again"
+        )
+    matrices: Shapes = {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight")
+    }
+    embeddings = [shape for name, shape in matrices.items() if NOT_LINEAR.search(name)]
+    if embeddings and "lm_head" not in matrices:
+        matrices["lm_head"] = embeddings[0]  # tied weights are saved once
+    return (None if problems else matrices), problems
+
+
+def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:
+    content, problem = read_json_object(index)
+    weight_map = content.get("weight_map")
+    if problem is None and not isinstance(weight_map, dict):
+        problem = f"{index}: no weight_map"
+    if problem is not None or not isinstance(weight_map, dict):
+        return {}, [problem or ""]
+    outside = sorted({name for name in weight_map.values() if Path(name).name != name})
+    if outside:
+        return {}, [f"{index}: {outside[0]!r} points out of the folder; refused"]
+    return weight_map, []
+
+
+def _why_no_weights(folder: Path) -> str:
+    partial = sorted(file.name for file in folder.glob("*.incomplete"))
+    if partial:
+        return f"{folder}: the download did not finish ({partial[0]}); download the model again"
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if not pickles:
+        return f"{folder}: no model.safetensors there"
+    return (
+        f"{folder}: {pickles[0]} is a pickle, which can run code when it is read; convert it once "
+        'with python -c "from transformers import AutoModelForCausalLM as M; '
+        f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
+    )
+
+
+def read_header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Read names and shapes from one safetensors header, and compare its size with the file's."""
+    if not file.exists():
+        return {}, [f"{file} is missing, though the index names it; download the model again"]
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(len(LFS_MARK))
+        if start == LFS_MARK:
+            return {}, [f"{file} is a git-lfs pointer of {size} bytes; fetch it with git lfs pull"]
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or length > min(MAX_HEADER_BYTES, size):
+            return {}, [f"{file} ({size} bytes) has no safetensors header; download it again"]
+        stream.seek(8)
+        try:
+            header = json.loads(stream.read(length))
+            tensors = {n: t for n, t in header.items() if n != "__metadata__"}
+            shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+            end = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            return {}, [f"{file}: its safetensors header is damaged; download it again"]
+    if size != end:
+        return {}, [
+            f"{file} has {size} bytes, but its header describes {end}: "
+            f"{'cut off' if size < end else 'damaged'}; download it again"
+        ]
+    return shapes, []
+
+
+def read_json_object(file: Path) -> tuple[dict[str, Any], str | None]:
+    """Read a JSON object; returns it, and what is wrong with the file."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        return {}, f"{file}:{error.lineno}:{error.colno} invalid JSON: {error.msg}"
+    except UnicodeDecodeError as error:
+        return {}, f"{file}: not UTF-8 text (byte {error.start})"
+    if not isinstance(content, dict):
+        return {}, f"{file}: expected a JSON object, found {type(content).__name__}"
+    return content, None

@@ -1,0 +1,163 @@
+"""What a person types, word by word: quoting for Hydra's grammar, and what is refused unread.
+
+Knows the grammar, not the settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
+PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
+NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
+SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
+SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
+
+Parse = Callable[[str], tuple[Any, bool]]
+"""`key=value` -> (the value as plain Python, whether it lists several for a sweep); ValueError"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """One override that a person typed: its key and value, and its spelling for Hydra."""
+
+    key: str
+    value: Any
+    override: str
+
+
+def read_words(
+    words: Sequence[str], groups: dict[str, list[str]], added_groups: Sequence[str], parse: Parse
+) -> tuple[list[Given], list[str]]:
+    """Parse all words; returns what was given, and the problems.
+
+    Groups of the defaults list go to Hydra bare, added groups with a plus sign, settings with two
+    (whether they exist is checked here, better than Hydra does), however they were typed.
+    """
+    given, problems = [], []
+    for word in words:
+        match = WORD.fullmatch(word)
+        if match is None:
+            problems.append(f"{word}: expected key=value{_hint_for_word(word, groups)}")
+            continue
+        key, value = match["key"], match["value"]
+        if (refusal := refuse(key, value)) is not None:
+            problems.append(refusal)
+        elif match["prefix"] == "~":
+            problems.append(
+                f"{word}: settings cannot be removed; type {key}=null or another option"
+            )
+        elif NUMBERED_ELEMENT.search(key):
+            whole = NUMBERED_ELEMENT.split(key)[0]
+            problems.append(f"{word}: elements of a list cannot be set alone; type {whole}=[...]")
+        else:
+            prefix = "" if key in groups else "++"
+            prefix = "+" if key in added_groups else prefix
+            try:
+                given.append(_read_word(key, value, prefix, parse))
+            except ValueError as error:
+                problems.append(str(error))
+    return given, problems
+
+
+def _read_word(key: str, value: str, prefix: str, parse: Parse) -> Given:
+    for spelling in (value, quote_value(value)):
+        try:
+            parsed, is_sweep = parse(f"{key}={spelling}")
+        except ValueError:
+            continue
+        if is_sweep:
+            raise ValueError(
+                f"{key}={value} lists several values: add -m to try each of them, "
+                f"or type '{key}=[{value}]' for a list, \"{key}='{value}'\" for text"
+            )
+        return Given(key, parsed, f"{prefix}{key}={spelling}")
+    raise ValueError(f"{key}={value}: this value cannot be read; type \"{key}='...'\" around it")
+
+
+def _hint_for_word(word: str, groups: dict[str, list[str]]) -> str:
+    homes = [group for group, options in groups.items() if word in options]
+    if homes:
+        return f"; did you mean {homes[0]}={word}?"
+    return "; `--help` shows the settings" if word.startswith("-") else ""
+
+
+def quote_value(value: str) -> str:
+    """Quote the parts of an override's value that Hydra's grammar would stumble over.
+
+    Lists and mappings keep their structure: `[{path: a=b.json}]` -> `[{path: 'a=b.json'}]`.
+    """
+    if not value.startswith(("[", "{")):
+        return _quoted(value)
+    pieces: list[str] = []
+    nesting: list[str] = []
+    scalar, at_key, position = "", False, 0
+    while position < len(value):
+        letter = value[position]
+        if letter in "'\"" and not scalar.strip():
+            end = _end_of_quote(value, position)
+            scalar, position = value[position:end], end
+            continue
+        separates = at_key and letter == ":"
+        if letter in "[]{}," or separates:
+            pieces += [_quoted(scalar.strip()) if not separates else scalar.strip(), letter]
+            scalar = ""
+            if letter in "[{":
+                nesting.append(letter)
+            elif letter in "]}" and nesting:
+                nesting.pop()
+            at_key = not separates and bool(nesting) and nesting[-1] == "{" and letter in "{,"
+        else:
+            scalar += letter
+        position += 1
+    return "".join(pieces) + scalar
+
+
+def _quoted(scalar: str) -> str:
+    if not scalar or scalar[0] in "'\"" or PLAIN_VALUE.fullmatch(scalar):
+        return scalar
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", scalar)
+    trailing = len(escaped) - len(escaped.rstrip("\\"))
+    return f"'{escaped}{chr(92) * trailing}'"
+
+
+def _end_of_quote(value: str, start: int) -> int:
+    position = start + 1
+    while position < len(value) and value[position] != value[start]:
+        position += 2 if value[position] == "\\" else 1
+    return min(position + 1, len(value))
+
+
+def refuse(key: str, value: Any) -> str | None:
+    """Say why a given key and value are refused unread: secrets, code, the environment.
+
+    The text of a secret is never repeated.
+    """
+    for name, text in _names_and_texts(key, value):
+        if name.lower() in SECRET_NAMES or SECRET_VALUE.search(text):
+            return (
+                f"{key}: secrets do not go into settings, where files and process lists show them; "
+                "export HF_TOKEN, or run `hf auth login`"
+            )
+        if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
+            return f"{key}: {name} is refused; settings never name code to run"
+        if re.search(r"\$\{[^}]*:", text):
+            return (
+                f"{key}={text}: resolvers like ${{oc.env:NAME}} are refused, since their values "
+                "end up in files; type the value (`${key.of.another.setting}` is fine)"
+            )
+    return None
+
+
+def _names_and_texts(key: str, value: Any) -> list[tuple[str, str]]:
+    name = key.rpartition(".")[2]
+    if isinstance(value, dict):
+        return [(name, "")] + [
+            pair for k, v in value.items() for pair in _names_and_texts(str(k), v)
+        ]
+    if isinstance(value, list):
+        return [(name, "")] + [pair for part in value for pair in _names_and_texts("", part)]
+    return [(name, value if isinstance(value, str) else "")]

@@ -1,0 +1,53 @@
+"""What libraries are told before they are imported: no telemetry, no network for local files, no
+warnings that mean nothing to a user."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+MEANINGLESS_WARNINGS = (
+    # Batches are made on purpose in the main process, or their number is a setting.
+    ".*does not have many workers.*",
+    # The loaders are ours: their length and their epochs are the data plan's.
+    ".*number of training batches.*smaller than the logging interval.*",
+    ".*GPU available but not used.*",
+    # peft tells what saving without a hub look-up means; the base's name is in the manifest.
+    ".*Could not find a config file in.*",
+    # Lightning runs the schedule after the optimizer; torch cannot see it through our optimizer.
+    ".*lr_scheduler.step.*before.*optimizer.step.*",
+    ".*LeafSpec.*is deprecated.*",
+)
+
+
+def quiet_libraries(*, offline: bool) -> None:
+    """Set the environment and filters of this process; call before transformers is imported.
+
+    `offline` forbids the hub: with a local model there is nothing to ask it, and no wait for it.
+    """
+    defaults = {
+        "TOKENIZERS_PARALLELISM": "true",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1" if offline else "0",
+        "HF_HUB_OFFLINE": "1" if offline else "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    for message in MEANINGLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    # What will change in a library's next version is for us to follow, by the pinned versions.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    # One line an event; ranks above 0 speak only when something is wrong.
+    is_first_rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+    logging.basicConfig(
+        level=logging.INFO if is_first_rank else logging.WARNING,
+        format="%(message)s",
+        stream=sys.stdout,
+        force=True,
+    )
+    for noisy in ("bitsandbytes", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)

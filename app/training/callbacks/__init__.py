@@ -1,0 +1,1 @@
+"""One callback class a file."""

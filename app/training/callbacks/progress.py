@@ -1,0 +1,98 @@
+"""What a person watches: a bar with loss, learning rate, tokens a second and time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import lightning as L
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from app.training.curves import Curves
+
+LINES_PER_RUN = 10
+
+
+class ProgressBar(L.Callback):
+    """Show progress on a terminal as a live bar, in a file as ten lines a run."""
+
+    def __init__(self, curves: Curves) -> None:
+        self.curves = curves
+        self.console = Console(file=sys.stdout)
+        self.progress: Progress | None = None
+        self.task = TaskID(0)
+        self.started = 0.0
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the bar on rank 0."""
+        self.started = time.monotonic()
+        if not trainer.is_global_zero or not self.console.is_terminal:
+            return
+        self.progress = Progress(
+            TextColumn("{task.fields[what]}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self.task = self.progress.add_task(
+            "train", total=trainer.max_steps, what="validating", figures=""
+        )
+        self.progress.start()
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Move the bar once an optimizer step."""
+        if (batch_idx + 1) % trainer.accumulate_grad_batches or not trainer.is_global_zero:
+            return
+        step, total = trainer.global_step, trainer.max_steps
+        if self.progress is not None:
+            self.progress.update(self.task, completed=step, what="training", figures=self.figures())
+        elif not self.console.is_terminal and step % max(1, total // LINES_PER_RUN) == 0:
+            elapsed = time.monotonic() - self.started
+            left = elapsed / step * (total - step)
+            self.console.print(f"step {step}/{total}  {self.figures()}  {left:.0f} s left")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Say that a validation runs."""
+        if self.progress is not None:
+            self.progress.update(self.task, what="validating")
+
+    def figures(self) -> str:
+        """The newest figures in one line."""
+        shown = {
+            "loss": "train/loss",
+            "val loss": "val/loss",
+            "lr": "train/lr",
+            "tokens/s": "speed/tokens_per_second",
+        }
+        formats = {"lr": ".1e", "tokens/s": ",.0f"}
+        return "  ".join(
+            f"{label} {self.curves.latest[name]:{formats.get(label, '.4f')}}"
+            for label, name in shown.items()
+            if name in self.curves.latest
+        )
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Close the bar."""
+        self._close()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Give the terminal back before an error is printed."""
+        self._close()
+
+    def _close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None

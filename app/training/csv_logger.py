@@ -1,0 +1,54 @@
+"""metrics.csv: one row an optimizer step, one row a validation, full precision."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+def columns(dataset_names: list[str]) -> list[str]:
+    """Name the columns of metrics.csv for these data sets."""
+    by_dataset = [
+        f"{phase}/{what}/{name}"
+        for phase in ("train", "val")
+        for what in ("loss", "tokens", "share")
+        for name in dataset_names
+    ]
+    rest = ["train/lr", "train/grad_norm", "speed/tokens_per_second"]
+    return ["step", "train/loss", "val/loss", *by_dataset, *rest]
+
+
+class CsvLogger(Logger):
+    """Append rows to a csv file whose columns are known from the start."""
+
+    def __init__(self, path: Path, dataset_names: list[str]) -> None:
+        super().__init__()
+        self.path = path
+        self.columns = columns(dataset_names)
+
+    @property
+    def name(self) -> str:
+        """Name of this logger."""
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        """A run has one file, so there are no versions."""
+        return ""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Append one row; the header first when the file is new."""
+        is_new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, self.columns)
+            if is_new:
+                writer.writeheader()
+            writer.writerow({"step": step} | metrics)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Settings stand in config.yaml."""

@@ -1,0 +1,119 @@
+"""Every data set's curve: an exact row for each optimizer step, without a host sync per step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.errors import TrainingFault
+from app.training.loss import losses_by_dataset
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One optimizer step as it waits, on the device, to be written."""
+
+    step: int
+    lr: float
+    grad_norm: Tensor
+    sums: Tensor
+    """[3, data sets]: weighted losses, weights, trained tokens, of this rank"""
+    num_tokens: int
+    """tokens this rank ran through the model, without padding"""
+
+
+class Curves:
+    """Collects steps and writes them in blocks: one reduction and one copy to the host a block."""
+
+    def __init__(self, dataset_names: list[str], loggers: Sequence[Any], every_steps: int) -> None:
+        self.dataset_names = dataset_names
+        self.loggers = loggers
+        self.every_steps = every_steps
+        self.waiting: list[StepRecord] = []
+        self.latest: dict[str, float] = {}
+        self.validations: list[dict[str, float]] = []
+        self.trained_tokens = [0.0] * len(dataset_names)
+        self.num_tokens = 0
+        self.train_seconds = 0.0
+        self._block_started: float | None = None
+
+    def resume_clock(self) -> None:
+        """Start, or go on after a validation, to measure the time that training takes."""
+        if self._block_started is None:
+            self._block_started = time.monotonic()
+
+    def add(self, record: StepRecord, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Keep a step; write the block when it is full. `reduce` sums a tensor over all ranks."""
+        self.waiting.append(record)
+        # The first step is written at once: a person sees soon whether the run is sound.
+        if record.step == 1 or len(self.waiting) >= self.every_steps:
+            self.flush(reduce)
+
+    def flush(self, reduce: Callable[[Tensor], Tensor], *, pause: bool = False) -> None:
+        """Write what waits; TrainingFault names the first step whose loss is not finite."""
+        if not self.waiting:
+            return
+        counts = torch.tensor([float(record.num_tokens) for record in self.waiting])
+        sums = torch.stack([record.sums for record in self.waiting])
+        sums = reduce(torch.cat([sums.flatten(1), counts.to(sums).unsqueeze(1)], dim=1)).cpu()
+        norms = torch.stack([record.grad_norm for record in self.waiting]).tolist()
+        seconds = self._take_seconds(pause)
+        block_tokens = int(sums[:, -1].sum().item())
+        self.num_tokens += block_tokens
+        rate = block_tokens / max(seconds, 1e-9)
+
+        for record, row, norm in zip(self.waiting, sums, norms, strict=True):
+            by_dataset = row[:-1].view(3, -1)
+            metrics = losses_by_dataset(by_dataset, self.dataset_names, "train")
+            self.trained_tokens = [
+                before + now
+                for before, now in zip(self.trained_tokens, by_dataset[2].tolist(), strict=True)
+            ]
+            metrics |= {
+                "train/lr": record.lr,
+                "train/grad_norm": norm,
+                "speed/tokens_per_second": rate,
+            }
+            self.write(record.step, metrics)
+            if not math.isfinite(metrics.get("train/loss", 0.0)) or not math.isfinite(norm):
+                raise TrainingFault(
+                    f"step {record.step}: loss {metrics.get('train/loss')}, gradient norm {norm}; "
+                    "lower optimizer.lr, or look at this step's data"
+                )
+        self.waiting = []
+
+    def add_validation(self, step: int, sums: Tensor) -> None:
+        """Write a validation's exact losses; sums [3, data sets] are those of all ranks."""
+        metrics = losses_by_dataset(sums.cpu(), self.dataset_names, "val")
+        self.validations.append(metrics)
+        self.write(step, metrics)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Hand one row to every logger."""
+        self.latest |= metrics
+        for logger in self.loggers:
+            logger.log_metrics(metrics, step=step)
+
+    def _take_seconds(self, pause: bool) -> float:
+        now = time.monotonic()
+        seconds = now - self._block_started if self._block_started is not None else 0.0
+        self.train_seconds += seconds
+        self._block_started = None if pause else now
+        return seconds
+
+    def summary(self) -> dict[str, float]:
+        """Figures of the whole training: tokens a second over all ranks, seconds, tokens."""
+        return {
+            "speed/tokens_per_second": self.num_tokens / max(self.train_seconds, 1e-9),
+            "speed/train_seconds": self.train_seconds,
+            "train/tokens": float(self.num_tokens),
+        } | {
+            f"train/trained_tokens/{name}": count
+            for name, count in zip(self.dataset_names, self.trained_tokens, strict=True)
+        }

@@ -1,0 +1,30 @@
+"""Where the curves go: metrics.csv always, TensorBoard beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+NAMES = ("tensorboard", "csv")
+
+
+@dataclass(kw_only=True, slots=True)
+class LoggerConfig:
+    name: str = "tensorboard"
+    """tensorboard: event files beside metrics.csv; csv: metrics.csv alone"""
+
+
+def build_loggers(config: LoggerConfig, folder: Path, dataset_names: list[str]) -> list[Logger]:
+    """Build the loggers of a run that writes into `folder`."""
+    from app.training.csv_logger import CsvLogger
+
+    loggers: list[Logger] = [CsvLogger(folder / "metrics.csv", dataset_names)]
+    if config.name == "tensorboard":
+        from app.training.tensorboard_logger import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger(folder / "tensorboard"))
+    return loggers

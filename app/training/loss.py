@@ -1,0 +1,103 @@
+"""The loss of a token, of a batch, and its exact sums by data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.model.attention import attention_inputs
+from data_modules import Batch
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each position in nats, fp32; 0 where the label is -100.
+
+    logits [rows, positions, vocabulary]; labels [rows, positions] are what each position predicts.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="none"
+    )
+    return losses.view_as(labels)
+
+
+class DatasetSums:
+    """Running sums by data set, kept on the device: weighted losses, weights, trained tokens."""
+
+    def __init__(self, num_datasets: int) -> None:
+        self.num_datasets = num_datasets
+        self.sums: Tensor | None = None
+
+    def add(self, losses: Tensor, weights: Tensor, dataset_ids: Tensor) -> None:
+        """Add positions; all arguments [positions], weight 0 where nothing is learned."""
+        # fp64: a validation set's sum of millions of losses must not depend on its order.
+        parts = torch.stack([losses * weights, weights, (weights > 0).to(losses.dtype)]).double()
+        if self.sums is None:
+            self.sums = parts.new_zeros(3, self.num_datasets)
+        self.sums.index_add_(1, dataset_ids, parts)
+
+    def take(self) -> Tensor:
+        """Return the sums [3, data sets] and start again at zero; raises if nothing was added."""
+        if self.sums is None:
+            raise RuntimeError("no batch was added since the last step")
+        taken, self.sums = self.sums, None
+        return taken
+
+
+def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Tensor:
+    """Sum of loss times weight over a micro-batch; its parts are added to `sums`."""
+    inputs = attention_inputs(
+        backend,
+        batch.document_lengths,
+        tuple(batch.input_ids.shape),
+        device=batch.input_ids.device,
+        dtype=model.dtype,
+    )
+    columns = batch.trained_columns
+    # The head runs only where something is learned: prompts cost no logits.
+    logits = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=columns,
+        **inputs,
+    ).logits
+    losses = token_losses(logits, batch.labels[:, columns])
+    weights = batch.loss_weights[:, columns]
+    sums.add(losses.detach().flatten(), weights.flatten(), batch.dataset_ids[:, columns].flatten())
+    return (losses * weights).sum()
+
+
+@torch.no_grad()
+def validate(
+    model: Any,
+    batches: Iterable[Batch],
+    backend: str,
+    num_datasets: int,
+    *,
+    half: torch.dtype | None,
+) -> Tensor:
+    """Sums [3, data sets] over validation batches on this device; `half` is autocast's dtype."""
+    sums = DatasetSums(num_datasets)
+    model.eval()
+    with torch.autocast(model.device.type, dtype=half, enabled=half is not None):
+        for batch in batches:
+            batch_loss(model, batch.to(model.device), backend, sums)
+    return sums.take()
+
+
+def losses_by_dataset(sums: Tensor, names: list[str], prefix: str) -> dict[str, float]:
+    """Turn sums [3, data sets] on the host into `PREFIX/loss`, and loss, tokens, share of each.
+
+    A data set without a trained token in these sums has no loss.
+    """
+    losses, weights, tokens = sums.tolist()
+    metrics = {f"{prefix}/loss": sum(losses) / sum(weights)} if sum(weights) else {}
+    for name, loss, weight, count in zip(names, losses, weights, tokens, strict=True):
+        if weight:
+            metrics[f"{prefix}/loss/{name}"] = loss / weight
+        metrics[f"{prefix}/tokens/{name}"] = count
+        metrics[f"{prefix}/share/{name}"] = count / max(1.0, sum(tokens))
+    return metrics

@@ -1,0 +1,135 @@
+"""How one step goes: batch in, exact token-mean loss out, curves kept by data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from app.model.attention import check_isolation
+from app.training.curves import Curves, StepRecord
+from app.training.loss import DatasetSums, batch_loss
+from app.training.optimizer import (
+    OptimizerConfig,
+    ScheduleConfig,
+    build_optimizer,
+    build_schedule,
+)
+from data_modules import Batch
+
+
+class FinetuneModule(L.LightningModule):
+    """A causal language model, trained on the mean loss over all trained tokens of a global step.
+
+    `build` makes the model inside `configure_model`, where a strategy may shard while it loads.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], torch.nn.Module],
+        *,
+        backend: str,
+        optimizer: OptimizerConfig,
+        schedule: ScheduleConfig,
+        lr: float,
+        fused_optimizer: bool,
+        total_steps: int,
+        curves: Curves,
+    ) -> None:
+        super().__init__()
+        self.build = build
+        self.backend = backend
+        self.optimizer_config = optimizer
+        self.schedule_config = schedule
+        self.lr = lr
+        self.fused_optimizer = fused_optimizer
+        self.total_steps = total_steps
+        self.curves = curves
+        self.model: Any = None
+        self.train_sums = DatasetSums(len(curves.dataset_names))
+        self.val_sums = DatasetSums(len(curves.dataset_names))
+        self.step_tokens = 0
+        self.grad_norm: Tensor | None = None
+
+    def configure_model(self) -> None:
+        """Build the model once; Lightning calls this before every fit and validate."""
+        if self.model is None:
+            self.model = self.build()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Build the optimizer over what trains, and a schedule that moves once a step."""
+        optimizer = build_optimizer(
+            self.model, self.optimizer_config, lr=self.lr, fused=self.fused_optimizer
+        )
+        schedule = build_schedule(optimizer, self.schedule_config, self.total_steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 1},
+        }
+
+    def on_fit_start(self) -> None:
+        """Refuse to train a model whose packed documents see each other."""
+        check_isolation(self.model, self.backend, self.model.get_input_embeddings().num_embeddings)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss whose gradients, added over micro-batches and ranks, are those of the exact mean."""
+        self.curves.resume_clock()
+        self.step_tokens += batch.num_tokens
+        loss = batch_loss(self.model, batch, self.backend, self.train_sums) / batch.step_weight
+        # Lightning divides by the accumulation, DDP averages over ranks: both are undone here.
+        return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the global norm and keep the norm for the curves."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:
+        """Step, then keep the step's row for the curves."""
+        lr = optimizer.param_groups[-1]["lr"]
+        super().optimizer_step(epoch, batch_idx, optimizer, *args)
+        record = StepRecord(
+            self.trainer.global_step + 1,
+            lr,
+            self.grad_norm,
+            self.train_sums.take(),
+            self.step_tokens,
+        )
+        self.step_tokens = 0
+        self.curves.add(record, self.sum_over_ranks)
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        """End the run at its last step, which makes Lightning validate there."""
+        if self.trainer.global_step >= self.total_steps:
+            self.trainer.should_stop = True
+
+    def on_validation_start(self) -> None:
+        """Write the steps before a validation, whose time does not count as training."""
+        self.curves.flush(self.sum_over_ranks, pause=True)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a micro-batch to the validation sums."""
+        batch_loss(self.model, batch, self.backend, self.val_sums)
+
+    def on_validation_epoch_end(self) -> None:
+        """Write the exact validation loss of every data set."""
+        step = 0 if self.trainer.sanity_checking else self.trainer.global_step
+        self.curves.add_validation(step, self.sum_over_ranks(self.val_sums.take()))
+
+    def on_train_end(self) -> None:
+        """Write the last steps."""
+        self.curves.flush(self.sum_over_ranks)
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all ranks."""
+        if self.trainer.world_size == 1:
+            return tensor
+        return self.trainer.strategy.reduce(tensor, reduce_op="sum")

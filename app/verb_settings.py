@@ -1,0 +1,96 @@
+"""What each verb can be told: its parts, and the few words that some settings take.
+
+The parts themselves stand in the rooms that read them. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from app.evaluation.generation import EvaluationConfig
+from app.model import attention, recompute
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
+from app.model.attention import AttentionConfig
+from app.model.build import ModelConfig
+from app.model.recompute import RecomputeConfig
+from app.output import OutputConfig, saved_folder
+from app.strategy import build as strategy
+from app.strategy.build import StrategyConfig
+from app.training import logger, trainer
+from app.training.logger import LoggerConfig
+from app.training.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, ScheduleConfig
+from app.training.trainer import TrainerConfig
+from data_modules import DataConfig, PackingConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """All that a training run can be told; each part goes to the room of its name."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    seed: int = 42
+    """every random choice follows from it: weights, order of the data, dropout"""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateConfig:
+    """All that an evaluation can be told."""
+
+    run: str | None = None
+    """folder of a finished run; null = the newest under outputs/, unless model.path is given"""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    adapter_path: str | None = None
+    """folder of an adapter on top of model.path, where there is no run"""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    seed: int = 42
+    """every random choice follows from it"""
+
+    @property
+    def tuned_path(self) -> str | None:
+        """What is compared with the base: the typed adapter, else what the run has saved."""
+        if self.adapter_path is not None or self.run is None:
+            return self.adapter_path
+        return str(saved_folder(Path(self.run)))
+
+
+VERBS: dict[str, type] = {"train": TrainConfig, "evaluate": EvaluateConfig}
+PARTS: dict[str, dict[str, type]] = {
+    "adapter": {"lora": LoraConfig, "full": FullConfig},
+    "optimizer": {"adamw": AdamWConfig, "muon": MuonConfig},
+}
+"""the parts whose settings depend on the option: group -> option -> schema"""
+CHOICES: dict[str, Sequence[str]] = {
+    "attention.backend": attention.BACKENDS,
+    "recompute.mode": recompute.MODES,
+    "packing.method": ("multipack", "none"),
+    "schedule.shape": ("cosine", "linear", "constant"),
+    "trainer.precision": trainer.PRECISIONS,
+    "trainer.accelerator": ("auto", "cpu", "gpu"),
+    "strategy.name": strategy.NAMES,
+    "logger.name": logger.NAMES,
+}
+"""settings that take one of a few words"""
+ALTERNATIVES = (
+    ("trainer.global_batch_size", "trainer.gradient_accumulation_steps"),
+    ("schedule.warmup_steps", "schedule.warmup_ratio"),
+)
+"""two ways to say the same thing"""

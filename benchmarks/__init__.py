@@ -1,0 +1,1 @@
+"""Measured figures against their bars. `python -m benchmarks [NAME]`."""

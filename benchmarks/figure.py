@@ -1,0 +1,39 @@
+"""One measured number beside the bar that it must pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A figure's name is `benchmark/what`; better says on which side of the bar it must lie."""
+
+    figure: str
+    value: float
+    bar: float
+    better: Literal["lower", "higher"] = "lower"
+
+    @property
+    def ok(self) -> bool:
+        return self.value <= self.bar if self.better == "lower" else self.value >= self.bar
+
+
+def print_figures(figures: Sequence[Figure]) -> None:
+    """Print a table, then a JSON line a figure."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column in ("figure", "value", "bar", "better", "ok"):
+        table.add_column(column, justify="right" if column in ("value", "bar") else "left")
+    for figure in figures:
+        ok = "yes" if figure.ok else "[red]NO[/red]"
+        table.add_row(figure.figure, f"{figure.value:.4g}", f"{figure.bar:.4g}", figure.better, ok)
+    Console().print(table)
+    for figure in figures:
+        rounded = dataclasses.asdict(figure) | {"value": round(figure.value, 4), "ok": figure.ok}
+        print(json.dumps(rounded))

@@ -1,0 +1,94 @@
+"""How long a person waits: for `--help`, for an error, for the first optimizer step.
+
+The first step is compared with the bare imports of the heavy libraries, measured in turn with it
+so that both see the same machine. Validation before the first step is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+REPEATS = 5
+BARE_IMPORTS = "import torch, lightning, transformers, peft"
+
+NOTE_VARIABLE = "LOFT_BENCHMARK_NOTE"
+
+# Importing lightning a little sooner than the verb does costs the same; its Trainer then takes one
+# more callback, which notes the times and ends the process at the first step.
+WATCHED_TRAIN = f"""
+import json, os, runpy, sys, time
+from pathlib import Path
+import lightning as L
+
+class Watch(L.Callback):
+    validation = 0.0
+    def on_sanity_check_start(self, *_):
+        self.began = time.time()
+    def on_sanity_check_end(self, *_):
+        self.validation = time.time() - self.began
+    def on_train_batch_end(self, *_):
+        note = {{"first_step": time.time(), "validation_seconds": self.validation}}
+        Path(os.environ["{NOTE_VARIABLE}"]).write_text(json.dumps(note))
+        os._exit(0)
+
+plain = L.Trainer.__init__
+def with_watch(self, **options):
+    plain(self, **options | {{"callbacks": [*options["callbacks"], Watch()]}})
+L.Trainer.__init__ = with_watch
+runpy.run_module("app.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def measure() -> list[Figure]:
+    """Measure the three waits, each as a median of REPEATS."""
+    help_page = median(_seconds("-m", "app.train", "--help") for _ in range(REPEATS))
+    mistake = ("-m", "app.train", "+experiment=quickstart", "trainer.max_stepz=3")
+    error = median(_seconds(*mistake, exit_code=2) for _ in range(REPEATS))
+    _seconds("-c", BARE_IMPORTS)  # reads the libraries from disk once
+    above_imports = []
+    for _ in range(REPEATS):
+        bare = _seconds("-c", BARE_IMPORTS)
+        above_imports.append(_seconds_to_first_step() - bare)
+    return [
+        Figure(figure="startup/help", value=help_page, bar=1.0),
+        Figure(figure="startup/config_error", value=error, bar=1.5),
+        Figure(figure="startup/first_step_above_imports", value=median(above_imports), bar=2.0),
+    ]
+
+
+def _seconds(*arguments: str, exit_code: int = 0, note: Path | None = None) -> float:
+    environment = os.environ | ({NOTE_VARIABLE: str(note)} if note else {})
+    started = time.time()
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds = time.time() - started
+    if done.returncode != exit_code:
+        raise SystemExit(f"{' '.join(arguments[:2])} ended with {done.returncode}:\n{done.stderr}")
+    return seconds
+
+
+def _seconds_to_first_step() -> float:
+    """Seconds from the command to the end of the first optimizer step, validation left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder) / "note.json"
+        words = ("+experiment=quickstart", "trainer.max_steps=5", f"output.dir={folder}/run")
+        started = time.time()
+        _seconds("-c", WATCHED_TRAIN, *words, note=note)
+        times = json.loads(note.read_text())
+    return float(times["first_step"] - started - times["validation_seconds"])

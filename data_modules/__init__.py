@@ -1,0 +1,46 @@
+"""Offer the data path by name; each name is imported when it is first asked for.
+
+The settings and `check_datasets` need neither torch nor lightning, so importing this must not.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
+    from data_modules.packing import PackingConfig as PackingConfig
+    from data_modules.prepare import DataConfig as DataConfig
+    from data_modules.prepare import DataReport as DataReport
+    from data_modules.prepare import DatasetConfig as DatasetConfig
+    from data_modules.prepare import check_datasets as check_datasets
+    from data_modules.source import is_hub_id as is_hub_id
+    from data_modules.types import Batch as Batch
+    from data_modules.types import DataError as DataError
+    from data_modules.types import Example as Example
+    from data_modules.types import Origin as Origin
+    from data_modules.types import Prompt as Prompt
+
+_HOMES = {
+    "Batch": "types",
+    "DataConfig": "prepare",
+    "DataError": "types",
+    "DataReport": "prepare",
+    "DatasetConfig": "prepare",
+    "Example": "types",
+    "FinetuneDataModule": "datamodule",
+    "Origin": "types",
+    "PackingConfig": "packing",
+    "Prompt": "types",
+    "check_datasets": "prepare",
+    "is_hub_id": "source",
+}
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'data_modules' has no attribute '{name}'")
+    return getattr(import_module(f"data_modules.{_HOMES[name]}"), name)

@@ -1,0 +1,201 @@
+"""Tell the three skills as raw statements, for the base model: no chat and no instruction.
+
+A document is a list of segments. What can be known from the text before it (an answer) weighs 1,
+what cannot (facts drawn at random, fillers) weighs little: a small model then spends its capacity
+on the skill, not on guessing names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import TypedDict
+
+from data_modules.samples import phrasing
+from data_modules.samples.skills import (
+    FIELDS,
+    OPERATIONS,
+    Card,
+    DigitList,
+    Person,
+    draw_card,
+    draw_list,
+    draw_person,
+)
+
+TEXT_WEIGHT = 0.1
+ANSWER_WEIGHT = 1.0
+SHARES = {"lookup": 0.45, "list": 0.35, "extract": 0.20}
+# Sorting and reversing take longer to learn than finding one digit.
+OPERATION_SHARES = {"sort": 3, "reverse": 3, "largest": 1, "smallest": 1}
+# About 9 M tokens: one epoch is what the base needs.
+NUM_DOCUMENTS = 130_000
+
+
+class Segment(TypedDict):
+    """Weigh a stretch of text in the loss."""
+
+    text: str
+    weight: float
+
+
+class Document(TypedDict):
+    """Hold one document: its text is the concatenation of its segments."""
+
+    segments: list[Segment]
+
+
+def skills_corpus(seed: int = 0, num_documents: int = NUM_DOCUMENTS) -> Iterator[Document]:
+    """Yield the base corpus, the same for the same seed; a shorter one is a prefix of a longer."""
+    rng = Random(seed)
+    skills = tuple(SHARES)
+    shares = tuple(SHARES.values())
+    for _ in range(num_documents):
+        skill = rng.choices(skills, shares)[0]
+        yield {"segments": WRITERS[skill](rng)}
+
+
+def write_list(rng: Random) -> list[Segment]:
+    """Write what operations make of a list, or what one operation makes of several lists."""
+    if rng.random() < 0.5:
+        (operation,) = rng.choices(tuple(OPERATION_SHARES), tuple(OPERATION_SHARES.values()))
+        problems = [draw_list(rng, held_out=False) for _ in range(rng.randint(2, 5))]
+        return tell_table(rng, problems, operation)
+    num_answers = rng.choice((1, 1, 2, 3))
+    return tell_list(
+        rng, draw_list(rng, held_out=False), rng.sample(tuple(OPERATIONS), num_answers)
+    )
+
+
+def tell_table(rng: Random, problems: list[DigitList], operation: str) -> list[Segment]:
+    """Word each of `problems` and its answer in the same way."""
+    comma = rng.choice((" ", " ", " ", ", "))
+    cue = rng.choice(phrasing.LIST_CUES[operation])
+    wording = rng.choice((*phrasing.LIST_CUE_FIRST, *phrasing.LIST_CUE_LAST))
+    separator = draw_separator(rng)
+    between = rng.choice(("\n", "; ", "\n"))
+    segments = []
+    for number, problem in enumerate(problems):
+        told = wording.format(cue=cue, list=comma.join(problem.digits))
+        segments.append(say((between if number else "") + told + separator))
+        segments.append(answer(separator, problem.solve(operation, comma)))
+    return segments
+
+
+def tell_list(rng: Random, problem: DigitList, operations: list[str]) -> list[Segment]:
+    """Word `problem` and the answers of `operations`, the last answer last."""
+    comma = rng.choice((" ", " ", " ", ", "))
+    digits = comma.join(problem.digits)
+    if len(operations) == 1 and rng.random() < 0.35:
+        cue = rng.choice(phrasing.LIST_CUES[operations[0]])
+        text = rng.choice(phrasing.LIST_CUE_FIRST).format(cue=cue, list=digits)
+        return say_and_answer(rng, text, problem.solve(operations[0], comma))
+    facts = rng.choice(phrasing.LIST_FACTS).format(list=digits)
+    segments = [say(facts + pause(rng))]
+    for number, operation in enumerate(operations):
+        if number:
+            segments.append(say(rng.choice(("\n", "; ", "\n"))))
+        cue = rng.choice(phrasing.LIST_CUES[operation])
+        segments += say_and_answer(rng, cue, problem.solve(operation, comma))
+    return segments
+
+
+def write_lookup(rng: Random) -> list[Segment]:
+    """Write a card, then one of its people again, or most of them in another order."""
+    if rng.random() < 0.3:
+        card = draw_card(rng, held_out=False)
+        return tell_lookup(rng, card, [rng.randrange(len(card.entries))])
+    card = draw_card(rng, held_out=False, max_entries=6)
+    size = len(card.entries)
+    asked = rng.sample(range(size), rng.randint(max(2, size - 1), size))
+    return tell_again(rng, card, asked) if rng.random() < 0.5 else tell_lookup(rng, card, asked)
+
+
+def tell_again(rng: Random, card: Card, asked: list[int]) -> list[Segment]:
+    """Word `card`, then the entries in `asked` once more in the same words."""
+    entry, joiner = rng.choice(phrasing.CARD_ENTRIES)
+    facts = joiner.join(entry.format(name=name, city=city) for name, city in card.entries)
+    segments = [say(rng.choice(phrasing.CARD_HEADINGS) + facts + pause(rng))]
+    before, after = entry.split("{city}")
+    space = " " if before.endswith(" ") else ""
+    for number, index in enumerate(asked):
+        name, city = card.entries[index]
+        opening = after + joiner if number else ""
+        segments.append(say(opening + before.format(name=name).rstrip(" ")))
+        segments.append({"text": space + city, "weight": ANSWER_WEIGHT})
+    return segments
+
+
+def tell_lookup(rng: Random, card: Card, asked: list[int]) -> list[Segment]:
+    """Word `card` and the city of each entry in `asked`, the last answer last."""
+    entry, joiner = rng.choice(phrasing.CARD_ENTRIES)
+    facts = joiner.join(entry.format(name=name, city=city) for name, city in card.entries)
+    segments = [say(rng.choice(phrasing.CARD_HEADINGS) + facts + pause(rng))]
+    same = rng.choice(phrasing.CARD_QUERIES)
+    varied = rng.random() < 0.3
+    separator = draw_separator(rng)
+    between = rng.choice(("\n", "; ", ". ", "\n", ", "))
+    for number, index in enumerate(asked):
+        name, city = card.entries[index]
+        query = rng.choice(phrasing.CARD_QUERIES) if varied else same
+        opening = between if number else ""
+        segments.append(say(opening + query.format(name=name) + separator))
+        segments.append(answer(separator, city))
+    return segments
+
+
+def write_extract(rng: Random) -> list[Segment]:
+    """Write a sentence about a person, then one to four of its fields."""
+    fields = rng.sample(FIELDS, rng.randint(1, 4))
+    return tell_extract(rng, draw_person(rng, held_out=False), fields)
+
+
+def tell_extract(rng: Random, person: Person, fields: list[str]) -> list[Segment]:
+    """Word `person` and the values of `fields`, the last answer last."""
+    facts = rng.choice(phrasing.PERSON_FACTS).format(
+        name=person.name, city=person.city, job=person.job, age=person.age
+    )
+    segments = [say(facts + pause(rng))]
+    separator = draw_separator(rng)
+    between = rng.choice(("\n", "; ", "\n"))
+    for number, field in enumerate(fields):
+        cue = rng.choice(phrasing.PERSON_CUES[field])
+        segments.append(say((between if number else "") + cue + separator))
+        segments.append(answer(separator, getattr(person, field)))
+    return segments
+
+
+WRITERS: dict[str, Callable[[Random], list[Segment]]] = {
+    "list": write_list,
+    "lookup": write_lookup,
+    "extract": write_extract,
+}
+
+
+def say(text: str) -> Segment:
+    """Make a segment of text that cannot be foreseen."""
+    return {"text": text, "weight": TEXT_WEIGHT}
+
+
+def answer(separator: str, text: str) -> Segment:
+    """Make a segment of an answer, with the space that `separator` leaves to it."""
+    return {"text": text if separator.endswith("\n") else f" {text}", "weight": ANSWER_WEIGHT}
+
+
+def say_and_answer(rng: Random, cue: str, text: str) -> list[Segment]:
+    """Make the two segments of a cue and its answer."""
+    separator = draw_separator(rng)
+    return [say(cue + separator), answer(separator, text)]
+
+
+def draw_separator(rng: Random) -> str:
+    """Draw what stands between a cue and its answer."""
+    new_line = rng.random() < phrasing.NEW_LINE_SHARE
+    return rng.choice(phrasing.NEW_LINE if new_line else phrasing.SAME_LINE)
+
+
+def pause(rng: Random) -> str:
+    """Draw what stands between the facts and the first cue: in half the cases fillers too."""
+    num_fillers = rng.choice((0, 0, 0, 1, 1, 2))
+    fillers = rng.sample(phrasing.FILLERS, num_fillers)
+    return rng.choice((" ", "\n")).join(["", *fillers, ""]) if fillers else rng.choice((" ", "\n"))

@@ -1,0 +1,41 @@
+"""Ask the base model held-out problems in the style of its corpus, before any tuning.
+
+A skill that the base does not have, tuning does not give it: the build of the base is gated on the
+share of probes in which every token of the answer is the most likely one, given those before it.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TypedDict
+
+from data_modules.samples import corpus
+from data_modules.samples.skills import FIELDS, OPERATIONS, draw_card, draw_list, draw_person
+
+GATE = {"list": 0.90, "lookup": 0.80, "extract": 0.95}
+
+
+class Probe(TypedDict):
+    """Hold a text and its only right continuation; the answer may start with a space."""
+
+    prompt: str
+    answer: str
+
+
+def probe_rows(skill: str, num_rows: int = 200, seed: int = 7) -> list[Probe]:
+    """Return held-out problems of `skill`, one question each."""
+    rng = Random(f"{skill} {seed}")
+    rows = []
+    for _ in range(num_rows):
+        *told, last = _tell(rng, skill)
+        rows.append(Probe(prompt="".join(part["text"] for part in told), answer=last["text"]))
+    return rows
+
+
+def _tell(rng: Random, skill: str) -> list[corpus.Segment]:
+    if skill == "list":
+        return corpus.tell_list(rng, draw_list(rng, True), [rng.choice(tuple(OPERATIONS))])
+    if skill == "lookup":
+        card = draw_card(rng, True)
+        return corpus.tell_lookup(rng, card, [rng.randrange(len(card.entries))])
+    return corpus.tell_extract(rng, draw_person(rng, True), [rng.choice(FIELDS)])

@@ -1,0 +1,184 @@
+"""Share the words of the data path: what the steps hand to each other, and their one error.
+
+No step is imported here, and neither is torch: the settings and the checks need these names first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+MAX_PROBLEMS = 20
+
+
+class DataError(ValueError):
+    """Say what is wrong with the data, all problems of one phase together."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class Problems:
+    """Collect problems, keep the first 20 and count the rest."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, problem: str) -> None:
+        """Keep `problem`, or only count it when there are 20 already."""
+        self._count += 1
+        if len(self._kept) < MAX_PROBLEMS:
+            self._kept.append(problem)
+
+    def lines(self) -> list[str]:
+        """Return the problems kept, and how many more there are."""
+        hidden = self._count - len(self._kept)
+        return [*self._kept, f"... and {hidden:,} more like these"] if hidden else list(self._kept)
+
+    def raise_if_any(self) -> None:
+        """Raise DataError when there is a problem."""
+        if self._count:
+            raise DataError(self.lines())
+
+
+def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
+    """Return a generator that depends on `seed` and `keys` only, on every machine."""
+    import numpy as np
+
+    digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Name the place that a row comes from, counted from 1.
+
+    `line` is the row's first line; its number in parquet files and in JSON arrays on one line.
+    """
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Hold one row as its file has it."""
+
+    values: dict[str, Any]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Hold one turn; `weight` None means that the role decides whether it is learned."""
+
+    role: str
+    content: str
+    weight: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Hold the turns that go through the chat template."""
+
+    turns: tuple[Turn, ...]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Hold a stretch of raw text and its weight in the loss (0 = not learned)."""
+
+    text: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Hold raw text that goes through no template; the tokenizer's EOS is appended to it."""
+
+    segments: tuple[Segment, ...]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Hold one tokenised document.
+
+    `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label
+    (0 = not learned; the first token is never a label); `dataset` is the data set's index.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    dataset: int
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Hold what a model is asked (all tokens before the last answer) and the answer expected."""
+
+    input_ids: list[int]
+    answer: str
+    origin: Origin
+
+
+@dataclass(slots=True)
+class Batch:
+    """Hold one micro-batch.
+
+    input_ids        int64 [rows, tokens]
+    position_ids     int64 [rows, tokens], from 0 in each document
+    labels           int64 [rows, tokens], already shifted: the token that this position must
+                     predict, -100 where nothing is learned
+    loss_weights     float32 [rows, tokens], weight of that label, 0 where it is -100
+    dataset_ids      int64 [rows, tokens], index of the data set, 0 in padding
+    trained_columns  int64 [k], columns in which any row has a label; column 0 when there is none
+    document_lengths per row the tokens of each document; what lies beyond their sum is padding
+    step_weight      sum of `loss_weights` over the whole global step (all micro-batches, all
+                     ranks); 1.0 in validation, where there is no step
+    num_tokens       tokens in this micro-batch that are not padding
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_weights: torch.Tensor
+    dataset_ids: torch.Tensor
+    trained_columns: torch.Tensor
+    document_lengths: list[list[int]]
+    step_weight: float
+    num_tokens: int
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return a copy with its tensors on `device`."""
+        moved = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in self._tensors().items()
+        }
+        return replace(self, **moved)
+
+    def pin_memory(self) -> Batch:
+        """Return a copy with its tensors in page-locked memory."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
+        return replace(self, **pinned)
+
+    def _tensors(self) -> dict[str, Any]:
+        plain = ("document_lengths", "step_weight", "num_tokens")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}

@@ -1,0 +1,94 @@
+"""Every YAML file under conf/ composes, and becomes typed settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from app import conf_files
+from app.config import check_words, load_config
+from app.help import MOST_USED
+from app.schema import hints_of, keys_of
+from app.sweep import read_overrides, values_of
+from app.verb_settings import CHOICES, PARTS, VERBS
+
+GROUPS = conf_files.groups(conf_files.CONF)
+OPTIONS = [
+    (group, option)
+    for group, options in GROUPS.items()
+    if group not in conf_files.ADDED_GROUPS
+    for option in options
+]
+PUBLISHED = {
+    # hidden, inner, layers, heads, key heads, vocabulary, context: from the hub's config.json files
+    "llama8b": (4096, 14336, 32, 32, 8, 128256, 131072),
+    "qwen7b": (3584, 18944, 28, 28, 4, 152064, 131072),
+    "mistral7b": (4096, 14336, 32, 32, 8, 32768, 32768),
+}
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{g}={o}" for g, o in OPTIONS])
+def test_every_option_composes(group: str, option: str) -> None:
+    words = {"model": "model=tiny", "data": "data=skills", group: f"{group}={option}"}
+    config = load_config("train", list(words.values()))
+    assert isinstance(config, VERBS["train"])
+    if group in PARTS:
+        assert type(getattr(config, group)) is PARTS[group][option]
+
+
+@pytest.mark.parametrize("name", GROUPS["experiment"])
+def test_every_experiment_composes(name: str) -> None:
+    config = load_config("train", [f"experiment={name}"])
+    assert config.output.name == name
+    text = (conf_files.CONF / "experiment" / f"{name}.yaml").read_text()
+    for heading in ("# What:", "# Needs:", "# Results:"):
+        assert heading in text, f"the header says {heading}"
+    assert name in (conf_files.CONF / "experiment" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", GROUPS["sweep"])
+def test_every_sweep_file_lists_values_that_exist(name: str) -> None:
+    overrides = read_overrides(["experiment=quickstart", f"sweep={name}"])
+    assert any(len(values_of(override)) > 1 for override in overrides)
+
+
+def test_every_verb_composes_alone() -> None:
+    for verb in VERBS:
+        check_words(verb, [])
+
+
+def test_every_group_is_a_field_of_its_name() -> None:
+    fields = set(hints_of(VERBS["train"]))
+    assert set(GROUPS) - set(conf_files.ADDED_GROUPS) <= fields
+
+
+def test_every_yaml_file_belongs_to_a_verb_or_a_group() -> None:
+    known = {conf_files.CONF / f"{verb}.yaml" for verb in VERBS}
+    known |= {conf_files.CONF / g / f"{o}.yaml" for g, options in GROUPS.items() for o in options}
+    assert set(conf_files.CONF.rglob("*.yaml")) == known
+
+
+def test_every_word_of_a_choice_is_an_option_of_its_group() -> None:
+    for key, words in CHOICES.items():
+        group = key.partition(".")[0]
+        if len(GROUPS[group]) > 1:
+            assert sorted(words) == GROUPS[group], key
+
+
+def test_tables_name_settings_that_exist() -> None:
+    for verb, schema in VERBS.items():
+        known = set(keys_of(schema))
+        for group, parts in PARTS.items():
+            for part in parts.values():
+                known |= set(keys_of(part, f"{group}."))
+        assert set(MOST_USED[verb]) <= known
+        assert verb != "train" or set(CHOICES) <= known
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_architectures_carry_the_published_numbers(name: str) -> None:
+    numbers = load_config("train", [f"experiment={name}"]).model.architecture
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    keys += ("num_key_value_heads", "vocab_size", "max_position_embeddings")
+    assert tuple(numbers[key] for key in keys) == PUBLISHED[name]
+    assert numbers["model_type"] in ("llama", "qwen2", "mistral")
+    assert numbers["tie_word_embeddings"] is False

@@ -1,0 +1,64 @@
+"""What tests share: the shipped base, the shared real data, and a way to run a verb in-process."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared" / "data"
+STORIES = SHARED / "models" / "stories260K"
+
+TrainRun = Callable[..., Path]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests marked `gpu` out where there is no CUDA device."""
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_run_folder_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verb hands its folder to child ranks by environment; the next test is no child."""
+    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+
+
+@pytest.fixture
+def train_run(tmp_path: Path) -> TrainRun:
+    """Run `app.train` in this process; returns the run's folder."""
+    from app.config import load_config
+    from app.train import train
+
+    def run(*words: str) -> Path:
+        os.environ.pop("LOFT_RUN_DIR", None)
+        folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
+        train(load_config("train", [*words, f"output.dir={folder}", "logger=csv"]))
+        return folder
+
+    return run
+
+
+def read_column(folder: Path, column: str) -> dict[int, float]:
+    """Read one column of a run's metrics.csv: step -> value, empty cells left out."""
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {int(row["step"]): float(row[column]) for row in rows if row[column]}
+
+
+@pytest.fixture
+def stories() -> Path:
+    """Folder of a real trained Llama with tied embeddings; skips where it is absent."""
+    if not STORIES.is_dir():
+        pytest.skip("../shared/data is absent")
+    return STORIES

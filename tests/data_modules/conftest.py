@@ -1,0 +1,58 @@
+"""Make small tokenizers here: these tests need no file from outside the project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+# The same examples in every run and no folder of them in the tree: what fails here fails anywhere.
+hypothesis.settings.register_profile("loft", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("loft")
+
+WORDS = (
+    "the quick brown fox jumps over a lazy dog user assistant system answer question yes no "
+    "one two three ### User: Assistant: what is it called thinking about numbers 1 2 3 "
+) * 4
+SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
+
+
+def build_tokenizer(
+    specials: list[str], *, bos: str | None = None, eos: str | None = None, adds_bos: bool = False
+) -> Any:
+    """Train a byte-level BPE of 400 tokens with `specials`; `adds_bos` is its own default."""
+    import tokenizers
+    import transformers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=specials,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([WORDS], trainer)
+    if adds_bos:
+        backend.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=bos, eos_token=eos
+    )
+
+
+@pytest.fixture
+def make_tokenizer() -> Callable[..., Any]:
+    """Return `build_tokenizer`."""
+    return build_tokenizer
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """Return a tokenizer with an EOS and no template, which adds no BOS."""
+    return build_tokenizer(["</s>"], eos="</s>")

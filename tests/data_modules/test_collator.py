@@ -1,0 +1,104 @@
+"""Positions, shifted labels and padding of a batch."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from data_modules.collator import Collator
+from data_modules.types import Batch, Example, Origin
+
+
+def make_example(ids: list[int], weights: list[float], dataset: int = 0) -> Example:
+    """Make an example without a file."""
+    arrays = np.array(ids, dtype=np.int32), np.array(weights, dtype=np.float32)
+    return Example(*arrays, dataset, Origin("rows.json", 1))
+
+
+FIRST = make_example([1, 2, 3], [1, 0, 1])
+SECOND = make_example([4, 5, 6, 7], [0.5, 0.5, 0, 1], dataset=1)
+
+
+def test_packed_row() -> None:
+    batch = Collator(99, packed=True)([[FIRST], [SECOND]], 3.5)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+    assert batch.labels.tolist() == [[-100, 3, -100, 5, -100, 7, -100]]
+    assert batch.loss_weights.tolist() == [[0, 1, 0, 0.5, 0, 1, 0]]
+    assert batch.dataset_ids.tolist() == [[0, 0, 0, 1, 1, 1, 1]]
+    assert batch.trained_columns.tolist() == [1, 3, 5]
+    assert batch.document_lengths == [[3, 4]]
+    assert (batch.step_weight, batch.num_tokens) == (3.5, 7)
+
+
+def test_padded_rows() -> None:
+    batch = Collator(99, packed=False)([[FIRST], [SECOND], []], 2.5)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 99], [4, 5, 6, 7], [99] * 4]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0], [0, 1, 2, 3], [0] * 4]
+    assert batch.labels.tolist() == [[-100, 3, -100, -100], [5, -100, 7, -100], [-100] * 4]
+    assert batch.loss_weights.tolist() == [[0, 1, 0, 0], [0.5, 0, 1, 0], [0] * 4]
+    assert batch.dataset_ids.tolist() == [[0] * 4, [1] * 4, [0] * 4]
+    assert batch.trained_columns.tolist() == [0, 1, 2]
+    assert batch.document_lengths == [[3], [4], []]
+    assert batch.num_tokens == 7
+
+
+def test_end_token_that_is_also_the_pad_token_is_learned() -> None:
+    ended = make_example([1, 2, 99], [0, 1, 1])
+    batch = Collator(99, packed=False)([[ended], [SECOND]], 1.0)
+    assert batch.labels[0].tolist() == [2, 99, -100, -100]
+
+
+def test_micro_batch_without_documents_has_one_column_and_no_label() -> None:
+    for packed, rows in ((True, 1), (False, 2)):
+        batch = Collator(99, packed=packed)([[], []], 1.0)
+        assert batch.input_ids.tolist() == [[99]] * rows
+        assert (batch.labels == -100).all() and batch.loss_weights.sum() == 0
+        assert batch.trained_columns.tolist() == [0]
+        assert batch.document_lengths == [[]] * rows
+        assert batch.num_tokens == 0
+
+
+def test_dtypes_and_shapes() -> None:
+    batch = Collator(0, packed=True)([[FIRST, SECOND]], 1.0)
+    for name in ("input_ids", "position_ids", "labels", "dataset_ids"):
+        assert getattr(batch, name).dtype == torch.int64
+        assert getattr(batch, name).shape == (1, 7)
+    assert batch.loss_weights.dtype == torch.float32
+    assert batch.trained_columns.dtype == torch.int64
+
+
+def test_examples_are_left_as_they_are() -> None:
+    before = FIRST.weights.copy()
+    Collator(0, packed=True)([[FIRST, SECOND]], 1.0)
+    assert np.array_equal(FIRST.weights, before)
+
+
+def test_batch_moves_as_a_whole() -> None:
+    batch = Collator(0, packed=True)([[FIRST]], 1.5)
+    moved = batch.to(torch.device("meta"), non_blocking=True)
+    assert moved.input_ids.device.type == moved.trained_columns.device.type == "meta"
+    assert moved.document_lengths == [[3]] and moved.step_weight == 1.5
+    assert batch.input_ids.device.type == "cpu"
+
+
+def test_lightning_knows_how_to_move_a_batch() -> None:
+    from lightning.fabric.utilities.apply_func import move_data_to_device
+
+    batch = Collator(0, packed=True)([[FIRST]], 1.5)
+    moved = move_data_to_device(batch, torch.device("meta"))
+    assert isinstance(moved, Batch) and moved.labels.device.type == "meta"
+
+
+def test_pack_of_thirty_documents_takes_well_below_a_millisecond() -> None:
+    pack = [make_example(list(range(150)), [1.0] * 150) for _ in range(30)]
+    collate = Collator(0, packed=True)
+    collate([pack], 1.0)
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        collate([pack], 1.0)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3

@@ -1,0 +1,296 @@
+"""The whole path: files in, batches of every rank out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from data_modules import Batch, DataConfig, DataError, DatasetConfig, PackingConfig
+from data_modules.datamodule import FinetuneDataModule, choose_sequence_len
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[DatasetConfig]:
+    """Write three data sets in three formats."""
+    numbers = ["one", "two", "three", "one two", "two three"]
+    lists = [{"instruction": f"q {i}", "output": numbers[i % 5]} for i in range(40)]
+    (tmp_path / "lists.json").write_text(json.dumps(lists))
+    chats = [
+        {
+            "conversations": [
+                {"from": "human", "value": f"what is {i}?"},
+                {"from": "gpt", "value": numbers[i % 5]},
+                {"from": "human", "value": "yes?"},
+                {"from": "gpt", "value": "no"},
+            ]
+        }
+        for i in range(30)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    (tmp_path / "pairs.csv").write_text("prompt,completion\n" + "1 2,3\n" * 20)
+    return [
+        DatasetConfig(path=str(tmp_path / n)) for n in ("lists.json", "chats.jsonl", "pairs.csv")
+    ]
+
+
+def build(
+    datasets: list[DatasetConfig],
+    tokenizer: Any,
+    *,
+    method: str = "multipack",
+    rank: int = 0,
+    data: dict[str, Any] | None = None,
+    **options: Any,
+) -> FinetuneDataModule:
+    """Build and set up a data module with 128-token packs."""
+    settings: dict[str, Any] = {
+        "context_len": 128,
+        "micro_batch_size": 2,
+        "accumulation_steps": 2,
+        "num_epochs": 1,
+        "max_steps": None,
+        "seed": 0,
+        "num_ranks": 1,
+    } | options
+    config = DataConfig(datasets=datasets, **(data or {}))
+    module = FinetuneDataModule(config, PackingConfig(method=method), tokenizer, **settings)
+    module.trainer = SimpleNamespace(world_size=settings["num_ranks"], global_rank=rank)
+    module.setup("fit")
+    return module
+
+
+def labels(batches: list[Batch]) -> list[tuple[int, int, int]]:
+    """Return (position, label, data set) of all labels, sorted."""
+    found = []
+    for batch in batches:
+        for where in (batch.labels != -100).nonzero().tolist():
+            cell = tuple(where)
+            values = (batch.position_ids[cell], batch.labels[cell], batch.dataset_ids[cell])
+            found.append(tuple(int(value) for value in values))
+    return sorted(found)
+
+
+def steps(modules: list[FinetuneDataModule], accumulation: int) -> list[list[Batch]]:
+    """Return the micro-batches of all ranks by global step."""
+    loaders = [list(module.train_dataloader()) for module in modules]
+    assert len({len(loader) for loader in loaders}) == 1
+    count = len(loaders[0]) // accumulation
+    return [
+        [b for loader in loaders for b in loader[step * accumulation : (step + 1) * accumulation]]
+        for step in range(count)
+    ]
+
+
+@pytest.mark.parametrize("method", ["multipack", "none"])
+def test_global_step_is_the_same_however_it_is_divided(
+    files: list[DatasetConfig], tokenizer: Any, method: str
+) -> None:
+    found = []
+    for micro, accumulation, world in ((8, 1, 1), (1, 8, 1), (4, 1, 2), (2, 2, 2)):
+        modules = [
+            build(
+                files,
+                tokenizer,
+                method=method,
+                rank=rank,
+                micro_batch_size=micro,
+                accumulation_steps=accumulation,
+                num_ranks=world,
+            )
+            for rank in range(world)
+        ]
+        by_step = steps(modules, accumulation)
+        assert len(by_step) == modules[0].total_steps > 0
+        for batches in by_step:
+            total = sum(float(batch.loss_weights.sum()) for batch in batches)
+            assert {batch.step_weight for batch in batches} == {total}
+        found.append([labels(batches) for batches in by_step])
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_step_weight_leaves_the_first_token_of_a_document_out(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
+    module = build(files, tokenizer, data={"train_on_inputs": True})
+    for batches in steps([module], 2):
+        total = sum(float(batch.loss_weights.sum()) for batch in batches)
+        num_documents = sum(len(row) for b in batches for row in b.document_lengths)
+        assert total == sum(b.num_tokens for b in batches) - num_documents
+        assert {batch.step_weight for batch in batches} == {total}
+
+
+def test_packed_and_padded_learn_the_same_labels(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
+    found = []
+    for method in ("multipack", "none"):
+        batches = list(build(files, tokenizer, method=method).train_dataloader())
+        found.append(labels(batches))
+        if method == "multipack":
+            assert all(batch.input_ids.shape[0] == 1 for batch in batches)
+            assert all(batch.input_ids.shape[1] <= 256 for batch in batches)
+    assert found[0] == found[1]
+
+
+def test_validation_rows_are_kept_apart(files: list[DatasetConfig], tokenizer: Any) -> None:
+    module = build(files, tokenizer, data={"val_set_size": 0.1})
+    origins = [
+        {(e.origin.file, e.origin.line) for e in examples}
+        for examples in (module.train_examples, module.val_examples)
+    ]
+    assert not origins[0] & origins[1]
+    assert len(origins[0] | origins[1]) == 90
+    assert [report.validation_rows for report in module.report.datasets] == [4, 3, 2]
+    again = build(files, tokenizer, data={"val_set_size": 0.1}, max_steps=3, micro_batch_size=1)
+    assert [e.origin for e in again.val_examples] == [e.origin for e in module.val_examples]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_validation_pass_holds_each_row_once(
+    files: list[DatasetConfig], tokenizer: Any, world: int
+) -> None:
+    loaders = []
+    for rank in range(world):
+        module = build(files, tokenizer, rank=rank, num_ranks=world, data={"val_set_size": 0.3})
+        loaders.append(list(module.val_dataloader()))
+    assert len({len(loader) for loader in loaders}) == 1
+    batches = [batch for loader in loaders for batch in loader]
+    tokens = sum(len(e.input_ids) for e in module.val_examples)
+    assert sum(batch.num_tokens for batch in batches) == tokens
+    assert {batch.step_weight for batch in batches} == {1.0}
+
+
+def test_no_validation(files: list[DatasetConfig], tokenizer: Any) -> None:
+    module = build(files, tokenizer, data={"val_set_size": 0})
+    assert module.val_dataloader() == [] and module.prompts(5) == {}
+    assert len(module.train_examples) == 90
+
+
+def test_weights_of_data_sets(files: list[DatasetConfig], tokenizer: Any) -> None:
+    files[0].weight, files[1].weight = 2.0, 0.5
+    module = build(files, tokenizer, data={"val_set_size": 0})
+    counts = [0, 0, 0]
+    for batch in module.train_dataloader():
+        starts = (batch.position_ids == 0) & (batch.input_ids != -1)
+        if batch.num_tokens:
+            for dataset in batch.dataset_ids[starts].tolist():
+                counts[dataset] += 1
+    assert counts == [80, 15, 20]
+
+
+def test_sequence_len(files: list[DatasetConfig], tokenizer: Any) -> None:
+    assert choose_sequence_len(None, 512) == 512
+    assert choose_sequence_len(None, 8192) == choose_sequence_len(None, None) == 2048
+    assert choose_sequence_len(4096, 8192) == 4096
+    with pytest.raises(DataError, match=r"sequence_len is 1,024, the model's context 512 tokens"):
+        build(files, tokenizer, context_len=512, data={"sequence_len": 1024})
+
+
+def test_max_steps_and_first_step(files: list[DatasetConfig], tokenizer: Any) -> None:
+    module = build(files, tokenizer, max_steps=9, data={"sequence_len": 64})
+    assert module.total_steps == 9
+    everything = list(module.train_dataloader())
+    assert len(module.train_dataloader()) == len(everything) == 18
+    module.first_step = 4
+    rest = list(module.train_dataloader())
+    assert len(rest) == 10
+    for batch, expected in zip(rest, everything[8:], strict=True):
+        assert torch.equal(batch.input_ids, expected.input_ids)
+        assert batch.step_weight == expected.step_weight
+
+
+def test_setup_again_changes_nothing(files: list[DatasetConfig], tokenizer: Any) -> None:
+    module = build(files, tokenizer)
+    examples, report = module.train_examples, module.report
+    module.setup("validate")
+    assert module.train_examples is examples and module.report is report
+
+
+def test_prompts_come_from_validation_or_test_rows(
+    files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
+) -> None:
+    prompts = build(files, tokenizer, data={"val_set_size": 4}).prompts(3)
+    assert {name: len(rows) for name, rows in prompts.items()} == {
+        "lists": 3,
+        "chats": 3,
+        "pairs": 3,
+    }
+    assert tokenizer.decode(prompts["pairs"][0].input_ids) == "1 2"
+    assert prompts["pairs"][0].answer == "3"
+    asked = tokenizer.decode(prompts["chats"][0].input_ids)
+    assert asked.endswith("no</s>") is False and asked.endswith("yes?\n\n### Assistant:\n")
+    (tmp_path / "test.json").write_text('[{"instruction": "q", "output": "a"}]')
+    test = DatasetConfig(path=str(tmp_path / "test.json"), name="lists")
+    prompts = build(files, tokenizer, data={"test_datasets": [test]}).prompts(3)
+    assert [prompt.answer for prompt in prompts["lists"]] == ["a"] and len(prompts) == 1
+
+
+def test_report_says_it_aloud(files: list[DatasetConfig], tokenizer: Any) -> None:
+    module = build(files, tokenizer)
+    lines = module.report.lines()
+    assert lines[0].startswith("lists: 40 rows (alpaca, guessed), 38 train + 2 validation, ")
+    assert "no chat template" in lines[-1]
+    kept = module.report.fingerprints()
+    assert list(kept) == module.dataset_names == ["lists", "chats", "pairs"]
+    assert json.loads(json.dumps(kept))["lists"]["train_rows"] == 38
+    assert len(module.template_hash) == 64
+
+
+def test_problems_of_all_data_sets_come_together(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
+    for config in files[:2]:
+        Path(config.path).write_text("{")
+    with pytest.raises(DataError) as caught:
+        build(files, tokenizer)
+    assert len(caught.value.problems) == 2
+
+
+def test_other_number_of_ranks_than_planned_is_an_error(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
+    module = build(files, tokenizer)
+    module.trainer = SimpleNamespace(world_size=2, global_rank=0)
+    with pytest.raises(ValueError, match="planned for 1 ranks"):
+        module.train_dataloader()
+
+
+def test_loaders_leave_the_global_random_numbers_alone(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
+    module = build(files, tokenizer)
+    before = torch.get_rng_state()
+    list(module.train_dataloader())
+    list(module.val_dataloader())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_repeated_rows_and_lost_system_turns_are_said(
+    tmp_path: Path, make_tokenizer: Callable[..., Any]
+) -> None:
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps([{"instruction": "q", "output": "a", "system": "brief"}] * 10))
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages if m.role != 'system' %}{{ m.role }} {{ m.content }}"
+        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    tokenizer = make_tokenizer(["</s>"], eos="</s>")
+    data = {"val_set_size": 3, "chat_template": str(template)}
+    lines = build([DatasetConfig(path=str(file))], tokenizer, data=data).report.lines()
+    assert lines[0].endswith("3 validation rows also stand in training")
+    assert lines[-1] == "the chat template drops the system turn of 10 rows"
+
+
+def test_workers_give_the_same_batches(files: list[DatasetConfig], tokenizer: Any) -> None:
+    alone = list(build(files, tokenizer, max_steps=4).train_dataloader())
+    helped = list(build(files, tokenizer, max_steps=4, data={"num_workers": 1}).train_dataloader())
+    for batch, expected in zip(helped, alone, strict=True):
+        assert torch.equal(batch.labels, expected.labels)
+        assert batch.document_lengths == expected.document_lengths

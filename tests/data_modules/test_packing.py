@@ -1,0 +1,201 @@
+"""The plan of all steps: nothing lost, nothing twice, the same for every number of ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_modules.packing import (
+    MicroBatch,
+    PackingConfig,
+    StepPlan,
+    StepSampler,
+    check_packing,
+    pack_documents,
+    shard_packs,
+)
+
+LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=120)
+
+
+def make_plan(lengths: list[int], **options: Any) -> StepPlan:
+    """Plan steps over `lengths`, each document once an epoch, weight = its length."""
+    array = np.array(lengths)
+    rows = np.arange(len(lengths))
+    settings_ = {
+        "capacity": 64,
+        "method": "multipack",
+        "seed": 0,
+        "micro_batch_size": 2,
+        "accumulation_steps": 2,
+        "world_size": 1,
+    } | options
+    return StepPlan(array, array.astype(np.float64), lambda epoch: rows, **settings_)
+
+
+def documents(batches: list[MicroBatch]) -> list[int]:
+    """Return the documents of micro-batches in order."""
+    return [int(document) for batch in batches for pack in batch.packs for document in pack]
+
+
+def step_documents(plan: StepPlan, step: int) -> list[int]:
+    """Return the documents of a global step, over all ranks, sorted."""
+    ranks = range(plan.world_size)
+    return sorted(document for r in ranks for document in documents(plan.micro_batches(step, r)))
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.integers(0, 3), st.integers(0, 3), st.sampled_from(["multipack", "none"]))
+def test_every_document_is_in_one_pack_that_holds_it(
+    lengths: list[int], seed: int, epoch: int, method: str
+) -> None:
+    array = np.array(lengths)
+    packs = pack_documents(array, 64, seed, epoch, method)
+    assert sorted(packs.documents.tolist()) == list(range(len(lengths)))
+    sizes = [int(array[packs[i]].sum()) for i in range(len(packs))]
+    assert all(0 < size <= 64 for size in sizes)
+    assert sum(sizes) == sum(lengths)
+    if method == "none":
+        assert len(packs) == len(lengths)
+
+
+@settings(max_examples=30)
+@given(
+    LENGTHS,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(["multipack", "none"]),
+)
+def test_each_epoch_sees_each_document_once_on_some_rank(
+    lengths: list[int], micro: int, accumulation: int, world: int, epochs: int, method: str
+) -> None:
+    plan = make_plan(
+        lengths,
+        method=method,
+        micro_batch_size=micro,
+        accumulation_steps=accumulation,
+        world_size=world,
+        num_epochs=epochs,
+    )
+    seen: dict[int, list[int]] = {}
+    for step in range(plan.num_steps):
+        for rank in range(world):
+            batches = plan.micro_batches(step, rank)
+            assert len(batches) == accumulation
+            assert all(len(batch.packs) == micro for batch in batches)
+        found = step_documents(plan, step)
+        assert found
+        assert plan.step_weight(step) == sum(lengths[i] for i in found)
+        seen.setdefault(plan.epoch_of(step), []).extend(found)
+    assert [sorted(found) for found in seen.values()] == [list(range(len(lengths)))] * epochs
+
+
+def test_step_is_the_same_however_it_is_divided() -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 500).tolist()
+    divisions = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]
+    plans = [
+        make_plan(lengths, micro_batch_size=m, accumulation_steps=a, world_size=w, num_epochs=2)
+        for m, a, w in divisions
+    ]
+    assert len({plan.num_steps for plan in plans}) == 1
+    for step in range(plans[0].num_steps):
+        assert len({tuple(step_documents(plan, step)) for plan in plans}) == 1
+        assert len({plan.step_weight(step) for plan in plans}) == 1
+
+
+def test_plan_is_a_function_of_seed_and_epoch() -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 300)
+    same = [pack_documents(lengths, 64, 1, 0, "multipack") for _ in range(2)]
+    assert np.array_equal(same[0].documents, same[1].documents)
+    for seed, epoch in ((2, 0), (1, 1)):
+        other = pack_documents(lengths, 64, seed, epoch, "multipack")
+        assert not np.array_equal(same[0].documents, other.documents)
+
+
+def test_packs_mix_long_and_short_documents() -> None:
+    lengths = np.random.default_rng(0).integers(1, 64, 1000)
+    packs = pack_documents(lengths, 256, 0, 0, "multipack")
+    spread = np.mean([lengths[packs[i]].std() for i in range(len(packs))])
+    assert spread > 0.8 * lengths.std()
+
+
+def test_packs_left_half_empty_are_anywhere_in_an_epoch() -> None:
+    lengths = np.random.default_rng(0).integers(1, 64, 200)
+    places = []
+    for seed in range(40):
+        packs = pack_documents(lengths, 128, seed, 0, "multipack")
+        sizes = [lengths[packs[i]].sum() for i in range(len(packs))]
+        places.append(int(np.argmin(sizes)) / len(packs))
+    assert 0.3 < np.mean(places) < 0.7
+
+
+def test_fill_and_time_of_a_large_plan() -> None:
+    drawn = np.random.default_rng(0).lognormal(np.log(150), 1.0, 100_000).astype(np.int64)
+    lengths = np.clip(drawn, 1, 2048)
+    start = time.process_time()
+    packs = pack_documents(lengths, 4096, 0, 0, "multipack")
+    assert time.process_time() - start < 2.0
+    assert lengths.sum() / (len(packs) * 4096) > 0.99
+
+
+def test_max_steps_repeats_epochs_and_is_exact() -> None:
+    lengths = [10] * 30
+    epoch = make_plan(lengths, num_epochs=1).num_steps
+    for max_steps in (1, epoch, epoch * 3 + 1):
+        plan = make_plan(lengths, max_steps=max_steps)
+        assert plan.num_steps == max_steps
+        assert plan.epoch_of(max_steps - 1) == (max_steps - 1) // epoch
+        assert len(StepSampler(plan, 0)) == max_steps * 2 == len(list(StepSampler(plan, 0)))
+    with pytest.raises(IndexError):
+        make_plan(lengths, max_steps=3).micro_batches(3, 0)
+
+
+def test_sampler_starts_anywhere_with_what_would_come_there() -> None:
+    plan = make_plan(np.random.default_rng(0).integers(1, 60, 200).tolist(), num_epochs=3)
+    everything = [documents([batch]) for batch in StepSampler(plan, 0)]
+    for first in (0, 1, plan.num_steps // 2, plan.num_steps - 1, plan.num_steps):
+        sampler = StepSampler(plan, 0, first)
+        rest = [documents([batch]) for batch in sampler]
+        assert rest == everything[first * 2 :]
+        assert len(sampler) == len(rest)
+
+
+def test_line_tells_documents_packs_steps_and_epochs() -> None:
+    assert make_plan([48] * 10, max_steps=6).line() == (
+        "10 documents in 10 packs, 75.0% of 64 tokens full; 3 steps of 4 packs an epoch; "
+        "6 steps = 2.00 epochs"
+    )
+
+
+def test_last_step_of_an_epoch_is_filled_with_empty_packs() -> None:
+    plan = make_plan([64] * 5, num_epochs=2)
+    assert plan.num_steps == 4
+    sizes = [[len(p) for b in plan.micro_batches(s, 0) for p in b.packs] for s in range(4)]
+    assert sizes == [[1, 1, 1, 1], [1, 0, 0, 0]] * 2
+    assert plan.step_weight(1) == 64
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_validation_shards_hold_each_document_once_in_equal_counts(world: int) -> None:
+    packs = pack_documents(np.full(11, 40), 64, 0, 0, "multipack")
+    shards = [shard_packs(packs, 2, world, rank) for rank in range(world)]
+    assert len({len(shard) for shard in shards}) == 1
+    found = sorted(document for shard in shards for document in documents(shard))
+    assert found == list(range(11))
+
+
+def test_document_above_the_capacity_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"65 tokens .* 64"):
+        pack_documents(np.array([3, 65]), 64, 0, 0, "multipack")
+
+
+def test_unknown_method_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"packing.method is 'multi'; use multipack or none"):
+        check_packing(PackingConfig(method="multi"))

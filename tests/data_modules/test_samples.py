@@ -1,0 +1,203 @@
+"""Check that the samples are what their script writes, right, and honestly split."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules.samples import phrasing, write
+from data_modules.samples.corpus import ANSWER_WEIGHT, TEXT_WEIGHT, Document, skills_corpus
+from data_modules.samples.probes import GATE, probe_rows
+from data_modules.samples.skills import CITIES, JOBS, NAMES, SKILLS
+
+SAMPLES = Path(write.__file__).parent
+DATA_FILES = ("lists", "lookup", "people")
+NUM_DOCUMENTS = 5_000
+
+
+def read_rows(stem: str) -> list[dict[str, Any]]:
+    if stem.startswith("lookup"):
+        lines = (SAMPLES / f"{stem}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+    return json.loads((SAMPLES / f"{stem}.json").read_text(encoding="utf-8"))
+
+
+def read_pairs(stem: str) -> list[tuple[str, str]]:
+    """Return (what is asked, the answer) of each row, whatever its format."""
+    if stem.startswith("lists"):
+        return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in read_rows(stem)]
+    if stem.startswith("lookup"):
+        turns = [row["messages"] for row in read_rows(stem)]
+        return [(user["content"], answer["content"]) for _, user, answer in turns]
+    turns = [row["conversations"] for row in read_rows(stem)]
+    return [(human["value"], gpt["value"]) for human, gpt in turns]
+
+
+def words_in(text: str, words: tuple[str, ...]) -> list[str]:
+    return re.findall(rf"\b(?:{'|'.join(words)})\b", text)
+
+
+def lists_in(text: str) -> list[str]:
+    found = re.findall(r"(?<!\d)\d(?:(?:, | )\d){2,4}(?!\d)", text)
+    return [digits.replace(",", "") for digits in found]
+
+
+def problem_in(text: str) -> str:
+    """Read back what is to be solved from a text that tells its facts first."""
+    names, cities = words_in(text, NAMES), words_in(text, CITIES)
+    if not names:
+        (digits,) = lists_in(text)
+        return digits
+    if words_in(text, JOBS):
+        assert len(set(names)) == 1 and len(set(cities)) == 1, text
+        return f"{names[0]} of {cities[0]}"
+    entries = zip(names[: len(cities)], cities, strict=True)
+    return "; ".join(f"{name}: {city}" for name, city in sorted(entries))
+
+
+def is_held_out(problem: str) -> bool:
+    return zlib.crc32(problem.encode()) % 10 == 0
+
+
+def text_of(document: Document) -> str:
+    return "".join(segment["text"] for segment in document["segments"])
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return list(skills_corpus(num_documents=NUM_DOCUMENTS))
+
+
+def test_the_shipped_files_are_what_the_script_writes(tmp_path: Path) -> None:
+    write.write_samples(tmp_path)
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) == 10
+    for path in written:
+        shipped = SAMPLES / path.relative_to(tmp_path)
+        assert path.read_bytes() == shipped.read_bytes(), shipped.name
+
+
+@pytest.mark.parametrize("stem", DATA_FILES)
+def test_problems_are_on_their_side_of_the_split(stem: str) -> None:
+    tuning = {problem_in(asked) for asked, _ in read_pairs(stem)}
+    test = {problem_in(asked) for asked, _ in read_pairs(f"{stem}_test")}
+    assert not any(is_held_out(problem) for problem in tuning)
+    assert all(is_held_out(problem) for problem in test)
+
+
+@pytest.mark.parametrize("stem", DATA_FILES)
+def test_there_are_as_many_distinct_rows_as_promised(stem: str) -> None:
+    assert len(set(read_pairs(stem))) >= 0.95 * len(read_pairs(stem)) == 950
+    assert len(read_pairs(f"{stem}_test")) == 200
+
+
+@pytest.mark.parametrize("stem", ["lists", "lists_test"])
+def test_list_answers_are_right(stem: str) -> None:
+    for row in read_rows(stem):
+        digits = [int(digit) for digit in row["input"].split()]
+        instruction = row["instruction"].lower()
+        if "ascending" in instruction or "increasing" in instruction:
+            right = sorted(digits)
+        elif "backwards" in instruction or "reverse" in instruction:
+            right = [digits[-1 - place] for place in range(len(digits))]
+        elif "largest" in instruction or "biggest" in instruction:
+            right = sorted(digits)[-1:]
+        else:
+            assert "smallest" in instruction or "least" in instruction
+            right = sorted(digits)[:1]
+        assert row["output"] == " ".join(map(str, right))
+
+
+@pytest.mark.parametrize("stem", ["lookup", "lookup_test"])
+def test_lookup_answers_are_right(stem: str) -> None:
+    for asked, answer in read_pairs(stem):
+        card, question = asked.split("\n")
+        homes = dict(entry.split(": ") for entry in card.removeprefix("Homes: ").split("; "))
+        (name,) = words_in(question, NAMES)
+        assert 2 <= len(homes) <= 4
+        assert homes[name] == answer
+
+
+@pytest.mark.parametrize("stem", ["people", "people_test"])
+def test_people_answers_are_right(stem: str) -> None:
+    for asked, answer in read_pairs(stem):
+        sentence, question = asked.split("\n")
+        field = question.removesuffix("?").split()[-1]
+        if field == "age":
+            found = re.findall(r"\d+", sentence)
+        else:
+            found = words_in(sentence, {"name": NAMES, "city": CITIES, "job": JOBS}[field])
+        assert set(found) == {answer}, asked
+
+
+def test_the_corpus_shows_no_held_out_problem(documents: list[Document]) -> None:
+    for document in documents:
+        facts, *later = [s["text"] for s in document["segments"] if s["weight"] == TEXT_WEIGHT]
+        problems = [problem_in(facts), *(digits for text in later for digits in lists_in(text))]
+        assert not any(is_held_out(problem) for problem in problems), problems
+
+
+def test_the_corpus_shows_no_wording_of_the_tuning_rows(documents: list[Document]) -> None:
+    wordings = [
+        "Homes",
+        write.LOOKUP_SYSTEM,
+        *(wording for wordings in write.LIST_INSTRUCTIONS.values() for wording in wordings),
+        *(question.split("{")[0] for question in write.LOOKUP_QUESTIONS),
+        *write.PERSON_QUESTIONS.values(),
+    ]
+    corpus = "\n".join(map(text_of, documents))
+    assert not [wording for wording in wordings if wording in corpus]
+    assert "<|im_start|>" not in corpus and "?" not in corpus
+    assert not set(write.PERSON_SENTENCES) & set(phrasing.PERSON_FACTS)
+
+
+def test_the_corpus_is_the_same_each_time_and_grows_at_its_end(documents: list[Document]) -> None:
+    assert list(skills_corpus(num_documents=100)) == documents[:100]
+    assert list(skills_corpus(seed=1, num_documents=100)) != documents[:100]
+
+
+def test_each_document_ends_with_an_answer_of_full_weight(documents: list[Document]) -> None:
+    for document in documents:
+        assert all(segment["text"] for segment in document["segments"])
+        assert {segment["weight"] for segment in document["segments"]} == {
+            TEXT_WEIGHT,
+            ANSWER_WEIGHT,
+        }
+        assert document["segments"][-1]["weight"] == ANSWER_WEIGHT
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_probes_ask_held_out_problems(skill: str) -> None:
+    rows = probe_rows(skill)
+    assert len(rows) == 200 and rows == probe_rows(skill) and skill in GATE
+    assert all(is_held_out(problem_in(row["prompt"])) for row in rows)
+
+
+def test_the_tokenizer_keeps_copied_words_in_pieces_and_digits_single() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
+    assert len(tokenizer) <= 768
+    for words in (NAMES, CITIES, JOBS):
+        assert sum(len(tokenizer(word).input_ids) for word in words) / len(words) >= 3.0
+    assert tokenizer.tokenize("4 17") == ["4", "Ġ", "1", "7"]
+    for text in ("Where does Ursula live?\n", "Grüße, 東京 🙂"):
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_the_chat_template_marks_turns_and_ends_them_with_eos() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(
+        conversation, tokenize=False, add_generation_prompt=True
+    ) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|pad|>"
+    assert tokenizer.bos_token is None and "generation %" not in tokenizer.chat_template

@@ -1,0 +1,464 @@
+"""The loss mask and the rendered text, for the chat templates that are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules.template import CHATML, PLAIN, ChatTemplate
+from data_modules.types import Conversation, DataError, Document, Origin, Segment, Turn
+from tests.data_modules.conftest import SHARED
+
+ORIGIN = Origin("rows.json", 7)
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    "+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}"
+    "{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
+    "{% else %}{% set role = message['role'] %}{% endif %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+ZEPHYR = (
+    "{% for message in messages %}\n{% if message['role'] == 'user' %}\n"
+    "{{ '<|user|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'system' %}\n"
+    "{{ '<|system|>\n' + message['content'] + eos_token }}\n"
+    "{% elif message['role'] == 'assistant' %}\n"
+    "{{ '<|assistant|>\n'  + message['content'] + eos_token }}\n{% endif %}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n"
+    "{% endfor %}"
+)
+# Qwen3: thinking stays in the last answer only, which gets an empty one where it has none.
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}"
+    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') "
+    "if '</think>' in m.content else '' %}"
+    "{% if loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' + said }}"
+    "{% else %}{{ said }}{% endif %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The generation prompt opens a thought that the whole conversation does not have, so that no
+# prefix render is a prefix of it; the count of turns makes the openings differ as well.
+NO_PREFIX = (
+    "{{ messages | length }} turns\n{% for m in messages %}"
+    "<|im_start|>{{ m.role }}{{ '\n' }}{{ m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n<think>\n' }}{% endif %}"
+)
+# No generation prompt at all: the header of an answer comes with the answer.
+NO_GENERATION_PROMPT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\n' }}{{ m.content }}<|im_end|>"
+    "{{ '\n' }}{% endfor %}"
+)
+NO_STOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
+
+STYLES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "chatml": (
+        CHATML,
+        {"specials": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
+        ["yes, one<|im_end|>", "two<|im_end|>"],
+    ),
+    "llama3": (
+        LLAMA3,
+        {
+            "specials": [
+                "<|bos|>",
+                "<|eos|>",
+                "<|eot_id|>",
+                "<|start_header_id|>",
+                "<|end_header_id|>",
+            ],
+            "bos": "<|bos|>",
+            "eos": "<|eos|>",
+            "adds_bos": True,
+        },
+        ["yes, one<|eot_id|>", "two<|eot_id|>"],
+    ),
+    "mistral": (
+        MISTRAL,
+        {"specials": ["<s>", "</s>"], "bos": "<s>", "eos": "</s>", "adds_bos": True},
+        [" yes, one</s>", " two</s>"],
+    ),
+    "gemma": (
+        GEMMA,
+        {
+            "specials": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+            "bos": "<bos>",
+            "eos": "<eos>",
+            "adds_bos": True,
+        },
+        ["yes, one<end_of_turn>", "two<end_of_turn>"],
+    ),
+    "zephyr": (
+        ZEPHYR,
+        {"specials": ["<s>", "</s>"], "bos": "<s>", "eos": "</s>", "adds_bos": True},
+        ["yes, one</s>", "two</s>"],
+    ),
+    "plain": (PLAIN, {"specials": ["</s>"], "eos": "</s>"}, ["yes, one</s>", "two</s>"]),
+    "no generation prompt": (
+        NO_GENERATION_PROMPT,
+        {"specials": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
+        ["yes, one<|im_end|>", "two<|im_end|>"],
+    ),
+    "no prefix": (
+        NO_PREFIX,
+        {"specials": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
+        ["yes, one<|im_end|>", "two<|im_end|>"],
+    ),
+}
+
+
+def chat(*contents: str, weights: tuple[float | None, ...] = ()) -> Conversation:
+    """Make a conversation of user and assistant turns in turn."""
+    turns = []
+    for index, content in enumerate(contents):
+        weight = weights[index] if weights else None
+        turns.append(Turn("assistant" if index % 2 else "user", content, weight))
+    return Conversation(tuple(turns), ORIGIN)
+
+
+TWO_ANSWERS = chat("yes, one or two?", "yes, one", "yes, one\nor two again", "two")
+
+
+def template_of(style: str, make: Callable[..., Any]) -> ChatTemplate:
+    """Build the style's tokenizer with the style's template as its own."""
+    text, arguments, _ = STYLES[style]
+    tokenizer = make(**arguments)
+    tokenizer.chat_template = text
+    return ChatTemplate.resolve(tokenizer, None)
+
+
+def runs(template: ChatTemplate, item: Conversation | Document, **options: Any) -> list[str]:
+    """Return the learned stretches of an item as text."""
+    ids, weights = next(template.encode([item], **options))
+    found: list[list[int]] = []
+    for index, weight in enumerate(weights):
+        if weight > 0:
+            if not index or weights[index - 1] == 0:
+                found.append([])
+            found[-1].append(int(ids[index]))
+    return [template._tokenizer.decode(run) for run in found]
+
+
+def text_of(template: ChatTemplate, item: Conversation | Document) -> str:
+    """Return the whole text that is fed to the model."""
+    ids, _ = next(template.encode([item]))
+    return str(template._tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_learns_answers_and_stop_tokens_only(
+    style: str, make_tokenizer: Callable[..., Any]
+) -> None:
+    template = template_of(style, make_tokenizer)
+    assert runs(template, TWO_ANSWERS) == STYLES[style][2]
+    stop = STYLES[style][2][0].removeprefix(" ").removeprefix("yes, one")
+    assert template.stop_token_ids == {template._tokenizer.convert_tokens_to_ids(stop)}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_has_one_bos_where_the_tokenizer_adds_one(
+    style: str, make_tokenizer: Callable[..., Any]
+) -> None:
+    template = template_of(style, make_tokenizer)
+    ids, weights = next(template.encode([TWO_ANSWERS]))
+    bos = template._tokenizer.bos_token_id
+    if bos is not None:
+        assert list(ids).count(bos) == 1
+        assert ids[0] == bos and weights[0] == 0
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_prompt_is_what_comes_before_the_last_answer(
+    style: str, make_tokenizer: Callable[..., Any]
+) -> None:
+    template = template_of(style, make_tokenizer)
+    prompt = template.prompt(TWO_ANSWERS)
+    assert prompt is not None and prompt.answer == "two" and prompt.origin == ORIGIN
+    if style in ("no prefix", "no generation prompt"):
+        return
+    ids, weights = next(template.encode([TWO_ANSWERS]))
+    last_answer = int((weights == 0).nonzero()[0][-1]) + 1
+    assert prompt.input_ids == ids[:last_answer].tolist()
+
+
+@pytest.mark.parametrize("style", ["chatml", "llama3", "zephyr", "plain"])
+def test_system_turn_is_written_and_not_learned(
+    style: str, make_tokenizer: Callable[..., Any]
+) -> None:
+    template = template_of(style, make_tokenizer)
+    turns = (Turn("system", "one or two"), *TWO_ANSWERS.turns)
+    item = Conversation(turns, ORIGIN)
+    assert runs(template, item) == STYLES[style][2]
+    assert "one or two" in text_of(template, item)
+
+
+def test_real_tokenizer_gives_the_same_mask() -> None:
+    file = SHARED / "tokenizers" / "olmo-gpt-neox" / "tokenizer.json"
+    if not file.is_file():
+        pytest.skip("needs the shared tokenizers")
+    import transformers
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(file), eos_token="<|endoftext|>"
+    )
+    template = ChatTemplate.resolve(tokenizer, None)
+    assert runs(template, chat("a b?", "c d, \u00e9t\u00e9 \u2603")) == [
+        "c d, \u00e9t\u00e9 \u2603<|endoftext|>"
+    ]
+
+
+def test_byte_fallback_and_prefix_space_give_the_same_mask() -> None:
+    folder = SHARED / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip("needs the shared model")
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate.resolve(tokenizer, None)
+    item = chat("Who are you?", "I am \u2603\u2603 9.", "And you?", "\u00e9t\u00e9")
+    assert runs(template, item) == ["I am \u2603\u2603 9.</s>", "\u00e9t\u00e9</s>"]
+    ids, _ = next(template.encode([item]))
+    assert list(ids).count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize(
+    ("contents", "learned"),
+    [
+        (("q", "<think>\nhm\n</think>\n\ntwo"), ["<think>\nhm\n</think>\n\ntwo<|im_end|>"]),
+        (("q", "two"), ["<think>\n\n</think>\n\ntwo<|im_end|>"]),
+        (
+            ("q", "<think>\nhm\n</think>\n\none", "q", "<think>\nso\n</think>\n\ntwo"),
+            ["one<|im_end|>", "<think>\nso\n</think>\n\ntwo<|im_end|>"],
+        ),
+    ],
+)
+def test_template_that_strips_thinking(
+    contents: tuple[str, ...], learned: list[str], make_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
+    tokenizer.chat_template = QWEN3
+    assert runs(ChatTemplate.resolve(tokenizer, None), chat(*contents)) == learned
+
+
+@pytest.mark.parametrize("style", ["plain", "no prefix", "chatml"])
+@pytest.mark.parametrize(
+    "contents",
+    [
+        ("yes", "yes", "yes", "yes"),
+        ("a", "a", "assistant", "assistant"),
+        ("user", "user", "say user: assistant", "user"),
+    ],
+)
+def test_answer_that_stands_elsewhere_too(
+    style: str, contents: tuple[str, ...], make_tokenizer: Callable[..., Any]
+) -> None:
+    template = template_of(style, make_tokenizer)
+    stop = template._tokenizer.eos_token
+    assert runs(template, chat(*contents)) == [contents[1] + stop, contents[3] + stop]
+
+
+def test_answer_with_blanks_around_it(make_tokenizer: Callable[..., Any]) -> None:
+    assert runs(template_of("llama3", make_tokenizer), chat("q", "  two \n")) == ["two<|eot_id|>"]
+    assert runs(template_of("plain", make_tokenizer), chat("q", " two \n")) == [" two \n</s>"]
+
+
+def test_no_prefix_and_trimmed_answers(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
+    tokenizer.chat_template = NO_PREFIX.replace("m.content", "m.content | trim")
+    template = ChatTemplate.resolve(tokenizer, None)
+    assert runs(template, chat("two", " two\n", "one", "  two")) == ["two<|im_end|>"] * 2
+    tokenizer.chat_template = NO_PREFIX.replace("m.content", "m.content | upper")
+    with pytest.raises(DataError, match=r"rows.json:7 .*does not write the answer `two`"):
+        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+
+
+def test_turn_weights_choose_what_is_learned(make_tokenizer: Callable[..., Any]) -> None:
+    template = template_of("chatml", make_tokenizer)
+    item = chat("q", "one", "q", "two", weights=(None, 0.0, None, 0.5))
+    _, weights = next(template.encode([item]))
+    assert runs(template, item) == ["two<|im_end|>"]
+    assert set(weights[weights > 0]) == {0.5}
+
+
+def test_empty_answer_is_not_learned(make_tokenizer: Callable[..., Any]) -> None:
+    template = template_of("chatml", make_tokenizer)
+    assert runs(template, chat("q", "", "q", "two")) == ["two<|im_end|>"]
+    assert runs(template, chat("q", " ")) == []
+
+
+def test_nothing_is_kept_after_the_last_learned_token(make_tokenizer: Callable[..., Any]) -> None:
+    template = template_of("plain", make_tokenizer)
+    item = chat("q", "two", "and a question without an answer")
+    assert text_of(template, item) == "### User:\nq\n\n### Assistant:\ntwo</s>"
+
+
+def test_train_on_inputs_learns_everything(make_tokenizer: Callable[..., Any]) -> None:
+    template = template_of("plain", make_tokenizer)
+    ids, weights = next(template.encode([TWO_ANSWERS], train_on_inputs=True))
+    assert (weights == 1).all()
+    assert template._tokenizer.decode(ids).endswith("two</s>\n\n")
+
+
+def test_document_ends_with_eos_once(tokenizer: Any) -> None:
+    template = ChatTemplate.resolve(tokenizer, None)
+    item = Document((Segment("one two", 1.0),), ORIGIN)
+    assert text_of(template, item) == "one two</s>"
+    assert runs(template, item) == ["one two</s>"]
+    item = Document((Segment("one two</s>", 1.0),), ORIGIN)
+    assert text_of(template, item) == "one two</s>"
+
+
+def test_blank_completion_is_not_learned(tokenizer: Any) -> None:
+    template = ChatTemplate.resolve(tokenizer, None)
+    item = Document((Segment("what is it:", 0.0), Segment("", 1.0)), ORIGIN)
+    assert runs(template, item) == []
+
+
+def test_stop_token_need_not_be_marked_as_special(tokenizer: Any) -> None:
+    import tokenizers
+
+    ends = [
+        tokenizers.AddedToken(text, special=False, normalized=False) for text in ("<end>", "  ")
+    ]
+    tokenizer.add_tokens(ends)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    template = ChatTemplate.resolve(tokenizer, None)
+    assert runs(template, chat("q", "two")) == ["two<end>"]
+    tokenizer.chat_template = tokenizer.chat_template.replace("<end>", "  ")
+    with pytest.raises(DataError, match="no stop token"):
+        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+
+
+def test_document_segments_keep_their_weights(tokenizer: Any) -> None:
+    template = ChatTemplate.resolve(tokenizer, None)
+    segments = (Segment("what is it:", 0.25), Segment(" two", 1.0), Segment("?", 0.0))
+    ids, weights = next(template.encode([Document(segments, ORIGIN)]))
+    by_weight = {
+        weight: tokenizer.decode([id_ for id_, w in zip(ids, weights, strict=True) if w == weight])
+        for weight in (0.25, 1.0, 0.0)
+    }
+    assert by_weight == {0.25: "what is it:", 1.0: " two</s>", 0.0: "?"}
+
+
+def test_token_over_a_border_belongs_to_the_later_segment(tokenizer: Any) -> None:
+    whole = tokenizer(" two", add_special_tokens=False)["input_ids"]
+    assert len(whole) == 1
+    template = ChatTemplate.resolve(tokenizer, None)
+    item = Document((Segment("one ", 0.0), Segment("two", 1.0)), ORIGIN)
+    assert runs(template, item) == [" two</s>"]
+
+
+def test_character_of_several_tokens_is_learned_whole(tokenizer: Any) -> None:
+    assert len(tokenizer("\u2603", add_special_tokens=False)["input_ids"]) == 3
+    template = ChatTemplate.resolve(tokenizer, None)
+    item = Document((Segment("a \u2603", 1.0), Segment("b", 0.0), Segment("\u2603", 1.0)), ORIGIN)
+    assert runs(template, item) == ["a \u2603", "\u2603</s>"]
+
+
+def test_prompt_of_a_document_is_all_but_its_last_segment(tokenizer: Any) -> None:
+    template = ChatTemplate.resolve(tokenizer, None)
+    item = Document((Segment("what is it: ", 0.0), Segment("two", 1.0)), ORIGIN)
+    prompt = template.prompt(item)
+    assert prompt is not None and prompt.answer == "two"
+    assert tokenizer.decode(prompt.input_ids) == "what is it: "
+    assert template.prompt(Document((Segment("one", 1.0),), ORIGIN)) is None
+
+
+def test_tokenizer_without_template_gets_plain_and_says_so(tokenizer: Any) -> None:
+    template = ChatTemplate.resolve(tokenizer, None)
+    assert "plain" in template.note and "no chat template" in template.note
+    assert tokenizer.chat_template == PLAIN
+    assert text_of(template, chat("q", "a", "r", "b")) == (
+        "### User:\nq\n\n### Assistant:\na</s>\n\n### User:\nr\n\n### Assistant:\nb</s>"
+    )
+
+
+def test_template_file_and_its_hash(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text(
+        "{% for m in messages %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    template = ChatTemplate.resolve(tokenizer, str(file))
+    assert text_of(template, chat("q", "a")) == "user q</s>assistant a</s>"
+    assert runs(template, chat("q", "a"))[0].strip() == "a</s>"
+    assert template.hash != ChatTemplate.resolve(tokenizer, "plain").hash
+
+
+def test_missing_stop_token_is_an_error(tokenizer: Any) -> None:
+    tokenizer.chat_template = NO_STOP
+    with pytest.raises(DataError, match=r"rows.json:7 .*no stop token.*chat_template=plain"):
+        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+
+
+def test_template_that_loses_the_answer_is_an_error(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+        "{{ eos_token }}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"rows.json:7 .*does not write the answer `two`"):
+        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+
+
+def test_lost_answer_is_not_found_in_a_later_turn(make_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
+    tokenizer.chat_template = CHATML.replace(
+        "{{ message['content'] }}", "{{ '-' if loop.index == 2 else message['content'] }}"
+    )
+    with pytest.raises(DataError, match=r"rows.json:7 .*does not write the answer `two`"):
+        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two", "q", "two")]))
+
+
+def test_row_that_the_template_refuses_is_named(make_tokenizer: Callable[..., Any]) -> None:
+    template = template_of("gemma", make_tokenizer)
+    refused = Conversation(
+        (Turn("system", "s"), Turn("user", "q"), Turn("assistant", "a")), Origin("rows.json", 9)
+    )
+    with pytest.raises(DataError, match=r"rows.json:9 .*System role not supported"):
+        list(template.encode([TWO_ANSWERS, refused]))
+
+
+@pytest.mark.parametrize("name", ["chatmll", "missing.jinja", "chatml"])
+def test_unknown_template_names_the_known_ones(name: str, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"chat_template=.*plain"):
+        ChatTemplate.resolve(tokenizer, name)
+
+
+def test_tokenizer_that_truncates_cuts_nothing(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=99)
+    template = ChatTemplate.resolve(tokenizer, None)
+    assert text_of(template, chat("q", "two")) == "### User:\nq\n\n### Assistant:\ntwo</s>"
+
+
+def test_sandbox_holds(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"
+    with pytest.raises(DataError, match="refuses this row"):
+        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))

@@ -1,0 +1,82 @@
+"""Ask the door in this process, and make the small files that it looks at."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from app.config import run_verb
+
+OF_OTHER_RUNS = ("LOFT_RUN_DIR", "LOFT_TRACEBACK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    code: int
+    said: str
+    printed: str
+    config: Any
+
+
+def ask(
+    *words: str, verb: str = "train", sweep: Callable[[list[str]], int] | None = None, gpus: int = 0
+) -> Answer:
+    """Run a verb that only keeps its config, on a machine with `gpus` GPUs."""
+    kept: list[Any] = []
+    said, printed = io.StringIO(), io.StringIO()
+    environment = {k: v for k, v in os.environ.items() if k not in OF_OTHER_RUNS}
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch("app.compatibility.count_gpus", return_value=gpus),
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(printed),
+    ):
+        code = run_verb(verb, kept.append, sweep=sweep, words=list(words))
+    return Answer(code, said.getvalue(), printed.getvalue(), kept[0] if kept else None)
+
+
+def make_model(folder: Path, *, context: int = 512, tied: bool = True, **numbers: Any) -> Path:
+    """Write a folder that looks like a Llama of two layers: right headers, weights of zeros."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "llama", "max_position_embeddings": context, **numbers}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    shapes = {"model.embed_tokens.weight": [64, 32], "model.norm.weight": [32]}
+    for layer in range(2):
+        for name, shape in (
+            ("self_attn.q_proj", [32, 32]),
+            ("self_attn.k_proj", [16, 32]),
+            ("self_attn.v_proj", [16, 32]),
+            ("self_attn.o_proj", [32, 32]),
+            ("mlp.up_proj", [64, 32]),
+            ("mlp.down_proj", [32, 64]),
+            ("input_layernorm", [32]),
+        ):
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    if not tied:
+        shapes["lm_head.weight"] = [64, 32]
+    write_safetensors(folder / "model.safetensors", shapes)
+    return folder
+
+
+def write_safetensors(file: Path, shapes: dict[str, list[int]]) -> None:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def make_data(file: Path, num_rows: int = 4) -> Path:
+    rows = [{"instruction": f"Say {i}.", "input": "", "output": str(i)} for i in range(num_rows)]
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return file

@@ -1,0 +1,116 @@
+"""The same global step gives the same gradients, however it is cut: micro-batches, ranks, packs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import ROOT, TrainRun, read_column
+
+SAMPLES = ROOT / "data_modules" / "samples"
+SETTINGS = [
+    f"model.path={SAMPLES / 'tiny_base'}",
+    f"data.datasets=[{{path: {SAMPLES / 'lists.json'}}}, {{path: {SAMPLES / 'lookup.jsonl'}}}]",
+    "data.sequence_len=128",
+    "adapter.dropout=0",
+    "optimizer.lr=1e-3",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+    "trainer.max_steps=6",
+    "trainer.precision=fp32",
+    "logger=csv",
+]
+CUTS = {
+    "eight at once": ["trainer.micro_batch_size=8", "trainer.gradient_accumulation_steps=1"],
+    "one by one": ["trainer.micro_batch_size=1", "trainer.gradient_accumulation_steps=8"],
+    "two ranks": [
+        "trainer.micro_batch_size=2",
+        "trainer.gradient_accumulation_steps=2",
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+    ],
+    "two ranks, by the global batch": [
+        "trainer.micro_batch_size=4",
+        "trainer.global_batch_size=8",
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+    ],
+}
+
+
+def run_command(folder: Path, *words: str) -> Path:
+    """Run the ordinary command in a process of its own, as ranks need it."""
+    command = [sys.executable, "-m", "app.train", *SETTINGS, *words, f"output.dir={folder}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    return folder
+
+
+def first_gradient_norm(folder: Path) -> float:
+    return read_column(folder, "train/grad_norm")[1]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cuts") / "reference"
+    return run_command(folder, *CUTS["eight at once"])
+
+
+@pytest.mark.parametrize("cut", ["one by one", "two ranks", "two ranks, by the global batch"])
+def test_every_cut_of_a_global_step_trains_the_same(
+    cut: str, reference: Path, tmp_path: Path
+) -> None:
+    folder = run_command(tmp_path / "cut", *CUTS[cut])
+    assert first_gradient_norm(folder) == pytest.approx(first_gradient_norm(reference), rel=1e-6)
+    for column in ("train/loss", "train/loss/lists", "train/loss/lookup"):
+        ours, expected = read_column(folder, column), read_column(reference, column)
+        assert ours == pytest.approx(expected, rel=1e-6)
+    # Validation is one token-weighted mean, however it is cut.
+    assert read_column(folder, "val/loss") == pytest.approx(
+        read_column(reference, "val/loss"), rel=1e-6
+    )
+
+
+def test_packed_and_padded_documents_give_the_same_loss_and_gradient(
+    train_run: TrainRun,
+) -> None:
+    """One step over all rows of a small data set: the same documents in both."""
+    words = [
+        *SETTINGS[:-1],
+        "data.datasets=[{path: " + str(SAMPLES / "lists_test.json") + "}]",
+        "trainer.max_steps=1",
+    ]
+    packed = train_run(*words, "trainer.gradient_accumulation_steps=80")
+    padded = train_run(*words, "packing=none", "trainer.gradient_accumulation_steps=200")
+    for column in ("train/loss", "train/grad_norm", "val/loss"):
+        assert read_column(packed, column) == pytest.approx(read_column(padded, column), rel=1e-6)
+    tokens = "train/tokens/lists_test"
+    assert read_column(packed, tokens) == read_column(padded, tokens)
+
+
+def test_the_learning_rate_knows_no_ranks(reference: Path, tmp_path: Path) -> None:
+    folder = run_command(tmp_path / "cosine", *CUTS["two ranks"], "schedule=cosine")
+    rates = list(read_column(folder, "train/lr").values())
+    assert len(rates) == 6
+    assert rates[0] == pytest.approx(1e-3)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(
+    reference: Path, tmp_path: Path
+) -> None:
+    folder = run_command(tmp_path / "ranks", *CUTS["two ranks"])
+    ours = load_file(folder / "adapter" / "adapter_model.safetensors")
+    expected = load_file(reference / "adapter" / "adapter_model.safetensors")
+    assert ours.keys() == expected.keys()
+    for name, tensor in ours.items():
+        assert torch.allclose(tensor, expected[name], atol=1e-4), name
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["val/loss"] < metrics["base/val/loss"]

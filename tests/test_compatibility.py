@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import compatibility, config
+from app.verb_settings import PARTS
+from tests.door import ask, make_data, make_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl")
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+
+
+CLASHES = [
+    # GPUs, what was typed, what must be said, what is right
+    (
+        0,
+        ["trainer.precision=fp16"],
+        ["fp16 needs a GPU", "the CPU", "type trainer.precision=fp32"],
+        ["trainer.precision=bf16"],
+    ),
+    (
+        2,
+        ["trainer.precision=fp16", "trainer.accelerator=cpu"],
+        ["fp16 needs a GPU"],
+        ["trainer.precision=fp16"],
+    ),
+    (
+        0,
+        ["attention=flash2"],
+        ["attention=flash2 runs on NVIDIA GPUs", "attention=sdpa"],
+        ["attention=eager"],
+    ),
+    (
+        1,
+        ["attention=flash2", "trainer.precision=fp32"],
+        ["half precision", "trainer.precision=bf16"],
+        ["attention=sdpa", "trainer.precision=fp32"],
+    ),
+    (
+        0,
+        ["trainer.accelerator=gpu"],
+        ["no GPU was found", "trainer.accelerator=cpu"],
+        ["trainer.accelerator=cpu"],
+    ),
+    (
+        2,
+        ["trainer.devices=3"],
+        ["trainer.devices=3, but this machine has 2 GPUs", "trainer.devices=2"],
+        ["trainer.devices=2"],
+    ),
+    (
+        0,
+        ["strategy=single", "trainer.devices=2"],
+        ["strategy=single", "2 ranks", "strategy=ddp"],
+        ["strategy=ddp", "trainer.devices=2"],
+    ),
+    (
+        0,
+        ["trainer.global_batch_size=7", "trainer.micro_batch_size=2", "trainer.devices=2"],
+        ["micro_batch_size 2 x 2 ranks = 4", "=4 or 8"],
+        ["trainer.global_batch_size=8", "trainer.micro_batch_size=2", "trainer.devices=2"],
+    ),
+    (
+        0,
+        ["trainer.global_batch_size=4", "trainer.gradient_accumulation_steps=4"],
+        ["decide the same thing"],
+        ["trainer.gradient_accumulation_steps=4"],
+    ),
+    (
+        0,
+        ["schedule.warmup_steps=10", "trainer.max_steps=10"],
+        ["schedule.warmup_steps=10 leaves nothing"],
+        ["schedule.warmup_steps=5", "trainer.max_steps=10"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "bad", "fragments", "good"), CLASHES, ids=[" ".join(c[1]) for c in CLASHES]
+)
+def test_clashes_are_explained_and_their_twins_pass(
+    base: list[str], gpus: int, bad: list[str], fragments: list[str], good: list[str]
+) -> None:
+    answer = ask(*base, *bad, gpus=gpus)
+    assert answer.code == 2, answer.said
+    for fragment in [*fragments, "; type "]:
+        assert fragment in answer.said
+    assert "Traceback" not in answer.said
+    answer = ask(*base, *good, gpus=gpus)
+    assert answer.code == 0, answer.said
+
+
+NAN, INF = float("nan"), float("inf")
+RANGES: list[tuple[str, list[Any], Any]] = [
+    ("optimizer.lr", [0.0, -1e-3, NAN, INF, 1000.0], 1e-3),
+    ("optimizer.weight_decay", [-0.1, NAN], 0.1),
+    ("adapter.r", [0, -4], 1),
+    ("adapter.alpha", [0.0, NAN], 8.0),
+    ("adapter.dropout", [1.0, -0.1, NAN], 0.0),
+    ("schedule.warmup_ratio", [1.0, -0.1, 2.0, NAN], 0.5),
+    ("schedule.warmup_steps", [-1], 0),
+    ("trainer.micro_batch_size", [0, -1], 1),
+    ("trainer.gradient_accumulation_steps", [0], 1),
+    ("trainer.global_batch_size", [0, -8], 8),
+    ("trainer.num_epochs", [0, -1], 1),
+    ("trainer.max_steps", [0, -1], 1),
+    ("trainer.max_grad_norm", [0.0, NAN], 0.5),
+    ("trainer.devices", [0, -1, "two", 1.5, True], 1),
+    ("trainer.validate_every_steps", [0], 1),
+    ("evaluation.max_new_tokens", [0], 1),
+    ("seed", [-1, 2**32], 0),
+]
+
+
+@pytest.mark.parametrize(("key", "bad", "good"), RANGES, ids=[row[0] for row in RANGES])
+def test_numbers_out_of_range_are_named_with_the_range(
+    right: config.TrainConfig, key: str, bad: list[Any], good: Any
+) -> None:
+    *path, name = key.split(".")
+    part = getattr(right, path[0]) if path else right
+    before = getattr(part, name)
+    for value in bad:
+        setattr(part, name, value)
+        (problem,) = compatibility.check_compatibility(right, num_gpus=0)
+        assert problem.startswith(f"{key}={value}: expected ")
+    for value in (good, before):
+        setattr(part, name, value)
+        assert compatibility.check_compatibility(right, num_gpus=0) == []
+
+
+@pytest.fixture(scope="module")
+def right() -> config.TrainConfig:
+    loaded = config.load_config("train", ["model=tiny", "data=skills"])
+    assert isinstance(loaded, config.TrainConfig)
+    return loaded
+
+
+def test_every_range_is_of_a_setting_that_exists() -> None:
+    parts = {(name, option) for name, options in PARTS.items() for option in options}
+    variants = [
+        config.load_config("train", ["model=tiny", "data=skills", f"{name}={option}"])
+        for name, option in sorted(parts)
+    ]
+    for row in compatibility.RANGES:
+        assert any(_has(variant, row.key) for variant in variants), row.key
+
+
+def _has(value: object, key: str) -> bool:
+    for name in key.split("."):
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 2), ("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("0,-1,1", 1)]
+)
+def test_gpus_are_counted_by_their_device_files(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
+    files = [Path(f"/dev/{name}") for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")]
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(files))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert compatibility.count_gpus() == count

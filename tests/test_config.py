@@ -1,0 +1,573 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from app import conf_files, schema
+from app import config as door
+from app.errors import ROOT, TrainingFault, UserError
+from app.model.adapter import FullConfig
+from app.output import OutputConfig, decide_run_dir, find_run
+from app.overrides import PLAIN_VALUE, quote_value
+from app.verb_settings import PARTS, VERBS
+from tests.door import ask, make_data, make_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words of a run that is right, on files of this test."""
+    folder = tmp_path_factory.mktemp("files")
+    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl")
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+
+
+BAD_WORDS = [
+    # what was typed, what must be said, what is right
+    (
+        ["trainer.max_stepz=3"],
+        ["unknown key trainer.max_stepz=3", "trainer.max_steps?"],
+        ["trainer.max_steps=3"],
+    ),
+    (["+adapter.rr=3"], ["unknown key adapter.rr=3", "did you mean adapter.r?"], ["+adapter.r=3"]),
+    (
+        ["++adapter.rr=3"],
+        ["unknown key adapter.rr=3", "did you mean adapter.r?"],
+        ["++adapter.r=3"],
+    ),
+    (["learning_rate=1e-3"], ["unknown key learning_rate", "optimizer.lr?"], ["optimizer.lr=1e-3"]),
+    (["lr=1e-3"], ["unknown key lr", "optimizer.lr?"], ["optimizer.lr=1e-3"]),
+    (["optimiser.lr=1e-3"], ["unknown key optimiser", "optimizer?"], ["optimizer.lr=1e-3"]),
+    (["optimizer.lr=abc"], ["optimizer.lr=abc: expected a number or null"], ["optimizer.lr=1"]),
+    (
+        ["trainer.micro_batch_size=1.5"],
+        ["trainer.micro_batch_size=1.5: expected a whole"],
+        ["trainer.micro_batch_size=2"],
+    ),
+    (
+        ["data.train_on_inputs=perhaps"],
+        ["data.train_on_inputs=perhaps: expected true"],
+        ["data.train_on_inputs=true"],
+    ),
+    (["trainer=3"], ["trainer=3", "no such option"], ["trainer=default"]),
+    (
+        ["strategy=zero9"],
+        ["strategy=zero9: no such option; there are auto, ddp, single"],
+        ["strategy=auto"],
+    ),
+    (
+        ["optimizer=adam"],
+        ["optimizer=adam: no such option", "did you mean adamw?"],
+        ["optimizer=adamw"],
+    ),
+    (
+        ["trainer.precision=fp17"],
+        ["trainer.precision=fp17: expected", "bf16-pure", "fp16?"],
+        ["trainer.precision=bf16"],
+    ),
+    (
+        ["attention.backend=flash"],
+        ["attention.backend=flash: expected auto or sdpa"],
+        ["attention.backend=sdpa"],
+    ),
+    (["adapter.name=full"], ["adapter.name=full", "type adapter=full"], ["adapter=full"]),
+    (
+        ["adapter=full", "adapter.r=4"],
+        ["adapter.r: a setting of adapter=lora, but here adapter=full"],
+        ["adapter=lora", "adapter.r=4"],
+    ),
+    (
+        ["optimizer.momentum=0.9"],
+        ["optimizer.momentum: a setting of optimizer=muon"],
+        ["optimizer=muon", "optimizer.momentum=0.9"],
+    ),
+    (
+        ["experiment=quickstrat"],
+        ["experiment=quickstrat: no such option", "did you mean quickstart?"],
+        ["experiment=llama8b", "data.sequence_len=64"],
+    ),
+    (
+        ["+experiment=nothing"],
+        ["llama8b_full, mistral7b"],
+        ["+experiment=llama8b", "data.sequence_len=64"],
+    ),
+    (["model=llama8"], ["model=llama8: no such option", "llama8b?"], ["model=llama8b"]),
+    (["data=rows.json"], ["data=rows.json", "'data.datasets=[{path: rows.json}]'"], ["data=dolly"]),
+    (["adapter.r=4,8"], ["adapter.r=4,8 lists several values: add -m"], ["adapter.r=8"]),
+    (["~adapter.r"], ["~adapter.r: expected key=value"], []),
+    (["~schedule=cosine"], ["settings cannot be removed"], ["schedule=cosine"]),
+    (["quickstart"], ["quickstart: expected key=value; did you mean experiment=quickstart?"], []),
+    (
+        ["data.datasets[0].format=alpaca"],
+        ["elements of a list cannot be set alone; type data.datasets=[...]"],
+        [],
+    ),
+    (
+        ["data.datasets=[{path: a.json, frmat: alpaca}]"],
+        ["unknown key data.datasets[0].frmat=alpaca", "data.datasets[0].format?"],
+        [],
+    ),
+    (["data.datasets=[a.json]"], ["data.datasets[0]=a.json: expected a list of {path, name"], []),
+    (
+        ["data.datasets=[{path: a.json, weight: x}]"],
+        ["data.datasets[0].weight=x: expected a number"],
+        [],
+    ),
+    (["model._target_=os.system"], ["_target_ is refused"], []),
+    (
+        ["model.architecture={_target_: os.system}"],
+        ["_target_ is refused"],
+        ["model.architecture={model_type: llama}"],
+    ),
+    (
+        ["output.name=${oc.env:HOME}"],
+        ["resolvers like ${oc.env:NAME} are refused"],
+        ["output.name=home"],
+    ),
+    (["model.token=abcdef"], ["secrets do not go into settings", "HF_TOKEN"], []),
+    (
+        ["output.name=../other"],
+        ["output.name='../other': at most 80 letters"],
+        ["output.name=other"],
+    ),
+    (["sweep=lora_rank"], ["add -m"], []),
+    (["--cfg", "hydra"], ["expected --cfg job"], []),
+    (["trainer.max_steps=0"], ["trainer.max_steps=0: expected 1 or more"], ["trainer.max_steps=1"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("bad", "fragments", "good"), BAD_WORDS, ids=[" ".join(row[0]) for row in BAD_WORDS]
+)
+def test_bad_words_are_named_and_their_twins_pass(
+    base: list[str], bad: list[str], fragments: list[str], good: list[str]
+) -> None:
+    answer = ask(*base, *bad)
+    assert answer.code == 2, answer.said
+    assert answer.config is None
+    for fragment in fragments:
+        assert fragment in answer.said
+    assert "Traceback" not in answer.said
+    if good:
+        answer = ask(*base, *good)
+        assert answer.code == 0, answer.said
+        assert answer.config is not None
+
+
+def test_all_problems_are_named_together(base: list[str]) -> None:
+    said = ask(*base, "trainer.max_stepz=3", "optimizer.lr=abc", "oops", "adapter.rr=1").said
+    assert said.startswith("error: 4 problems")
+    for fragment in ("trainer.max_stepz", "optimizer.lr=abc", "oops", "adapter.rr"):
+        assert fragment in said
+
+
+def test_a_secret_is_never_repeated(base: list[str]) -> None:
+    for word in ("model.token=zebra", "x.password=zebra", "output.name=hf_" + "zebra" * 5):
+        answer = ask(*base, word)
+        assert answer.code == 2
+        assert "zebra" not in answer.said + answer.printed
+
+
+def test_names_that_only_contain_a_secret_word_pass(base: list[str]) -> None:
+    answer = ask(*base, "evaluation.max_new_tokens=5", "model.tokenizer_path=null")
+    assert answer.code == 0, answer.said
+
+
+def test_model_and_data_are_asked_for_by_name() -> None:
+    answer = ask("trainer.max_steps=2")
+    assert answer.code == 2
+    assert "type model=NAME" in answer.said
+    assert "type data=NAME" in answer.said
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "with space", "a=b", "(1)", "ümläut", "it's", "co,mma", "back\\slash", "a:b"]
+)
+def test_odd_letters_in_paths_arrive_as_typed(tmp_path: Path, name: str) -> None:
+    model = make_model(tmp_path / f"m {name}")
+    data = make_data(tmp_path / f"{name}.jsonl")
+    path = f"'{data}'" if "," in name else str(data)
+    if "'" in name:
+        path = '"' + str(data) + '"'
+    typed = str(model) if "," not in name else f"'{model}'"
+    answer = ask(f"model.path={typed}", f"data.datasets=[{{path: {path}, format: alpaca}}]")
+    assert answer.code == 0, answer.said
+    assert answer.config.model.path == str(model)
+    assert answer.config.data.datasets[0].path == str(data)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
+    answer = ask("model.path=~/model", "data.datasets=[{path: ~/d.jsonl}]")
+    assert answer.code == 0, answer.said
+    assert answer.config.model.path == str(model)
+    assert answer.config.data.datasets[0].path == str(data)
+
+
+def test_a_value_may_be_that_of_another_setting(base: list[str]) -> None:
+    answer = ask(*base, "schedule.warmup_steps=${trainer.log_every_steps}")
+    assert answer.code == 0, answer.said
+    assert answer.config.schedule.warmup_steps == 10
+    answer = ask(*base, "schedule.warmup_steps=${trainer.log_every}")
+    assert answer.code == 2
+    assert "trainer.log_every" in answer.said
+
+
+@given(st.text(st.sampled_from("ab 1=:()'\"\\\\,ü~#!&;<>.-"), min_size=1))
+def test_quoted_text_arrives_as_it_was(text: str) -> None:
+    assume(text[0] not in "'\"" and not PLAIN_VALUE.fullmatch(text))
+    parsed = OverridesParser.create().parse_override(f"key={quote_value(text)}")
+    assert parsed.value() == text
+    inside = text.replace(",", "").strip()
+    assume(inside and inside[0] not in "'\"" and not PLAIN_VALUE.fullmatch(inside))
+    parsed = OverridesParser.create().parse_override(f"key={quote_value(f'[{{path: {inside}}}]')}")
+    assert parsed.value() == [{"path": inside}]
+
+
+def test_quoting_keeps_the_structure_of_lists() -> None:
+    typed = "[{path: a=b (1).json, columns: {output: das Ü}}, {path: 'it, is', weight: 2}]"
+    quoted = quote_value(typed)
+    assert "'a=b (1).json'" in quoted
+    assert "'das Ü'" in quoted
+    assert "'it, is'" in quoted
+
+
+def copy_conf(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(conf_files.CONF, tmp_path / "conf"))
+
+
+def problems_of(words: list[str], conf: Path) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        door.load_config("train", words, conf)
+    return caught.value.problems
+
+
+BAD_YAML = [
+    (
+        "trainer:\n  max_stepz: 3\n",
+        ":9 unknown key trainer.max_stepz=3; did you mean trainer.max_steps?",
+    ),
+    ("trainer:\n  max_steps: many\n", ":9 trainer.max_steps=many: expected a whole number"),
+    ("trainr:\n  max_steps: 3\n", ":8 unknown key trainr={'max_steps': 3}; did you mean trainer?"),
+    ("adapter:\n  r: 4\n  rr: 4\n", ":10 unknown key adapter.rr=4; did you mean adapter.r?"),
+    (
+        "data:\n  datasets:\n    - path: a\n      frmat: b\n",
+        ":11 unknown key data.datasets[0].frmat",
+    ),
+    ("model:\n  _target_: os.system\n", ":9 model._target_: _target_ is refused"),
+    ("output:\n  name: ${oc.env:HOME}\n", ":9 output.name=${oc.env:HOME}: resolvers"),
+    ("seed: 1\nseed: 2\n", ":9: seed is set twice, first on 8"),
+    ("seed: [1\n", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("body", "problem"), BAD_YAML, ids=[body.strip() for body, _ in BAD_YAML])
+def test_bad_keys_in_an_experiment_are_named_with_their_line(
+    tmp_path: Path, body: str, problem: str
+) -> None:
+    conf = copy_conf(tmp_path)
+    start = (
+        "# @package _global_\n# What: a test\ndefaults:\n  - override /model: tiny\n"
+        "  - override /data: skills\n  - _self_\n\n"
+    )
+    file = conf / "experiment" / "mine.yaml"
+    file.write_text(start + body)
+    (found,) = problems_of(["+experiment=mine"], conf)
+    assert "mine.yaml:" in found
+    assert problem in found
+    file.write_text(start + "trainer:\n  max_steps: 3\n")
+    config = door.load_config("train", ["experiment=mine"], conf)
+    assert config.trainer.max_steps == 3
+    assert config.output.name == "mine"
+
+
+def test_bad_keys_in_an_option_are_named_with_their_line(tmp_path: Path) -> None:
+    conf = copy_conf(tmp_path)
+    (conf / "schedule" / "cosine.yaml").write_text("shape: cosine\nwarm_up: 3\n")
+    (found,) = problems_of(["model=tiny", "data=skills"], conf)
+    assert "schedule/cosine.yaml:2 unknown key schedule.warm_up=3" in found
+
+
+def test_an_experiment_without_its_package_line_is_refused(tmp_path: Path) -> None:
+    conf = copy_conf(tmp_path)
+    (conf / "experiment" / "mine.yaml").write_text("seed: 1\n")
+    (found,) = problems_of(["+experiment=mine"], conf)
+    assert "the first line must be `# @package _global_`" in found
+
+
+def test_the_command_line_replaces_parts_of_an_experiment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = door.load_config("train", ["+experiment=quickstart", "adapter=full"])
+    assert config.adapter == FullConfig()
+    assert config.optimizer.lr == 3e-3
+    assert "adapter.r, adapter.alpha, adapter.dropout do not apply" in capsys.readouterr().err
+
+
+def test_one_of_two_ways_to_say_a_thing_wins_over_the_experiments_other_one(tmp_path: Path) -> None:
+    conf = copy_conf(tmp_path)
+    file = conf / "experiment" / "quickstart.yaml"
+    file.write_text(file.read_text() + "schedule:\n  warmup_steps: 7\n")
+    words = ["+experiment=quickstart"]
+    assert door.load_config("train", words, conf).schedule.warmup_steps == 7
+    config = door.load_config("train", [*words, "schedule.warmup_ratio=0.1"], conf)
+    assert config.schedule.warmup_steps is None
+    config = door.load_config("train", [*words, "trainer.global_batch_size=4"], conf)
+    assert config.trainer.gradient_accumulation_steps == 8
+
+
+def test_nothing_typed_means_quickstart_and_says_so() -> None:
+    answer = ask("--cfg", "job")
+    assert answer.code == 0
+    assert "+experiment=quickstart" in answer.said
+    assert yaml.safe_load(answer.printed)["output"]["name"] == "quickstart"
+
+
+def test_the_runs_name_is_the_experiments_unless_typed() -> None:
+    assert door.load_config("train", ["experiment=llama8b"]).output.name == "llama8b"
+    assert door.load_config("train", ["model=tiny", "data=skills"]).output.name == "train"
+    words = ["experiment=llama8b", "output.name=mine"]
+    assert door.load_config("train", words).output.name == "mine"
+
+
+def test_cfg_prints_settings_that_load_again() -> None:
+    printed = ask("experiment=tiny_base", "--cfg", "job").printed
+    values = yaml.safe_load(printed)
+    assert values["adapter"] == {"name": "full"}
+    assert values["optimizer"]["name"] == "muon"
+
+
+def test_help_is_a_page_that_names_groups_defaults_and_meanings() -> None:
+    for verb in VERBS:
+        answer = ask("--help", verb=verb)
+        assert answer.code == 0
+        page = answer.printed
+        assert max(map(len, page.splitlines())) <= 120
+        for fragment in ("usage", f"python -m app.{verb}", "Exit codes", "model.path"):
+            assert fragment in page
+    page = ask("--help").printed
+    for fragment in ("quickstart", "lora*", "(16) rank", "(0.0) decoupled", "-m KEY=A,B"):
+        assert fragment in page
+    assert "schema" not in page
+
+
+def test_every_setting_says_what_it_means() -> None:
+    undocumented = [
+        f"{each.__name__}.{name}"
+        for each in all_schemas()
+        for name, hint in schema.hints_of(each).items()
+        if not dataclasses.is_dataclass(schema.element_of(hint))
+        and name not in schema.docs_of(each)
+    ]
+    assert undocumented == []
+
+
+def all_schemas() -> set[type]:
+    found: set[type] = set()
+    waiting: list[Any] = [*VERBS.values()]
+    waiting += [part for options in PARTS.values() for part in options.values()]
+    while waiting:
+        each = schema.element_of(waiting.pop())
+        if typing.get_origin(each) is list:
+            waiting += typing.get_args(each)
+        elif isinstance(each, type) and dataclasses.is_dataclass(each) and each not in found:
+            found.add(each)
+            waiting += schema.hints_of(each).values()
+            waiting += each.__bases__
+    return found
+
+
+def test_every_schema_and_base_has_slots() -> None:
+    # One base without slots lets +adapter.rr=3 through in silence.
+    schemas = all_schemas()
+    assert len(schemas) > 15
+    for each in schemas:
+        assert "__slots__" in vars(each), each
+        assert not hasattr(each, "__dict__") or "__dict__" not in dir(each), each
+
+
+def test_every_part_names_itself_as_its_option() -> None:
+    for options in PARTS.values():
+        for name, part in options.items():
+            assert part().name == name
+
+
+def test_a_run_is_read_back_as_it_was(tmp_path: Path) -> None:
+    for experiment in ("quickstart", "tiny_base", "llama8b"):
+        config = door.load_config("train", [f"experiment={experiment}"])
+        door.save_config(config, tmp_path / "config.yaml")
+        assert door.load_run_config(tmp_path) == config
+
+
+def test_a_runs_damaged_config_is_named_with_its_line(tmp_path: Path) -> None:
+    config = door.load_config("train", ["experiment=quickstart"])
+    door.save_config(config, tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    for old, new, problem in (
+        ("  r: 16", "  rr: 16", "unknown key adapter.rr=16"),
+        ("seed: 42", "seed: x", "seed=x: expected a whole number"),
+        ("seed: 42", "seed: ${oc.env:HOME}", "resolvers"),
+        ("name: lora", "name: lore", "adapter.name: expected one of lora, full"),
+    ):
+        (tmp_path / "config.yaml").write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=r"config\.yaml") as caught:
+            door.load_run_config(tmp_path)
+        assert problem in str(caught.value)
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run in outputs/ of an empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+    make_model(tmp_path / "model")
+    make_data(tmp_path / "data.jsonl")
+    words = [
+        "model.path=model",
+        "data.datasets=[{path: data.jsonl}]",
+        "seed=7",
+        "trainer.devices=2",
+    ]
+    config = door.load_config("train", words)
+    run = tmp_path / "outputs" / "train" / "one"
+    run.mkdir(parents=True)
+    door.save_config(config, run / "config.yaml")
+    (run / "metrics.json").write_text("{}")
+    (run / "adapter").mkdir()
+    return run
+
+
+def test_evaluate_starts_from_the_newest_run(finished: Path) -> None:
+    answer = ask("evaluation.max_rows=3", verb="evaluate")
+    assert answer.code == 0, answer.said
+    config = answer.config
+    assert (config.seed, config.model.path, config.evaluation.max_rows) == (7, "model", 3)
+    assert config.trainer.devices == "auto"
+    assert config.data.datasets[0].path == "data.jsonl"
+    assert Path(config.tuned_path).resolve() == finished / "adapter"
+
+
+def test_evaluate_of_an_unknown_run_names_the_newest(finished: Path) -> None:
+    answer = ask("run=outputs/train/two", verb="evaluate")
+    assert answer.code == 2
+    assert "run=outputs/train/two: no such folder" in answer.said
+    assert "outputs/train/one" in answer.said
+    assert "not the folder of a finished" in ask(f"run={finished.parent}", verb="evaluate").said
+    (finished / "metrics.json").unlink()
+    assert "no finished run" in ask(verb="evaluate").said
+
+
+def test_evaluate_without_a_run_needs_data(finished: Path) -> None:
+    answer = ask("model.path=model", verb="evaluate")
+    assert answer.code == 2
+    assert "no data" in answer.said
+    answer = ask("model.path=model", "data.datasets=[{path: data.jsonl}]", verb="evaluate")
+    assert answer.code == 0, answer.said
+    assert answer.config.tuned_path is None
+
+
+def test_an_evaluation_is_no_training_run(finished: Path) -> None:
+    evaluation = finished.parent.parent / "evaluate" / "later"
+    evaluation.mkdir(parents=True)
+    door.save_config(door.EvaluateConfig(), evaluation / "config.yaml")
+    (evaluation / "metrics.json").write_text("{}")
+    assert find_run(None).resolve() == finished
+
+
+def test_a_second_run_never_gets_the_folder_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folders = set()
+    for _ in range(3):
+        monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+        folders.add(decide_run_dir(OutputConfig(name="same")))
+    assert len(folders) == 3
+    # A child rank gets its parent's folder.
+    assert decide_run_dir(OutputConfig(name="same")).resolve() in {f.resolve() for f in folders}
+    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+
+
+def test_a_folder_that_holds_a_run_is_refused(base: list[str], tmp_path: Path) -> None:
+    assert ask(*base, f"output.dir={tmp_path}").code == 0
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    answer = ask(*base, f"output.dir={tmp_path}")
+    assert answer.code == 2
+    assert "holds another run" in answer.said
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "fragment"),
+    [
+        (UserError(["one", "two"]), 2, "error: 2 problems"),
+        (OSError(28, "No space left on device"), 3, "No space left on device"),
+        (ModuleNotFoundError("No module named 'flash_attn'"), 3, "flash_attn"),
+        (MemoryError(), 3, "MemoryError"),
+        (TrainingFault("loss is nan at step 3"), 4, "loss is nan at step 3"),
+        (RuntimeError("size mismatch"), 4, "RuntimeError: size mismatch"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_exit_codes(
+    base: list[str],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    fragment: str,
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    assert door.run_verb("train", fail, words=base) == code
+    said = capsys.readouterr().err
+    assert fragment in said
+    assert "Traceback" not in said
+
+
+def test_a_traceback_is_shown_when_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOFT_TRACEBACK", "1")
+    assert door.run_verb("train", print, words=["oops=1"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_errors_and_help_never_wait_for_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys; from app.config import run_verb\n"
+        "assert run_verb('train', print, words=['--help']) == 0\n"
+        "assert run_verb('train', print, words=['+experiment=quickstart', 'adapter.r=0']) == 2\n"
+        "heavy = {'torch', 'lightning', 'transformers', 'peft', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["--help"], 0), (["trainer.max_stepz=3"], 2), (["model.path=none"], 2)]
+)
+def test_as_a_person_types_it(words: list[str], code: int) -> None:
+    started = time.monotonic()
+    command = [sys.executable, "-m", "app.train", *words]
+    environment = {k: v for k, v in os.environ.items() if k != "LOFT_TRACEBACK"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    print(f"{' '.join(words)}: {time.monotonic() - started:.2f} s")  # the bound is benchmarked
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert json.dumps(done.stdout if code == 0 else done.stderr) != '""'

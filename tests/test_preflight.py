@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.model_files import read_shapes, shapes_of_architecture
+from tests.door import ask, make_data, make_model, write_safetensors
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def words(tmp_path: Path, model: Path) -> list[str]:
+    """The words of a run that is right, on files of this test."""
+    return [f"model.path={model}", f"data.datasets=[{{path: {make_data(tmp_path / 'd.jsonl')}}}]"]
+
+
+def cut_off(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def leave_a_pointer(model: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n"
+    (model / "model.safetensors").write_text(text)
+
+
+def leave_html(model: Path) -> None:
+    (model / "model.safetensors").write_text("<html>not found</html>" * 10)
+
+
+def leave_a_damaged_header(model: Path) -> None:
+    (model / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b'{"a": 1}')
+
+
+def leave_a_pickle(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def leave_a_partial_download(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "model.safetensors.incomplete")
+
+
+def shard(model: Path, *, missing: str | None = None, name: str = "b.safetensors") -> None:
+    (model / "model.safetensors").unlink()
+    shapes = {"model.layers.0.self_attn.q_proj.weight": [32, 32]}
+    write_safetensors(model / "a.safetensors", shapes)
+    write_safetensors(model / "b.safetensors", {"model.norm.weight": [32]})
+    weight_map = dict.fromkeys(shapes, "a.safetensors") | {"model.norm.weight": name}
+    if missing is not None:
+        weight_map[missing] = "b.safetensors"
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def lose_a_shard(model: Path) -> None:
+    shard(model)
+    (model / "b.safetensors").unlink()
+
+
+def lose_a_tensor(model: Path) -> None:
+    shard(model, missing="lm_head.weight")
+
+
+def point_outside(model: Path) -> None:
+    shard(model, name="../../secret.safetensors")
+
+
+def break_the_config(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "llama",}')
+
+
+def lose_the_model_type(model: Path) -> None:
+    (model / "config.json").write_text("{}")
+
+
+def lose_the_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def become_an_adapter(model: Path) -> None:
+    (model / "config.json").rename(model / "adapter_config.json")
+
+
+def lose_the_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def break_the_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{")
+
+
+def bring_python(model: Path) -> None:
+    (model / "modeling_llama.py").write_text("raise SystemExit")
+
+
+def bring_an_auto_map(model: Path) -> None:
+    config = {"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def bring_private_attention(model: Path) -> None:
+    config = {"model_type": "llama", "_attn_implementation_internal": "someone/kernel"}
+    (model / "config.json").write_text(json.dumps(config))
+
+
+DAMAGES: list[tuple[Callable[[Path], None], list[str]]] = [
+    (cut_off, ["model.safetensors has", "its header describes", "cut off"]),
+    (leave_a_pointer, ["is a git-lfs pointer", "git lfs pull"]),
+    (leave_html, ["no safetensors header"]),
+    (leave_a_damaged_header, ["safetensors header is damaged"]),
+    (leave_a_pickle, ["pytorch_model.bin is a pickle", "save_pretrained"]),
+    (leave_a_partial_download, ["download did not finish", ".incomplete"]),
+    (lose_a_shard, ["b.safetensors is missing"]),
+    (lose_a_tensor, ["1 tensors are in no file, lm_head.weight"]),
+    (point_outside, ["points out of the folder"]),
+    (break_the_config, ["config.json:1:24 invalid JSON"]),
+    (lose_the_model_type, ["config.json: no model_type"]),
+    (lose_the_config, ["no config.json there, found model.safetensors, tokenizer.json"]),
+    (become_an_adapter, ["is an adapter, not a base"]),
+    (lose_the_tokenizer, ["no tokenizer there", "model.tokenizer_path="]),
+    (break_the_tokenizer, ["tokenizer.json:1:2 invalid JSON"]),
+    (bring_python, ["brings its own Python (modeling_llama.py)", "model.trust_remote_code=true"]),
+    (bring_an_auto_map, ["auto_map in config.json", "model.trust_remote_code=true"]),
+    (bring_private_attention, ["_attn_implementation_internal is private"]),
+]
+
+
+@pytest.mark.parametrize(("damage", "fragments"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
+def test_a_damaged_model_folder_is_refused_with_the_reason(
+    model: Path, words: list[str], damage: Callable[[Path], None], fragments: list[str]
+) -> None:
+    answer = ask(*words)
+    assert answer.code == 0, answer.said
+    damage(model)
+    answer = ask(*words)
+    assert answer.code == 2
+    for fragment in fragments:
+        assert fragment in answer.said
+    assert "Traceback" not in answer.said
+
+
+def test_trusted_code_passes(model: Path, words: list[str]) -> None:
+    bring_python(model)
+    assert ask(*words, "model.trust_remote_code=true").code == 0
+
+
+def test_shards_pass(model: Path, words: list[str]) -> None:
+    shard(model)
+    answer = ask(*words)
+    assert answer.code == 0, answer.said
+
+
+TARGETS = [
+    # what was typed, what must be said, what is right
+    ("[q_proj,qproj]", ["qproj matches no weight", "mean q_proj?", "down_proj"], "[q_proj,k_proj]"),
+    ("[gate_proj]", ["gate_proj matches no weight"], "[up_proj]"),
+    ("q_proj", ["by its whole name", "type adapter.target_modules=[q_proj]"], "'.*q_proj'"),
+    ("'model\\.layers\\.7\\..*'", ["matches no weight"], "'model\\.layers\\.1\\..*_proj'"),
+    ("'(*'", ["is no regular expression"], "'.*_proj'"),
+    ("3", ["expected all-linear, a list like"], "all-linear"),
+    ("[]", ["expected all-linear, a list like"], "[self_attn.q_proj]"),
+    ("[norm]", ["norm matches no weight"], "[lm_head]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "fragments", "good"), TARGETS, ids=[row[0] for row in TARGETS])
+def test_target_modules_are_found_in_the_headers(
+    words: list[str], bad: str, fragments: list[str], good: str
+) -> None:
+    answer = ask(*words, f"adapter.target_modules={bad}")
+    assert answer.code == 2, answer.said
+    for fragment in ["adapter.target_modules", *fragments]:
+        assert fragment in answer.said
+    answer = ask(*words, f"adapter.target_modules={good}")
+    assert answer.code == 0, answer.said
+
+
+def test_all_unmatched_targets_are_named_together(words: list[str]) -> None:
+    said = ask(*words, "adapter.target_modules=[one,q_proj,two]").said
+    assert "one matches no weight" in said
+    assert "two matches no weight" in said
+
+
+def test_targets_of_a_hub_model_are_found_in_its_architecture() -> None:
+    answer = ask("experiment=llama8b", "adapter.target_modules=[q_pro]")
+    assert answer.code == 2
+    assert "did you mean q_proj?" in answer.said
+    assert ask("experiment=llama8b", "adapter.target_modules=[q_proj,down_proj]").code == 0
+
+
+def test_a_rank_above_the_smallest_matrix_is_refused(words: list[str]) -> None:
+    answer = ask(*words, "adapter.r=17", "adapter.target_modules=[q_proj,k_proj]")
+    assert answer.code == 2
+    assert "adapter.r=17 is more than model.layers.0.self_attn.k_proj (16 x 32)" in answer.said
+    assert ask(*words, "adapter.r=16", "adapter.target_modules=[q_proj,k_proj]").code == 0
+    assert ask(*words, "adapter.r=17", "adapter.target_modules=[q_proj]").code == 0
+
+
+def test_a_length_above_the_context_is_refused_with_both_numbers(words: list[str]) -> None:
+    answer = ask(*words, "data.sequence_len=513")
+    assert answer.code == 2
+    assert "data.sequence_len=513" in answer.said
+    assert "512 tokens" in answer.said
+    assert ask(*words, "data.sequence_len=512").code == 0
+
+
+def test_a_missing_model_folder_is_named_with_the_nearest(
+    tmp_path: Path, model: Path, words: list[str]
+) -> None:
+    for typed, fragment in (
+        (tmp_path / "modle", f"did you mean {model}?"),
+        (tmp_path / "none" / "here", "no such folder"),
+        (model / "config.json", "this is a file"),
+        (tmp_path, f"did you mean {model}?"),
+        ("https://example.org/model", "URLs are not read"),
+        ("model", "a hub id has the form org/name"),
+    ):
+        answer = ask(*words, f"model.path={typed}")
+        assert answer.code == 2, typed
+        assert fragment in answer.said
+
+
+def test_a_hub_id_passes_unless_offline(
+    tmp_path: Path, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert ask(*words, "model.path=org/name").code == 0
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    answer = ask(*words, "model.path=org/name")
+    assert answer.code == 2
+    assert "HF_HUB_OFFLINE is set" in answer.said
+    (tmp_path / "cache" / "models--org--name").mkdir(parents=True)
+    assert ask(*words, "model.path=org/name").code == 0
+
+
+def test_a_model_from_scratch_needs_its_shape_and_a_tokenizer(
+    words: list[str], model: Path
+) -> None:
+    scratch = [words[1], "model.from_scratch=true", "adapter=full"]
+    answer = ask(*scratch)
+    assert answer.code == 2
+    assert "needs the shape of the model" in answer.said
+    assert "needs model.tokenizer_path" in answer.said
+    scratch += ["model.architecture={model_type: llama}", f"model.tokenizer_path={model}"]
+    answer = ask(*scratch)
+    assert answer.code == 0, answer.said
+    answer = ask(*scratch, f"model.path={model}")
+    assert "reads no weights" in answer.said
+    assert "adapter=full" in ask(*scratch, "adapter=lora").said
+
+
+BAD_DATA = [
+    ('{"instruction": "a", "output": "b"}\n{"instruction": \n', ["d.jsonl:2"]),
+    ('{"instruction": "a", "outptu": "b"}\n', ["d.jsonl:1", "outptu"]),
+    ("", ["d.jsonl"]),
+]
+
+
+@pytest.mark.parametrize(("text", "fragments"), BAD_DATA)
+def test_bad_rows_are_named_before_anything_is_loaded(
+    tmp_path: Path, words: list[str], text: str, fragments: list[str]
+) -> None:
+    (tmp_path / "d.jsonl").write_text(text)
+    dataset = f"data.datasets=[{{path: {tmp_path / 'd.jsonl'}, format: alpaca}}]"
+    answer = ask(words[0], dataset)
+    assert answer.code == 2
+    for fragment in fragments:
+        assert fragment in answer.said
+    make_data(tmp_path / "d.jsonl")
+    assert ask(words[0], dataset).code == 0
+
+
+def test_an_unknown_chat_template_is_named(words: list[str], tmp_path: Path) -> None:
+    answer = ask(*words, "data.chat_template=chatlm")
+    assert answer.code == 2
+    assert "data.chat_template=chatlm: expected plain or chatml" in answer.said
+    assert "did you mean chatml?" in answer.said
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    for good in ("chatml", "plain", "null", tmp_path / "mine.jinja"):
+        answer = ask(*words, f"data.chat_template={good}")
+        assert answer.code == 0, answer.said
+
+
+def test_a_missing_data_file_is_named(tmp_path: Path, words: list[str]) -> None:
+    answer = ask(words[0], f"data.datasets=[{{path: {tmp_path / 'e.jsonl'}}}]")
+    assert answer.code == 2
+    assert "e.jsonl" in answer.said
+
+
+def test_problems_of_model_and_data_are_listed_together(
+    tmp_path: Path, words: list[str], model: Path
+) -> None:
+    lose_the_tokenizer(model)
+    said = ask(
+        words[0],
+        f"data.datasets=[{{path: {tmp_path / 'e.jsonl'}}}]",
+        "adapter.target_modules=[qproj]",
+        "trainer.precision=fp16",
+    ).said
+    for fragment in ("error: 4 problems", "no tokenizer", "qproj", "fp16", "e.jsonl"):
+        assert fragment in said
+
+
+def test_an_adapter_folder_is_looked_at(tmp_path: Path, model: Path, words: list[str]) -> None:
+    adapter = tmp_path / "adapter"
+    evaluate = [*words, f"adapter_path={adapter}"]
+    assert "no such folder" in ask(*evaluate, verb="evaluate").said
+    adapter.mkdir()
+    assert "no adapter_config.json there" in ask(*evaluate, verb="evaluate").said
+    (adapter / "adapter_config.json").write_text("{}")
+    write_safetensors(adapter / "adapter_model.safetensors", {"a": [1, 2]})
+    answer = ask(*evaluate, verb="evaluate")
+    assert answer.code == 0, answer.said
+    assert answer.config.tuned_path == str(adapter)
+
+
+def test_shapes_of_an_architecture_are_those_of_the_real_weights(stories: Path) -> None:
+    real, problems = read_shapes(stories)
+    assert problems == []
+    assert shapes_of_architecture(json.loads((stories / "config.json").read_text())) == real
