@@ -38,8 +38,8 @@ comma := ,
 
 tiny-base: $(STAMP)  ## make the shipped base again: train from random weights, probe, install
 	$(BIN)/python -m data_modules.samples.write
-	$(BIN)/python -m app.train +experiment=tiny_base
-	$(BIN)/python tests/end_to_end/install_tiny_base.py
+	$(BIN)/python -m app.train +experiment=tiny_base output.dir=outputs/tiny_base/newest
+	$(BIN)/python -m data_modules.samples.install outputs/tiny_base/newest
 
 check: $(STAMP)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check --quiet .

@@ -324,16 +324,19 @@ def _dispatch(
 
         print(help_page(verb, VERBS[verb], PARTS, conf_files.CONF))
         return DONE
-    if verb == "train" and not [word for word in words if "=" in word]:
-        words.append(f"+experiment={DEFAULT_EXPERIMENT}")
+    is_sweep = bool({"-m", "--multirun"} & set(words))
+    words = [word for word in words if word not in ("-m", "--multirun")]
+    shows_settings, words = _take_cfg(words)
+    if verb == "train" and not words:
+        words = [f"+experiment={DEFAULT_EXPERIMENT}"]
         say(f"no settings typed: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
-    if "-m" in words or "--multirun" in words:
+    if is_sweep:
         if sweep is None:
             raise UserError(f"-m: {verb} runs once; sweeps are for train")
-        if "--cfg" in words:
+        if shows_settings:
             raise UserError("--cfg job shows one run: leave -m and the lists of values out")
-        return sweep([word for word in words if word not in ("-m", "--multirun")])
-    if "--cfg" in words:
+        return sweep(words)
+    if shows_settings:
         _print_composed(verb, words)
         return DONE
     config = load_config(verb, words)
@@ -356,12 +359,18 @@ def check_before_start(config: Any) -> None:
         raise UserError(problems)
 
 
+def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
+    """Take `--cfg job` out of the words; says whether it was there."""
+    if "--cfg" not in words:
+        return False, words
+    position = words.index("--cfg")
+    what = words[position + 1 : position + 2]
+    if what != ["job"]:
+        raise UserError(f"--cfg {''.join(what)}: expected --cfg job, which prints the settings")
+    return True, words[:position] + words[position + 2 :]
+
+
 def _print_composed(verb: str, words: list[str]) -> None:
     from omegaconf import OmegaConf
 
-    position = words.index("--cfg")
-    what = words[position + 1] if position + 1 < len(words) else None
-    if what != "job":
-        raise UserError(f"--cfg {what or ''}: expected --cfg job, which prints the settings")
-    composed = compose(verb, words[:position] + words[position + 2 :])
-    print(OmegaConf.to_yaml(composed, resolve=True), end="")
+    print(OmegaConf.to_yaml(compose(verb, words), resolve=True), end="")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, run_verb, save_config
 from app.output import decide_run_dir
-from app.quiet import quiet_libraries
+from app.quiet import is_offline, quiet_libraries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Compare a tuned model with its base as `config` says; return what metrics.json holds."""
     folder = decide_run_dir(config.output)
-    quiet_libraries(offline=Path(config.model.tokenizer_path or config.model.path or "").is_dir())
+    quiet_libraries(offline=is_offline(config.model, config.data))
 
     # Imported here and not above: --help and a config error must not wait for torch.
     from app.evaluation.comparison import named, say_comparison

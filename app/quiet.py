@@ -1,5 +1,5 @@
 """What libraries are told before they are imported: no telemetry, no network for local files, no
-warnings that mean nothing to a user."""
+warnings that mean nothing to a user, and how its threads wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import logging
 import os
 import sys
 import warnings
+from pathlib import Path
+
+from app.model.build import ModelConfig
+from data_modules import DataConfig, is_hub_id
 
 MEANINGLESS_WARNINGS = (
     # Batches are made on purpose in the main process, or their number is a setting.
@@ -14,6 +18,7 @@ MEANINGLESS_WARNINGS = (
     # The loaders are ours: their length and their epochs are the data plan's.
     ".*number of training batches.*smaller than the logging interval.*",
     ".*GPU available but not used.*",
+    ".*Total length of `list` across ranks is zero.*",  # no validation rows were asked for
     # peft tells what saving without a hub look-up means; the base's name is in the manifest.
     ".*Could not find a config file in.*",
     # Lightning runs the schedule after the optimizer; torch cannot see it through our optimizer.
@@ -22,12 +27,23 @@ MEANINGLESS_WARNINGS = (
 )
 
 
+def is_offline(model: ModelConfig, data: DataConfig) -> bool:
+    """Say whether all that a run reads lies on this machine."""
+    paths = [path for path in (model.path, model.tokenizer_path) if path is not None]
+    datasets = (*data.datasets, *data.test_datasets)
+    return all(Path(path).is_dir() for path in paths) and not any(
+        is_hub_id(dataset.path) for dataset in datasets
+    )
+
+
 def quiet_libraries(*, offline: bool) -> None:
     """Set the environment and filters of this process; call before transformers is imported.
 
     `offline` forbids the hub: with a local model there is nothing to ask it, and no wait for it.
     """
     defaults = {
+        # Threads that spin while they wait make a step ten times slower once anything else runs.
+        "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",

@@ -14,7 +14,7 @@ from typing import Any
 from app.config import TrainConfig, run_verb, save_config
 from app.manifest import save_manifest
 from app.output import decide_run_dir
-from app.quiet import quiet_libraries
+from app.quiet import is_offline, quiet_libraries
 from app.sweep import run_sweep
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def train(config: TrainConfig) -> float | None:
     """Fine-tune as `config` says; return the final validation loss, None on ranks above 0."""
     folder = decide_run_dir(config.output)
-    quiet_libraries(offline=Path(config.model.tokenizer_path or config.model.path or "").is_dir())
+    quiet_libraries(offline=is_offline(config.model, config.data))
 
     # Imported here and not above: --help and a config error must not wait for torch.
     import lightning as L
@@ -78,11 +78,7 @@ def train(config: TrainConfig) -> float | None:
     datamodule.setup("fit")
     for line in datamodule.report.lines():
         log.info("data: %s", line)
-    packs = config.trainer.micro_batch_size * accumulation * num_ranks
-    log.info(
-        f"plan: {datamodule.total_steps:,} steps of {packs} packs of at most "
-        f"{datamodule.sequence_len:,} tokens, lr {lr:g}"
-    )
+    log.info("plan: %s; lr %g", datamodule.plan.line(), lr)
     log.info(f"device: {num_ranks} x {accelerator}, precision {precision}, attention {backend}")
 
     # How it learns.

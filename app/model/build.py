@@ -81,7 +81,9 @@ def weight_dtype(precision: str, adapter: AdapterConfig) -> torch.dtype:
 def load_base(config: ModelConfig, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load a base model's weights, or make random ones of `config.architecture`."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # a bar a file says less than our one line
     if config.from_scratch:
         return AutoModelForCausalLM.from_config(
             load_architecture(config), attn_implementation=implementation, dtype=dtype

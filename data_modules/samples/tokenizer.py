@@ -41,6 +41,7 @@ MODEL_CONFIG = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "bos_token_id": None,
+    "dtype": "bfloat16",
     "eos_token_id": 2,
     "head_dim": 32,
     "hidden_act": "silu",

@@ -201,3 +201,14 @@ def test_the_chat_template_marks_turns_and_ends_them_with_eos() -> None:
     )
     assert tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|pad|>"
     assert tokenizer.bos_token is None and "generation %" not in tokenizer.chat_template
+
+
+def test_the_shipped_base_passes_the_gate() -> None:
+    """It knows the skills, in other words than those of the tuning rows."""
+    from data_modules.samples.install import TINY_BASE, probe_accuracies
+
+    accuracies = probe_accuracies(TINY_BASE)
+    assert accuracies.keys() == GATE.keys()
+    for skill, accuracy in accuracies.items():
+        assert accuracy >= GATE[skill], skill
+    assert (TINY_BASE / "model.safetensors").stat().st_size < 4_000_000

@@ -1,0 +1,164 @@
+"""What the trainer costs beside the model: our loop against a plain one, on the same batches.
+
+Both run the same forward, loss, clipping and AdamW on batches that are ready in memory; ours adds
+Lightning, the curves of every data set and their writing. They alternate in one process. Steps take
+about 100 ms here: the overhead is a cost per step, not a share of it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.figure import Figure
+
+ROUNDS, STEPS, WARM_UP = 5, 24, 4
+ROOT = Path(__file__).resolve().parent.parent
+SAMPLES = ROOT / "data_modules" / "samples"
+
+
+def measure() -> list[Figure]:
+    """Measure the share of a step that our loop adds, and how long a plain step takes."""
+    from app.quiet import quiet_libraries
+
+    quiet_libraries(offline=True)
+    plain, ours = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(ROUNDS):
+            plain += plain_step_seconds()
+            ours += our_step_seconds(Path(folder) / str(number))
+    overhead = median(ours) / median(plain) - 1.0
+    print(
+        f"a step: plain {median(plain) * 1e3:.1f} ms, ours {median(ours) * 1e3:.1f} ms "
+        f"({len(plain)} steps each, alternating in {ROUNDS} rounds)"
+    )
+    return [Figure(figure="loop/overhead", value=overhead, bar=0.03)]
+
+
+def datamodule() -> Any:
+    """The shipped mixture in packs that take about 100 ms a step."""
+    from transformers import AutoTokenizer
+
+    from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+
+    files = {"lists": "lists.json", "lookup": "lookup.jsonl", "people": "people.json"}
+    module = FinetuneDataModule(
+        DataConfig(
+            datasets=[DatasetConfig(path=str(SAMPLES / f), name=n) for n, f in files.items()],
+            sequence_len=1024,
+            val_set_size=0,
+        ),
+        PackingConfig(),
+        AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
+        context_len=1024,
+        micro_batch_size=1,
+        accumulation_steps=1,
+        num_epochs=1,
+        max_steps=STEPS,
+        seed=42,
+    )
+    module.setup("fit")
+    return module
+
+
+def builder() -> Callable[[], Any]:
+    """What makes the model: the same for both loops."""
+    from app.model.adapter import LoraConfig
+    from app.model.build import ModelConfig, build_model
+    from app.model.recompute import RecomputeConfig
+
+    config = ModelConfig(path=str(SAMPLES / "tiny_base"))
+    return partial(build_model, config, "sdpa", LoraConfig(), RecomputeConfig(), "fp32")
+
+
+def plain_step_seconds() -> list[float]:
+    """Seconds of each step of a loop that a person would write by hand."""
+    import torch
+
+    from app.model.attention import attention_inputs
+    from app.training.loss import token_losses
+
+    model = builder()()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    seconds = []
+    for batch in list(datamodule().train_dataloader()):
+        started = time.perf_counter()
+        ids = batch.input_ids
+        inputs = attention_inputs(
+            "sdpa", batch.document_lengths, tuple(ids.shape), device=ids.device, dtype=model.dtype
+        )
+        columns = batch.trained_columns
+        logits = model(
+            input_ids=ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=columns,
+            **inputs,
+        ).logits
+        losses = token_losses(logits, batch.labels[:, columns])
+        loss = (losses * batch.loss_weights[:, columns]).sum() / batch.step_weight
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        loss.item()
+        seconds.append(time.perf_counter() - started)
+    return seconds[WARM_UP:]
+
+
+def our_step_seconds(folder: Path) -> list[float]:
+    """Seconds from the end of one step to the end of the next, under our trainer."""
+    import lightning as L
+
+    from app.training.callbacks.progress import ProgressBar
+    from app.training.curves import Curves
+    from app.training.logger import LoggerConfig, build_loggers
+    from app.training.module import FinetuneModule
+    from app.training.optimizer import AdamWConfig, ScheduleConfig
+    from app.training.trainer import TrainerConfig, build_trainer
+
+    class Clock(L.Callback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    folder.mkdir()
+    data, clock = datamodule(), Clock()
+    loggers = build_loggers(LoggerConfig(name="csv"), folder, data.dataset_names)
+    curves = Curves(data.dataset_names, loggers, every_steps=10)
+    module = FinetuneModule(
+        builder(),
+        backend="sdpa",
+        optimizer=AdamWConfig(),
+        schedule=ScheduleConfig(shape="constant"),
+        lr=1e-4,
+        fused_optimizer=True,
+        total_steps=STEPS,
+        curves=curves,
+    )
+    trainer = build_trainer(
+        TrainerConfig(),
+        strategy="auto",
+        accelerator="cpu",
+        devices=1,
+        precision="fp32",
+        accumulation=1,
+        total_steps=STEPS,
+        loggers=loggers,
+        callbacks=[ProgressBar(curves), clock],
+        folder=folder,
+    )
+    trainer.fit(module, datamodule=data)
+    return [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)][
+        WARM_UP - 1 :
+    ]

@@ -1,0 +1,83 @@
+"""The promise of the first command: from under 10 % to over 80 % on each of the three tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+TASKS = ("lists", "lookup", "people")
+
+
+def run_verb(verb: str, *words: str) -> str:
+    """Run a verb as a person does, from the project's folder; returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"app.{verb}", *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The default run, whole: its folder, and what it printed."""
+    folder = tmp_path_factory.mktemp("quickstart") / "run"
+    return folder, run_verb("train", "+experiment=quickstart", f"output.dir={folder}")
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_all_three_tasks(quickstart: tuple[Path, str]) -> None:
+    folder, screen = quickstart
+    metrics = json.loads((folder / "metrics.json").read_text())
+    for task in TASKS:
+        assert metrics[f"base/exact_match/{task}"] < 0.10
+        assert metrics[f"tuned/exact_match/{task}"] > 0.80
+        assert metrics[f"val/loss/{task}"] < metrics[f"base/val/loss/{task}"]
+        assert f"{metrics[f'tuned/exact_match/{task}']:.1%}" in screen
+    assert screen.splitlines()[-1] == f"run: {folder}"
+    assert f"python -m app.evaluate run={folder}" in screen
+
+
+@pytest.mark.slow
+def test_evaluate_repeats_the_closing_table(quickstart: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = quickstart
+    screen = run_verb("evaluate", f"run={folder}", f"output.dir={tmp_path / 'evaluation'}")
+    assert screen.splitlines()[-1] == f"run: {tmp_path / 'evaluation'}"
+    again = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
+    at_training = json.loads((folder / "metrics.json").read_text())
+    for name, value in again.items():
+        assert value == pytest.approx(at_training[name], rel=1e-6), name
+    assert {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS} <= set(again)
+
+
+@pytest.mark.slow
+def test_real_data_on_a_real_model_falls_on_every_curve(stories: Path, tmp_path: Path) -> None:
+    data = stories.parent.parent
+    files = ("instruct/gsm8k_alpaca.json", "instruct/dolly_hhrlhf.jsonl")
+    files += ("chat/sharegpt_dummy_conversation.json",)
+    datasets = ", ".join(f"{{path: {data / file}}}" for file in files)
+    run_verb(
+        "train",
+        f"model.path={stories}",
+        f"data.datasets=[{datasets}]",
+        "trainer.max_steps=15",
+        "trainer.validate_every_steps=15",
+        f"output.dir={tmp_path / 'run'}",
+    )
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    names = [Path(file).stem for file in files]
+    for name in names:
+        assert metrics[f"tuned/val/loss/{name}"] < metrics[f"base/val/loss/{name}"] - 0.1
