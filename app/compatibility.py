@@ -249,6 +249,7 @@ def count_gpus() -> int:
     """Count the NVIDIA devices that this process may use, by their device files."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     present = sum(file.name[len("nvidia") :].isdigit() for file in Path("/dev").glob("nvidia*"))
+    present = present or int(Path("/dev/dxg").exists())  # Windows' GPU under WSL
     if visible is None:
         return present
     chosen = [name.strip() for name in visible.split(",") if name.strip()]

@@ -372,5 +372,10 @@ def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
 
 def _print_composed(verb: str, words: list[str]) -> None:
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    print(OmegaConf.to_yaml(compose(verb, words), resolve=True), end="")
+    composed = compose(verb, words)
+    try:
+        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+    except OmegaConfBaseException as error:
+        raise UserError(_first_line(error)) from error

@@ -31,16 +31,13 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.model.build import load_architecture, load_base, load_tuned, weight_dtype
     from app.model.tokenizer import build_tokenizer
     from app.training.loss import losses_by_dataset, validate
-    from app.training.trainer import autocast_dtype, resolve_accelerator, resolve_precision
+    from app.training.trainer import autocast_dtype, resolve_placement
     from data_modules import FinetuneDataModule
 
-    accelerator = resolve_accelerator(config.trainer)
-    device = {"gpu": "cuda"}.get(accelerator, accelerator)
-    precision = resolve_precision(config.trainer, accelerator)
+    placement = resolve_placement(config.trainer)
+    precision = placement.precision
     dtype = weight_dtype(precision, AdapterConfig())
-    backend = choose_backend(
-        config.attention, on_gpu=accelerator == "gpu", half_precision=precision != "fp32"
-    )
+    backend = choose_backend(config.attention, placement.accelerator, precision)
     implementation = attention_implementation(backend)
 
     tokenizer = build_tokenizer(config.model)
@@ -59,7 +56,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     names, prompts = datamodule.dataset_names, datamodule.prompts(config.evaluation.max_rows)
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
-        model.to(device)
+        model.to(placement.torch_device)
         measured: dict[str, float] = {}
         if datamodule.val_examples:
             batches, half = datamodule.val_dataloader(), autocast_dtype(precision)

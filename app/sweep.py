@@ -75,12 +75,14 @@ def run_sweep(words: list[str]) -> int:
     overrides = read_overrides(words)
     config = check_trials(overrides)
     folder = make_sweep_folder(config.output.name, config.output.dir)
-    trials = run_trials(overrides, folder)
+    trials, interrupted = run_trials(overrides, folder)
     by_objective = sorted(trials, key=lambda trial: trial.rank)
     summary = [dataclasses.asdict(trial) for trial in by_objective]
     (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     show_table(by_objective, [key_of(one) for one in overrides if one.is_sweep_override()])
     print(f"run: {folder}")
+    if interrupted:
+        return INTERRUPTED
     return next((trial.exit_code for trial in trials if trial.exit_code != DONE), DONE)
 
 
@@ -188,8 +190,11 @@ def make_sweep_folder(name: str, folder: str | None) -> Path:
     return path
 
 
-def run_trials(overrides: Sequence[Override], folder: Path) -> list[Trial]:
-    """Hand the words to Hydra's multirun, which calls back once a trial."""
+def run_trials(overrides: Sequence[Override], folder: Path) -> tuple[list[Trial], bool]:
+    """Hand the words to Hydra's multirun, which calls back once a trial.
+
+    Returns the trials that ended, and whether Ctrl-C stopped the sweep.
+    """
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -204,6 +209,7 @@ def run_trials(overrides: Sequence[Override], folder: Path) -> list[Trial]:
         objective = trials[-1].objective
         return math.inf if objective is None else objective
 
+    interrupted = False
     typed = sys.argv
     sys.argv = [
         typed[0],
@@ -217,11 +223,12 @@ def run_trials(overrides: Sequence[Override], folder: Path) -> list[Trial]:
     try:
         hydra.main(version_base="1.3", config_path=None)(run_next)()
     except KeyboardInterrupt:
-        print(f"interrupted in trial {trials[-1].number}", file=sys.stderr)
+        interrupted = True
+        print(f"interrupted after {len(trials)} trials", file=sys.stderr)
     finally:
         sys.argv = typed
         (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; sweep.json says more
-    return trials
+    return trials, interrupted
 
 
 def run_trial(number: int, words: list[str], folder: Path) -> Trial:

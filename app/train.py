@@ -39,24 +39,13 @@ def train(config: TrainConfig) -> float | None:
     from app.training.curves import Curves
     from app.training.logger import build_loggers
     from app.training.module import FinetuneModule
-    from app.training.trainer import (
-        accumulation_steps,
-        build_trainer,
-        resolve_accelerator,
-        resolve_devices,
-        resolve_precision,
-    )
+    from app.training.trainer import build_trainer, resolve_placement
     from data_modules import FinetuneDataModule
 
     # Where it runs, and what follows from that.
-    accelerator = resolve_accelerator(config.trainer)
-    devices = resolve_devices(config.trainer, accelerator)
-    num_ranks = devices * config.trainer.num_nodes
-    precision = resolve_precision(config.trainer, accelerator)
-    accumulation = accumulation_steps(config.trainer, num_ranks)
-    backend = choose_backend(
-        config.attention, on_gpu=accelerator == "gpu", half_precision=precision != "fp32"
-    )
+    placement = resolve_placement(config.trainer)
+    precision = placement.precision
+    backend = choose_backend(config.attention, placement.accelerator, precision)
     lr = config.optimizer.lr or DEFAULT_LR[config.adapter.name]
     L.seed_everything(config.seed, verbose=False)
 
@@ -69,8 +58,8 @@ def train(config: TrainConfig) -> float | None:
         tokenizer,
         context_len=architecture.max_position_embeddings,
         micro_batch_size=config.trainer.micro_batch_size,
-        accumulation_steps=accumulation,
-        num_ranks=num_ranks,
+        accumulation_steps=placement.accumulation,
+        num_ranks=placement.num_ranks,
         num_epochs=config.trainer.num_epochs,
         max_steps=config.trainer.max_steps,
         seed=config.seed,
@@ -79,7 +68,7 @@ def train(config: TrainConfig) -> float | None:
     for line in datamodule.report.lines():
         log.info("data: %s", line)
     log.info("plan: %s; lr %g", datamodule.plan.line(), lr)
-    log.info(f"device: {num_ranks} x {accelerator}, precision {precision}, attention {backend}")
+    log.info("device: %s, attention %s", placement, backend)
 
     # How it learns.
     loggers = build_loggers(config.logger, folder, datamodule.dataset_names)
@@ -97,11 +86,8 @@ def train(config: TrainConfig) -> float | None:
     )
     trainer = build_trainer(
         config.trainer,
-        strategy=build_strategy(config.strategy, num_ranks),
-        accelerator=accelerator,
-        devices=devices,
-        precision=precision,
-        accumulation=accumulation,
+        placement=placement,
+        strategy=build_strategy(config.strategy, placement.num_ranks),
         total_steps=datamodule.total_steps,
         loggers=loggers,
         callbacks=[ProgressBar(curves)],
@@ -133,8 +119,8 @@ def train(config: TrainConfig) -> float | None:
         with untrained(model, config) as base:
             metrics |= named("base", exact_match(base, tokenizer, prompts, config.evaluation))
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
-    say_comparison(metrics, datamodule.dataset_names, next_commands(folder))
-    print(f"run: {folder}")
+    say_comparison(metrics, datamodule.dataset_names)
+    say_where(folder, saved)
     return metrics.get("val/loss")
 
 
@@ -148,12 +134,14 @@ def untrained(model: Any, config: TrainConfig) -> AbstractContextManager[Any]:
     return nullcontext(load_base(config.model, "sdpa", model.dtype).to(model.device))
 
 
-def next_commands(folder: Path) -> list[str]:
-    """List what a person may want to type after a run."""
-    return [
-        f"python -m app.evaluate run={folder}",
-        f"tensorboard --logdir {folder.parent}",
-    ]
+def say_where(folder: Path, saved: Path) -> None:
+    """Print where everything is, and what a person may want to type next."""
+    print(f"\n{saved}: reopened after saving and compared with the model in memory")
+    print(f"{folder}/: metrics.csv, metrics.json, config.yaml, manifest.json")
+    print("next:")
+    print(f"  python -m app.evaluate run={folder}")
+    print(f"  tensorboard --logdir {folder.parent}")
+    print(f"run: {folder}")
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     from app.training.logger import LoggerConfig, build_loggers
     from app.training.module import FinetuneModule
     from app.training.optimizer import AdamWConfig, ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_trainer
+    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
 
     class Clock(L.Callback):
         def __init__(self) -> None:
@@ -146,13 +146,11 @@ def our_step_seconds(folder: Path) -> list[float]:
         total_steps=STEPS,
         curves=curves,
     )
+    config = TrainerConfig(accelerator="cpu", gradient_accumulation_steps=1, precision="fp32")
     trainer = build_trainer(
-        TrainerConfig(),
+        config,
+        placement=resolve_placement(config),
         strategy="auto",
-        accelerator="cpu",
-        devices=1,
-        precision="fp32",
-        accumulation=1,
         total_steps=STEPS,
         loggers=loggers,
         callbacks=[ProgressBar(curves), clock],

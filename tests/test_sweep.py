@@ -12,7 +12,7 @@ import pytest
 
 from app import conf_files
 from app.errors import UserError
-from app.sweep import read_overrides, run_sweep, values_of
+from app.sweep import Trial, read_overrides, run_sweep, run_trial, values_of
 from tests.door import Answer, ask, make_data, make_model
 
 TRIAL = """
@@ -88,6 +88,24 @@ def test_a_failed_trial_does_not_stop_the_others(
     assert (second["number"], second["exit_code"], second["objective"]) == (0, 4, None)
     assert second["error"] == "error: loss is nan at step 3"
     assert "loss is nan" in answer.printed
+
+
+def test_an_interrupted_sweep_shows_what_it_has(
+    words: list[str], commands: list[list[str]]
+) -> None:
+    real = run_trial
+
+    def interrupt(number: int, *rest: Any) -> Trial:
+        if number == 1:
+            raise KeyboardInterrupt
+        return real(number, *rest)
+
+    with mock.patch("app.sweep.run_trial", interrupt):
+        answer = sweep(*words, "adapter.r=2,4,16")
+    assert answer.code == 130
+    assert len(commands) == 1
+    assert "interrupted after 1 trials" in answer.said
+    assert "0.5000" in answer.printed
 
 
 def test_trials_inherit_nothing_of_a_rank(

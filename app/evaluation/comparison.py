@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -48,19 +48,12 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     return table
 
 
-def say_comparison(
-    metrics: dict[str, float], dataset_names: list[str], next_commands: Sequence[str] = ()
-) -> None:
-    """Print the closing screen: the table, and what to type next."""
+def say_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
+    """Print the table of `metrics`."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print()
-    console.print(comparison_table(metrics, dataset_names))
-    if next_commands:
-        console.print("next:")
-    for command in next_commands:
-        console.print(f"  {command}", markup=False)
+    print()
+    Console(highlight=False).print(comparison_table(metrics, dataset_names))
 
 
 @contextmanager

@@ -32,12 +32,13 @@ class AttentionConfig:
     """auto: flash2 where CUDA and flash-attn are, else sdpa; eager: the slow reference"""
 
 
-def choose_backend(config: AttentionConfig, *, on_gpu: bool, half_precision: bool) -> str:
+def choose_backend(config: AttentionConfig, accelerator: str, precision: str) -> str:
     """Resolve `auto` to the fastest backend that this device and precision can run."""
     if config.backend != "auto":
         return config.backend
     flash_installed = importlib.util.find_spec("flash_attn") is not None
-    return "flash2" if on_gpu and half_precision and flash_installed else "sdpa"
+    can_flash = accelerator == "gpu" and precision != "fp32" and flash_installed
+    return "flash2" if can_flash else "sdpa"
 
 
 def attention_implementation(backend: str) -> str:

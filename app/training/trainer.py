@@ -47,6 +47,41 @@ class TrainerConfig:
     """optimizer steps between writes of the curves (every step has its row all the same)"""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where a run computes, and how precisely: every `auto` resolved."""
+
+    accelerator: str
+    """gpu or cpu"""
+    devices: int
+    num_ranks: int
+    precision: str
+    accumulation: int
+    """micro-batches a rank adds up before an optimizer step"""
+
+    @property
+    def torch_device(self) -> str:
+        """Name of the first rank's device in torch."""
+        return "cuda" if self.accelerator == "gpu" else "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} x {self.accelerator}, precision {self.precision}"
+
+
+def resolve_placement(config: TrainerConfig) -> Placement:
+    """Look at this machine and resolve every `auto`; ValueError when it lacks what was typed."""
+    accelerator = resolve_accelerator(config)
+    devices = resolve_devices(config, accelerator)
+    num_ranks = devices * config.num_nodes
+    return Placement(
+        accelerator=accelerator,
+        devices=devices,
+        num_ranks=num_ranks,
+        precision=resolve_precision(config, accelerator),
+        accumulation=accumulation_steps(config, num_ranks),
+    )
+
+
 def resolve_accelerator(config: TrainerConfig) -> str:
     """Return "gpu" where CUDA is and was not turned down, else "cpu"."""
     import torch
@@ -105,11 +140,8 @@ def accumulation_steps(config: TrainerConfig, num_ranks: int) -> int:
 def build_trainer(
     config: TrainerConfig,
     *,
+    placement: Placement,
     strategy: Strategy | str,
-    accelerator: str,
-    devices: int,
-    precision: str,
-    accumulation: int,
     total_steps: int,
     loggers: Sequence[Logger],
     callbacks: Sequence[Callback],
@@ -127,18 +159,18 @@ def build_trainer(
         logging.getLogger(name).setLevel(logging.ERROR)
     every = config.validate_every_steps or math.ceil(total_steps / VALIDATIONS_PER_RUN)
     return L.Trainer(
-        accelerator=accelerator,
-        devices=devices,
+        accelerator=placement.accelerator,
+        devices=placement.devices,
         num_nodes=config.num_nodes,
         strategy=strategy,
         # How weights are kept is the model's business; here only the autocast around a step.
-        precision={"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(precision, "32-true"),
+        precision={"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(placement.precision, "32-true"),
         max_epochs=1,
         max_steps=total_steps,
-        accumulate_grad_batches=accumulation,
+        accumulate_grad_batches=placement.accumulation,
         gradient_clip_val=config.max_grad_norm,
         num_sanity_val_steps=-1,  # the whole validation set: the curves' step 0
-        val_check_interval=min(every, total_steps) * accumulation,
+        val_check_interval=min(every, total_steps) * placement.accumulation,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -60,7 +60,9 @@ def test_evaluate_repeats_the_closing_table(quickstart: tuple[Path, str], tmp_pa
     at_training = json.loads((folder / "metrics.json").read_text())
     for name, value in again.items():
         assert value == pytest.approx(at_training[name], rel=1e-6), name
-    assert {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS} <= set(again)
+    assert {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS} <= set(
+        again
+    )
 
 
 @pytest.mark.slow

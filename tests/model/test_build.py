@@ -1,0 +1,291 @@
+"""The model that is trained is the base it was made from, and what is saved is what was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from app.errors import TrainingFault
+from app.model import build
+from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, probe_logits
+from app.model.attention import attention_implementation
+from app.model.build import (
+    ModelConfig,
+    build_model,
+    load_architecture,
+    load_base,
+    load_tuned,
+    save_model,
+    weight_dtype,
+)
+from app.model.recompute import RecomputeConfig
+from tests.tiny import random_ids, tiny_llama
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PROBE = random_ids()[0].tolist()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_base(tmp_path / "base")
+
+
+def save_base(folder: Path, dtype: torch.dtype = FP32, **numbers: Any) -> Path:
+    tiny_llama(**numbers).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def built(
+    base: Path,
+    adapter: AdapterConfig | None = None,
+    *,
+    recompute: str = "none",
+    precision: str = "fp32",
+    backend: str = "sdpa",
+) -> Any:
+    torch.manual_seed(3)
+    return build_model(
+        ModelConfig(path=str(base)),
+        backend,
+        adapter or LoraConfig(r=4, dropout=0.0),
+        RecomputeConfig(mode=recompute),
+        precision,
+    )
+
+
+def move(model: torch.nn.Module) -> None:
+    """Change everything that trains, as a training would."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn_like(parameter)
+
+
+@pytest.mark.parametrize(
+    ("precision", "adapter", "expected"),
+    [
+        ("fp32", LoraConfig(), FP32),
+        ("fp32", FullConfig(), FP32),
+        ("bf16", LoraConfig(), BF16),
+        ("bf16", FullConfig(), FP32),
+        ("bf16-pure", LoraConfig(), BF16),
+        ("bf16-pure", FullConfig(), BF16),
+        ("fp16", LoraConfig(), FP16),
+        ("fp16", FullConfig(), FP32),
+    ],
+)
+def test_trained_weights_are_kept_in_fp32_unless_all_is_bf16(
+    precision: str, adapter: AdapterConfig, expected: torch.dtype
+) -> None:
+    assert weight_dtype(precision, adapter) is expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "adapter", "frozen", "trained"),
+    [
+        ("fp32", LoraConfig(r=4), FP32, FP32),
+        ("bf16", LoraConfig(r=4), BF16, FP32),
+        ("bf16-pure", LoraConfig(r=4), BF16, BF16),
+        ("bf16", FullConfig(), None, FP32),
+        ("bf16-pure", FullConfig(), None, BF16),
+    ],
+)
+def test_a_built_model_has_the_dtypes_of_its_precision(
+    precision: str,
+    adapter: AdapterConfig,
+    frozen: torch.dtype | None,
+    trained: torch.dtype,
+    base: Path,
+) -> None:
+    model = built(base, adapter, precision=precision)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {trained}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == ({frozen} - {None})
+    assert model.training
+
+
+def test_a_built_model_computes_what_transformers_computes(base: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=FP32)
+    expected = probe_logits(plain, random_ids())
+    for backend in ("sdpa", "eager"):
+        ours = probe_logits(built(base, backend=backend), random_ids())
+        assert torch.allclose(ours, expected, atol=1e-5), backend
+
+
+def test_from_scratch_builds_the_architecture_with_random_weights() -> None:
+    architecture = tiny_llama(num_hidden_layers=3, hidden_size=16).config.to_dict()
+    numbers = {key: architecture[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    config = ModelConfig(
+        from_scratch=True,
+        architecture={"model_type": "llama", "num_attention_heads": 2, **numbers},
+    )
+    given = dict(config.architecture)
+    models = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        models.append(load_base(config, attention_implementation("sdpa"), FP32))
+    model = models[0]
+    assert isinstance(model, LlamaForCausalLM)
+    assert len(model.model.layers) == 3
+    assert model.get_input_embeddings().weight.shape == (64, 16)
+    weights = [m.model.layers[0].mlp.up_proj.weight for m in models]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert config.architecture == given
+    assert load_architecture(config).num_hidden_layers == 3
+
+
+def test_a_sharded_base_is_the_same_model(tmp_path: Path) -> None:
+    numbers = {"vocab_size": 2000, "hidden_size": 64}
+    tiny_llama(**numbers).save_pretrained(tmp_path / "one")
+    tiny_llama(**numbers).save_pretrained(tmp_path / "many", max_shard_size="200KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
+    one, many = (
+        load_base(ModelConfig(path=str(tmp_path / name)), "sdpa", FP32).state_dict()
+        for name in ("one", "many")
+    )
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    ids = random_ids(rows=2)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("adapter", [LoraConfig(r=4, dropout=0.0), FullConfig()])
+def test_recompute_gives_the_same_gradients(adapter: AdapterConfig, base: Path) -> None:
+    models = {mode: built(base, adapter, recompute=mode) for mode in ("none", "full")}
+    for model in models.values():
+        move(model)
+    found = {mode: gradients(model) for mode, model in models.items()}
+    assert found["none"].keys() == found["full"].keys()
+    for name, expected in found["none"].items():
+        assert torch.equal(found["full"][name], expected), name
+
+
+def test_recompute_computes_every_layer_twice_and_none_once(base: Path) -> None:
+    for mode, times in {"none": 1, "full": 2}.items():
+        model = built(base, recompute=mode)
+        calls: list[int] = []
+        mlp = model.base_model.model.model.layers[0].mlp
+        mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        gradients(model)
+        assert len(calls) == times, mode
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_every_adapter_weight_has_a_gradient_in_the_first_step(mode: str, base: Path) -> None:
+    found = gradients(built(base, recompute=mode))
+    assert found
+    for name, gradient in found.items():
+        assert gradient is not None, name
+        # While B is zero, A is not moved: only B's gradients say that the graph is whole.
+        assert bool(gradient.any()) == ("lora_B" in name), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("base_dtype", [FP32, BF16])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure"])
+def test_a_full_model_is_saved_as_a_folder_in_the_dtype_of_its_base(
+    precision: str, base_dtype: torch.dtype, tied: bool, tmp_path: Path
+) -> None:
+    base = save_base(tmp_path / "base", base_dtype, tie_word_embeddings=tied)
+    model = built(base, FullConfig(), precision=precision)
+    move(model)
+    trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    architecture = load_architecture(ModelConfig(path=str(base)))
+    saved = save_model(model, FullConfig(), architecture, tmp_path, PROBE)
+    assert saved == tmp_path / "model"
+
+    tensors = load_file(saved / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {base_dtype}
+    assert ("lm_head.weight" in tensors) is not tied
+    reopened = AutoModelForCausalLM.from_pretrained(saved)
+    assert reopened.dtype == base_dtype
+    assert reopened.config.tie_word_embeddings is tied
+    for name, parameter in reopened.named_parameters():
+        assert torch.equal(parameter, trained[name].to(base_dtype)), name
+    head = reopened.lm_head.weight
+    assert (head is reopened.get_input_embeddings().weight) is tied
+
+
+def test_the_model_in_memory_is_the_saved_one_after_saving(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", BF16)
+    model = built(base, FullConfig(), precision="bf16")
+    move(model)
+    exact = model.model.rotary_emb.inv_freq.clone()
+    architecture = load_architecture(ModelConfig(path=str(base)))
+    saved = save_model(model, FullConfig(), architecture, tmp_path, PROBE)
+    assert model.dtype is BF16
+    # Rotary frequencies are no weights: rounded to bf16 they would move every position.
+    assert model.model.rotary_emb.inv_freq.dtype is FP32
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    loaded = load_tuned(ModelConfig(path=str(base)), saved, attention_implementation("sdpa"), BF16)
+    assert torch.equal(probe_logits(loaded, random_ids()), probe_logits(model, random_ids()))
+
+
+def test_an_adapter_is_saved_beside_no_base_and_found_again(base: Path, tmp_path: Path) -> None:
+    model = built(base)
+    move(model)
+    architecture = load_architecture(ModelConfig(path=str(base)))
+    saved = save_model(model, LoraConfig(), architecture, tmp_path, PROBE)
+    assert saved == tmp_path / "adapter"
+    assert not (tmp_path / "model").exists()
+    config = json.loads((saved / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    loaded = load_tuned(ModelConfig(path=str(base)), saved, attention_implementation("sdpa"), FP32)
+    assert torch.equal(probe_logits(loaded, random_ids()), probe_logits(model, random_ids()))
+
+
+def spoil(file: Path) -> None:
+    tensors = load_file(file)
+    name = next(name for name in tensors if "layers.1.mlp.down_proj" in name)
+    tensors[name] = torch.zeros_like(tensors[name])
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_full_model_that_does_not_read_back_is_a_training_fault(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built(base, FullConfig())
+    write = LlamaForCausalLM.save_pretrained
+
+    def write_badly(self: Any, folder: Path, **kwargs: Any) -> None:
+        write(self, folder, **kwargs)
+        spoil(Path(folder) / "model.safetensors")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", write_badly)
+    architecture = load_architecture(ModelConfig(path=str(base)))
+    with pytest.raises(TrainingFault, match=r"does not read back.*logits differ"):
+        save_model(model, FullConfig(), architecture, tmp_path, PROBE)
+
+
+def test_an_adapter_that_does_not_read_back_is_a_training_fault(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built(base)
+    move(model)
+    write = build.save_adapter
+
+    def write_badly(model: Any, folder: Path) -> None:
+        write(model, folder)
+        spoil(folder / "adapter_model.safetensors")
+
+    monkeypatch.setattr(build, "save_adapter", write_badly)
+    architecture = load_architecture(ModelConfig(path=str(base)))
+    with pytest.raises(TrainingFault, match=r"does not read back.*logits differ"):
+        save_model(model, LoraConfig(), architecture, tmp_path, PROBE)
+
+
+def test_an_adapter_that_learned_nothing_is_a_training_fault(base: Path, tmp_path: Path) -> None:
+    architecture = load_architecture(ModelConfig(path=str(base)))
+    with pytest.raises(TrainingFault, match="every lora_B is zero"):
+        save_model(built(base), LoraConfig(), architecture, tmp_path, PROBE)
