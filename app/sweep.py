@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app import conf_files
-from app.config import check_before_start, check_words, load_config
+from app.config import check_before_start, check_words, conf_files, load_config
+from app.config.overrides import WORD, quote_value
 from app.errors import DONE, INTERRUPTED, UserError
 from app.output import OUTPUTS, RUN_DIR_VARIABLE
-from app.overrides import WORD, quote_value
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from app import compatibility, config
-from app.verb_settings import PARTS
+from app.config.verbs import PARTS
 from tests.door import ask, make_data, make_model
 
 

@@ -17,13 +17,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from app import conf_files, schema
 from app import config as door
+from app.config import conf_files, schema
+from app.config.overrides import PLAIN_VALUE, quote_value
+from app.config.verbs import PARTS, VERBS
 from app.errors import ROOT, TrainingFault, UserError
 from app.model.adapter import FullConfig
 from app.output import OutputConfig, decide_run_dir, find_run
-from app.overrides import PLAIN_VALUE, quote_value
-from app.verb_settings import PARTS, VERBS
 from tests.door import ask, make_data, make_model
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app import conf_files
-from app.config import check_words, load_config
-from app.help import MOST_USED
-from app.schema import hints_of, keys_of
+from app.config import check_words, conf_files, load_config
+from app.config.help import MOST_USED
+from app.config.schema import hints_of, keys_of
+from app.config.verbs import CHOICES, PARTS, VERBS
 from app.sweep import read_overrides, values_of
-from app.verb_settings import CHOICES, PARTS, VERBS
 
 GROUPS = conf_files.groups(conf_files.CONF)
 OPTIONS = [

@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from app import schema
-from app.conf_files import choices_of, groups, read_conf_file
+from app.config import schema
+from app.config.conf_files import choices_of, groups, read_conf_file
 
 MOST_USED = {
     "train": (

@@ -16,25 +16,16 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app import conf_files
 from app.compatibility import check_compatibility
-from app.conf_files import ConfFile
+from app.config import conf_files
+from app.config.conf_files import ConfFile
+from app.config.overrides import Given, read_words
+from app.config.schema import Leaf, hints_of
+from app.config.settings_check import Settings, check_file, check_given
+from app.config.verbs import ALTERNATIVES, CHOICES, PARTS, VERBS, EvaluateConfig, TrainConfig
 from app.errors import DONE, ROOT, UserError, report
 from app.output import check_output, find_run, is_child_rank
-from app.overrides import Given, read_words
 from app.preflight import check_files
-from app.schema import Leaf, hints_of
-from app.settings_check import Settings, check_file, check_given
-from app.verb_settings import ALTERNATIVES, CHOICES, PARTS, VERBS, EvaluateConfig, TrainConfig
-
-__all__ = [
-    "EvaluateConfig",
-    "TrainConfig",
-    "load_config",
-    "load_run_config",
-    "run_verb",
-    "save_config",
-]
 
 DEFAULT_EXPERIMENT = "quickstart"
 OF_THE_MACHINE = ("accelerator", "devices", "num_nodes")
@@ -320,7 +311,7 @@ def _dispatch(
     words: list[str],
 ) -> int:
     if "--help" in words or "-h" in words:
-        from app.help import help_page
+        from app.config.help import help_page
 
         print(help_page(verb, VERBS[verb], PARTS, conf_files.CONF))
         return DONE

@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from app import schema
-from app.conf_files import ConfFile
+from app.config import schema
+from app.config.conf_files import ConfFile
+from app.config.overrides import Given, refuse
 from app.errors import nearest
-from app.overrides import Given, refuse
 
 TakesValue = Callable[[schema.Leaf], bool]
 """whether a value can become what its field is declared as"""

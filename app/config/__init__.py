@@ -1,0 +1,27 @@
+"""THE DOOR: what a person types and what conf/ says becomes one typed object, or an error.
+
+`door` calls Hydra; `verbs` says what each verb can be told; `conf_files` reads conf/ and knows its
+lines; `overrides` quotes and refuses words; `schema` and `settings_check` find every wrong key and
+value at once; `help` is the page.
+"""
+
+from app.config.door import (
+    check_before_start,
+    check_words,
+    load_config,
+    load_run_config,
+    run_verb,
+    save_config,
+)
+from app.config.verbs import EvaluateConfig, TrainConfig
+
+__all__ = [
+    "EvaluateConfig",
+    "TrainConfig",
+    "check_before_start",
+    "check_words",
+    "load_config",
+    "load_run_config",
+    "run_verb",
+    "save_config",
+]
