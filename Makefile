@@ -15,7 +15,7 @@ help:  ## this list
 
 # The stamp is written last: an install that was interrupted is finished by the next call.
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -28,7 +28,9 @@ train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" 
 	$(BIN)/python -m app.train $(ARGS)
 
 eval: $(STAMP)  ## base against tuned of RUN=FOLDER, or of the newest run; trains the default first
-	@ls outputs/*/*/metrics.json >/dev/null 2>&1 || $(BIN)/python -m app.train
+	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
+		"import sys; from app.output import finished_runs; sys.exit(not finished_runs())" \
+		|| $(BIN)/python -m app.train)
 	$(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN)) $(ARGS)
 
 sweep: $(STAMP)  ## a small grid of runs, each in a process of its own, and a table by val/loss

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from app.launch import RUN_DIR_VARIABLE, is_first_rank
+from data_modules import DataError
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PROBLEMS = 20
 TRACEBACK_VARIABLE = "LOFT_TRACEBACK"
+REASON_FILE = "error.txt"
+"""in a run's folder: why the run stopped"""
+LOST_CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.I)
+"""how torch words that another rank has left"""
 
 DONE, USER_ERROR, ENVIRONMENT_ERROR, TRAINING_FAULT = 0, 2, 3, 4
 INTERRUPTED, TERMINATED = 130, 143
@@ -42,7 +50,9 @@ def exit_code(error: BaseException) -> int:
         return _code_of_exit(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, UserError) or (isinstance(error, ValueError) and _raised_here(error)):
+    if _is_of_sigterm(error):
+        return TERMINATED
+    if _is_of_the_user(error):
         return USER_ERROR
     out_of_memory = type(error).__name__ == "OutOfMemoryError"  # torch's, without importing torch
     if isinstance(error, (OSError, ImportError, MemoryError)) or out_of_memory:
@@ -51,15 +61,39 @@ def exit_code(error: BaseException) -> int:
 
 
 def report(error: BaseException) -> int:
-    """Print `error` as one message on stderr, and return its exit code."""
+    """Print `error` as one message on stderr, once for all ranks, and return its exit code."""
     code = exit_code(error)
     if os.environ.get(TRACEBACK_VARIABLE) == "1":
         traceback.print_exception(error)
     elif code == INTERRUPTED:
-        print("\ninterrupted", file=sys.stderr)
-    elif not isinstance(error, SystemExit):
-        print(_message(error, code), file=sys.stderr)
+        if is_first_rank():
+            print("\ninterrupted", file=sys.stderr)
+    elif code != TERMINATED and not isinstance(error, SystemExit):
+        message = _message(error, code)
+        if _speaks_first(error, message):
+            print(message, file=sys.stderr)
     return code
+
+
+def _speaks_first(error: BaseException, message: str) -> bool:
+    """Claim the run's one message by writing it into the run's folder.
+
+    Not rank 0 by rule: what fails on one rank alone is told there, and Lightning then kills the
+    others. That the connection to such a rank was lost is only its echo.
+    """
+    folder = os.environ.get(RUN_DIR_VARIABLE)
+    if folder is None:
+        return is_first_rank()
+    if not is_first_rank() and LOST_CONNECTION.search(str(error)):
+        return False
+    try:
+        with (Path(folder) / REASON_FILE).open("x", encoding="utf-8") as file:
+            file.write(f"{message}\n")
+    except FileExistsError:
+        return False
+    except OSError:  # the disk may be what the message is about
+        return is_first_rank()
+    return True
 
 
 def _message(error: BaseException, code: int) -> str:
@@ -94,9 +128,18 @@ def _code_of_exit(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else TRAINING_FAULT
 
 
-def _raised_here(error: BaseException) -> bool:
+def _is_of_sigterm(error: BaseException) -> bool:
+    # Lightning talks to the other ranks within its signal handler; they may be gone already.
+    return any(f.name == "_sigterm_notifier_fn" for f in traceback.extract_tb(error.__traceback__))
+
+
+def _is_of_the_user(error: BaseException) -> bool:
+    """Tell input that we refuse from a ValueError that a bug of ours has met."""
+    if isinstance(error, (UserError, DataError)):
+        return True
     frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
+    if not isinstance(error, ValueError) or not frames:
         return False
-    origin = Path(frames[-1].filename).resolve()
-    return any(origin.is_relative_to(ROOT / room) for room in ("app", "data_modules"))
+    origin, line = Path(frames[-1].filename).resolve(), frames[-1].line or ""
+    is_ours = any(origin.is_relative_to(ROOT / room) for room in ("app", "data_modules"))
+    return is_ours and line.startswith("raise ")

@@ -26,26 +26,32 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     # Imported here and not above: --help and a config error must not wait for torch.
     from app.evaluation.comparison import named, say_comparison
     from app.evaluation.generation import exact_match
-    from app.model.adapter import AdapterConfig
+    from app.model.adapter import FullConfig, LoraConfig, is_adapter
     from app.model.attention import attention_implementation, choose_backend
-    from app.model.build import load_architecture, load_base, load_tuned, weight_dtype
+    from app.model.build import (
+        context_len,
+        load_architecture,
+        load_base,
+        load_tuned,
+        weight_dtype,
+    )
     from app.model.tokenizer import build_tokenizer
-    from app.training.loss import losses_by_dataset, validate
-    from app.training.trainer import autocast_dtype, resolve_placement
+    from app.training.loss import validate
+    from app.training.trainer import place_on_one_device
     from data_modules import FinetuneDataModule
 
-    placement = resolve_placement(config.trainer)
-    precision = placement.precision
-    dtype = weight_dtype(precision, AdapterConfig())
-    backend = choose_backend(config.attention, placement.accelerator, precision)
-    implementation = attention_implementation(backend)
-
+    placement = place_on_one_device(config.trainer.accelerator, config.trainer.precision)
+    architecture = load_architecture(config.model)
+    backend = choose_backend(
+        config.attention, architecture, placement.accelerator, placement.precision
+    )
     tokenizer = build_tokenizer(config.model)
     datamodule = FinetuneDataModule(
         config.data,
         config.packing,
         tokenizer,
-        context_len=load_architecture(config.model).max_position_embeddings,
+        context_len=context_len(architecture),
+        vocab_size=architecture.get_text_config().vocab_size,
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=1,
         num_epochs=1,
@@ -54,21 +60,24 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     )
     datamodule.setup("validate")
     names, prompts = datamodule.dataset_names, datamodule.prompts(config.evaluation.max_rows)
+    stops = datamodule.template.stop_token_ids | {tokenizer.eos_token_id}
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
         model.to(placement.torch_device)
         measured: dict[str, float] = {}
-        if datamodule.val_examples:
-            batches, half = datamodule.val_dataloader(), autocast_dtype(precision)
-            sums = validate(model, batches, backend, len(names), half=half)
-            measured |= losses_by_dataset(sums.cpu(), names, "val")
-        if config.evaluation.exact_match:
-            measured |= exact_match(model, tokenizer, prompts, config.evaluation)
+        with placement.autocast():
+            if datamodule.val_examples:
+                measured |= validate(model, datamodule.val_dataloader(), backend, names)
+            if config.evaluation.exact_match:
+                measured |= exact_match(model, tokenizer, prompts, stops, config.evaluation)
         return measured
 
-    # One model in memory at a time: first the base, then what was made of it.
-    metrics: dict[str, float] = {}
+    # One model in memory at a time, in the dtypes of its training: the base, then what it became.
     tuned = Path(config.tuned_path) if config.tuned_path else None
+    kind = FullConfig() if tuned is not None and not is_adapter(tuned) else LoraConfig()
+    dtype = weight_dtype(placement.precision, kind)
+    implementation = attention_implementation(backend)
+    metrics: dict[str, float] = {}
     if not config.model.from_scratch:
         metrics |= named("base", measure(load_base(config.model, implementation, dtype)))
     if tuned is not None:

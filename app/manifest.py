@@ -16,17 +16,20 @@ LIBRARIES = (
     "lightning",
     "transformers",
     "peft",
+    "datasets",
     "tokenizers",
     "hydra-core",
     "safetensors",
 )
+STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+"""when the command started: the verb imports this before it does anything"""
 
 
 def save_manifest(folder: Path, **facts: Any) -> None:
     """Write manifest.json: `facts`, and the command, versions, machine and git state."""
     manifest = {
         "command": [sys.executable, *sys.orig_argv[1:]],
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started": STARTED,
         "versions": {name: version(name) for name in LIBRARIES},
         "python": platform.python_version(),
         "machine": platform.machine(),

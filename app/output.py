@@ -8,10 +8,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.errors import UserError
+from app.errors import REASON_FILE, UserError
+from app.launch import RUN_DIR_VARIABLE, is_first_rank, is_one_of_several
 
-RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
-"""hands the folder to child ranks, which are started by the same command line"""
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
@@ -22,11 +21,6 @@ class OutputConfig:
     """name of the run, part of its folder; null = the experiment's"""
     dir: str | None = None
     """folder of this run; null = outputs/<name>/<time>"""
-
-
-def is_child_rank() -> bool:
-    """Say whether another process, the first rank, has checked and announced everything."""
-    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0"
 
 
 def check_output(config: OutputConfig) -> list[str]:
@@ -41,7 +35,7 @@ def check_output(config: OutputConfig) -> list[str]:
         folder = Path(config.dir)
         if folder.exists() and not folder.is_dir():
             problems.append(f"output.dir={config.dir}: this is a file; type a folder's name")
-        elif (folder / "config.yaml").exists() and not is_child_rank():
+        elif (folder / "config.yaml").exists() and is_first_rank():
             problems.append(
                 f"output.dir={config.dir} holds another run (config.yaml is there): "
                 "type another folder, or leave output.dir out to get a new one"
@@ -65,8 +59,10 @@ def _make_folder(config: OutputConfig) -> Path:
     if config.dir is not None:
         folder = Path(config.dir)
         folder.mkdir(parents=True, exist_ok=True)
+        if is_first_rank():
+            (folder / REASON_FILE).unlink(missing_ok=True)  # of a run that never started
         return folder
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if is_one_of_several():
         raise UserError(
             "ranks that were started from outside (torchrun, slurm) cannot agree on a new folder: "
             "type output.dir=FOLDER"

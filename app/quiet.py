@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from app.launch import is_first_rank
 from app.model.build import ModelConfig
 from data_modules import DataConfig, is_hub_id
 
@@ -58,9 +59,8 @@ def quiet_libraries(*, offline: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     # One line an event; ranks above 0 speak only when something is wrong.
-    is_first_rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
     logging.basicConfig(
-        level=logging.INFO if is_first_rank else logging.WARNING,
+        level=logging.INFO if is_first_rank() else logging.WARNING,
         format="%(message)s",
         stream=sys.stdout,
         force=True,

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from app.config import check_before_start, check_words, conf_files, load_config
 from app.config.overrides import WORD, quote_value
 from app.errors import DONE, INTERRUPTED, UserError
-from app.output import OUTPUTS, RUN_DIR_VARIABLE
+from app.launch import VARIABLES_OF_A_RANK
+from app.output import OUTPUTS
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
 OBJECTIVE = "val/loss"
 PREFIX = "++trial."
 """The sweep composes nothing of a trial: to Hydra every word is a new value of no known group."""
-VARIABLES_OF_A_RANK = (
-    RUN_DIR_VARIABLE,
-    "LOCAL_RANK",
-    "RANK",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-"""what ranks find in their environment, and a trial must not inherit"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.config import TrainConfig, run_verb, save_config
 from app.manifest import save_manifest
 from app.output import decide_run_dir
+from app.preflight import describe_base
 from app.quiet import is_offline, quiet_libraries
 from app.sweep import run_sweep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from data_modules import FinetuneDataModule, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +33,10 @@ def train(config: TrainConfig) -> float | None:
     # Imported here and not above: --help and a config error must not wait for torch.
     import lightning as L
 
-    from app.evaluation.comparison import named, say_comparison
-    from app.evaluation.generation import exact_match
+    from app.evaluation.comparison import say_comparison
     from app.model.adapter import DEFAULT_LR
     from app.model.attention import choose_backend
-    from app.model.build import build_model, load_architecture, save_model
+    from app.model.build import build_model, context_len, load_architecture, save_model
     from app.model.tokenizer import build_tokenizer
     from app.strategy.build import build_strategy
     from app.training.callbacks.progress import ProgressBar
@@ -45,18 +49,19 @@ def train(config: TrainConfig) -> float | None:
     # Where it runs, and what follows from that.
     placement = resolve_placement(config.trainer)
     precision = placement.precision
-    backend = choose_backend(config.attention, placement.accelerator, precision)
+    architecture = load_architecture(config.model)
+    backend = choose_backend(config.attention, architecture, placement.accelerator, precision)
     lr = config.optimizer.lr or DEFAULT_LR[config.adapter.name]
     L.seed_everything(config.seed, verbose=False)
 
     # What it learns from: the whole plan of the run is known before a weight is read.
     tokenizer = build_tokenizer(config.model)
-    architecture = load_architecture(config.model)
     datamodule = FinetuneDataModule(
         config.data,
         config.packing,
         tokenizer,
-        context_len=architecture.max_position_embeddings,
+        context_len=context_len(architecture),
+        vocab_size=architecture.get_text_config().vocab_size,
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=placement.accumulation,
         num_ranks=placement.num_ranks,
@@ -65,6 +70,7 @@ def train(config: TrainConfig) -> float | None:
         seed=config.seed,
     )
     datamodule.setup("fit")
+    prompts = datamodule.prompts(config.evaluation.max_rows)
     for line in datamodule.report.lines():
         log.info("data: %s", line)
     log.info("plan: %s; lr %g", datamodule.plan.line(), lr)
@@ -82,6 +88,7 @@ def train(config: TrainConfig) -> float | None:
         # Lightning clips nothing itself here, yet refuses fused optimizers beside a loss scaler.
         fused_optimizer=precision != "fp16",
         total_steps=datamodule.total_steps,
+        is_packed=config.packing.method != "none",
         curves=curves,
     )
     trainer = build_trainer(
@@ -98,7 +105,9 @@ def train(config: TrainConfig) -> float | None:
         save_manifest(
             folder,
             seed=config.seed,
+            base=describe_base(config.model),
             data=[asdict(dataset) for dataset in datamodule.report.datasets],
+            test_data=[asdict(dataset) for dataset in datamodule.report.test_datasets],
             template_sha256=datamodule.template_hash,
         )
     trainer.fit(module, datamodule=datamodule)
@@ -108,30 +117,52 @@ def train(config: TrainConfig) -> float | None:
     # What is left of it: saved, reopened and checked, compared with its base.
     model = module.model.to(trainer.strategy.root_device)
     probe_ids = datamodule.train_examples[0].input_ids[:64].tolist()
-    saved = save_model(model, config.adapter, architecture, folder, probe_ids)
+    with placement.autocast():
+        saved = save_model(model, config.adapter, architecture, folder, probe_ids)
+        metrics = compare(
+            model, config, datamodule, tokenizer, prompts, backend, curves.validations
+        )
     tokenizer.save_pretrained(saved)
-    metrics = curves.summary()
-    if curves.validations:
-        metrics |= named("base", curves.validations[0]) | named("tuned", curves.validations[-1])
-    if config.evaluation.exact_match:
-        prompts = datamodule.prompts(config.evaluation.max_rows)
-        metrics |= named("tuned", exact_match(model, tokenizer, prompts, config.evaluation))
-        with untrained(model, config) as base:
-            metrics |= named("base", exact_match(base, tokenizer, prompts, config.evaluation))
+    metrics |= curves.summary()
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     say_comparison(metrics, datamodule.dataset_names)
     say_where(folder, saved)
     return metrics.get("val/loss")
 
 
-def untrained(model: Any, config: TrainConfig) -> AbstractContextManager[Any]:
-    """Where the model is found as it was before: under its adapter, or built again."""
-    from app.evaluation.comparison import adapter_switched_off
+def compare(
+    model: Any,
+    config: TrainConfig,
+    datamodule: FinetuneDataModule,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: dict[str, list[Prompt]],
+    backend: str,
+    validations: list[dict[str, float]],
+) -> dict[str, float]:
+    """Measure what was saved against its base, as `app.evaluate` does on the run's folder."""
+    from app.evaluation.comparison import adapter_switched_off, named
+    from app.evaluation.generation import exact_match
     from app.model.build import load_base
+    from app.training.loss import validate
 
-    if config.adapter.name != "full":
-        return adapter_switched_off(model)
-    return nullcontext(load_base(config.model, "sdpa", model.dtype).to(model.device))
+    is_full = config.adapter.name == "full"
+    metrics: dict[str, float] = {}
+    if validations:
+        # Saving rounds a full model to its base's dtype: its last validation was another model's.
+        batches, names = datamodule.val_dataloader(), datamodule.dataset_names
+        tuned = validate(model, batches, backend, names) if is_full else validations[-1]
+        metrics |= named("base", validations[0]) | named("tuned", tuned)
+    if config.evaluation.exact_match:
+        stops = datamodule.template.stop_token_ids | {tokenizer.eos_token_id}
+        asked = (tokenizer, prompts, stops)
+        metrics |= named("tuned", exact_match(model, *asked, config.evaluation))
+        if not is_full:
+            with adapter_switched_off(model):
+                metrics |= named("base", exact_match(model, *asked, config.evaluation))
+        elif not config.model.from_scratch:
+            base = load_base(config.model, "sdpa", model.dtype).to(model.device)
+            metrics |= named("base", exact_match(base, *asked, config.evaluation))
+    return metrics
 
 
 def say_where(folder: Path, saved: Path) -> None:

@@ -91,9 +91,7 @@ def plain_step_seconds() -> list[float]:
     for batch in list(datamodule().train_dataloader()):
         started = time.perf_counter()
         ids = batch.input_ids
-        inputs = attention_inputs(
-            "sdpa", batch.document_lengths, tuple(ids.shape), device=ids.device, dtype=model.dtype
-        )
+        inputs = attention_inputs(model, "sdpa", batch.document_lengths, tuple(ids.shape))
         columns = batch.trained_columns
         logits = model(
             input_ids=ids,
@@ -144,6 +142,7 @@ def our_step_seconds(folder: Path) -> list[float]:
         lr=1e-4,
         fused_optimizer=True,
         total_steps=STEPS,
+        is_packed=True,
         curves=curves,
     )
     config = TrainerConfig(accelerator="cpu", gradient_accumulation_steps=1, precision="fp32")

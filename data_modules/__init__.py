@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
+    from data_modules.packing import PACKING_METHODS as PACKING_METHODS
     from data_modules.packing import PackingConfig as PackingConfig
     from data_modules.prepare import DataConfig as DataConfig
     from data_modules.prepare import DataReport as DataReport
     from data_modules.prepare import DatasetConfig as DatasetConfig
     from data_modules.prepare import check_datasets as check_datasets
     from data_modules.source import is_hub_id as is_hub_id
+    from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.types import Batch as Batch
     from data_modules.types import DataError as DataError
     from data_modules.types import Example as Example
@@ -31,8 +33,10 @@ _HOMES = {
     "Example": "types",
     "FinetuneDataModule": "datamodule",
     "Origin": "types",
+    "PACKING_METHODS": "packing",
     "PackingConfig": "packing",
     "Prompt": "types",
+    "TEMPLATE_NAMES": "template",
     "check_datasets": "prepare",
     "is_hub_id": "source",
 }

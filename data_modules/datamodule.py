@@ -7,6 +7,7 @@ this project's own: the trainer must be made with `use_distributed_sampler=False
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -35,6 +36,7 @@ from data_modules.prepare import (
     count_repeated,
     count_split,
     dataset_names,
+    fingerprints,
     prepare_dataset,
     read_items,
 )
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SEQUENCE_LEN = 2048
 
+log = logging.getLogger(__name__)
+
 
 class FinetuneDataModule(lightning.LightningDataModule):
     """Serve the training steps and the validation pass of a run.
@@ -53,7 +57,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
     After `setup`: `dataset_names`, `sequence_len`, `train_examples`, `val_examples`, `report`,
     `template`, `template_hash`, `total_steps` and `plan`. `first_step` is the global step that the
     training loader begins with. Which share of the steps a loader serves, the trainer's rank says.
-    The trainer must have `num_ranks` ranks and `use_distributed_sampler=False`.
+    The trainer must have `num_ranks` ranks and `use_distributed_sampler=False`. `vocab_size` is
+    the number of rows of the model's embedding: token ids beyond it are an error.
     """
 
     def __init__(
@@ -69,32 +74,36 @@ class FinetuneDataModule(lightning.LightningDataModule):
         max_steps: int | None,
         seed: int,
         num_ranks: int = 1,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         check_packing(packing)
         self._config, self._packing, self._tokenizer = config, packing, tokenizer
         self._micro_batch_size, self._accumulation_steps = micro_batch_size, accumulation_steps
         self._num_epochs, self._max_steps, self._seed = num_epochs, max_steps, seed
-        self._num_ranks = num_ranks
+        self._num_ranks, self._vocab_size = num_ranks, vocab_size
         self.sequence_len = choose_sequence_len(config.sequence_len, context_len)
         self.dataset_names = dataset_names(config.datasets)
         self.first_step = 0
+        self._is_set_up = False
         self.train_examples: list[Example] = []
         self.val_examples: list[Example] = []
         self._val_items: list[list[Conversation | Document]] = []
+        self._test_items: list[list[Conversation | Document]] = []
 
     def prepare_data(self) -> None:
         """Do nothing: every rank reads the files itself."""
 
     def setup(self, stage: str | None = None) -> None:
         """Read, encode and split the data sets, once; raises DataError."""
-        if self.train_examples:
+        if self._is_set_up:
             return
         self.template = ChatTemplate.resolve(self._tokenizer, self._config.chat_template)
         with _collector_paused():
             prepared = self._prepare()
             for data in prepared:
                 self._split(data)
+        self._check_token_ids()
         reports = [data.report for data in prepared]
         count_repeated(reports, self.train_examples, self.val_examples)
         self.report = DataReport(
@@ -102,7 +111,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
             sequence_len=self.sequence_len,
             template_note=self.template.note,
             lost_system_turns=self.template.num_lost_system_turns,
+            test_datasets=fingerprints(self._config.test_datasets),
         )
+        self._is_set_up = True
 
     @property
     def template_hash(self) -> str:
@@ -155,20 +166,35 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._loader(self.val_examples, batches)
 
     def prompts(self, max_rows: int) -> dict[str, list[Prompt]]:
-        """Return at most `max_rows` prompts of each data set that has answers to ask for.
+        """Return the prompts of the first `max_rows` rows of each data set with answers to ask for.
 
-        They come from `test_datasets` when there are any, else from the validation rows.
+        They come from `test_datasets` when there are any, else from the validation rows. Prompts
+        above `sequence_len` tokens are left out, and logged.
         """
         if self._config.test_datasets:
-            names = dataset_names(self._config.test_datasets)
-            items = [read_items(dataset)[0] for dataset in self._config.test_datasets]
+            names, items = dataset_names(self._config.test_datasets), self._test_items
         else:
             names, items = self.dataset_names, self._val_items
-        found = {
-            name: [prompt for item in rows[:max_rows] if (prompt := self.template.prompt(item))]
-            for name, rows in zip(names, items, strict=True)
-        }
-        return {name: prompts for name, prompts in found.items() if prompts}
+        found: dict[str, list[Prompt]] = {}
+        for name, rows in zip(names, items, strict=True):
+            prompts = [p for item in rows[:max_rows] if (p := self.template.prompt(item))]
+            fitting = [p for p in prompts if len(p.input_ids) <= self.sequence_len]
+            if len(fitting) < len(prompts):
+                longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
+                log.warning(
+                    f"data: {name}: {len(prompts) - len(fitting):,} of {len(prompts):,} prompts "
+                    f"are longer than {self.sequence_len:,} tokens and are not asked; the longest, "
+                    f"{longest.origin}, has {len(longest.input_ids):,}; raise data.sequence_len"
+                )
+            if fitting:
+                found[name] = fitting
+        return found
+
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        """Move a batch; from page-locked memory to a GPU, while the GPU still works."""
+        return batch.to(device, non_blocking=device.type == "cuda")
 
     def _prepare(self) -> list[Prepared]:
         prepared: list[Prepared] = []
@@ -184,6 +210,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 )
             except DataError as error:
                 problems += error.problems
+        for dataset in self._config.test_datasets:
+            try:
+                self._test_items.append(read_items(dataset)[0])
+            except DataError as error:
+                problems += error.problems
         if problems:
             raise DataError(problems)
         return prepared
@@ -197,6 +228,29 @@ class FinetuneDataModule(lightning.LightningDataModule):
             (self.val_examples if is_validation else self.train_examples).extend(examples)
         self._val_items.append([data.items[row] for row in np.flatnonzero(held_out)])
 
+    def _check_token_ids(self) -> None:
+        """Raise DataError where a token has no row in the embedding: a GPU would only crash."""
+        rows, pad = self._vocab_size, self._tokenizer.pad_token_id
+        if rows is None:
+            return
+        largest, origin = -1, ""
+        for example in (*self.train_examples, *self.val_examples):
+            if (token := int(example.input_ids.max())) > largest:
+                largest, origin = token, str(example.origin)
+        problems = []
+        if largest >= rows:
+            problems.append(
+                f"{origin} holds token id {largest:,}, the model's embedding has {rows:,} rows; "
+                "set model.tokenizer_path to the tokenizer that the model was made with"
+            )
+        if pad is not None and pad >= rows:
+            problems.append(
+                f"the tokenizer's pad token has id {pad:,}, the model's embedding has {rows:,} "
+                "rows; set pad_token in tokenizer_config.json to the tokenizer's eos_token"
+            )
+        if problems:
+            raise DataError(problems)
+
     def _loader(
         self, examples: list[Example], sampler: Sequence[MicroBatch] | StepSampler
     ) -> DataLoader[Batch]:
@@ -205,6 +259,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             sampler=sampler,
             batch_size=None,
             num_workers=self._config.num_workers,
+            pin_memory=torch.cuda.is_available(),
             # A loader without its own generator draws a number from the global one, so that a
             # validation pass would change the dropout of the steps after it.
             generator=torch.Generator(),
@@ -214,7 +269,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
     def _collator(self) -> Collator:
         pad = self._tokenizer.pad_token_id
         pad = self._tokenizer.eos_token_id if pad is None else pad
-        return Collator(0 if pad is None else pad, packed=self._packing.method == "multipack")
+        return Collator(0 if pad is None else pad, packed=self._packing.method != "none")
 
     @property
     def _rank(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data_modules.types import Conversation, Document, Origin, Row, Segment, Turn
+from data_modules.types import Conversation, Document, Origin, Row, Segment, Turn, shown
 
 ROLES = {
     "system": "system",
@@ -113,7 +113,7 @@ def apply_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[st
 
 def _missing(field: str, columns: list[str]) -> str:
     close = difflib.get_close_matches(field, columns, 1, 0.6)
-    hint = f"; did you mean '{close[0]}' to be it?" if close else ""
+    hint = f"; did you mean '{close[0]}'?" if close else ""
     return f"missing '{field}'; found {columns}{hint}"
 
 
@@ -196,8 +196,8 @@ def _read_turn(item: Any, where: str) -> Turn:
     if not isinstance(item, dict):
         raise RowError(f"{where} is {type(item).__name__}; a turn is {{role, content}}")
     role = item.get("role", item.get("from"))
-    if role not in ROLES:
-        raise RowError(f"{where} has role {role!r}; known roles are {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise RowError(f"{where} has role {shown(repr(role))}; known roles are {', '.join(ROLES)}")
     if item.get("tool_calls"):
         raise RowError(f"{where}.tool_calls is not supported; write the call into its content")
     name = next((name for name in ("content", "value", "text") if name in item), None)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from data_modules import format as formats
 from data_modules import source
@@ -21,15 +21,20 @@ from data_modules.types import (
     Origin,
     Problems,
     Row,
+    shown,
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from data_modules.template import ChatTemplate, Encoded
 
     Item = Conversation | Document
 
 ON_LONG = ("drop", "truncate_left", "truncate_right", "split", "error")
-CHECKED_BYTES = 32 << 20
+CHECKED_BYTES = 16 << 20
+"""what a check of the settings reads at most, of all files together: it must be quick"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,6 +104,8 @@ class DatasetReport:
     longest_tokens: int = 0
     longest_origin: str = ""
     empty_origins: list[str] = field(default_factory=list)
+    control_rows: int = 0
+    control_first: str = ""
 
     def line(self, sequence_len: int) -> str:
         """Return the counts in one line."""
@@ -121,9 +128,23 @@ class DatasetReport:
         if self.empty:
             first = ", ".join(self.empty_origins)
             parts.append(f"{self.empty:,} dropped with nothing to learn ({first})")
+        if self.control_rows:
+            parts.append(
+                f"{self.control_rows:,} with control tokens in their text, kept and learned as "
+                f"such (first {self.control_first})"
+            )
         if self.repeated:
             parts.append(f"{self.repeated:,} validation rows also stand in training")
         return f"{self.name}: {', '.join(parts)}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Fingerprint:
+    """Tell which rows the evaluation asks; `sha256` is "" for a hub id."""
+
+    name: str
+    path: str
+    sha256: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,6 +155,7 @@ class DataReport:
     sequence_len: int
     template_note: str
     lost_system_turns: int = 0
+    test_datasets: list[Fingerprint] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         """Return what is said aloud: a line a data set, and how turns are written."""
@@ -144,10 +166,6 @@ class DataReport:
                 f"the chat template drops the system turn of {self.lost_system_turns:,} rows"
             )
         return lines
-
-    def fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Return by data set what the run's manifest keeps: the file's sha256 and all counts."""
-        return {report.name: asdict(report) for report in self.datasets}
 
 
 @dataclass(slots=True)
@@ -175,33 +193,52 @@ def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
 def check_datasets(config: DataConfig) -> list[str]:
     """Return all that is wrong with the settings and the rows, without torch or a tokenizer.
 
-    Looks at the first 32 MB of each file; hub data sets are not fetched.
+    Looks at 16 MB of all files together, in equal parts for the data sets, so that it is quick;
+    hub data sets are not fetched.
     """
     problems = _check_settings(config)
+    left, unread = CHECKED_BYTES, len(config.datasets) + len(config.test_datasets)
     for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
         for index, dataset in enumerate(datasets):
             found = _check_dataset_settings(dataset, f"data.{key}[{index}]")
-            problems += found or _check_rows(dataset)
+            budget = source.Budget(left // unread)
+            left, unread = left - budget.left, unread - 1
+            problems += found or _check_rows(dataset, budget)
+            left += max(0, budget.left)
         problems += _check_names(datasets, f"data.{key}")
     return problems
 
 
-def read_items(config: DatasetConfig, max_bytes: int | None = None) -> tuple[list[Item], str, bool]:
+def read_items(
+    config: DatasetConfig, budget: source.Budget | None = None
+) -> tuple[list[Item], str, bool]:
     """Return the rows as conversations or documents, their format, and whether it was guessed.
 
-    Raises DataError with the problems of all rows.
+    With a `budget` there may be none. Raises DataError with the problems of all rows.
     """
     problems = Problems()
-    rows = _collect(source.read_rows(config.path, config.split, max_bytes), problems)
+    rows = _collect(source.read_rows(config.path, config.split, budget), problems)
     first = next(rows, None)
     if first is None:
         problems.raise_if_any()
+        if budget is not None:
+            return [], "", True
         raise DataError(f"{config.path}: 0 rows; give a file with at least one row")
     name = config.format or _guess(config, first)
     items = _convert([first], name, config, problems)
     items += _convert(rows, name, config, problems)
     problems.raise_if_any()
     return items, name, config.format is None
+
+
+def fingerprints(datasets: Sequence[DatasetConfig]) -> list[Fingerprint]:
+    """Return what tells the data sets of two runs apart."""
+    return [
+        Fingerprint(
+            name=name, path=config.path, sha256=source.fingerprint(config.path, config.split)
+        )
+        for config, name in zip(datasets, dataset_names(datasets), strict=True)
+    ]
 
 
 def prepare_dataset(
@@ -239,6 +276,7 @@ def prepare_dataset(
         if examples:
             prepared.items.append(item)
             prepared.examples.append(examples)
+            _note_control_token(template.control_token(item), item.origin, report)
         elif fitting:
             report.empty += 1
             if len(report.empty_origins) < 5:
@@ -269,6 +307,12 @@ def count_repeated(
         reports[example.dataset].repeated += example.input_ids.tobytes() in learned
 
 
+def _note_control_token(token: str | None, origin: Origin, report: DatasetReport) -> None:
+    if token is not None:
+        report.control_rows += 1
+        report.control_first = report.control_first or f"{origin}: {shown(token)}"
+
+
 def _fit(
     pieces: Encoded,
     origin: Origin,
@@ -287,8 +331,7 @@ def _fit(
         return []
     if on_long == "split":
         report.split += 1
-        cuts = range(0, len(ids), sequence_len)
-        return [(ids[cut : cut + sequence_len], weights[cut : cut + sequence_len]) for cut in cuts]
+        return _split_tokens(ids, weights, sequence_len, has_bos=bos_token_id is not None)
     report.truncated += 1
     if on_long == "truncate_right":
         return [(ids[:sequence_len], weights[:sequence_len])]
@@ -296,6 +339,26 @@ def _fit(
     if bos_token_id is not None:
         ids[0], weights[0] = bos_token_id, 0.0
     return [(ids, weights)]
+
+
+def _split_tokens(
+    ids: npt.NDArray[np.int32],
+    weights: npt.NDArray[np.float32],
+    sequence_len: int,
+    has_bos: bool,
+) -> list[Encoded]:
+    """Cut a document into pieces of at most `sequence_len` tokens, each with the BOS it has."""
+    import numpy as np
+
+    bos = 1 if has_bos else 0
+    width = sequence_len - bos
+    return [
+        (
+            np.concatenate([ids[:bos], ids[cut : cut + width]]),
+            np.concatenate([np.zeros(bos, np.float32), weights[cut : cut + width]]),
+        )
+        for cut in range(bos, len(ids), width)
+    ]
 
 
 def _check_dropped(report: DatasetReport, data: DataConfig, sequence_len: int) -> None:
@@ -331,7 +394,10 @@ def _collect(rows: Iterator[Row], problems: Problems) -> Iterator[Row]:
 
 
 def _guess(config: DatasetConfig, first: Row) -> str:
-    columns = formats.apply_columns(first.values, config.columns)
+    try:
+        columns = formats.apply_columns(first.values, config.columns)
+    except formats.MissingColumnError as error:
+        raise DataError(f"{first.origin} {error}") from error
     name = formats.guess_format(columns)
     if name is None:
         raise DataError(
@@ -362,7 +428,7 @@ def _convert(
 
 def _check_settings(config: DataConfig) -> list[str]:
     problems = []
-    if not config.datasets:
+    if not config.datasets and not config.test_datasets:
         problems.append("data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME")
     if config.on_long not in ON_LONG:
         problems.append(f"data.on_long is '{config.on_long}'; use {', '.join(ON_LONG)}")
@@ -402,11 +468,11 @@ def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
     ]
 
 
-def _check_rows(dataset: DatasetConfig) -> list[str]:
-    if source.is_hub_id(dataset.path) or dataset.path.startswith("sample:skills_corpus"):
+def _check_rows(dataset: DatasetConfig, budget: source.Budget) -> list[str]:
+    if source.is_hub_id(dataset.path) or source.is_generated(dataset.path):
         return []
     try:
-        read_items(dataset, CHECKED_BYTES)
-    except (DataError, formats.RowError) as error:
-        return error.problems if isinstance(error, DataError) else [f"{dataset.path}: {error}"]
+        read_items(dataset, budget)
+    except DataError as error:
+        return error.problems
     return []

@@ -14,17 +14,20 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from data_modules.types import DataError, Origin, Problems, Row
+from data_modules.samples.corpus import CORPORA, read_corpus
+from data_modules.types import DataError, Origin, Problems, Row, shown
 
 SAMPLE_PREFIX = "sample:"
 SAMPLES = Path(__file__).parent / "samples"
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _UTF8_MARK = b"\xef\xbb\xbf"
+_SNIFFED_BYTES = 1 << 16
 _JSON_KINDS = {
     "list": "a list",
     "str": "a string",
@@ -40,27 +43,39 @@ class _DuplicateKeyError(ValueError):
     pass
 
 
-def read_rows(path: str, split: str = "train", max_bytes: int | None = None) -> Iterator[Row]:
+@dataclass(slots=True)
+class Budget:
+    """Count the bytes that may still be read; what lies beyond them is not looked at."""
+
+    left: int
+
+    @property
+    def spent(self) -> bool:
+        """Tell whether nothing more may be read."""
+        return self.left <= 0
+
+
+def read_rows(path: str, split: str = "train", budget: Budget | None = None) -> Iterator[Row]:
     """Yield the rows of a file, folder, glob, hub id or `sample:` name.
 
-    With `max_bytes` only about so much of each file is read. Raises DataError with all problems
-    of a file when its good rows have been yielded.
+    With a `budget` only about so many bytes are read, of all files together. Raises DataError with
+    all problems of a file when its good rows have been yielded.
     """
-    if path == f"{SAMPLE_PREFIX}skills_corpus":
-        from data_modules.samples.corpus import skills_corpus
-
-        for number, values in enumerate(skills_corpus(), 1):
+    if is_generated(path):
+        for number, values in enumerate(read_corpus(path.removeprefix(SAMPLE_PREFIX)), 1):
             yield Row(dict(values), Origin(path, number))
         return
     if is_hub_id(path):
         yield from _read_hub(path, split)
         return
     for file in find_files(path, split):
+        if budget is not None and budget.spent:
+            return
         num_rows = 0
-        for row in _READERS[_suffix(file)](file, max_bytes):
+        for row in _READERS[_suffix(file)](file, budget):
             num_rows += 1
             yield row
-        if not num_rows:
+        if not num_rows and not (budget is not None and budget.spent):
             raise DataError(f"{file}: 0 rows; give a file with at least one row")
 
 
@@ -91,10 +106,7 @@ def fingerprint(path: str, split: str = "train") -> str:
     """Return the sha256 of the bytes behind `path` ("" for a hub id, whose bytes are elsewhere)."""
     if is_hub_id(path):
         return ""
-    if path == f"{SAMPLE_PREFIX}skills_corpus":
-        files = sorted(SAMPLES.glob("*.py"))
-    else:
-        files = find_files(path, split)
+    files = sorted(SAMPLES.glob("*.py")) if is_generated(path) else find_files(path, split)
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -113,6 +125,11 @@ def name_of(path: str) -> str:
     return file.name or "data"
 
 
+def is_generated(path: str) -> bool:
+    """Tell whether the rows of `path` are made while they are read: one of the base's corpora."""
+    return path.startswith(SAMPLE_PREFIX) and path.removeprefix(SAMPLE_PREFIX) in CORPORA
+
+
 def is_hub_id(path: str) -> bool:
     """Tell whether `path` names a data set of the Hugging Face hub: `owner/name`, not a file."""
     if not _HUB_ID.fullmatch(path) or path.startswith("."):
@@ -126,7 +143,7 @@ def _sample_file(path: str) -> Path:
     file = SAMPLES / name
     if Path(name).name == name and _suffix(file) in _READERS and file.is_file():
         return file
-    known = ["skills_corpus", *(f.name for f in SAMPLES.iterdir() if _suffix(f) in _READERS)]
+    known = [*CORPORA, *(f.name for f in SAMPLES.iterdir() if _suffix(f) in _READERS)]
     raise DataError(f"{path}: no such sample; there are {', '.join(sorted(known))}")
 
 
@@ -186,6 +203,16 @@ def _open(file: Path) -> gzip.GzipFile | BufferedReader:
     return gzip.GzipFile(fileobj=stream) if zipped else stream
 
 
+def _read_bytes(file: Path, budget: Budget | None) -> tuple[bytes, bool]:
+    """Return what `budget` allows of a file, and whether there is more."""
+    with _open(file) as stream:
+        data = stream.read(-1 if budget is None else max(0, budget.left))
+        cut = bool(stream.read(1))
+    if budget is not None:
+        budget.left -= len(data)
+    return data, cut
+
+
 def _decode(data: bytes, file: Path, first_line: int = 1) -> str:
     try:
         return data.decode("utf-8-sig" if first_line == 1 else "utf-8")
@@ -205,45 +232,42 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _DuplicateKeyError(f"key '{twice}' occurs twice; keep one of them")
+        raise _DuplicateKeyError(f"key '{shown(twice)}' occurs twice; keep one of them")
     return values
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
-def _read_json(file: Path, max_bytes: int | None) -> Iterator[Row]:
+def _read_json(file: Path, budget: Budget | None) -> Iterator[Row]:
     with _open(file) as stream:
-        first = next((line for line in stream if line.removeprefix(_UTF8_MARK).strip()), b"")
-    if first.removeprefix(_UTF8_MARK).lstrip().startswith(b"["):
-        return _read_array(file, max_bytes)
-    if first.strip() == b"{":
-        _check_not_one_object(file)
-    return _read_lines(file, max_bytes)
+        head = stream.read(_SNIFFED_BYTES).removeprefix(_UTF8_MARK).lstrip()
+    if head.startswith(b"["):
+        return _read_array(file, budget)
+    if head.split(b"\n", 1)[0].strip() == b"{":
+        _check_not_one_object(file, None if budget is None else Budget(budget.left))
+    return _read_lines(file, budget)
 
 
-def _check_not_one_object(file: Path) -> None:
-    with _open(file) as stream:
-        text = _decode(stream.read(), file)
+def _check_not_one_object(file: Path, budget: Budget | None) -> None:
+    data, cut = _read_bytes(file, budget)
     try:
-        values = json.loads(text)
+        values = {} if cut else json.loads(_decode(data, file))
     except json.JSONDecodeError:
         return
     inner = next((name for name, value in values.items() if isinstance(value, list)), None)
-    hint = f"; are its rows under '{inner}'?" if inner else ""
+    hint = f"; are its rows under '{shown(inner)}'?" if inner else ""
     raise DataError(
         f"{file}: holds one object over several lines; give an array of rows, or one row a line"
         f"{hint}"
     )
 
 
-def _read_array(file: Path, max_bytes: int | None) -> Iterator[Row]:
-    with _open(file) as stream:
-        data = stream.read(max_bytes if max_bytes is not None else -1)
-        cut = bool(stream.read(1))
+def _read_array(file: Path, budget: Budget | None) -> Iterator[Row]:
+    data, cut = _read_bytes(file, budget)
     text = data.decode("utf-8-sig", "ignore") if cut else _decode(data, file)
     problems = Problems()
-    position = _skip_blank(text, text.index("[") + 1)
+    position = _skip_blank(text, text.find("[") + 1)
     one_line = "\n" not in text.strip()
     line, counted = 1, 0
     while text[position : position + 1] != "]":
@@ -281,12 +305,14 @@ def _skip_blank(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _read_lines(file: Path, max_bytes: int | None) -> Iterator[Row]:
+def _read_lines(file: Path, budget: Budget | None) -> Iterator[Row]:
     problems = Problems()
-    read_bytes = 0
     with _open(file) as stream:
         for line, data in enumerate(stream, 1):
-            read_bytes += len(data)
+            if budget is not None:
+                if budget.spent:
+                    break
+                budget.left -= len(data)
             try:
                 text = _decode(data, file, line).rstrip("\r\n")
                 if not text.strip():
@@ -311,13 +337,11 @@ def _read_lines(file: Path, max_bytes: int | None) -> Iterator[Row]:
                 yield Row(values, Origin(str(file), line))
             else:
                 problems.add(_not_an_object(file, line, values))
-            if max_bytes is not None and read_bytes > max_bytes:
-                break
     problems.raise_if_any()
 
 
 def _invalid(file: Path, line: int, column: int, what: str, text: str, position: int) -> str:
-    snippet = text[max(0, position - 20) : position + 20].replace("\n", "\\n")
+    snippet = shown(text[max(0, position - 20) : position + 20])
     return f"{file}:{line}:{column} invalid JSON: {what}, near `{snippet}`"
 
 
@@ -326,10 +350,8 @@ def _not_an_object(file: Path, line: int, value: Any) -> str:
     return f'{file}:{line} is {kind}, not an object; a row is {{"column": value, ...}}'
 
 
-def _read_csv(file: Path, max_bytes: int | None) -> Iterator[Row]:
-    with _open(file) as stream:
-        data = stream.read(max_bytes if max_bytes is not None else -1)
-        cut = bool(stream.read(1))
+def _read_csv(file: Path, budget: Budget | None) -> Iterator[Row]:
+    data, cut = _read_bytes(file, budget)
     text = data.decode("utf-8-sig", "ignore") if cut else _decode(data, file)
     csv.field_size_limit(1 << 30)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -346,7 +368,8 @@ def _read_csv(file: Path, max_bytes: int | None) -> Iterator[Row]:
             elif len(cells) == len(header):
                 yield Row(dict(zip(header, cells, strict=True)), Origin(str(file), start))
             elif not (cut and line > text.count("\n")):
-                what = f"{len(cells)} cells, the header has {len(header)} ({', '.join(header)})"
+                names = shown(", ".join(header))
+                what = f"{len(cells)} cells, the header has {len(header)} ({names})"
                 problems.add(f"{file}:{start} {what}; quote cells that hold a comma")
     except csv.Error as error:
         if not cut:
@@ -354,21 +377,22 @@ def _read_csv(file: Path, max_bytes: int | None) -> Iterator[Row]:
     problems.raise_if_any()
 
 
-def _read_parquet(file: Path, max_bytes: int | None) -> Iterator[Row]:
+def _read_parquet(file: Path, budget: Budget | None) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     _open(file).close()
     try:
         table = pyarrow.parquet.ParquetFile(file)
-        number = read_bytes = 0
+        number = 0
         for batch in table.iter_batches(batch_size=4096):
             for values in batch.to_pylist():
                 number += 1
                 yield Row(values, Origin(str(file), number))
-            read_bytes += batch.nbytes
-            if max_bytes is not None and read_bytes > max_bytes:
-                return
+            if budget is not None:
+                budget.left -= batch.nbytes
+                if budget.spent:
+                    return
     except pyarrow.ArrowException as error:
         what = str(error).splitlines()[0]
         raise DataError(f"{file}: is no parquet file that can be read: {what}") from error
@@ -388,7 +412,7 @@ def _read_hub(path: str, split: str) -> Iterator[Row]:
         yield Row(dict(values), Origin(path, number))
 
 
-_READERS: dict[str, Callable[[Path, int | None], Iterator[Row]]] = {
+_READERS: dict[str, Callable[[Path, Budget | None], Iterator[Row]]] = {
     ".json": _read_json,
     ".jsonl": _read_lines,
     ".csv": _read_csv,

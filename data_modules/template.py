@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_modules.types import Conversation, DataError, Document, Origin, Prompt, Turn
+from data_modules.types import (
+    Conversation,
+    DataError,
+    Document,
+    Origin,
+    Prompt,
+    Turn,
+    shown,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +51,10 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )
 NAMED = {"plain": PLAIN, "chatml": CHATML}
+TEMPLATE_NAMES = tuple(NAMED)
+MAX_TEMPLATE_BYTES = 1 << 20
+RENDER_SECONDS = 5.0
+_SMALL_CHAT = (Turn("user", "a"), Turn("assistant", "b"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +93,7 @@ class ChatTemplate:
         self.bos_token_id = self._added_bos()
         self._specials = _special_texts(tokenizer)
         self._stop = re.compile(r"\s*(" + "|".join(map(re.escape, self._specials)) + ")")
+        self._control = re.compile("|".join(map(re.escape, _control_texts(tokenizer))) or "(?!)")
 
     @classmethod
     def resolve(
@@ -87,11 +101,15 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """Choose the template `name`: plain, chatml, a .jinja file, None = the tokenizer's own.
 
-        A tokenizer without a template gets `plain`. Raises DataError for an unknown name.
+        A tokenizer without a template gets `plain`. Raises DataError for an unknown name, and for
+        a template from a file that does not render in seconds.
         """
         own = tokenizer.chat_template
         if name is None and own:
-            return cls(tokenizer, _default_of(own), "the tokenizer's own chat template")
+            note = "the tokenizer's own chat template"
+            template = cls(tokenizer, _default_of(own), note)
+            template._check_renders(note)
+            return template
         if name is None:
             _need_eos(tokenizer)
             return cls(
@@ -110,7 +128,9 @@ class ChatTemplate:
                 f"data.chat_template={name}: {what}; use {', '.join(NAMED)}, a .jinja file, "
                 "or null for the tokenizer's own"
             )
-        return cls(tokenizer, file.read_text("utf-8"), f"chat template {name}")
+        template = cls(tokenizer, _read_template(file, name), f"chat template {name}")
+        template._check_renders(f"data.chat_template={name}")
+        return template
 
     @property
     def hash(self) -> str:
@@ -130,22 +150,69 @@ class ChatTemplate:
             yield from self._encode_chunk(items[first : first + CHUNK_ROWS], train_on_inputs)
 
     def prompt(self, item: Conversation | Document) -> Prompt | None:
-        """Return what comes before the last answer, and that answer; None where nothing does."""
+        """Return what comes before the last answer, and that answer; None where nothing does.
+
+        Its tokens are those that training sees there: the whole item is tokenised and cut where
+        the last answer begins. Only where the template's generation prompt is no beginning of the
+        whole conversation, it is tokenised alone, as anybody who asks the model will do it.
+        """
         if isinstance(item, Document):
             if len(item.segments) < 2:
                 return None
-            text = "".join(segment.text for segment in item.segments[:-1])
-            return self._prompt(text, item.segments[-1].text, item.origin)
-        asked = [index for index, turn in enumerate(item.turns) if turn.role == "assistant"]
-        if not asked:
-            return None
-        last = asked[-1]
-        text = self._render([item.turns[:last]], True, [item.origin])[0]
-        return self._prompt(text, item.turns[last].content, item.origin)
+            answer = item.segments[-1].text
+            prompted = "".join(segment.text for segment in item.segments[:-1])
+        else:
+            asked = _answers(item)
+            if not asked:
+                return None
+            answer = item.turns[asked[-1]].content
+            prompted = self._render([item.turns[: asked[-1]]], True, [item.origin])[0]
+        (text,), (spans,) = self._texts_and_spans([item])
+        if text.startswith(prompted):
+            encoding = self._tokenise([text])[0]
+            ids = encoding.ids[: _token_at(encoding, spans[-1].start, spans[-1].end)]
+        else:
+            ids = self._tokenise([prompted])[0].ids
+        ids = self._with_bos(ids)
+        return Prompt(ids, answer, item.origin) if ids else None
 
-    def _prompt(self, text: str, answer: str, origin: Origin) -> Prompt:
-        ids = self._with_bos(self._tokenise([text])[0].ids)
-        return Prompt(ids, answer, origin)
+    def control_token(self, item: Conversation | Document) -> str | None:
+        """Return the first control token that stands in an item's own text, None without one."""
+        if isinstance(item, Document):
+            texts = ["".join(segment.text for segment in item.segments)]
+        else:
+            texts = [turn.content for turn in item.turns]
+        found = next((match for text in texts if (match := self._control.search(text))), None)
+        return found[0] if found else None
+
+    def _check_renders(self, name: str) -> None:
+        """Render a small chat; a template that never ends would hang the run without a word."""
+        import jinja2
+
+        problems: list[str] = []
+
+        def render() -> None:
+            try:
+                self._apply([_messages(_SMALL_CHAT)], False)
+            except jinja2.TemplateSyntaxError as error:
+                problems.append(
+                    f"{name} is no valid template: line {error.lineno}: {shown(str(error.message))}"
+                    "; mend it, or set data.chat_template=plain"
+                )
+            except _render_errors():
+                pass  # A row that it refuses is named when that row is encoded.
+
+        # A daemon: it cannot be stopped, and must not keep the process that reports it.
+        thread = threading.Thread(target=render, daemon=True)
+        thread.start()
+        thread.join(RENDER_SECONDS)
+        if thread.is_alive():
+            problems.append(
+                f"{name} does not render a chat of two turns within {RENDER_SECONDS:g} s; look for "
+                "a loop without end in it, or set data.chat_template=plain"
+            )
+        if problems:
+            raise DataError(problems)
 
     def _encode_chunk(
         self, items: Sequence[Conversation | Document], train_on_inputs: bool
@@ -244,13 +311,13 @@ class ChatTemplate:
 
     def _lost_answer(self, turn: Turn, text: str, start: int, origin: Origin) -> str:
         fix = "set data.chat_template=plain, or give a .jinja file that does"
-        shown = turn.content[:40].replace("\n", "\\n")
+        answer = shown(turn.content)
         if any(content in text[start:] for content in _variants(turn.content)):
             return (
-                f"{origin} the chat template writes no stop token after the answer `{shown}`, so "
+                f"{origin} the chat template writes no stop token after the answer `{answer}`, so "
                 f"the model would never learn to stop; {fix}"
             )
-        return f"{origin} the chat template does not write the answer `{shown}` as it is; {fix}"
+        return f"{origin} the chat template does not write the answer `{answer}` as it is; {fix}"
 
     def _note_stop(self, text: str) -> None:
         self.stop_token_ids.add(self._specials[text])
@@ -289,21 +356,20 @@ class ChatTemplate:
     ) -> list[str]:
         if not chats:
             return []
-        import jinja2
-
         messages = [_messages(turns) for turns in chats]
+        errors = _render_errors()
         try:
             return self._apply(messages, add_generation_prompt)
-        except (jinja2.TemplateError, TypeError):
+        except errors:
             # Once more one by one, to name the row.
             for chat, origin in zip(messages, origins, strict=True):
                 try:
                     self._apply([chat], add_generation_prompt)
-                except (jinja2.TemplateError, TypeError) as error:
+                except errors as error:
                     roles = ", ".join(message["role"] for message in chat)
                     raise DataError(
-                        f"{origin} the chat template refuses this row (turns: {roles}): {error}; "
-                        "change the row, or set data.chat_template=plain"
+                        f"{origin} the chat template refuses this row (turns: {roles}): "
+                        f"{shown(str(error))}; change the row, or set data.chat_template=plain"
                     ) from error
             raise
 
@@ -328,6 +394,36 @@ class ChatTemplate:
         if self.bos_token_id is None or ids[:1] == [self.bos_token_id]:
             return list(ids)
         return [self.bos_token_id, *ids]
+
+
+def _render_errors() -> tuple[type[Exception], ...]:
+    """Return what a template can raise: Jinja's own errors, and those of Python's operators."""
+    import jinja2
+
+    return (
+        jinja2.TemplateError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    )
+
+
+def _read_template(file: Path, name: str) -> str:
+    if file.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise DataError(
+            f"data.chat_template={name}: {file.stat().st_size:,} bytes are no chat template; give "
+            "a .jinja file"
+        )
+    try:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"data.chat_template={name}: is not UTF-8 text (byte {error.start}); save it as UTF-8"
+        ) from error
 
 
 def _default_of(template: str | dict[str, str]) -> str:
@@ -371,6 +467,13 @@ def _special_texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str,
     ids.update(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
     texts = sorted((text for text in ids if text.strip()), key=len, reverse=True)
     return {text: ids[text] for text in texts}
+
+
+def _control_texts(tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts that the tokenizer reads as control tokens, longest first."""
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {token.content for token in added if token.special} | set(tokenizer.all_special_tokens)
+    return sorted(filter(str.strip, texts), key=len, reverse=True)
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, str]]:

@@ -16,18 +16,32 @@ if TYPE_CHECKING:
     import torch
 
 MAX_PROBLEMS = 20
+MAX_SHOWN = 80
+
+
+def printable(text: str) -> str:
+    """Return `text` with its control characters escaped: a file must not steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(text: str) -> str:
+    """Return at most 80 characters of a file's text, as a message may quote it."""
+    return printable(text[:MAX_SHOWN])[:MAX_SHOWN]
 
 
 class DataError(ValueError):
-    """Say what is wrong with the data, all problems of one phase together."""
+    """Say what is wrong with the data, all problems of one phase together, a line each."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        problems = [problems] if isinstance(problems, str) else problems
+        self.problems = [printable(problem) for problem in problems]
         super().__init__("\n".join(self.problems))
 
 
 class Problems:
-    """Collect problems, keep the first 20 and count the rest."""
+    """Collect problems: at most MAX_PROBLEMS lines, the last one says how many are left out."""
 
     def __init__(self) -> None:
         self._kept: list[str] = []
@@ -37,15 +51,17 @@ class Problems:
         return self._count
 
     def add(self, problem: str) -> None:
-        """Keep `problem`, or only count it when there are 20 already."""
+        """Keep `problem`, or only count it when there are MAX_PROBLEMS already."""
         self._count += 1
         if len(self._kept) < MAX_PROBLEMS:
             self._kept.append(problem)
 
     def lines(self) -> list[str]:
-        """Return the problems kept, and how many more there are."""
-        hidden = self._count - len(self._kept)
-        return [*self._kept, f"... and {hidden:,} more like these"] if hidden else list(self._kept)
+        """Return the problems kept, or all but one of them and how many more there are."""
+        if self._count <= MAX_PROBLEMS:
+            return list(self._kept)
+        hidden = self._count - MAX_PROBLEMS + 1
+        return [*self._kept[:-1], f"... and {hidden:,} more like these"]
 
     def raise_if_any(self) -> None:
         """Raise DataError when there is a problem."""

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+# Threads that spin while they wait double the time of the tests; torch reads this when imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 STORIES = SHARED / "models" / "stories260K"

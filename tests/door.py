@@ -13,8 +13,10 @@ from typing import Any
 from unittest import mock
 
 from app.config import run_verb
+from app.errors import TRACEBACK_VARIABLE
+from app.launch import VARIABLES_OF_A_RANK, read_launch
 
-OF_OTHER_RUNS = ("LOFT_RUN_DIR", "LOFT_TRACEBACK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+OF_OTHER_RUNS = (*VARIABLES_OF_A_RANK, TRACEBACK_VARIABLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +28,35 @@ class Answer:
 
 
 def ask(
-    *words: str, verb: str = "train", sweep: Callable[[list[str]], int] | None = None, gpus: int = 0
+    *words: str,
+    verb: str = "train",
+    sweep: Callable[[list[str]], int] | None = None,
+    gpus: int = 0,
+    environment: dict[str, str] | None = None,
+    error: BaseException | None = None,
 ) -> Answer:
-    """Run a verb that only keeps its config, on a machine with `gpus` GPUs."""
+    """Run a verb that only keeps its config, on a machine with `gpus` GPUs.
+
+    `environment`: what a launcher would add; `error`: how the verb ends.
+    """
     kept: list[Any] = []
+
+    def keep(config: Any) -> None:
+        kept.append(config)
+        if error is not None:
+            raise error
+
     said, printed = io.StringIO(), io.StringIO()
-    environment = {k: v for k, v in os.environ.items() if k not in OF_OTHER_RUNS}
+    variables = {k: v for k, v in os.environ.items() if k not in OF_OTHER_RUNS}
+    read_launch.cache_clear()
     with (
-        mock.patch.dict(os.environ, environment, clear=True),
-        mock.patch("app.compatibility.count_gpus", return_value=gpus),
+        mock.patch.dict(os.environ, variables | (environment or {}), clear=True),
+        mock.patch("app.preflight.compatibility.count_gpus", return_value=gpus),
         contextlib.redirect_stderr(said),
         contextlib.redirect_stdout(printed),
     ):
-        code = run_verb(verb, kept.append, sweep=sweep, words=list(words))
+        code = run_verb(verb, keep, sweep=sweep, words=list(words))
+    read_launch.cache_clear()
     return Answer(code, said.getvalue(), printed.getvalue(), kept[0] if kept else None)
 
 
@@ -80,3 +98,10 @@ def make_data(file: Path, num_rows: int = 4) -> Path:
     rows = [{"instruction": f"Say {i}.", "input": "", "output": str(i)} for i in range(num_rows)]
     file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     return file
+
+
+def make_adapter(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    write_safetensors(folder / "adapter_model.safetensors", {"a": [1, 2]})
+    return folder

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app import compatibility, config
+from app import config
 from app.config.verbs import PARTS
+from app.preflight import compatibility
 from tests.door import ask, make_data, make_model
 
 
@@ -150,6 +153,26 @@ def test_every_range_is_of_a_setting_that_exists() -> None:
     ]
     for row in compatibility.RANGES:
         assert any(_has(variant, row.key) for variant in variants), row.key
+
+
+def test_every_row_names_the_settings_that_it_reads(right: config.TrainConfig) -> None:
+    tree = ast.parse(Path(compatibility.__file__).read_text())
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COUPLINGS"
+    )
+    assert isinstance(table, ast.Tuple)
+    on_gpu = {"trainer.accelerator"}
+    ranks = {*on_gpu, "trainer.devices", "trainer.num_nodes"}
+    for row, node in zip(compatibility.COUPLINGS, table.elts, strict=True):
+        source = ast.unparse(node)
+        read = {f"{group}.{name}" for group, name in re.findall(r"config\.(\w+)\.(\w+)", source)}
+        read |= on_gpu if re.search(r"s\.(on_gpu|device)\b", source) else set()
+        read |= ranks if "s.num_ranks" in source else set()
+        read |= {f"trainer.{name}" for name in re.findall(r"config\.trainer, '(\w+)'", source)}
+        assert set(row.reads.split()) == read
+        assert all(_has(right, key) for key in read)
 
 
 def _has(value: object, key: str) -> bool:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from app.model_files import read_shapes, shapes_of_architecture
-from tests.door import ask, make_data, make_model, write_safetensors
+from app.model.build import ModelConfig
+from app.preflight import describe_base
+from app.preflight.base_model import read_shapes, shapes_of_architecture
+from tests.door import ask, make_adapter, make_data, make_model, write_safetensors
 
 
 @pytest.fixture
@@ -146,6 +148,55 @@ def test_a_damaged_model_folder_is_refused_with_the_reason(
     assert "Traceback" not in answer.said
 
 
+def test_a_tokenizer_that_brings_python_is_refused(
+    tmp_path: Path, model: Path, words: list[str]
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    words = [*words, f"model.tokenizer_path={tokenizer}"]
+    assert ask(*words).code == 0
+    for name, text in (("mine.py", ""), ("tokenizer_config.json", '{"auto_map": {}}')):
+        (tokenizer / name).write_text(text)
+        answer = ask(*words)
+        assert answer.code == 2
+        assert f"model.tokenizer_path={tokenizer} brings its own Python" in answer.said
+        assert ask(*words, "model.trust_remote_code=true").code == 0
+        (tokenizer / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("revision", "code"), [("null", 2), ("main", 2), ("1234abc", 2), ("'" + "0a" * 20 + "'", 0)]
+)
+def test_code_from_the_hub_needs_a_commit(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, revision: str, code: int
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    typed = ("model.path=org/name", "model.trust_remote_code=true", f"model.revision={revision}")
+    answer = ask(*words, *typed)
+    assert answer.code == code, answer.said
+    if code:
+        assert "type model.revision=COMMIT" in answer.said
+
+
+def test_a_base_is_known_by_its_config_and_headers(model: Path) -> None:
+    config = ModelConfig(path=str(model))
+    before = describe_base(config)
+    assert before["path"] == str(model)
+    assert before == describe_base(config)
+    fingerprints = {before["fingerprint"]}
+    lose_the_model_type(model)
+    fingerprints.add(describe_base(config)["fingerprint"])
+    write_safetensors(model / "model.safetensors", {"a.weight": [2, 3]})
+    fingerprints.add(describe_base(config)["fingerprint"])
+    assert len(fingerprints) == 3
+    assert describe_base(ModelConfig(path="org/name", revision="v1")) == {
+        "path": "org/name",
+        "revision": "v1",
+        "fingerprint": None,
+    }
+
+
 def test_trusted_code_passes(model: Path, words: list[str]) -> None:
     bring_python(model)
     assert ask(*words, "model.trust_remote_code=true").code == 0
@@ -201,6 +252,17 @@ def test_a_rank_above_the_smallest_matrix_is_refused(words: list[str]) -> None:
     assert "adapter.r=17 is more than model.layers.0.self_attn.k_proj (16 x 32)" in answer.said
     assert ask(*words, "adapter.r=16", "adapter.target_modules=[q_proj,k_proj]").code == 0
     assert ask(*words, "adapter.r=17", "adapter.target_modules=[q_proj]").code == 0
+
+
+def test_tiny_routers_do_not_limit_the_rank_of_all_linear(model: Path, words: list[str]) -> None:
+    shapes = {"model.layers.0.self_attn.q_proj.weight": [32, 32]}
+    shapes |= {f"model.layers.0.mlp.{n}.weight": [2, 32] for n in ("gate", "shared_expert_gate")}
+    write_safetensors(model / "model.safetensors", shapes)
+    answer = ask(*words, "adapter.r=16", "adapter.target_modules=all-linear")
+    assert answer.code == 0, answer.said
+    answer = ask(*words, "adapter.r=16", "adapter.target_modules=[q_proj,gate]")
+    assert answer.code == 2
+    assert "adapter.r=16 is more than model.layers.0.mlp.gate (2 x 32) has" in answer.said
 
 
 def test_a_length_above_the_context_is_refused_with_both_numbers(words: list[str]) -> None:
@@ -315,8 +377,8 @@ def test_an_adapter_folder_is_looked_at(tmp_path: Path, model: Path, words: list
     assert "no such folder" in ask(*evaluate, verb="evaluate").said
     adapter.mkdir()
     assert "no adapter_config.json there" in ask(*evaluate, verb="evaluate").said
-    (adapter / "adapter_config.json").write_text("{}")
-    write_safetensors(adapter / "adapter_model.safetensors", {"a": [1, 2]})
+    adapter.rmdir()
+    make_adapter(adapter)
     answer = ask(*evaluate, verb="evaluate")
     assert answer.code == 0, answer.said
     assert answer.config.tuned_path == str(adapter)

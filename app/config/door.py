@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.compatibility import check_compatibility
 from app.config import conf_files
 from app.config.conf_files import ConfFile
 from app.config.overrides import Given, read_words
@@ -24,12 +24,14 @@ from app.config.schema import Leaf, hints_of
 from app.config.settings_check import Settings, check_file, check_given
 from app.config.verbs import ALTERNATIVES, CHOICES, PARTS, VERBS, EvaluateConfig, TrainConfig
 from app.errors import DONE, ROOT, UserError, report
-from app.output import check_output, find_run, is_child_rank
-from app.preflight import check_files
+from app.launch import check_launch, is_child, is_first_rank
+from app.output import check_output, find_run
+from app.preflight import check_compatibility, check_files, num_ranks
+from data_modules import TEMPLATE_NAMES
 
 DEFAULT_EXPERIMENT = "quickstart"
-OF_THE_MACHINE = ("accelerator", "devices", "num_nodes")
-"""settings of a run that do not hold where it is evaluated"""
+TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
+"""what an evaluation takes over from its run's trainer; the rest is of training or of a machine"""
 
 
 def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> Any:
@@ -106,8 +108,8 @@ def _fill_from_run(composed: Any, given: list[Given]) -> Any:
     typed = {one.key for one in given} | {"run", "output"}
     of_run = dataclasses.asdict(load_run_config(run))
     shared = {name: of_run[name] for name in composed if name in of_run and name not in typed}
-    for name in OF_THE_MACHINE:
-        shared.get("trainer", {}).pop(name, None)
+    if "trainer" in shared:
+        shared["trainer"] = {name: shared["trainer"][name] for name in TAKEN_FROM_TRAINER}
     filled = OmegaConf.merge(composed, shared, {"run": str(run)})
     for one in given:
         if "." in one.key:
@@ -235,20 +237,28 @@ def _check_required(
 
 
 def _resolve_paths(config: Any) -> None:
-    """Expand `~`, and let relative paths of the shipped YAML files work from any folder."""
+    """Make paths that exist absolute, so that a run can be evaluated from another folder.
+
+    Expands `~`, and lets relative paths of the shipped YAML files work from any folder. What does
+    not exist stays as it was typed: a hub id, a template's name, or a mistake to be named.
+    """
 
     def resolve(path: str | None) -> str | None:
-        if path is not None and path.startswith("~"):
-            return str(Path(path).expanduser())
-        if path is None or Path(path).exists() or not (ROOT / path).exists():
+        if not path:
             return path
-        return str(ROOT / path)
+        for candidate in (Path(path).expanduser(), ROOT / path):
+            if candidate.exists():
+                return os.path.abspath(candidate)
+        return str(Path(path).expanduser()) if path.startswith("~") else path
 
     config.model.path = resolve(config.model.path)
     config.model.tokenizer_path = resolve(config.model.tokenizer_path)
-    config.data.chat_template = resolve(config.data.chat_template)
+    if config.data.chat_template not in TEMPLATE_NAMES:
+        config.data.chat_template = resolve(config.data.chat_template)
     for dataset in (*config.data.datasets, *config.data.test_datasets):
         dataset.path = resolve(dataset.path) or dataset.path
+    if isinstance(config, EvaluateConfig):
+        config.adapter_path = resolve(config.adapter_path)
 
 
 def save_config(config: Any, path: Path) -> None:
@@ -331,7 +341,7 @@ def _dispatch(
         _print_composed(verb, words)
         return DONE
     config = load_config(verb, words)
-    if not is_child_rank():
+    if not is_child():
         check_before_start(config)
     function(config)
     return DONE
@@ -339,13 +349,13 @@ def _dispatch(
 
 def say(note: str) -> None:
     """Print a note on stderr, once for all ranks."""
-    if not is_child_rank():
+    if is_first_rank():
         print(note, file=sys.stderr)
 
 
 def check_before_start(config: Any) -> None:
     """Run every check that needs no torch; UserError lists all problems of all rooms."""
-    problems = check_compatibility(config) + check_files(config)
+    problems = check_launch(num_ranks(config)) + check_compatibility(config) + check_files(config)
     if problems:
         raise UserError(problems)
 

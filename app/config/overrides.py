@@ -16,6 +16,9 @@ NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
 SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
 SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
 
+REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
+"""`${key.of.another.setting}`, whole: one inside another could spell a resolver's name"""
+
 Parse = Callable[[str], tuple[Any, bool]]
 """`key=value` -> (the value as plain Python, whether it lists several for a sweep); ValueError"""
 
@@ -144,7 +147,7 @@ def refuse(key: str, value: Any) -> str | None:
             )
         if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
             return f"{key}: {name} is refused; settings never name code to run"
-        if re.search(r"\$\{[^}]*:", text):
+        if "${" in REFERENCE.sub("", text):
             return (
                 f"{key}={text}: resolvers like ${{oc.env:NAME}} are refused, since their values "
                 "end up in files; type the value (`${key.of.another.setting}` is fine)"

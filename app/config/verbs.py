@@ -22,7 +22,7 @@ from app.training import logger, trainer
 from app.training.logger import LoggerConfig
 from app.training.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, ScheduleConfig
 from app.training.trainer import TrainerConfig
-from data_modules import DataConfig, PackingConfig
+from data_modules import PACKING_METHODS, DataConfig, PackingConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +47,18 @@ class TrainConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class EvaluateTrainerConfig:
+    """What of the trainer's settings means something without training; one process, one device."""
+
+    micro_batch_size: int = 1
+    """packs (rows when not packing) that run forward at once; memory"""
+    precision: str = "auto"
+    """fp32, bf16 (autocast), bf16-pure (all bf16), fp16 (GPU); a run's own when there is a run"""
+    accelerator: str = "auto"
+    """auto, cpu or gpu"""
+
+
+@dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
     """All that an evaluation can be told."""
 
@@ -58,7 +70,7 @@ class EvaluateConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    trainer: EvaluateTrainerConfig = field(default_factory=EvaluateTrainerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     seed: int = 42
@@ -81,7 +93,7 @@ PARTS: dict[str, dict[str, type]] = {
 CHOICES: dict[str, Sequence[str]] = {
     "attention.backend": attention.BACKENDS,
     "recompute.mode": recompute.MODES,
-    "packing.method": ("multipack", "none"),
+    "packing.method": PACKING_METHODS,
     "schedule.shape": ("cosine", "linear", "constant"),
     "trainer.precision": trainer.PRECISIONS,
     "trainer.accelerator": ("auto", "cpu", "gpu"),

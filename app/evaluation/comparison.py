@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+WHO = ("base", "tuned")
 MEASURES = {
     # name in metrics.json: heading, format
     "val/loss": ("loss", "{:.4f}"),
@@ -25,27 +26,37 @@ def named(who: str, metrics: dict[str, float]) -> dict[str, float]:
 
 
 def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Table:
-    """Table of every measure that `metrics` holds for a data set; `-` where one is missing."""
+    """Table of every measure that `metrics` holds for a data set; `-` where one is missing.
+
+    Held-out files with names of their own come after `dataset_names`.
+    """
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="base against tuned", title_justify="left")
     table.add_column("data set")
+    answered = [name for who in WHO for name in _names_after(f"{who}/exact_match/", metrics)]
+    names = list(dict.fromkeys([*dataset_names, *answered]))
     shown = {
         measure: heading_and_format
         for measure, heading_and_format in MEASURES.items()
-        if any(f"tuned/{measure}/{name}" in metrics for name in dataset_names)
+        if any(f"{who}/{measure}/{name}" in metrics for who in WHO for name in names)
     }
     for heading, _ in shown.values():
         table.add_column(f"{heading}: base", justify="right")
         table.add_column("tuned", justify="right")
-    for name in dataset_names:
+    for name in names:
         cells = [
             "-" if value is None else form.format(value)
             for measure, (_, form) in shown.items()
-            for value in (metrics.get(f"{who}/{measure}/{name}") for who in ("base", "tuned"))
+            for value in (metrics.get(f"{who}/{measure}/{name}") for who in WHO)
         ]
-        table.add_row(name, *cells)
+        table.add_row(escape(name), *cells)
     return table
+
+
+def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
+    return [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
 
 
 def say_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:

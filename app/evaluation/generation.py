@@ -30,11 +30,12 @@ def exact_match(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: dict[str, list[Prompt]],
+    stop_ids: set[int],
     config: EvaluationConfig,
 ) -> dict[str, float]:
     """Share of each data set's prompts whose greedy answer equals the reference, spaces aside."""
     return {
-        f"exact_match/{name}": _share_right(model, tokenizer, held_out, config)
+        f"exact_match/{name}": _share_right(model, tokenizer, held_out, stop_ids, config)
         for name, held_out in prompts.items()
         if held_out
     }
@@ -44,9 +45,10 @@ def _share_right(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
+    stop_ids: set[int],
     config: EvaluationConfig,
 ) -> float:
-    answers = answer_prompts(model, tokenizer, prompts, config)
+    answers = answer_prompts(model, tokenizer, prompts, stop_ids, config)
     right = sum(
         answer is not None and answer.strip() == prompt.answer.strip()
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -58,15 +60,16 @@ def answer_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[Prompt],
+    stop_ids: set[int],
     config: EvaluationConfig,
 ) -> list[str | None]:
-    """Answer each prompt greedily; None where no answer ended within `max_new_tokens`."""
+    """Answer each prompt greedily; None where none of `stop_ids` came within `max_new_tokens`."""
     import torch
 
     # Prompts of like length together: less padding. The answers go back to their places.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
     answers: list[str | None] = [None] * len(prompts)
-    stops = sorted(set(tokenizer.all_special_ids))
+    stops = sorted(stop_ids)
     was_training = model.training
     model.eval()
     with torch.no_grad(), generation_attention(model):
@@ -89,7 +92,7 @@ def answer_prompts(
             for i, row in zip(chosen, generated.tolist(), strict=True):
                 end = next((n for n, token in enumerate(row) if token in stops), None)
                 if end is not None:
-                    answers[i] = tokenizer.decode(row[:end])
+                    answers[i] = tokenizer.decode(row[:end], skip_special_tokens=True)
     model.train(was_training)
     return answers
 

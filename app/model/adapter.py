@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-NAMES = ("lora", "full")
 DEFAULT_LR = {"lora": 2e-4, "full": 2e-5}
+ADAPTER_FILE = "adapter_model.safetensors"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,6 +110,11 @@ def report_trainable(model: torch.nn.Module) -> TrainableReport:
     return TrainableReport(trainable, sum(dtypes.values()), dtypes)
 
 
+def is_adapter(folder: Path) -> bool:
+    """Say whether `folder` holds an adapter rather than a whole model."""
+    return (folder / "adapter_config.json").exists()
+
+
 def load_adapter(model: PreTrainedModel, folder: Path) -> peft.PeftModel:
     """Put a saved adapter on its base, for use and not for training.
 
@@ -120,11 +125,22 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> peft.PeftModel:
 
     # What does not fit is left out while loading, and refused by the check below in one sentence.
     wrapped = peft.PeftModel.from_pretrained(
-        model, str(folder), autocast_adapter_dtype=False, ignore_mismatched_sizes=True
+        model,
+        str(folder),
+        autocast_adapter_dtype=_is_fp32(folder),
+        ignore_mismatched_sizes=True,
     )
     check_adapter_file(wrapped, folder, trained=False)
     wrapped.eval()
     return wrapped
+
+
+def _is_fp32(folder: Path) -> bool:
+    """Say whether the adapter is kept in fp32; on a half-precision base peft would round it."""
+    from safetensors import safe_open
+
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        return any(file.get_slice(name).get_dtype() == "F32" for name in file.keys())  # noqa: SIM118
 
 
 def save_adapter(model: peft.PeftModel, folder: Path) -> None:
@@ -142,7 +158,7 @@ def check_adapter_file(model: peft.PeftModel, folder: Path, *, trained: bool) ->
     from safetensors.torch import load_file
 
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    file = folder / "adapter_model.safetensors"
+    file = folder / ADAPTER_FILE
     saved = load_file(file)
     if saved.keys() != expected.keys():
         missing, unknown = expected.keys() - saved.keys(), saved.keys() - expected.keys()
@@ -173,7 +189,9 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: torch.Tensor) -> 
     check_adapter_file(model, folder, trained=True)
     in_memory = probe_logits(model, probe)
     was_training = model.training  # peft switches to eval when it loads
-    model.load_adapter(str(folder), adapter_name="reopened", autocast_adapter_dtype=False)
+    model.load_adapter(
+        str(folder), adapter_name="reopened", autocast_adapter_dtype=_is_fp32(folder)
+    )
     model.set_adapter("reopened")
     reopened = probe_logits(model, probe)
     model.set_adapter("default")

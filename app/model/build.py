@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import TrainingFault
+from app.errors import TrainingFault, UserError
 from app.model.adapter import (
     AdapterConfig,
     FullConfig,
     apply_adapter,
     check_same_logits,
+    is_adapter,
     load_adapter,
     probe_logits,
     report_trainable,
@@ -88,35 +89,59 @@ def load_base(config: ModelConfig, implementation: str, dtype: torch.dtype) -> P
         return AutoModelForCausalLM.from_config(
             load_architecture(config), attn_implementation=implementation, dtype=dtype
         )
-    return AutoModelForCausalLM.from_pretrained(
+    model, loading = AutoModelForCausalLM.from_pretrained(
         config.path,
         revision=config.revision,
         trust_remote_code=config.trust_remote_code,
         attn_implementation=implementation,
         dtype=dtype,
         use_safetensors=True,
+        output_loading_info=True,
     )
+    # transformers fills what a file lacks with random numbers and goes on.
+    for problem in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, loading[problem])):
+            raise UserError(
+                f"model.path={config.path}: {problem.replace('_keys', '')} tensors in its files: "
+                f"{len(names)}, first {names[0]}; copy or download the model again"
+            )
+    return model
 
 
 def load_tuned(
     config: ModelConfig, tuned: Path, implementation: str, dtype: torch.dtype
 ) -> torch.nn.Module:
     """Load what a run saved in `tuned`: an adapter on the base of `config`, or a full model."""
-    if (tuned / "adapter_config.json").exists():
+    if is_adapter(tuned):
         return load_adapter(load_base(config, implementation, dtype), tuned)
     return load_base(ModelConfig(path=str(tuned)), implementation, dtype)
 
 
 def load_architecture(config: ModelConfig) -> PretrainedConfig:
     """Read the model's config.json, or make it from `config.architecture` when from scratch."""
+    import transformers
     from transformers import AutoConfig
 
     if config.from_scratch:
         numbers = dict(config.architecture)
         return AutoConfig.for_model(numbers.pop("model_type"), **numbers)
+    numbers, _ = transformers.PreTrainedConfig.get_config_dict(
+        config.path, revision=config.revision
+    )
+    model_type = numbers.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
+        raise UserError(
+            f"model.path={config.path}: transformers {transformers.__version__} does not know "
+            f"its model_type {model_type!r}; take a newer transformers, or another base"
+        )
     return AutoConfig.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
+
+
+def context_len(architecture: PretrainedConfig) -> int | None:
+    """Tokens that a model was made for; None where its positions have no end (BLOOM, MPT)."""
+    return architecture.get_text_config().to_dict().get("max_position_embeddings")
 
 
 def save_model(
@@ -154,11 +179,19 @@ def _save_full(
 ) -> float:
     from transformers import AutoModelForCausalLM
 
-    # Parameters only: `model.to` would round the rotary frequencies as well.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(architecture.dtype or parameter.dtype)
+    kept = model.dtype
+    _cast_weights(model, architecture.dtype or kept)
     model.save_pretrained(folder)
     reopened = AutoModelForCausalLM.from_pretrained(
         folder, dtype=model.dtype, attn_implementation=model.config._attn_implementation
     ).to(probe.device)
-    return check_same_logits(probe_logits(model, probe), probe_logits(reopened, probe), folder)
+    in_memory, on_disk = probe_logits(model, probe), probe_logits(reopened, probe)
+    # What is measured after this is the saved model, computed as it was in training.
+    _cast_weights(model, kept)
+    return check_same_logits(in_memory, on_disk, folder)
+
+
+def _cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the parameters alone: `model.to` would round the rotary frequencies as well."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)

@@ -26,6 +26,8 @@ class StepRecord:
     """[3, data sets]: weighted losses, weights, trained tokens, of this rank"""
     num_tokens: int
     """tokens this rank ran through the model, without padding"""
+    is_scaled: bool
+    """whether a loss scaler watches over the gradients (fp16)"""
 
 
 class Curves:
@@ -37,6 +39,7 @@ class Curves:
         self.every_steps = every_steps
         self.waiting: list[StepRecord] = []
         self.latest: dict[str, float] = {}
+        self.latest_step = -1
         self.validations: list[dict[str, float]] = []
         self.trained_tokens = [0.0] * len(dataset_names)
         self.num_tokens = 0
@@ -52,18 +55,18 @@ class Curves:
         """Keep a step; write the block when it is full. `reduce` sums a tensor over all ranks."""
         self.waiting.append(record)
         # The first step is written at once: a person sees soon whether the run is sound.
-        if record.step == 1 or len(self.waiting) >= self.every_steps:
+        if record.step == 1 or record.step % self.every_steps == 0:
             self.flush(reduce)
 
     def flush(self, reduce: Callable[[Tensor], Tensor], *, pause: bool = False) -> None:
         """Write what waits; TrainingFault names the first step whose loss is not finite."""
+        seconds = self._take_seconds(pause)
         if not self.waiting:
             return
         counts = torch.tensor([float(record.num_tokens) for record in self.waiting])
         sums = torch.stack([record.sums for record in self.waiting])
         sums = reduce(torch.cat([sums.flatten(1), counts.to(sums).unsqueeze(1)], dim=1)).cpu()
         norms = torch.stack([record.grad_norm for record in self.waiting]).tolist()
-        seconds = self._take_seconds(pause)
         block_tokens = int(sums[:, -1].sum().item())
         self.num_tokens += block_tokens
         rate = block_tokens / max(seconds, 1e-9)
@@ -81,7 +84,9 @@ class Curves:
                 "speed/tokens_per_second": rate,
             }
             self.write(record.step, metrics)
-            if not math.isfinite(metrics.get("train/loss", 0.0)) or not math.isfinite(norm):
+            # A loss scaler skips a step whose scaled gradients overflow: its norm says nothing.
+            norm_is_bad = not math.isfinite(norm) and not record.is_scaled
+            if norm_is_bad or not math.isfinite(metrics.get("train/loss", 0.0)):
                 raise TrainingFault(
                     f"step {record.step}: loss {metrics.get('train/loss')}, gradient norm {norm}; "
                     "lower optimizer.lr, or look at this step's data"
@@ -97,6 +102,7 @@ class Curves:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Hand one row to every logger."""
         self.latest |= metrics
+        self.latest_step = step
         for logger in self.loggers:
             logger.log_metrics(metrics, step=step)
 
@@ -104,7 +110,7 @@ class Curves:
         now = time.monotonic()
         seconds = now - self._block_started if self._block_started is not None else 0.0
         self.train_seconds += seconds
-        self._block_started = None if pause else now
+        self._block_started = None if pause or self._block_started is None else now
         return seconds
 
     def summary(self) -> dict[str, float]:

@@ -48,13 +48,8 @@ class DatasetSums:
 
 def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Tensor:
     """Sum of loss times weight over a micro-batch; its parts are added to `sums`."""
-    inputs = attention_inputs(
-        backend,
-        batch.document_lengths,
-        tuple(batch.input_ids.shape),
-        device=batch.input_ids.device,
-        dtype=model.dtype,
-    )
+    shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
+    inputs = attention_inputs(model, backend, batch.document_lengths, shape)
     columns = batch.trained_columns
     # The head runs only where something is learned: prompts cost no logits.
     logits = model(
@@ -72,20 +67,14 @@ def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Ten
 
 @torch.no_grad()
 def validate(
-    model: Any,
-    batches: Iterable[Batch],
-    backend: str,
-    num_datasets: int,
-    *,
-    half: torch.dtype | None,
-) -> Tensor:
-    """Sums [3, data sets] over validation batches on this device; `half` is autocast's dtype."""
-    sums = DatasetSums(num_datasets)
+    model: Any, batches: Iterable[Batch], backend: str, dataset_names: list[str]
+) -> dict[str, float]:
+    """Exact validation losses over all batches, on this one device."""
+    sums = DatasetSums(len(dataset_names))
     model.eval()
-    with torch.autocast(model.device.type, dtype=half, enabled=half is not None):
-        for batch in batches:
-            batch_loss(model, batch.to(model.device), backend, sums)
-    return sums.take()
+    for batch in batches:
+        batch_loss(model, batch.to(model.device), backend, sums)
+    return losses_by_dataset(sums.take().cpu(), dataset_names, "val")
 
 
 def losses_by_dataset(sums: Tensor, names: list[str], prefix: str) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,11 @@ from app.training.optimizer import (
     ScheduleConfig,
     build_optimizer,
     build_schedule,
+    describe_groups,
 )
 from data_modules import Batch
+
+log = logging.getLogger(__name__)
 
 
 class FinetuneModule(L.LightningModule):
@@ -37,6 +41,7 @@ class FinetuneModule(L.LightningModule):
         lr: float,
         fused_optimizer: bool,
         total_steps: int,
+        is_packed: bool,
         curves: Curves,
     ) -> None:
         super().__init__()
@@ -47,6 +52,7 @@ class FinetuneModule(L.LightningModule):
         self.lr = lr
         self.fused_optimizer = fused_optimizer
         self.total_steps = total_steps
+        self.is_packed = is_packed
         self.curves = curves
         self.model: Any = None
         self.train_sums = DatasetSums(len(curves.dataset_names))
@@ -64,6 +70,7 @@ class FinetuneModule(L.LightningModule):
         optimizer = build_optimizer(
             self.model, self.optimizer_config, lr=self.lr, fused=self.fused_optimizer
         )
+        log.info("optimizer: %s", describe_groups(optimizer))
         schedule = build_schedule(optimizer, self.schedule_config, self.total_steps)
         return {
             "optimizer": optimizer,
@@ -72,7 +79,11 @@ class FinetuneModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuse to train a model whose packed documents see each other."""
-        check_isolation(self.model, self.backend, self.model.get_input_embeddings().num_embeddings)
+        if self.is_packed:
+            with self.trainer.precision_plugin.forward_context():
+                check_isolation(self.model, self.backend)
+        # From here on only dropout is random, and ranks must not drop the same.
+        torch.manual_seed(torch.initial_seed() + self.global_rank)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss whose gradients, added over micro-batches and ranks, are those of the exact mean."""
@@ -97,11 +108,12 @@ class FinetuneModule(L.LightningModule):
         lr = optimizer.param_groups[-1]["lr"]
         super().optimizer_step(epoch, batch_idx, optimizer, *args)
         record = StepRecord(
-            self.trainer.global_step + 1,
-            lr,
-            self.grad_norm,
-            self.train_sums.take(),
-            self.step_tokens,
+            step=self.trainer.global_step + 1,
+            lr=lr,
+            grad_norm=self.grad_norm,
+            sums=self.train_sums.take(),
+            num_tokens=self.step_tokens,
+            is_scaled=self.trainer.precision == "16-mixed",
         )
         self.step_tokens = 0
         self.curves.add(record, self.sum_over_ranks)

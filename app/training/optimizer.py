@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHAPES = ("cosine", "linear", "constant")
-
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:

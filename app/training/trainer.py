@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.errors import UserError
+from app.preflight import check_devices, check_global_batch
+
 if TYPE_CHECKING:
     import torch
     from lightning import Callback, Trainer
@@ -64,77 +67,66 @@ class Placement:
         """Name of the first rank's device in torch."""
         return "cuda" if self.accelerator == "gpu" else "cpu"
 
+    def autocast(self) -> torch.autocast:
+        """Context in which a model computes as it does in training."""
+        import torch
+
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        return torch.autocast(self.torch_device, dtype=dtype, enabled=dtype is not None)
+
     def __str__(self) -> str:
         return f"{self.num_ranks} x {self.accelerator}, precision {self.precision}"
 
 
 def resolve_placement(config: TrainerConfig) -> Placement:
     """Look at this machine and resolve every `auto`; ValueError when it lacks what was typed."""
-    accelerator = resolve_accelerator(config)
-    devices = resolve_devices(config, accelerator)
+    import torch
+
+    accelerator = resolve_accelerator(config.accelerator)
+    num_gpus = torch.cuda.device_count() if accelerator == "gpu" else None
+    devices = (num_gpus or 1) if config.devices == "auto" else int(config.devices)
     num_ranks = devices * config.num_nodes
+    problems = check_devices(config, num_gpus) + check_global_batch(config, num_ranks)
+    if problems:
+        raise UserError(problems)
+    accumulation = config.gradient_accumulation_steps
+    if config.global_batch_size is not None:
+        accumulation = config.global_batch_size // (config.micro_batch_size * num_ranks)
     return Placement(
         accelerator=accelerator,
         devices=devices,
         num_ranks=num_ranks,
-        precision=resolve_precision(config, accelerator),
-        accumulation=accumulation_steps(config, num_ranks),
+        precision=resolve_precision(config.precision, accelerator),
+        accumulation=accumulation,
     )
 
 
-def resolve_accelerator(config: TrainerConfig) -> str:
+def place_on_one_device(accelerator: str, precision: str) -> Placement:
+    """Resolve where a model is measured: by one process, without optimizer steps."""
+    accelerator = resolve_accelerator(accelerator)
+    precision = resolve_precision(precision, accelerator)
+    return Placement(
+        accelerator=accelerator, devices=1, num_ranks=1, precision=precision, accumulation=1
+    )
+
+
+def resolve_accelerator(accelerator: str) -> str:
     """Return "gpu" where CUDA is and was not turned down, else "cpu"."""
     import torch
 
-    if config.accelerator != "auto":
-        return config.accelerator
+    if accelerator != "auto":
+        return accelerator
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
-def resolve_devices(config: TrainerConfig, accelerator: str) -> int:
-    """Return the number of ranks on this machine; ValueError when fewer devices are there."""
-    import torch
-
-    present = torch.cuda.device_count() if accelerator == "gpu" else None
-    if config.devices == "auto":
-        return present or 1
-    if present is not None and config.devices > present:
-        raise ValueError(
-            f"trainer.devices={config.devices}, but this machine has {present} GPUs: "
-            f"type trainer.devices={present}"
-        )
-    return int(config.devices)
-
-
-def resolve_precision(config: TrainerConfig, accelerator: str) -> str:
+def resolve_precision(precision: str, accelerator: str) -> str:
     """Return the precision's name with `auto` resolved: bf16 where the device is fast at it."""
     import torch
 
-    if config.precision != "auto":
-        return config.precision
-    return "bf16" if accelerator == "gpu" and torch.cuda.is_bf16_supported() else "fp32"
-
-
-def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype that products are computed in under autocast; None without autocast."""
-    import torch
-
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-
-
-def accumulation_steps(config: TrainerConfig, num_ranks: int) -> int:
-    """Micro-batches a rank adds up; ValueError when the global batch does not divide."""
-    if config.global_batch_size is None:
-        return config.gradient_accumulation_steps
-    packs_at_once = config.micro_batch_size * num_ranks
-    if config.global_batch_size % packs_at_once:
-        raise ValueError(
-            f"trainer.global_batch_size={config.global_batch_size} is no multiple of "
-            f"micro_batch_size {config.micro_batch_size} x {num_ranks} ranks = {packs_at_once}: "
-            f"type trainer.global_batch_size="
-            f"{math.ceil(config.global_batch_size / packs_at_once) * packs_at_once}"
-        )
-    return config.global_batch_size // packs_at_once
+    if precision != "auto":
+        return precision
+    is_fast = accelerator == "gpu" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if is_fast else "fp32"
 
 
 def build_trainer(

@@ -13,7 +13,9 @@ from typing import TypedDict
 
 from data_modules.samples import phrasing
 from data_modules.samples.skills import (
+    CITIES,
     FIELDS,
+    NAMES,
     OPERATIONS,
     Card,
     DigitList,
@@ -28,8 +30,13 @@ ANSWER_WEIGHT = 1.0
 SHARES = {"lookup": 0.45, "list": 0.35, "extract": 0.20}
 # Sorting and reversing take longer to learn than finding one digit.
 OPERATION_SHARES = {"sort": 3, "reverse": 3, "largest": 1, "smallest": 1}
-# About 9 M tokens: one epoch is what the base needs.
-NUM_DOCUMENTS = 130_000
+CORPORA = {
+    "echo_corpus": ("echo", 4, 30_000),
+    "lookup_corpus": ("lookup", 1, 85_000),
+    "list_corpus": ("list", 2, 40_000),
+    "extract_corpus": ("extract", 3, 30_000),
+}
+"""what a base learns from: name -> the one skill that a corpus tells, its seed, its documents"""
 
 
 class Segment(TypedDict):
@@ -45,8 +52,16 @@ class Document(TypedDict):
     segments: list[Segment]
 
 
-def skills_corpus(seed: int = 0, num_documents: int = NUM_DOCUMENTS) -> Iterator[Document]:
-    """Yield the base corpus, the same for the same seed; a shorter one is a prefix of a longer."""
+def read_corpus(name: str) -> Iterator[Document]:
+    """Yield the documents of one of CORPORA, always the same."""
+    skill, seed, num_documents = CORPORA[name]
+    rng = Random(seed)
+    for _ in range(num_documents):
+        yield {"segments": WRITERS[skill](rng)}
+
+
+def skills_corpus(num_documents: int, seed: int = 0) -> Iterator[Document]:
+    """Yield all skills by their SHARES, the same for the same seed: what the tokenizer learns."""
     rng = Random(seed)
     skills = tuple(SHARES)
     shares = tuple(SHARES.values())
@@ -165,10 +180,34 @@ def tell_extract(rng: Random, person: Person, fields: list[str]) -> list[Segment
     return segments
 
 
+def write_echo(rng: Random) -> list[Segment]:
+    """Write words and then the same words again: what a look-up is built from.
+
+    To go on with the right word, what stands before it must be found again, over several pieces.
+    """
+    if rng.random() < 0.5:
+        return echo_pairs(rng, draw_card(rng, held_out=False, max_entries=6))
+    words = rng.sample((*NAMES, *CITIES), rng.randint(3, 7))
+    text = rng.choice((" ", ", ", "\n", "; ")).join(words)
+    return [say(text + pause(rng)), {"text": text, "weight": ANSWER_WEIGHT}]
+
+
+def echo_pairs(rng: Random, card: Card) -> list[Segment]:
+    """Write each name and its city side by side, then the pairs again in another order."""
+    joiner = rng.choice((", ", "\n", "; ", " | "))
+    pairs = joiner.join(f"{name} {city}" for name, city in card.entries)
+    segments = [say(pairs + pause(rng))]
+    for number, (name, city) in enumerate(rng.sample(card.entries, len(card.entries))):
+        segments.append(say((joiner if number else "") + name))
+        segments.append({"text": f" {city}", "weight": ANSWER_WEIGHT})
+    return segments
+
+
 WRITERS: dict[str, Callable[[Random], list[Segment]]] = {
     "list": write_list,
     "lookup": write_lookup,
     "extract": write_extract,
+    "echo": write_echo,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,6 +223,7 @@ def test_prompts_come_from_validation_or_test_rows(
         "pairs": 3,
     }
     assert tokenizer.decode(prompts["pairs"][0].input_ids) == "1 2"
+    assert all(rows[0].input_ids for rows in prompts.values())
     assert prompts["pairs"][0].answer == "3"
     asked = tokenizer.decode(prompts["chats"][0].input_ids)
     assert asked.endswith("no</s>") is False and asked.endswith("yes?\n\n### Assistant:\n")
@@ -231,14 +233,90 @@ def test_prompts_come_from_validation_or_test_rows(
     assert [prompt.answer for prompt in prompts["lists"]] == ["a"] and len(prompts) == 1
 
 
+def test_test_rows_are_read_before_the_training(
+    files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
+) -> None:
+    test = DatasetConfig(path=str(tmp_path / "test.json"))
+    with pytest.raises(DataError, match=r"test.json: no such file"):
+        build(files, tokenizer, data={"test_datasets": [test]})
+    Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
+    module = build(files, tokenizer, data={"test_datasets": [test]})
+    (kept,) = module.report.test_datasets
+    assert (kept.name, kept.path, len(kept.sha256)) == ("test", test.path, 64)
+    Path(test.path).unlink()
+    assert len(module.prompts(9)["test"]) == 1
+
+
+def test_test_rows_can_be_asked_without_any_to_learn(tokenizer: Any, tmp_path: Path) -> None:
+    test = DatasetConfig(path=str(tmp_path / "test.json"))
+    Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
+    module = build([], tokenizer, data={"test_datasets": [test]}, vocab_size=999)
+    module.setup("validate")
+    assert len(module.prompts(9)["test"]) == 1 and module.val_dataloader() == []
+    assert module.template.stop_token_ids == {tokenizer.eos_token_id}
+    assert module.report.datasets == []
+
+
+def test_prompts_above_the_sequence_length_are_left_out_aloud(
+    files: list[DatasetConfig], tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"instruction": q, "output": "one"} for q in ("q", "two " * 500, "three", "q" * 999)]
+    test = DatasetConfig(path=str(tmp_path / "test.json"))
+    Path(test.path).write_text(json.dumps(rows))
+    module = build(files, tokenizer, data={"test_datasets": [test]})
+    assert len(module.prompts(9)["test"]) == 2
+    assert "test: 2 of 4 prompts are longer than 128 tokens and are not asked" in caplog.text
+    Path(test.path).write_text(json.dumps(rows[1:2]))
+    assert build(files, tokenizer, data={"test_datasets": [test]}).prompts(9) == {}
+
+
+def test_token_ids_beyond_the_embedding_are_an_error(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
+    module = build(files, tokenizer, vocab_size=None)
+    examples = [*module.train_examples, *module.val_examples]
+    largest = max(int(example.input_ids.max()) for example in examples)
+    build(files, tokenizer, vocab_size=largest + 1)
+    told = rf"holds token id {largest}, the model's embedding has {largest} rows; set model.token"
+    with pytest.raises(DataError, match=told):
+        build(files, tokenizer, vocab_size=largest)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    with pytest.raises(DataError, match=rf"pad token has id {tokenizer.pad_token_id}, .* rows"):
+        build(files, tokenizer, vocab_size=largest + 1)
+
+
+def test_batches_come_from_page_locked_memory_where_there_is_a_gpu(
+    files: list[DatasetConfig], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = build(files, tokenizer)
+    for is_available in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=is_available: answer)
+        for loader in (module.train_dataloader(), module.val_dataloader()):
+            assert loader.pin_memory is is_available
+
+
+def test_batch_is_moved_without_a_wait_for_a_gpu_only(
+    files: list[DatasetConfig], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = build(files, tokenizer)
+    batch = next(iter(module.train_dataloader()))
+    moved = module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+    assert torch.equal(moved.labels, batch.labels)
+    asked = []
+    monkeypatch.setattr(Batch, "to", lambda self, device, non_blocking: asked.append(non_blocking))
+    for name in ("cuda:0", "cpu"):
+        module.transfer_batch_to_device(batch, torch.device(name), 0)
+    assert asked == [True, False]
+
+
 def test_report_says_it_aloud(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer)
     lines = module.report.lines()
     assert lines[0].startswith("lists: 40 rows (alpaca, guessed), 38 train + 2 validation, ")
     assert "no chat template" in lines[-1]
-    kept = module.report.fingerprints()
-    assert list(kept) == module.dataset_names == ["lists", "chats", "pairs"]
-    assert json.loads(json.dumps(kept))["lists"]["train_rows"] == 38
+    kept = json.loads(json.dumps([asdict(report) for report in module.report.datasets]))
+    assert [one["name"] for one in kept] == module.dataset_names == ["lists", "chats", "pairs"]
+    assert kept[0]["train_rows"] == 38
     assert len(module.template_hash) == 64
 
 

@@ -50,7 +50,12 @@ def step_documents(plan: StepPlan, step: int) -> list[int]:
 
 
 @settings(max_examples=60)
-@given(LENGTHS, st.integers(0, 3), st.integers(0, 3), st.sampled_from(["multipack", "none"]))
+@given(
+    LENGTHS,
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.sampled_from(["multipack", "like_length", "none"]),
+)
 def test_every_document_is_in_one_pack_that_holds_it(
     lengths: list[int], seed: int, epoch: int, method: str
 ) -> None:
@@ -71,7 +76,7 @@ def test_every_document_is_in_one_pack_that_holds_it(
     st.integers(1, 3),
     st.integers(1, 3),
     st.integers(1, 3),
-    st.sampled_from(["multipack", "none"]),
+    st.sampled_from(["multipack", "like_length", "none"]),
 )
 def test_each_epoch_sees_each_document_once_on_some_rank(
     lengths: list[int], micro: int, accumulation: int, world: int, epochs: int, method: str
@@ -84,7 +89,7 @@ def test_each_epoch_sees_each_document_once_on_some_rank(
         world_size=world,
         num_epochs=epochs,
     )
-    seen: dict[int, list[int]] = {}
+    seen: list[int] = []
     for step in range(plan.num_steps):
         for rank in range(world):
             batches = plan.micro_batches(step, rank)
@@ -93,8 +98,10 @@ def test_each_epoch_sees_each_document_once_on_some_rank(
         found = step_documents(plan, step)
         assert found
         assert plan.step_weight(step) == sum(lengths[i] for i in found)
-        seen.setdefault(plan.epoch_of(step), []).extend(found)
-    assert [sorted(found) for found in seen.values()] == [list(range(len(lengths)))] * epochs
+        seen += found
+    count = len(lengths)
+    by_epoch = [sorted(seen[start : start + count]) for start in range(0, len(seen), count)]
+    assert by_epoch == [list(range(count))] * epochs
 
 
 def test_step_is_the_same_however_it_is_divided() -> None:
@@ -151,7 +158,6 @@ def test_max_steps_repeats_epochs_and_is_exact() -> None:
     for max_steps in (1, epoch, epoch * 3 + 1):
         plan = make_plan(lengths, max_steps=max_steps)
         assert plan.num_steps == max_steps
-        assert plan.epoch_of(max_steps - 1) == (max_steps - 1) // epoch
         assert len(StepSampler(plan, 0)) == max_steps * 2 == len(list(StepSampler(plan, 0)))
     with pytest.raises(IndexError):
         make_plan(lengths, max_steps=3).micro_batches(3, 0)
@@ -197,5 +203,17 @@ def test_document_above_the_capacity_is_an_error() -> None:
 
 
 def test_unknown_method_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"packing.method is 'multi'; use multipack or none"):
+    with pytest.raises(
+        ValueError, match=r"packing.method is 'multi'; use multipack or like_length or none"
+    ):
         check_packing(PackingConfig(method="multi"))
+
+
+def test_like_length_packs_neighbours_and_shuffles_the_packs() -> None:
+    lengths = np.random.default_rng(0).integers(5, 120, 1500)
+    packs = pack_documents(lengths, 512, 0, 0, "like_length")
+    spread = [np.ptp(lengths[packs[pack]]) for pack in range(len(packs))]
+    mixed = pack_documents(lengths, 512, 0, 0, "multipack")
+    assert np.mean(spread) < 0.1 * np.mean([np.ptp(lengths[mixed[p]]) for p in range(len(mixed))])
+    longest = [int(lengths[packs[pack]].max()) for pack in range(len(packs))]
+    assert longest != sorted(longest) and longest != sorted(longest, reverse=True)

@@ -118,6 +118,22 @@ def test_long_rows_are_split_without_loss(tmp_path: Path, tokenizer: Any) -> Non
     assert prepared.report.split == 1
 
 
+@pytest.mark.parametrize("words", [13, 20, 22, 60])
+def test_each_piece_of_a_split_row_has_one_bos(
+    words: int, tmp_path: Path, make_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
+    text = "one " * words
+    config = write(tmp_path / "d.jsonl", [{"text": text}])
+    prepared = prepare(config, tokenizer, 8, on_long="split")
+    pieces = [piece.input_ids.tolist() for piece in prepared.examples[0]]
+    assert len(pieces) > 1 and all(len(piece) == 8 for piece in pieces[:-1])
+    bos = tokenizer.bos_token_id
+    assert all(piece[0] == bos and bos not in piece[1:] for piece in pieces)
+    # Without loss: each token but the BOS is learned in one piece.
+    assert "".join(learned(prepared, tokenizer)) == text + "</s>"
+
+
 def test_cut_on_the_left_keeps_the_bos(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
     config = write(tmp_path / "d.jsonl", alpaca("one two three " * 20))
@@ -165,6 +181,17 @@ def test_dropped_share(tmp_path: Path, tokenizer: Any) -> None:
         prepare(config, tokenizer, 99, max_dropped_share=0.2)
 
 
+def test_control_tokens_in_the_text_are_counted_and_said(tmp_path: Path, tokenizer: Any) -> None:
+    rows = alpaca("one", "two </s> one", "three")
+    rows[2]["instruction"] = "what is </s>?"
+    report = prepare(write(tmp_path / "d.jsonl", rows), tokenizer, 99).report
+    assert report.control_rows == 2
+    assert report.control_first.endswith("d.jsonl:2: </s>")
+    assert "2 with control tokens in their text, kept and learned as such (first " in report.line(9)
+    clean = prepare(write(tmp_path / "e.jsonl", alpaca("one", "two")), tokenizer, 99).report
+    assert clean.control_rows == 0 and "control tokens" not in clean.line(99)
+
+
 def test_counts_after_the_split(tmp_path: Path, tokenizer: Any) -> None:
     prepared = prepare(write(tmp_path / "d.jsonl", alpaca("one", "two")), tokenizer, 99)
     count_split(prepared, [True, False])
@@ -180,13 +207,13 @@ def test_names_are_made_from_paths_and_differ() -> None:
         "a/x.json",
         "b/x.jsonl.gz",
         "owner/set",
-        "sample:skills_corpus",
+        "sample:lookup_corpus",
         "data/v1.5",
         "in/*.csv",
     ]
     configs = [DatasetConfig(path=path) for path in paths]
     configs.append(DatasetConfig(path="y.json", name="mine"))
-    assert dataset_names(configs) == ["x", "x-2", "set", "skills_corpus", "v1.5", "in", "mine"]
+    assert dataset_names(configs) == ["x", "x-2", "set", "lookup_corpus", "v1.5", "in", "mine"]
 
 
 def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
@@ -197,7 +224,7 @@ def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
 def test_check_passes_what_is_right(tmp_path: Path) -> None:
     good = write(tmp_path / "d.jsonl", alpaca("one"))
     hub = DatasetConfig(path="no_such_owner/no_such_set")
-    assert problems(good, hub, DatasetConfig(path="sample:skills_corpus")) == []
+    assert problems(good, hub, DatasetConfig(path="sample:lookup_corpus")) == []
 
 
 def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
@@ -265,12 +292,45 @@ def test_no_data_set_says_what_to_type() -> None:
     assert "data.datasets is empty; give" in problems()[0]
 
 
+def test_test_data_sets_are_checked_without_data_sets(tmp_path: Path) -> None:
+    found = problems(test_datasets=[DatasetConfig(path=str(tmp_path / "t.json"))])
+    assert len(found) == 1 and "t.json: no such file" in found[0]
+
+
+def test_check_reads_one_budget_in_equal_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_modules.prepare.CHECKED_BYTES", 5000)
+    good = write(tmp_path / "good.jsonl", alpaca(*["one" * 20] * 90))
+    late = write(tmp_path / "late.jsonl", [*alpaca(*["one" * 20] * 40), {"x": 1}])
+    early = write(tmp_path / "early.jsonl", [*alpaca(*["one" * 20] * 9), {"x": 1}])
+    assert 2000 < Path(late.path).stat().st_size < 4000
+    assert problems(late, good, good, good, good) == []
+    assert [p.split("/")[-1][:12] for p in problems(good, good, good, early)] == ["early.jsonl:"]
+    # What a short file leaves of its part goes to the files after it.
+    assert "late.jsonl:41 missing" in problems(early, late)[-1]
+
+
+def test_count_of_problems_survives(tmp_path: Path) -> None:
+    broken = write(tmp_path / "d.jsonl", alpaca("one"))
+    Path(broken.path).write_text("{\n" * 50)
+    found = problems(broken)
+    assert len(found) == 20 and found[-1] == "... and 31 more like these"
+
+
+def test_missing_mapped_column_names_its_row(tmp_path: Path, tokenizer: Any) -> None:
+    config = write(tmp_path / "d.jsonl", alpaca("one"))
+    config.columns = {"output": "a"}
+    with pytest.raises(DataError, match=r"d\.jsonl:1 missing 'a'"):
+        prepare(config, tokenizer, 99)
+
+
 def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", alpaca("one")).path
     code = (
         "import sys, data_modules as d\n"
         f"assert d.check_datasets(d.DataConfig(datasets=[d.DatasetConfig(path={path!r})])) == []\n"
-        "d.PackingConfig()\n"
+        "d.PackingConfig(), d.PACKING_METHODS, d.TEMPLATE_NAMES\n"
         "heavy = {'torch', 'lightning', 'transformers', 'datasets', 'numpy', 'pyarrow', 'jinja2'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )

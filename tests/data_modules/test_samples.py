@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import re
 import zlib
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from data_modules.samples import phrasing, write
-from data_modules.samples.corpus import ANSWER_WEIGHT, TEXT_WEIGHT, Document, skills_corpus
+from data_modules.samples.corpus import (
+    ANSWER_WEIGHT,
+    CORPORA,
+    TEXT_WEIGHT,
+    Document,
+    read_corpus,
+    skills_corpus,
+)
 from data_modules.samples.probes import GATE, probe_rows
 from data_modules.samples.skills import CITIES, JOBS, NAMES, SKILLS
 
@@ -159,6 +167,9 @@ def test_the_corpus_shows_no_wording_of_the_tuning_rows(documents: list[Document
 def test_the_corpus_is_the_same_each_time_and_grows_at_its_end(documents: list[Document]) -> None:
     assert list(skills_corpus(num_documents=100)) == documents[:100]
     assert list(skills_corpus(seed=1, num_documents=100)) != documents[:100]
+    for name, (_, _, size) in CORPORA.items():
+        assert list(islice(read_corpus(name), 50)) == list(islice(read_corpus(name), 50))
+        assert size == sum(1 for _ in read_corpus(name))
 
 
 def test_each_document_ends_with_an_answer_of_full_weight(documents: list[Document]) -> None:

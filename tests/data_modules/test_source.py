@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from data_modules.source import find_files, fingerprint, is_hub_id, read_rows
+from data_modules.source import Budget, find_files, fingerprint, is_hub_id, read_rows
 from data_modules.types import DataError, Row
 
 
@@ -84,8 +86,8 @@ def test_all_broken_lines_are_told_and_the_good_ones_read(tmp_path: Path) -> Non
 
 def test_more_than_twenty_problems_are_counted(tmp_path: Path) -> None:
     problems = problems_of(tmp_path / "d.jsonl", "{\n" * 50)
-    assert len(problems) == 21
-    assert problems[-1] == "... and 30 more like these"
+    assert len(problems) == 20
+    assert problems[-1] == "... and 31 more like these"
 
 
 @pytest.mark.parametrize(
@@ -196,12 +198,57 @@ def test_check_reads_the_beginning_only(tmp_path: Path) -> None:
     ):
         file = tmp_path / name
         file.write_text(content)
-        assert 5 < len(list(read_rows(str(file), max_bytes=1000))) < 15
+        assert 5 < len(list(read_rows(str(file), budget=Budget(1000)))) < 15
+
+
+def test_budget_is_that_of_all_files_together(tmp_path: Path) -> None:
+    for name in "abcd":
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps({"a": "x" * 92}) + "\n") * 10)
+    (tmp_path / "e.jsonl").write_text("never read")
+    assert len(list(read_rows(str(tmp_path), budget=Budget(2500)))) in (24, 25)
+
+
+def test_file_whose_first_row_exceeds_the_budget_is_not_called_empty(tmp_path: Path) -> None:
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps([{"a": "x" * 900}]))
+    assert list(read_rows(str(file), budget=Budget(100))) == []
+
+
+def test_array_on_one_long_line_is_not_read_to_see_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "d.json"
+    file.write_text(json.dumps([{"a": "x" * 100}] * 50_000))
+    num_bytes = 0
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            nonlocal num_bytes
+            count = super().readinto(buffer) or 0
+            num_bytes += count
+            return count
+
+    monkeypatch.setattr("data_modules.source._open", lambda path: io.BufferedReader(Counted(path)))
+    assert 50 < len(list(read_rows(str(file), budget=Budget(10_000)))) < 100
+    assert num_bytes < 200_000
+
+
+def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -> None:
+    escape = "\x1b]0;owned\x07"
+    for name, content in (
+        ("a.jsonl", f'{{"a": {escape}}}\n'),
+        ("b.csv", f"a{escape},b\n1,2,3\n"),
+        ("c.jsonl", json.dumps({"k": 1})[:-1] + ', "\\u001b[2J": 1, "\\u001b[2J": 2}\n'),
+    ):
+        problem = problems_of(tmp_path / name, content)[0]
+        assert problem.isprintable() and "\\x1b" in problem
+    problem = problems_of(tmp_path / "d.csv", ",".join(["column"] * 999) + "\n1\n")[0]
+    assert len(problem) < 250
 
 
 def test_samples_that_ship() -> None:
-    row = next(read_rows("sample:skills_corpus"))
+    row = next(read_rows("sample:lookup_corpus"))
     assert row.origin.line == 1 and row.values["segments"]
-    assert len(fingerprint("sample:skills_corpus")) == 64
-    with pytest.raises(DataError, match=r"no such sample; there are .*skills_corpus"):
+    assert len(fingerprint("sample:lookup_corpus")) == 64
+    with pytest.raises(DataError, match=r"no such sample; there are .*lookup_corpus"):
         find_files("sample:skills")

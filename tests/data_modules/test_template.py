@@ -383,13 +383,42 @@ def test_character_of_several_tokens_is_learned_whole(tokenizer: Any) -> None:
     assert runs(template, item) == ["a \u2603", "\u2603</s>"]
 
 
-def test_prompt_of_a_document_is_all_but_its_last_segment(tokenizer: Any) -> None:
+def test_prompt_of_a_document_ends_where_training_learns_first(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document((Segment("what is it: ", 0.0), Segment("two", 1.0)), ORIGIN)
     prompt = template.prompt(item)
     assert prompt is not None and prompt.answer == "two"
-    assert tokenizer.decode(prompt.input_ids) == "what is it: "
+    # The blank is the beginning of the token " two", which the model has learned to say.
+    assert tokenizer.decode(prompt.input_ids) == "what is it:"
+    ids, weights = next(template.encode([item]))
+    assert prompt.input_ids == ids[: weights.nonzero()[0][0]].tolist()
     assert template.prompt(Document((Segment("one", 1.0),), ORIGIN)) is None
+    assert template.prompt(Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN)) is None
+
+
+def test_prompt_of_a_document_holds_all_segments_before_the_last(tokenizer: Any) -> None:
+    template = ChatTemplate.resolve(tokenizer, None)
+    segments = (Segment("one:", 0.5), Segment(" two\n", 1.0), Segment("three:", 0.5))
+    prompt = template.prompt(Document((*segments, Segment(" 1", 1.0)), ORIGIN))
+    assert prompt is not None and prompt.answer == " 1"
+    assert tokenizer.decode(prompt.input_ids) == "one: two\nthree:"
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("answer", ["two", " two", "\n\ntwo"])
+def test_prompt_is_a_prefix_of_what_training_sees(
+    style: str, answer: str, make_tokenizer: Callable[..., Any]
+) -> None:
+    template = template_of(style, make_tokenizer)
+    item = chat("q", "one", "r", answer)
+    prompt = template.prompt(item)
+    assert prompt is not None and prompt.answer == answer
+    if style == "no prefix":
+        assert template._tokenizer.decode(prompt.input_ids).endswith("<think>\n")
+        return
+    ids, weights = next(template.encode([item]))
+    last = [i for i in range(1, len(ids)) if weights[i] > 0 and weights[i - 1] == 0][-1]
+    assert prompt.input_ids == ids[:last].tolist()
 
 
 def test_tokenizer_without_template_gets_plain_and_says_so(tokenizer: Any) -> None:
@@ -456,6 +485,71 @@ def test_tokenizer_that_truncates_cuts_nothing(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.enable_padding(length=99)
     template = ChatTemplate.resolve(tokenizer, None)
     assert text_of(template, chat("q", "two")) == "### User:\nq\n\n### Assistant:\ntwo</s>"
+
+
+def test_template_that_never_ends_is_an_error(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "slow.jinja"
+    loop = "{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
+    file.write_text(loop + CHATML)
+    monkeypatch.setattr("data_modules.template.RENDER_SECONDS", 0.01)
+    with pytest.raises(DataError, match=r"slow.jinja does not render .* within 0.01 s.*=plain"):
+        ChatTemplate.resolve(tokenizer, str(file))
+    tokenizer.chat_template = loop + CHATML
+    with pytest.raises(DataError, match="the tokenizer's own chat template does not render"):
+        ChatTemplate.resolve(tokenizer, None)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"{% for m in messages %}\n{{ m.content", "is no valid template: line 2: "),
+        (b"\xff", "is not UTF-8 text"),
+        (b" " * (1 << 20) + b"x", "1,048,577 bytes are no chat template"),
+    ],
+)
+def test_file_that_is_no_template_is_an_error(
+    content: bytes, told: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=rf"chat_template=.*t.jinja:? {told}"):
+        ChatTemplate.resolve(tokenizer, str(file))
+
+
+def test_template_with_too_long_a_range_is_an_error(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for i in range(10**9) %}{% endfor %}"
+    template = ChatTemplate.resolve(tokenizer, None)
+    with pytest.raises(DataError, match=r"rows.json:7 .*refuses this row.*Range too big"):
+        next(template.encode([chat("q", "two")]))
+
+
+def test_answer_is_quoted_without_control_characters(tokenizer: Any) -> None:
+    tokenizer.chat_template = NO_STOP
+    with pytest.raises(DataError) as caught:
+        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "\x1b[2J" + "two " * 99)]))
+    message = caught.value.problems[0]
+    assert r"`\x1b[2Jtwo two" in message and message.isprintable() and len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("item", "found"),
+    [
+        (chat("q", "two"), None),
+        (chat("q", "two<|im_end|> three"), "<|im_end|>"),
+        (chat("<|im_start|>system", "two"), "<|im_start|>"),
+        (Document((Segment("one <|im_", 0.0), Segment("end|>", 1.0)), ORIGIN), "<|im_end|>"),
+        (Document((Segment("one im_end", 1.0),), ORIGIN), None),
+        (chat("q", "<think>hm</think>two"), None),
+    ],
+)
+def test_control_tokens_in_the_text_are_found(
+    item: Conversation | Document, found: str | None, make_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
+    tokenizer.add_tokens(["<think>", "</think>"])
+    assert ChatTemplate.resolve(tokenizer, "chatml").control_token(item) == found
 
 
 def test_sandbox_holds(tokenizer: Any) -> None:

@@ -178,6 +178,18 @@ def test_saved_verified_and_loaded_gives_the_same_logits(
     assert not loaded.training
 
 
+def test_an_fp32_adapter_on_a_bf16_base_is_not_rounded_when_it_is_read(tmp_path: Path) -> None:
+    base = tiny_llama().to(torch.bfloat16)
+    model = apply_adapter(base, LoraConfig(r=4), half_precision=False)
+    learn_something(model)
+    save_adapter(model, tmp_path)
+    in_memory = probe_logits(model, random_ids())
+    assert verify_adapter(model, tmp_path, random_ids()) == 0.0
+    loaded = load_adapter(tiny_llama().to(torch.bfloat16), tmp_path)
+    assert {p.dtype for name, p in loaded.named_parameters() if "lora_" in name} == {torch.float32}
+    assert torch.equal(probe_logits(loaded, random_ids()), in_memory)
+
+
 def test_verifying_leaves_the_model_as_it_was(trained: Any, saved: Path) -> None:
     before = {name: parameter.requires_grad for name, parameter in trained.named_parameters()}
     trained.train()

@@ -6,13 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from app.model import attention
 from app.model.attention import (
+    AttentionConfig,
     attention_implementation,
     attention_inputs,
     check_isolation,
+    choose_backend,
     generation_attention,
     group_documents,
 )
@@ -45,9 +56,7 @@ def positions(lengths: list[list[int]], tokens: int) -> torch.Tensor:
 @torch.no_grad()
 def logits(model: LlamaForCausalLM, backend: str, ids: torch.Tensor) -> torch.Tensor:
     lengths = LENGTHS[: len(ids)]
-    inputs = attention_inputs(
-        backend, lengths, tuple(ids.shape), device=ids.device, dtype=model.dtype
-    )
+    inputs = attention_inputs(model, backend, lengths, tuple(ids.shape))
     position_ids = positions(lengths, ids.shape[1])
     return model(input_ids=ids, position_ids=position_ids, use_cache=False, **inputs).logits
 
@@ -81,12 +90,12 @@ def test_editing_one_document_changes_no_logit_of_another(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "flash2"])
 def test_isolation_on_a_gpu(backend: str) -> None:
     model = llama(backend).to("cuda", torch.bfloat16)
-    check_isolation(model, backend, 64)
+    check_isolation(model, backend)
 
 
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_the_probe_accepts_isolated_documents(backend: str) -> None:
-    check_isolation(llama(backend), backend, 64)
+    check_isolation(llama(backend), backend)
 
 
 def test_the_probe_refuses_a_model_that_does_not_hand_documents_on(
@@ -94,7 +103,7 @@ def test_the_probe_refuses_a_model_that_does_not_hand_documents_on(
 ) -> None:
     monkeypatch.setattr(attention, "group_documents", lambda *_: None)
     with pytest.raises(ValueError, match="see each other"):
-        check_isolation(llama("sdpa"), "sdpa", 64)
+        check_isolation(llama("sdpa"), "sdpa")
 
 
 def test_both_backends_give_the_same_gradients() -> None:
@@ -102,9 +111,7 @@ def test_both_backends_give_the_same_gradients() -> None:
     gradients = []
     for backend in ON_CPU:
         model = llama(backend).train()
-        inputs = attention_inputs(
-            backend, LENGTHS[:1], (1, TOKENS), device=ids.device, dtype=torch.float32
-        )
+        inputs = attention_inputs(model, backend, LENGTHS[:1], (1, TOKENS))
         out = model(
             input_ids=ids, position_ids=positions(LENGTHS[:1], TOKENS), use_cache=False, **inputs
         )
@@ -113,16 +120,17 @@ def test_both_backends_give_the_same_gradients() -> None:
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sliding_window_holds_inside_a_document() -> None:
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_a_sliding_window_holds_inside_a_document(backend: str) -> None:
     torch.manual_seed(0)
     shape = SHAPE | {"sliding_window": 8}
     reference = MistralForCausalLM(MistralConfig(**shape, attn_implementation="eager")).eval()
     ours = MistralForCausalLM(
-        MistralConfig(**shape, attn_implementation=attention_implementation("sdpa"))
+        MistralConfig(**shape, attn_implementation=attention_implementation(backend))
     ).eval()
     ours.load_state_dict(reference.state_dict())
     ids = torch.randint(0, 64, (1, TOKENS))
-    packed = logits(ours, "sdpa", ids)
+    packed = logits(ours, backend, ids)
     with torch.no_grad():
         alone = reference(input_ids=ids[:, 17:47], use_cache=False).logits[0]
     assert torch.allclose(packed[0, 17:47], alone, atol=1e-5)
@@ -154,3 +162,30 @@ def test_a_variant_that_it_cannot_compute_is_refused(tmp_path: Path) -> None:
     part = torch.zeros(1, 4, 6, 8)
     with pytest.raises(ValueError, match="attention=eager"):
         attention.attend_by_document(torch.nn.Identity(), part, part, part, None, softcap=50.0)
+
+
+def test_layers_of_two_kinds_get_a_mask_each() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**SHAPE, head_dim=8, sliding_window=8, attn_implementation="eager")
+    model = Gemma2ForCausalLM(config).eval()
+    ids = torch.randint(3, 64, (1, TOKENS))
+    packed = logits(model, "eager", ids)
+    with torch.no_grad():
+        alone = model(input_ids=ids[:, 17:47], use_cache=False).logits[0]
+    assert torch.allclose(packed[0, 17:47], alone, atol=1e-5)
+
+
+def test_auto_takes_eager_where_a_model_computes_its_attention_itself() -> None:
+    gemma = Gemma2Config(**SHAPE)
+    assert choose_backend(AttentionConfig(), gemma, "cpu", "fp32") == "eager"
+    assert choose_backend(AttentionConfig(), LlamaConfig(**SHAPE), "cpu", "fp32") == "sdpa"
+    with pytest.raises(ValueError, match="attention=eager"):
+        choose_backend(AttentionConfig(backend="sdpa"), gemma, "cpu", "fp32")
+
+
+def test_experts_that_round_otherwise_are_not_taken_for_a_leak() -> None:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        **SHAPE, num_local_experts=4, attn_implementation=attention_implementation("sdpa")
+    )
+    check_isolation(MixtralForCausalLM(config), "sdpa")

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaForCausalLM
 
-from app.errors import TrainingFault
+from app.errors import TrainingFault, UserError
 from app.model import build
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, probe_logits
 from app.model.attention import attention_implementation
 from app.model.build import (
     ModelConfig,
     build_model,
+    context_len,
     load_architecture,
     load_base,
     load_tuned,
@@ -154,6 +155,22 @@ def test_a_sharded_base_is_the_same_model(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
+def test_a_base_that_lacks_a_tensor_is_refused_and_not_filled_with_random_numbers(
+    base: Path,
+) -> None:
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"missing .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_base(ModelConfig(path=str(base)), "sdpa", FP32)
+
+
+def test_the_context_is_the_architectures() -> None:
+    assert context_len(tiny_llama().config) == 128
+    assert context_len(BloomConfig()) is None
+
+
 def gradients(model: Any) -> dict[str, torch.Tensor]:
     ids = random_ids(rows=2)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -179,6 +196,14 @@ def test_recompute_computes_a_layer_twice_and_none_once(base: Path) -> None:
         attention.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         gradients(model)
         assert len(calls) == times, mode
+
+
+def test_recompute_is_not_reentrant(base: Path) -> None:
+    """Reentrant checkpointing cannot do this, nor find every gradient of an adapter in DDP."""
+    model, ids = built(base, recompute="full"), random_ids()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    assert len(torch.autograd.grad(loss, trained)) == len(trained)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -217,18 +242,20 @@ def test_a_full_model_is_saved_as_a_folder_in_the_dtype_of_its_base(
     assert (head is reopened.get_input_embeddings().weight) is tied
 
 
-def test_the_model_in_memory_is_the_saved_one_after_saving(tmp_path: Path) -> None:
+def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_training(
+    tmp_path: Path,
+) -> None:
     base = save_base(tmp_path / "base", BF16)
     model = built(base, FullConfig(), precision="bf16")
     move(model)
     exact = model.model.rotary_emb.inv_freq.clone()
     architecture = load_architecture(ModelConfig(path=str(base)))
     saved = save_model(model, FullConfig(), architecture, tmp_path, PROBE)
-    assert model.dtype is BF16
+    assert {parameter.dtype for parameter in model.parameters()} == {FP32}
     # Rotary frequencies are no weights: rounded to bf16 they would move every position.
     assert model.model.rotary_emb.inv_freq.dtype is FP32
     assert torch.equal(model.model.rotary_emb.inv_freq, exact)
-    loaded = load_tuned(ModelConfig(path=str(base)), saved, attention_implementation("sdpa"), BF16)
+    loaded = load_tuned(ModelConfig(path=str(base)), saved, attention_implementation("sdpa"), FP32)
     assert torch.equal(probe_logits(loaded, random_ids()), probe_logits(model, random_ids()))
 
 

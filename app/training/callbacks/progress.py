@@ -13,6 +13,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from app.training.curves import Curves
 
 LINES_PER_RUN = 10
+FIGURES = {
+    "train/loss": "loss {:.4f}",
+    "val/loss": "val {:.4f}",
+    "train/lr": "lr {:.1e}",
+    "speed/tokens_per_second": "{:,.0f} tok/s",
+}
+"""what the bar shows of the newest row, short enough for a terminal of 80 columns"""
 
 
 class ProgressBar(L.Callback):
@@ -24,6 +31,7 @@ class ProgressBar(L.Callback):
         self.progress: Progress | None = None
         self.task = TaskID(0)
         self.started = 0.0
+        self.next_line = 0.0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the bar on rank 0."""
@@ -32,7 +40,7 @@ class ProgressBar(L.Callback):
             return
         self.progress = Progress(
             TextColumn("{task.fields[what]}"),
-            BarColumn(),
+            BarColumn(bar_width=12),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
@@ -57,10 +65,10 @@ class ProgressBar(L.Callback):
         step, total = trainer.global_step, trainer.max_steps
         if self.progress is not None:
             self.progress.update(self.task, completed=step, what="training", figures=self.figures())
-        elif not self.console.is_terminal and step % max(1, total // LINES_PER_RUN) == 0:
-            elapsed = time.monotonic() - self.started
-            left = elapsed / step * (total - step)
-            self.console.print(f"step {step}/{total}  {self.figures()}  {left:.0f} s left")
+        elif self.curves.latest_step == step and (step >= self.next_line or step == total):
+            self.next_line = step + total / LINES_PER_RUN
+            left = (time.monotonic() - self.started) / step * (total - step)
+            print(f"step {step}/{total}  {self.figures()}  {left:.0f} s left", flush=True)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say that a validation runs."""
@@ -69,16 +77,9 @@ class ProgressBar(L.Callback):
 
     def figures(self) -> str:
         """The newest figures in one line."""
-        shown = {
-            "loss": "train/loss",
-            "val loss": "val/loss",
-            "lr": "train/lr",
-            "tokens/s": "speed/tokens_per_second",
-        }
-        formats = {"lr": ".1e", "tokens/s": ",.0f"}
         return "  ".join(
-            f"{label} {self.curves.latest[name]:{formats.get(label, '.4f')}}"
-            for label, name in shown.items()
+            form.format(self.curves.latest[name])
+            for name, form in FIGURES.items()
             if name in self.curves.latest
         )
 
@@ -94,5 +95,6 @@ class ProgressBar(L.Callback):
 
     def _close(self) -> None:
         if self.progress is not None:
+            self.progress.update(self.task, what="done")
             self.progress.stop()
             self.progress = None

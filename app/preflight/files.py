@@ -15,10 +15,14 @@ from typing import Any
 from app.errors import nearest
 from app.model.adapter import LoraConfig
 from app.model.build import ModelConfig
-from app.model_files import NOT_LINEAR, BaseModel, Shapes, look_at_base, read_header, seen_from
-from data_modules import check_datasets
-
-TEMPLATES = ("plain", "chatml")
+from app.preflight.base_model import (
+    BaseModel,
+    Shapes,
+    look_at_base,
+    read_header,
+    seen_from,
+)
+from data_modules import TEMPLATE_NAMES, check_datasets
 
 
 def check_files(config: Any) -> list[str]:
@@ -42,11 +46,11 @@ def check_files(config: Any) -> list[str]:
 
 def check_chat_template(name: str | None) -> list[str]:
     """Look for the file of a chat template that is no name."""
-    if name is None or name in TEMPLATES or Path(name).is_file():
+    if name is None or name in TEMPLATE_NAMES or Path(name).is_file():
         return []
     return [
-        f"data.chat_template={name}: expected {' or '.join(TEMPLATES)}, or a .jinja file (no such "
-        f"file, seen from {seen_from()}){nearest(name, TEMPLATES)}"
+        f"data.chat_template={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja file "
+        f"(no such file, seen from {seen_from()}){nearest(name, TEMPLATE_NAMES)}"
     ]
 
 
@@ -89,8 +93,7 @@ def check_target_modules(adapter: LoraConfig, base: BaseModel) -> list[str]:
     if base.shapes is None:
         return []
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        matched = [name for name in base.shapes if not NOT_LINEAR.search(name)]
-        return _check_rank(adapter.r, matched, base.shapes)
+        return []  # there are always some, and tiny routers among them do not limit the rank
     leaves = sorted({name.rpartition(".")[2] for name in base.shapes})
     matched, problems = [], []
     for pattern in [targets] if isinstance(targets, str) else targets:

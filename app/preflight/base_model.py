@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import os
 import re
@@ -49,8 +50,9 @@ def look_at_base(model: ModelConfig) -> BaseModel:
         return _look_at_folder(folder, model)
     base = BaseModel(model.path, dict(model.architecture) or None)
     base.shapes = shapes_of_architecture(model.architecture)
-    problem = _problem_of_missing(model.path)
+    problem = _problem_of_missing("model.path", model.path)
     base.problems += [problem] if problem else []
+    base.problems += _check_tokenizer(model)
     return base
 
 
@@ -69,7 +71,7 @@ def _look_at_architecture(model: ModelConfig) -> BaseModel:
     if model.tokenizer_path is None:
         base.problems.append("model.from_scratch=true needs model.tokenizer_path=FOLDER_OR_HUB_ID")
     else:
-        base.problems += _check_tokenizer(model.tokenizer_path)
+        base.problems += _check_tokenizer(model)
     base.shapes = shapes_of_architecture(model.architecture)
     return base
 
@@ -84,36 +86,46 @@ def _look_at_folder(folder: Path, model: ModelConfig) -> BaseModel:
         problem = f"{folder / 'config.json'}: no model_type, so this is no transformers model"
     base.numbers = numbers
     base.problems += [problem] if problem else []
-    base.problems += _check_code(folder, numbers, trusted=model.trust_remote_code)
+    base.problems += [
+        f"{folder / 'config.json'}: {key} is private to transformers and can name code; remove it"
+        for key in numbers
+        if key.startswith("_attn")
+    ]
+    if not model.trust_remote_code:
+        base.problems += _check_code("model.path", folder)
     base.shapes, problems = read_shapes(folder)
-    base.problems += problems + _check_tokenizer(model.tokenizer_path or str(folder))
+    base.problems += problems
+    if model.tokenizer_path is None:
+        base.problems += _check_tokenizer_files(folder)
+    else:
+        base.problems += _check_tokenizer(model)
     return base
 
 
-def _problem_of_missing(path: str) -> str | None:
-    """Say why a path that is no folder cannot be a base; None where it may be a hub id."""
+def _problem_of_missing(key: str, path: str) -> str | None:
+    """Say why a path that is no folder cannot be read; None where it may be a hub id."""
     if "://" in path:
-        return f"model.path={path}: URLs are not read; type a folder or a hub id like org/name"
+        return f"{key}={path}: URLs are not read; type a folder or a hub id like org/name"
     if Path(path).is_file():
-        return f"model.path={path}: this is a file; type the folder that it is in"
+        return f"{key}={path}: this is a file; type the folder that it is in"
     parent = Path(path).parent
     looks_local = path.startswith((".", "/", "~")) or (parent != Path() and parent.is_dir())
     if HUB_ID.fullmatch(path) and not looks_local:
-        return _problem_offline(path)
+        return _problem_offline(key, path)
     siblings = [str(parent / entry.name) for entry in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(path, siblings, n=1)
     hint = f"; did you mean {near[0]}?" if near else "; a hub id has the form org/name"
-    return f"model.path={path}: no such folder, seen from {seen_from()}{hint}"
+    return f"{key}={path}: no such folder, seen from {seen_from()}{hint}"
 
 
-def _problem_offline(hub_id: str) -> str | None:
+def _problem_offline(key: str, hub_id: str) -> str | None:
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     if not offline or (cache / f"models--{hub_id.replace('/', '--')}").is_dir():
         return None
     return (
-        f"model.path={hub_id}: HF_HUB_OFFLINE is set and the model is not in the cache; "
+        f"{key}={hub_id}: HF_HUB_OFFLINE is set and it is not in the cache; "
         "unset HF_HUB_OFFLINE, or type the folder of a copy"
     )
 
@@ -135,35 +147,38 @@ def _why_no_model_folder(folder: Path) -> str:
     return f"model.path={folder}: no config.json there, found {', '.join(found) or 'nothing'}{hint}"
 
 
-def _check_code(folder: Path, numbers: dict[str, Any], *, trusted: bool) -> list[str]:
-    """Refuse a folder that brings Python, or that names private attention code."""
-    problems = [
-        f"{folder / 'config.json'}: {key} is private to transformers and can name code; remove it"
-        for key in numbers
-        if key.startswith("_attn")
-    ]
-    if trusted:
-        return problems
+def _check_code(key: str, folder: Path) -> list[str]:
+    """Refuse a folder that brings Python."""
     brings = [file.name for file in sorted(folder.glob("*.py"))]
     for name in ("config.json", "tokenizer_config.json"):
         if (folder / name).exists() and "auto_map" in read_json_object(folder / name)[0]:
             brings.append(f"auto_map in {name}")
-    if brings:
-        problems.append(
-            f"model.path={folder} brings its own Python ({', '.join(brings)}); read it, then type "
-            "model.trust_remote_code=true"
-        )
+    if not brings:
+        return []
+    return [
+        f"{key}={folder} brings its own Python ({', '.join(brings)}); read it, then type "
+        "model.trust_remote_code=true"
+    ]
+
+
+def _check_tokenizer(model: ModelConfig) -> list[str]:
+    """Look at model.tokenizer_path, where the tokenizer is not the base's own."""
+    if model.tokenizer_path is None:
+        return []
+    folder = Path(model.tokenizer_path)
+    if not folder.is_dir():
+        problem = _problem_of_missing("model.tokenizer_path", model.tokenizer_path)
+        return [problem] if problem else []
+    problems = _check_tokenizer_files(folder)
+    if not model.trust_remote_code and model.tokenizer_path != model.path:
+        problems += _check_code("model.tokenizer_path", folder)
     return problems
 
 
-def _check_tokenizer(path: str) -> list[str]:
-    folder = Path(path)
-    if not folder.is_dir():
-        problem = _problem_of_missing(path)
-        return [problem.replace("model.path", "model.tokenizer_path", 1)] if problem else []
+def _check_tokenizer_files(folder: Path) -> list[str]:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return [
-            f"{path}: no tokenizer there (looked for {', '.join(TOKENIZER_FILES[:2])} ...); "
+            f"{folder}: no tokenizer there (looked for {', '.join(TOKENIZER_FILES[:2])} ...); "
             "type model.tokenizer_path=FOLDER_OR_HUB_ID"
         ]
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -234,6 +249,31 @@ def read_shapes(folder: Path) -> tuple[Shapes | None, list[str]]:
     if embeddings and "lm_head" not in matrices:
         matrices["lm_head"] = embeddings[0]  # tied weights are saved once
     return (None if problems else matrices), problems
+
+
+def describe_base(model: ModelConfig) -> dict[str, str | None]:
+    """Say which base this is: path, revision, and a fingerprint of a folder's files.
+
+    The fingerprint is of config.json and of the safetensors' headers, which is names, shapes, types
+    and sizes: it tells models apart, not two trainings of one.
+    """
+    fingerprint = None
+    if model.path is not None and (folder := Path(model.path)).is_dir():
+        digest = hashlib.sha256()
+        for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
+            if file.exists():
+                digest.update(_start_of(file))
+        fingerprint = digest.hexdigest()
+    return {"path": model.path, "revision": model.revision, "fingerprint": fingerprint}
+
+
+def _start_of(file: Path) -> bytes:
+    """Return a JSON file whole, of a safetensors file its header."""
+    with file.open("rb") as stream:
+        if file.suffix != ".safetensors":
+            return stream.read()
+        length = stream.read(8)
+        return length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:

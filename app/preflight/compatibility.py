@@ -1,17 +1,22 @@
 """ONE TABLE of what does not go together, and of the ranges of numbers: why, and what to type.
 
-Judges values that are of the right type already. Needs no torch: devices are counted as files.
+Judges values that are of the right type already. Needs no torch: devices are counted as files, and
+`check_devices` and `check_global_batch` can be asked again once torch has counted them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,17 +50,13 @@ class Situation:
             return devices
         return max(self.num_gpus, 1) if self.on_gpu else 1
 
-    @property
-    def packs_at_once(self) -> int:
-        return int(self.config.trainer.micro_batch_size) * self.num_ranks
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Coupling:
     """One row: when it does not go together, why, and what to type instead."""
 
-    parts: str
-    """the slices of the settings that it reads; verbs without one of them skip the row"""
+    reads: str
+    """the settings that it reads; a row is skipped where one of them does not exist"""
     clashes: Callable[[Situation], bool]
     why: Callable[[Situation], str]
     instead: Callable[[Situation], str]
@@ -63,63 +64,43 @@ class Coupling:
 
 COUPLINGS = (
     Coupling(
-        "trainer",
+        "trainer.accelerator",
         lambda s: s.config.trainer.accelerator == "gpu" and s.num_gpus == 0,
         lambda s: "trainer.accelerator=gpu, but no GPU was found",
         lambda s: "trainer.accelerator=cpu (CUDA_VISIBLE_DEVICES hides GPUs, too)",
     ),
     Coupling(
-        "trainer",
-        lambda s: s.on_gpu and 0 < s.num_gpus < s.ranks_per_node,
-        lambda s: f"trainer.devices={s.config.trainer.devices}, but this machine has {s.device}",
-        lambda s: f"trainer.devices={s.num_gpus}",
-    ),
-    Coupling(
-        "trainer",
+        "trainer.precision trainer.accelerator",
         lambda s: s.config.trainer.precision == "fp16" and not s.on_gpu,
         lambda s: f"trainer.precision=fp16 needs a GPU, and this run is on {s.device}",
         lambda s: "trainer.precision=fp32 or bf16",
     ),
     Coupling(
-        "attention trainer",
+        "attention.backend trainer.accelerator",
         lambda s: s.config.attention.backend == "flash2" and not s.on_gpu,
         lambda s: f"attention=flash2 runs on NVIDIA GPUs alone, and this run is on {s.device}",
         lambda s: "attention=sdpa (documents of a pack stay apart there, too)",
     ),
     Coupling(
-        "attention trainer",
+        "attention.backend trainer.precision",
         lambda s: s.config.attention.backend == "flash2" and s.config.trainer.precision == "fp32",
         lambda s: "attention=flash2 computes in half precision alone, but trainer.precision=fp32",
         lambda s: "trainer.precision=bf16, or attention=sdpa",
     ),
     Coupling(
-        "attention trainer",
+        "attention.backend trainer.accelerator",
         lambda s: s.config.attention.backend == "flash2" and s.on_gpu and not _has_flash_attn(),
         lambda s: "attention=flash2 needs the package flash-attn, which is not installed",
         lambda s: "attention=sdpa, or install it as the README says",
     ),
     Coupling(
-        "strategy trainer",
+        "strategy.name trainer.accelerator trainer.devices trainer.num_nodes",
         lambda s: s.config.strategy.name == "single" and s.num_ranks > 1,
         lambda s: f"strategy=single runs on one device, but {s.num_ranks} ranks were asked for",
         lambda s: "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
     ),
     Coupling(
-        "strategy trainer",
-        lambda s: (
-            s.config.trainer.global_batch_size is not None
-            and s.packs_at_once > 0
-            and s.config.trainer.global_batch_size % s.packs_at_once != 0
-        ),
-        lambda s: (
-            f"trainer.global_batch_size={s.config.trainer.global_batch_size} is no multiple of "
-            f"micro_batch_size {s.config.trainer.micro_batch_size} x {s.num_ranks} ranks "
-            f"= {s.packs_at_once}"
-        ),
-        lambda s: f"trainer.global_batch_size={_nearest_multiples(s)}",
-    ),
-    Coupling(
-        "strategy trainer",
+        "trainer.global_batch_size trainer.gradient_accumulation_steps",
         lambda s: (
             s.config.trainer.global_batch_size is not None
             and s.config.trainer.gradient_accumulation_steps
@@ -133,7 +114,7 @@ COUPLINGS = (
         lambda s: "one of the two",
     ),
     Coupling(
-        "schedule trainer",
+        "schedule.warmup_steps trainer.max_steps",
         lambda s: (
             s.config.schedule.warmup_steps is not None
             and s.config.trainer.max_steps is not None
@@ -146,17 +127,20 @@ COUPLINGS = (
         lambda s: f"schedule.warmup_steps={max(s.config.trainer.max_steps // 10, 0)}",
     ),
     Coupling(
-        "model",
+        "model.path model.tokenizer_path model.revision model.trust_remote_code",
         lambda s: (
             s.config.model.trust_remote_code
-            and s.config.model.revision is None
-            and not Path(s.config.model.path or "").is_dir()
+            and not COMMIT.fullmatch(s.config.model.revision or "")
+            and any(
+                path is not None and not Path(path).is_dir()
+                for path in (s.config.model.path, s.config.model.tokenizer_path)
+            )
         ),
         lambda s: "model.trust_remote_code=true runs whatever stands on the hub that day",
-        lambda s: "model.revision=COMMIT beside it",
+        lambda s: "model.revision=COMMIT beside it (40 hex digits; branches and tags move)",
     ),
     Coupling(
-        "model strategy",
+        "model.from_scratch adapter.name",
         lambda s: s.config.model.from_scratch and s.config.adapter.name != "full",
         lambda s: (
             f"model.from_scratch=true with adapter={s.config.adapter.name}: small matrices beside "
@@ -228,20 +212,52 @@ def check_compatibility(config: Any, num_gpus: int | None = None) -> list[str]:
     `num_gpus`: GPUs of this machine, counted when not given.
     """
     situation = Situation(config, count_gpus() if num_gpus is None else num_gpus)
-    parts = {field.name for field in dataclasses.fields(config)}
     problems = [
         f"{row.key}={value}: expected {row.text}"
         for row in RANGES
-        if row.key.partition(".")[0] in parts
-        and (value := _value(config, row.key)) is not None
-        and not row.holds(value)
+        if (value := _value(config, row.key)) is not None and not row.holds(value)
     ]
     if problems:
         return problems
-    return [
+    problems = [
         f"{row.why(situation)}; type {row.instead(situation)}"
         for row in COUPLINGS
-        if parts.issuperset(row.parts.split()) and row.clashes(situation)
+        if all(_exists(config, key) for key in row.reads.split()) and row.clashes(situation)
+    ]
+    if _exists(config, "trainer.devices"):
+        problems += check_devices(config.trainer, situation.num_gpus if situation.on_gpu else None)
+        problems += check_global_batch(config.trainer, situation.num_ranks)
+    return problems
+
+
+def num_ranks(config: Any) -> int | None:
+    """Return how many ranks the settings ask for; None for a verb that runs as one process."""
+    if not _exists(config, "trainer.devices"):
+        return None
+    return Situation(config, count_gpus()).num_ranks
+
+
+def check_devices(trainer: Any, num_gpus: int | None) -> list[str]:
+    """Compare trainer.devices with the GPUs that are there; None where the run is on the CPU."""
+    if not num_gpus or trainer.devices == "auto" or trainer.devices <= num_gpus:
+        return []
+    there = f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
+    return [
+        f"trainer.devices={trainer.devices}, but this machine has {there}; "
+        f"type trainer.devices={num_gpus}"
+    ]
+
+
+def check_global_batch(trainer: Any, num_ranks: int) -> list[str]:
+    """Say by what trainer.global_batch_size cannot be divided among ranks and micro-batches."""
+    total, packs = trainer.global_batch_size, trainer.micro_batch_size * num_ranks
+    if total is None or total % packs == 0:
+        return []
+    fits = [str(fit) for fit in (total // packs * packs, total // packs * packs + packs) if fit]
+    return [
+        f"trainer.global_batch_size={total} is no multiple of micro_batch_size "
+        f"{trainer.micro_batch_size} x {num_ranks} ranks = {packs}; "
+        f"type trainer.global_batch_size={' or '.join(fits)}"
     ]
 
 
@@ -259,23 +275,20 @@ def count_gpus() -> int:
 
 
 def _value(config: Any, key: str) -> Any:
-    """Return the setting `key`; None where the chosen option has no such setting."""
-    value = config
+    """Return the setting `key`; None where the verb or the chosen option has no such setting."""
+    return functools.reduce(getattr, key.split("."), config) if _exists(config, key) else None
+
+
+def _exists(config: Any, key: str) -> bool:
     for name in key.split("."):
-        if name not in {field.name for field in dataclasses.fields(value)}:
-            return None
-        value = getattr(value, name)
-    return value
+        if name not in {field.name for field in dataclasses.fields(config)}:
+            return False
+        config = getattr(config, name)
+    return True
 
 
 def _default(part: Any, name: str) -> Any:
     return next(field.default for field in dataclasses.fields(part) if field.name == name)
-
-
-def _nearest_multiples(situation: Situation) -> str:
-    step = situation.packs_at_once
-    below = situation.config.trainer.global_batch_size // step * step
-    return " or ".join(str(value) for value in (below, below + step) if value)
 
 
 def _has_flash_attn() -> bool:

@@ -1,0 +1,23 @@
+"""Everything that can be known before torch is imported: what is wrong, where, and what to type.
+
+`compatibility` is the table of settings that do not go together, `files` looks at what they name,
+`base_model` reads a base's headers.
+"""
+
+from app.preflight.base_model import describe_base
+from app.preflight.compatibility import (
+    check_compatibility,
+    check_devices,
+    check_global_batch,
+    num_ranks,
+)
+from app.preflight.files import check_files
+
+__all__ = [
+    "check_compatibility",
+    "check_devices",
+    "check_files",
+    "check_global_batch",
+    "describe_base",
+    "num_ranks",
+]

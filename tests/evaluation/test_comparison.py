@@ -1,0 +1,97 @@
+"""The closing table shows base against tuned for each data set, and what to type next."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from app.evaluation.comparison import (
+    adapter_switched_off,
+    comparison_table,
+    named,
+    say_comparison,
+)
+from app.model.adapter import LoraConfig, apply_adapter, probe_logits
+from tests.tiny import random_ids, tiny_llama
+
+METRICS = {
+    "base/val/loss/lists": 7.01,
+    "tuned/val/loss/lists": 0.25,
+    "base/exact_match/lists": 0.015,
+    "tuned/exact_match/lists": 0.96,
+    "tuned/val/loss/people": 1.5,
+}
+
+
+def drawn(metrics: dict[str, float], names: list[str]) -> list[list[str]]:
+    """Cells of the table as they are drawn, row by row, the headings first."""
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(comparison_table(metrics, names))
+    lines = [line for line in console.export_text().splitlines() if line[:1] in "│┃"]
+    rows = [line.replace("┃", "│").strip("│").split("│") for line in lines]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_figures_of_base_and_tuned_get_names_of_their_own() -> None:
+    metrics = {"val/loss": 1.0, "val/loss/a": 2.0, "exact_match/a": 0.5}
+    assert named("base", metrics) == {
+        "base/val/loss": 1.0,
+        "base/val/loss/a": 2.0,
+        "base/exact_match/a": 0.5,
+    }
+    assert named("tuned", metrics) == {
+        "tuned/val/loss": 1.0,
+        "tuned/val/loss/a": 2.0,
+        "tuned/exact_match/a": 0.5,
+        "val/loss": 1.0,
+        "val/loss/a": 2.0,
+    }
+
+
+def test_the_table_shows_base_beside_tuned_and_a_dash_where_nothing_is() -> None:
+    assert drawn(METRICS, ["lists", "people"]) == [
+        ["data set", "loss: base", "tuned", "exact match: base", "tuned"],
+        ["lists", "7.0100", "0.2500", "1.5%", "96.0%"],
+        ["people", "-", "1.5000", "-", "-"],
+    ]
+
+
+def test_a_measure_that_was_not_taken_has_no_column() -> None:
+    losses = {name: value for name, value in METRICS.items() if "exact" not in name}
+    assert drawn(losses, ["lists"])[0] == ["data set", "loss: base", "tuned"]
+
+
+def test_a_base_that_is_measured_alone_has_its_figures() -> None:
+    assert drawn({"base/val/loss/lists": 7.01}, ["lists"]) == [
+        ["data set", "loss: base", "tuned"],
+        ["lists", "7.0100", "-"],
+    ]
+
+
+def test_held_out_files_with_names_of_their_own_come_last() -> None:
+    metrics = METRICS | {"base/exact_match/held_out": 0.0, "tuned/exact_match/held_out": 0.5}
+    table = drawn(metrics, ["lists", "people"])
+    assert [row[0] for row in table] == ["data set", "lists", "people", "held_out"]
+    assert table[-1] == ["held_out", "-", "-", "0.0%", "50.0%"]
+
+
+def test_the_table_is_printed_with_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    say_comparison({"tuned/val/loss/old[new]": 0.5}, ["old[new]"])
+    printed = capsys.readouterr().out
+    assert "base against tuned" in printed
+    assert "old[new]" in printed  # rich would take it for a colour
+
+
+def test_an_adapter_switched_off_is_the_base_and_comes_back() -> None:
+    model: Any = apply_adapter(tiny_llama(), LoraConfig(r=4), half_precision=False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(0.1)
+    tuned, base = probe_logits(model, random_ids()), probe_logits(tiny_llama(), random_ids())
+    assert not tuned.equal(base)
+    with adapter_switched_off(model) as off:
+        assert probe_logits(off, random_ids()).equal(base)
+    assert probe_logits(model, random_ids()).equal(tuned)

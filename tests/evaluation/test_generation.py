@@ -1,0 +1,188 @@
+"""Answers are greedy, end at the stop token, and depend on nothing but their own prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from app.evaluation.generation import EvaluationConfig, answer_prompts, exact_match
+from app.model.attention import attention_implementation
+from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig, Prompt
+from data_modules.types import Origin
+from tests.tiny import SAMPLES, TINY_BASE, tiny_llama
+
+STOP, PAD = 2, 0
+Prompts = dict[str, list[Prompt]]
+
+
+class Spelled:
+    """A tokenizer of 26 letters: token 3 is a."""
+
+    pad_token_id = PAD
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return "".join(chr(ord("a") + token - 3) for token in ids)
+
+
+def prompt(text: str, answer: str = "") -> Prompt:
+    return Prompt([ord(letter) - ord("a") + 3 for letter in text], answer, Origin("file", 1))
+
+
+def chain_model(following: dict[str, str]) -> Any:
+    """A model that answers each letter with the one that follows it here, else with the stop."""
+    model = tiny_llama(hidden_size=64, tie_word_embeddings=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(64))
+        model.lm_head.weight.zero_()
+        for token in range(64):
+            letter = following.get(chr(ord("a") + token - 3))
+            next_token = STOP if letter is None else ord(letter) - ord("a") + 3
+            model.lm_head.weight[next_token, token] = 1.0
+    return model
+
+
+CHAIN = {"a": "b", "b": "c", "c": "d", "x": "x"}
+
+
+def chain_answers(*texts: str, max_new_tokens: int = 8) -> list[str | None]:
+    config = EvaluationConfig(max_new_tokens=max_new_tokens)
+    prompts = [prompt(text) for text in texts]
+    return answer_prompts(chain_model(CHAIN), Spelled(), prompts, {STOP}, config)
+
+
+def test_an_answer_is_what_comes_before_the_stop_token() -> None:
+    assert chain_answers("a", "b", "zzb", "z") == ["bcd", "cd", "cd", ""]
+
+
+def test_an_answer_that_does_not_end_is_none() -> None:
+    assert chain_answers("x", "a") == [None, "bcd"]
+    assert chain_answers("a", "b", max_new_tokens=3) == [None, "cd"]
+    assert chain_answers("a", max_new_tokens=4) == ["bcd"]
+
+
+def test_any_of_several_stop_tokens_ends_an_answer() -> None:
+    model, tokenizer = chain_model(CHAIN), Spelled()
+    config = EvaluationConfig(max_new_tokens=8)
+    letter_d = prompt("d").input_ids[0]
+    asked = [prompt("a"), prompt("d")]
+    assert answer_prompts(model, tokenizer, asked, {STOP, letter_d}, config) == ["bc", ""]
+
+
+def test_answers_stand_in_the_order_of_their_prompts() -> None:
+    texts = ["zzza", "c", "zb", "zzzzzb", "a"]
+    for size in (1, 2, 5):
+        answers = answer_prompts(
+            chain_model(CHAIN),
+            Spelled(),
+            [prompt(text) for text in texts],
+            {STOP},
+            EvaluationConfig(max_new_tokens=8, batch_size=size),
+        )
+        assert answers == ["bcd", "d", "cd", "cd", "bcd"]
+
+
+def test_exact_match_is_the_share_of_right_answers_of_each_data_set() -> None:
+    prompts = {
+        "mixed": [prompt("a", "bcd"), prompt("b", " cd\n"), prompt("a", "bc"), prompt("x", "x")],
+        "right": [prompt("c", "d")],
+        "capital": [prompt("c", "D")],
+        "none held out": [],
+    }
+    config = EvaluationConfig(max_new_tokens=8)
+    shares = exact_match(chain_model(CHAIN), Spelled(), prompts, {STOP}, config)
+    assert shares == {
+        "exact_match/mixed": 0.5,
+        "exact_match/right": 1.0,
+        "exact_match/capital": 0.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_BASE)
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        TINY_BASE, dtype=torch.float32, attn_implementation=attention_implementation("sdpa")
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[Prompt]:
+    """Real prompts of three data sets, 26 to 107 tokens long."""
+    files = ("lists_test.json", "lookup_test.jsonl", "people_test.json")
+    datamodule = FinetuneDataModule(
+        DataConfig(datasets=[DatasetConfig(path=str(SAMPLES / f)) for f in files], val_set_size=4),
+        PackingConfig(),
+        tokenizer,
+        context_len=1024,
+        micro_batch_size=1,
+        accumulation_steps=1,
+        num_epochs=1,
+        max_steps=None,
+        seed=1,
+    )
+    datamodule.setup("fit")
+    return [one for found in datamodule.prompts(4).values() for one in found]
+
+
+def plain_answers(base: Any, tokenizer: Any, prompts: list[Prompt], size: int) -> list[str | None]:
+    """Greedy decoding without a cache or padding: one forward pass a token."""
+    answers: list[str | None] = []
+    for one in prompts:
+        ids = list(one.input_ids)
+        for _ in range(size):
+            with torch.no_grad():
+                logits = base(input_ids=torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+        ended = ids[-1] == tokenizer.eos_token_id
+        answers.append(tokenizer.decode(ids[len(one.input_ids) : -1]) if ended else None)
+    return answers
+
+
+def test_batch_size_and_padding_change_no_answer(
+    base: Any, tokenizer: Any, prompts: list[Prompt]
+) -> None:
+    expected = plain_answers(base, tokenizer, prompts, 12)
+    assert len(set(expected)) > 5
+    for size in (1, 5, 64):
+        config = EvaluationConfig(max_new_tokens=12, batch_size=size)
+        assert (
+            answer_prompts(base, tokenizer, prompts, {tokenizer.eos_token_id}, config) == expected
+        )
+
+
+def test_generating_leaves_the_model_as_it_was(
+    base: Any, tokenizer: Any, prompts: list[Prompt]
+) -> None:
+    implementation = base.config._attn_implementation
+    for training in (True, False):
+        base.train(training)
+        config = EvaluationConfig(max_new_tokens=2)
+        answer_prompts(base, tokenizer, prompts[:1], {tokenizer.eos_token_id}, config)
+        assert base.training is training
+        assert base.config._attn_implementation == implementation == "sdpa_by_document"
+
+
+def test_a_generation_config_that_samples_is_overruled(
+    tokenizer: Any, prompts: list[Prompt]
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
+    stops, config = {tokenizer.eos_token_id}, EvaluationConfig(max_new_tokens=12)
+    expected = answer_prompts(base, tokenizer, prompts, stops, config)
+    base.generation_config.update(do_sample=True, temperature=5.0, top_k=3, top_p=0.9)
+    for _ in range(2):
+        assert (
+            answer_prompts(base, tokenizer, prompts, {tokenizer.eos_token_id}, config) == expected
+        )

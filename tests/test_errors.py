@@ -1,0 +1,127 @@
+"""Exit codes and messages, of one process and of several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.config.overrides import _read_word
+from app.errors import TrainingFault, UserError, exit_code
+from app.output import OutputConfig, decide_run_dir
+from app.preflight.base_model import shapes_of_architecture
+from data_modules import DataError
+from tests.door import ask, make_data, make_model
+
+GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl")
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "fragment"),
+    [
+        (UserError(["one", "two"]), 2, "error: 2 problems"),
+        (DataError("d.jsonl:3 no output"), 2, "error: d.jsonl:3 no output"),
+        (OSError(28, "No space left on device"), 3, "No space left on device"),
+        (ModuleNotFoundError("No module named 'flash_attn'"), 3, "flash_attn"),
+        (MemoryError(), 3, "MemoryError"),
+        (TrainingFault("loss is nan at step 3"), 4, "loss is nan at step 3"),
+        (RuntimeError("size mismatch"), 4, "RuntimeError: size mismatch"),
+        (ValueError("of a library"), 4, "ValueError: of a library"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_exit_codes(words: list[str], error: BaseException, code: int, fragment: str) -> None:
+    answer = ask(*words, error=error)
+    assert answer.code == code
+    assert fragment in answer.said
+    assert "Traceback" not in answer.said
+
+
+def test_a_value_error_is_the_users_only_where_we_raise_it() -> None:
+    with pytest.raises(ValueError, match="add -m") as refused:
+        _read_word("seed", "1,2", "", lambda word: (None, True))
+    assert exit_code(refused.value) == 2
+    numbers = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), "x")
+    numbers |= dict.fromkeys(("num_attention_heads", "vocab_size"), "x") | {"model_type": "llama"}
+    with pytest.raises(ValueError, match="invalid literal") as stumbled:
+        shapes_of_architecture(numbers)
+    assert exit_code(stumbled.value) == 4
+
+
+def test_a_traceback_is_shown_when_asked_for() -> None:
+    answer = ask("oops=1", environment={"LOFT_TRACEBACK": "1"})
+    assert answer.code == 2
+    assert "Traceback" in answer.said
+
+
+SECOND_RANK = {
+    "LOCAL_RANK": "1",
+    "NODE_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+@pytest.mark.parametrize("error", [TrainingFault("loss is nan"), OSError(28, "No space left")])
+def test_ranks_that_fail_together_say_it_once(
+    words: list[str], tmp_path: Path, error: Exception
+) -> None:
+    of_run = {"LOFT_RUN_DIR": str(tmp_path)}
+    answers = [
+        ask(*words, error=error, environment=of_run | SECOND_RANK),
+        ask(*words, error=error, environment=of_run),
+    ]
+    assert len({answer.code for answer in answers}) == 1
+    assert [bool(answer.said) for answer in answers] == [True, False]
+    assert (tmp_path / "error.txt").read_text() == answers[0].said
+
+
+def test_the_echo_of_a_lost_rank_is_left_to_the_first(words: list[str], tmp_path: Path) -> None:
+    of_run = {"LOFT_RUN_DIR": str(tmp_path)}
+    answer = ask(*words, error=GLOO, environment=of_run | SECOND_RANK)
+    assert (answer.code, answer.said) == (4, "")
+    answer = ask(*words, error=GLOO, environment=of_run)
+    assert (answer.code, "Connection closed" in answer.said) == (4, True)
+
+
+def test_before_there_is_a_folder_only_the_first_rank_speaks() -> None:
+    torchrun = SECOND_RANK | {"RANK": "1"}
+    answer = ask("oops=1", environment=torchrun)
+    assert (answer.code, answer.said) == (2, "")
+    answer = ask("oops=1", environment=torchrun | {"RANK": "0", "LOCAL_RANK": "0"})
+    assert (answer.code, "oops" in answer.said) == (2, True)
+
+
+def test_a_message_that_cannot_be_left_in_the_folder_is_said(
+    words: list[str], tmp_path: Path
+) -> None:
+    of_run = {"LOFT_RUN_DIR": str(tmp_path / "gone")}
+    assert "nan" in ask(*words, error=TrainingFault("nan"), environment=of_run).said
+    assert ask(*words, error=TrainingFault("nan"), environment=of_run | SECOND_RANK).said == ""
+
+
+def test_the_end_by_a_signal_is_no_fault(words: list[str]) -> None:
+    def _sigterm_notifier_fn() -> None:  # Lightning's handler has this name
+        raise GLOO
+
+    with pytest.raises(RuntimeError) as caught:
+        _sigterm_notifier_fn()
+    answer = ask(*words, error=caught.value)
+    assert (answer.code, answer.said) == (143, "")
+
+
+def test_a_new_run_forgets_why_an_earlier_one_never_started(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "error.txt").write_text("error: old")
+    decide_run_dir(OutputConfig(dir=str(tmp_path)))
+    monkeypatch.delenv("LOFT_RUN_DIR")
+    assert not (tmp_path / "error.txt").exists()

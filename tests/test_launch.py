@@ -1,0 +1,138 @@
+"""What the environment says of a rank, and what is said of it when it says half."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.errors import ROOT
+from app.launch import (
+    VARIABLES_OF_A_RANK,
+    check_launch,
+    is_child,
+    is_first_rank,
+    is_one_of_several,
+    read_launch,
+)
+from tests.door import ask, make_data, make_model
+
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **ADDRESS}
+CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "LOFT_RUN_DIR": "x", **ADDRESS}
+SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "train"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    for name in (*VARIABLES_OF_A_RANK, *SRUN, "SLURM_NTASKS_PER_NODE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    read_launch.cache_clear()
+    yield monkeypatch
+    read_launch.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("variables", "first", "child", "several"),
+    [
+        ({}, True, False, False),
+        (TORCHRUN, False, False, True),
+        (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}, True, False, True),
+        (TORCHRUN | {"RANK": "8", "LOCAL_RANK": "0"}, False, False, True),
+        (CHILD, False, True, True),
+        (CHILD | {"LOCAL_RANK": "0", "NODE_RANK": "1"}, False, True, True),
+        (SRUN, False, False, True),
+        (SRUN | {"SLURM_PROCID": "0"}, True, False, True),
+        (SRUN | {"SLURM_JOB_NAME": "bash"}, True, False, False),
+        (SRUN | {"LOCAL_RANK": "0", "SLURM_PROCID": "0"}, True, False, True),
+        (SRUN | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "0"}, False, False, True),
+        ({"NODE_RANK": "1", **ADDRESS}, False, False, True),
+        ({"NODE_RANK": "0", **ADDRESS}, True, False, True),
+        ({"NODE_RANK": "0"}, True, False, False),
+        (ADDRESS, True, False, False),
+    ],
+)
+def test_each_launcher_is_understood(
+    environment: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    first: bool,
+    child: bool,
+    several: bool,
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    assert (is_first_rank(), is_child(), is_one_of_several()) == (first, child, several)
+    assert check_launch(read_launch().num_ranks or 1) == []
+    # Lightning takes it away when it has finished; what rank this is does not change by that.
+    environment.delenv("WORLD_SIZE", raising=False)
+    assert is_first_rank() == first
+
+
+@pytest.mark.parametrize(
+    ("variables", "fragments"),
+    [
+        ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set"]),
+        ({"LOCAL_RANK": "0"}, ["WORLD_SIZE, NODE_RANK", "unset LOCAL_RANK"]),
+        ({"WORLD_SIZE": "2", **ADDRESS}, ["RANK, LOCAL_RANK are not set"]),
+        ({"NODE_RANK": "1"}, ["MASTER_ADDR, MASTER_PORT are not set"]),
+        ({"SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, ["SLURM_PROCID is not set"]),
+        (TORCHRUN | {"RANK": "one"}, ["RANK=one: expected a whole number"]),
+    ],
+)
+def test_half_a_set_of_variables_is_a_problem_that_is_said(
+    environment: pytest.MonkeyPatch, variables: dict[str, str], fragments: list[str]
+) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    (problem,) = check_launch(2)
+    for fragment in fragments:
+        assert fragment in problem
+    assert is_first_rank()  # else nobody would say it
+
+
+def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
+    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    first = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}
+    answer = ask(*words, environment=first)
+    assert answer.code == 2
+    assert "2 ranks were started" in answer.said
+    assert "; type trainer.devices=2\n" in answer.said
+    assert ask(*words, "trainer.devices=2", environment=first).code == 0
+    answer = ask(*words, environment=first | {"WORLD_SIZE": "8"})
+    assert "type trainer.devices=2 trainer.num_nodes=4" in answer.said
+    answer = ask(*words, environment=SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "2"})
+    assert "type trainer.devices=2 trainer.num_nodes=2" in answer.said
+    answer = ask(*words, environment=first, verb="evaluate")
+    assert answer.code == 2
+    assert "this runs as one process" in answer.said
+
+
+def test_children_leave_the_checks_to_their_parent(tmp_path: Path) -> None:
+    words = ["model.path=/nope", f"data.datasets=[{{path: {make_data(tmp_path / 'd.jsonl')}}}]"]
+    assert ask(*words, environment=CHILD).code == 0
+    answer = ask(*words, environment=TORCHRUN)
+    assert (answer.code, answer.said) == (2, "")
+
+
+def test_a_stray_rank_is_refused_as_a_person_meets_it() -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
+    command = [sys.executable, "-m", "app.train", "model.path=/nope", "data=skills"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment | {"RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "RANK=1 says that this is one of several ranks" in done.stderr
+    assert "model.path=/nope: no such folder" in done.stderr
+    assert "Traceback" not in done.stderr

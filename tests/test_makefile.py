@@ -1,0 +1,74 @@
+"""`make` on a fresh clone and on what an interrupted one left; no network, Python is a script."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.errors import ROOT
+
+PYTHON = f"""#!/bin/sh
+echo "$*" >> calls.txt
+case "$1" in
+    -c) exec {sys.executable} "$@" ;;
+esac
+if [ "$2" = venv ]; then mkdir -p .venv/bin && cp "$0" .venv/bin/python; fi
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def make(clone: Path, *words: str) -> list[str]:
+    """Run make; returns the words of every call of Python."""
+    (clone / "calls.txt").write_text("")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", f"PYTHON={clone / 'python'}", *words]
+    subprocess.run(
+        command,
+        cwd=clone,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return (clone / "calls.txt").read_text().splitlines()
+
+
+def test_an_interrupted_install_is_repaired(clone: Path) -> None:
+    broken = clone / ".venv" / "bin" / "python"
+    broken.parent.mkdir(parents=True)
+    broken.write_text("#!/bin/sh\nexit 1\n")  # as without pip
+    broken.chmod(0o755)
+    calls = make(clone, "install")
+    assert calls[0] == "-m venv --clear .venv"
+    assert sum("pip install" in call for call in calls) == 2
+    assert make(clone, "install") == []
+    (clone / ".venv" / ".complete").unlink()  # pip was interrupted: what is there is kept
+    assert not any("venv" in call for call in make(clone, "install"))
+
+
+def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:
+    make(clone, "install")
+    run = clone / "outputs" / "name" / "time"
+    run.mkdir(parents=True)
+    (run / "metrics.json").write_text("{}")
+    (run / "config.yaml").write_text("run: null\n")  # of an evaluation
+    assert make(clone, "eval")[-2:] == ["-m app.train", "-m app.evaluate"]
+    for words in (["RUN=there"], ["ARGS=model.path=there"], ["ARGS=run=there"]):
+        assert not any("app.train" in call for call in make(clone, "eval", *words))
+    (run / "config.yaml").write_text("optimizer:\n  name: adamw\n")
+    assert make(clone, "eval")[-1] == "-m app.evaluate"
+    assert not any("app.train" in call for call in make(clone, "eval"))

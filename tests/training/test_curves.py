@@ -1,0 +1,288 @@
+"""Every optimizer step and every validation has its row, exact, with a curve for each data set."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from app.config import load_run_config, run_verb
+from app.errors import TrainingFault
+from app.train import train
+from app.training.csv_logger import columns
+from app.training.curves import Curves, StepRecord
+from app.training.optimizer import ScheduleConfig, lr_factor
+from data_modules import FinetuneDataModule
+from tests.conftest import TrainRun, read_column
+from tests.tiny import NAMES, TINY_BASE, small_run, train_into
+
+OF_THE_CLOCK = "speed/tokens_per_second"
+Rows = list[dict[str, str]]
+
+
+def read_rows(folder: Path) -> Rows:
+    with (folder / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def train_rows(folder: Path) -> Rows:
+    return [row for row in read_rows(folder) if row["train/lr"]]
+
+
+def validation_steps(folder: Path) -> list[int]:
+    return [int(row["step"]) for row in read_rows(folder) if row["val/loss"]]
+
+
+def without_clock(rows: Rows) -> Rows:
+    return [{key: value for key, value in row.items() if key != OF_THE_CLOCK} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("curves") / "run"
+    return train_into(folder, "logger=csv", "schedule.warmup_steps=2")
+
+
+def test_the_columns_are_fixed_by_the_data_sets(run: Path) -> None:
+    with (run / "metrics.csv").open() as file:
+        header = next(csv.reader(file))
+    assert header == columns(NAMES)
+    for phase in ("train", "val"):
+        for what in ("loss", "tokens", "share"):
+            assert {f"{phase}/{what}/lists", f"{phase}/{what}/lookup"} <= set(header)
+    assert {"step", "train/loss", "val/loss", "train/lr", "train/grad_norm"} <= set(header)
+
+
+def test_every_optimizer_step_has_one_row(run: Path) -> None:
+    assert [int(row["step"]) for row in train_rows(run)] == [1, 2, 3, 4]
+
+
+def test_validation_comes_first_at_every_tenth_and_at_the_end(run: Path) -> None:
+    assert read_rows(run)[0]["val/loss"]
+    assert validation_steps(run) == [0, 1, 2, 3, 4]
+
+
+def test_every_validation_is_over_all_validation_rows(run: Path) -> None:
+    for name in NAMES:
+        tokens = list(read_column(run, f"val/tokens/{name}").values())
+        assert len(tokens) == 5
+        assert len(set(tokens)) == 1
+
+
+def test_a_row_holds_a_step_or_a_validation(run: Path) -> None:
+    for row in read_rows(run):
+        phases = {key.partition("/")[0] for key, value in row.items() if value} - {"step", "speed"}
+        assert len(phases) == 1, row
+
+
+def test_steps_stand_before_the_validation_that_follows_them(run: Path) -> None:
+    kinds = [(int(row["step"]), bool(row["val/loss"])) for row in read_rows(run)]
+    assert kinds == sorted(kinds)
+
+
+def test_numbers_are_written_in_full_precision(run: Path) -> None:
+    metrics = json.loads((run / "metrics.json").read_text())
+    for name in ("val/loss", *(f"val/loss/{dataset}" for dataset in NAMES)):
+        values = read_column(run, name)
+        assert values[4] == metrics[name]
+        assert values[0] == metrics[f"base/{name}"]
+    losses = [row["train/loss"] for row in train_rows(run)]
+    assert all(float(text) == float(repr(float(text))) for text in losses)
+    assert max(len(text.replace(".", "")) for text in losses) >= 15
+
+
+def test_the_loss_of_a_step_is_the_token_mean_of_its_data_sets(run: Path) -> None:
+    for row in read_rows(run):
+        phase = "val" if row["val/loss"] else "train"
+        tokens = [float(row[f"{phase}/tokens/{name}"]) for name in NAMES]
+        losses = [float(row[f"{phase}/loss/{name}"]) for name in NAMES]
+        shares = [float(row[f"{phase}/share/{name}"]) for name in NAMES]
+        mean = sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
+        assert float(row[f"{phase}/loss"]) == pytest.approx(mean, rel=1e-12)
+        assert shares == pytest.approx([n / sum(tokens) for n in tokens])
+
+
+def test_trained_tokens_are_those_of_the_plan(run: Path) -> None:
+    config = load_run_config(run)
+    datamodule = FinetuneDataModule(
+        config.data,
+        config.packing,
+        AutoTokenizer.from_pretrained(TINY_BASE),
+        context_len=1024,
+        micro_batch_size=1,
+        accumulation_steps=2,
+        num_epochs=1,
+        max_steps=4,
+        seed=config.seed,
+    )
+    datamodule.setup("fit")
+    batches = list(datamodule.train_dataloader())
+    planned = torch.zeros(2, 4)
+    for index, batch in enumerate(batches):
+        for dataset in range(2):
+            learned = (batch.labels != -100) & (batch.dataset_ids == dataset)
+            planned[dataset, index // 2] += learned.sum()
+    metrics = json.loads((run / "metrics.json").read_text())
+    for dataset, name in enumerate(NAMES):
+        tokens = list(read_column(run, f"train/tokens/{name}").values())
+        assert tokens == planned[dataset].tolist()
+        assert metrics[f"train/trained_tokens/{name}"] == sum(tokens) > 0
+    assert metrics["train/tokens"] == sum(batch.num_tokens for batch in batches)
+
+
+def test_the_written_rate_is_the_one_the_step_used(run: Path) -> None:
+    expected = [2e-4 * lr_factor(step, 4, ScheduleConfig(warmup_steps=2)) for step in range(4)]
+    assert list(read_column(run, "train/lr").values()) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_how_often_curves_are_written_changes_no_row(
+    every: int, run: Path, train_run: TrainRun
+) -> None:
+    ours = train_run(
+        *small_run(
+            "schedule.warmup_steps=2",
+            f"trainer.log_every_steps={every}",
+            "trainer.validate_every_steps=4",
+        )
+    )
+    assert without_clock(train_rows(ours)) == without_clock(train_rows(run))
+
+
+@pytest.mark.parametrize(("every", "expected"), [(2, [0, 2, 4]), (3, [0, 3, 4]), (9, [0, 4])])
+def test_validations_come_as_often_as_typed_and_never_twice(
+    every: int, expected: list[int], train_run: TrainRun
+) -> None:
+    folder = train_run(*small_run(f"trainer.validate_every_steps={every}"))
+    assert validation_steps(folder) == expected
+    assert [int(row["step"]) for row in train_rows(folder)] == [1, 2, 3, 4]
+
+
+def test_validating_changes_nothing_of_the_training(run: Path, train_run: TrainRun) -> None:
+    """Dropout is on in both: a validation must draw no random number."""
+    words = ("schedule.warmup_steps=2", "trainer.validate_every_steps=3")
+    rows = train_rows(train_run(*small_run(*words)))
+    assert without_clock(rows) == without_clock(train_rows(run))
+
+
+def test_a_run_without_validation_rows_has_a_training_curve_alone(train_run: TrainRun) -> None:
+    folder = train_run(*small_run("data.val_set_size=0"))
+    assert validation_steps(folder) == []
+    assert [int(row["step"]) for row in train_rows(folder)] == [1, 2, 3, 4]
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["train/trained_tokens/lists"] > 0
+    assert not [name for name in metrics if "val/" in name]
+
+
+def test_a_data_set_that_a_step_does_not_hold_has_no_loss_there(train_run: TrainRun) -> None:
+    words = ("packing=none", "trainer.gradient_accumulation_steps=1", "data.val_set_size=0")
+    rows = train_rows(train_run(*small_run(*words)))
+    for row in rows:
+        tokens = {name: float(row[f"train/tokens/{name}"]) for name in NAMES}
+        assert sorted(value > 0 for value in tokens.values()) == [False, True]
+        for name in NAMES:
+            assert (row[f"train/loss/{name}"] != "") is (tokens[name] > 0)
+    assert len(rows) == 4
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_step_that_is_not_finite_ends_the_run_and_is_named(
+    every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    too_much = ("optimizer.lr=1", "adapter.alpha=1e18", f"trainer.log_every_steps={every}")
+    words = [*small_run(*too_much), "logger=csv", f"output.dir={tmp_path / 'run'}"]
+    code = run_verb("train", train, words=words)
+    said = capsys.readouterr().err
+    assert code == 4
+    assert "step 2: loss" in said
+    assert "nan" in said
+    assert "optimizer.lr" in said
+    rows = train_rows(tmp_path / "run")
+    assert [int(row["step"]) for row in rows] == [1, 2]
+    assert math.isfinite(float(rows[0]["train/loss"]))
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+class Kept:
+    """A logger that keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, metrics))
+
+
+def record(
+    step: int, loss: float = 1.0, norm: float = 1.0, *, is_scaled: bool = False
+) -> StepRecord:
+    losses, weights, tokens = [loss * 2, loss], [2.0, 1.0], [4.0, 2.0]
+    sums = torch.tensor([losses, weights, tokens], dtype=torch.float64)
+    return StepRecord(
+        step=step,
+        lr=1e-3,
+        grad_norm=torch.tensor(norm),
+        sums=sums,
+        num_tokens=10,
+        is_scaled=is_scaled,
+    )
+
+
+def test_steps_are_reduced_and_written_in_blocks_and_the_first_at_once() -> None:
+    kept, reduced = Kept(), []
+
+    def twice(tensor: Tensor) -> Tensor:
+        reduced.append(tensor.shape[0])
+        return tensor * 2
+
+    curves = Curves(["a", "b"], [kept], every_steps=3)
+    for step in range(1, 6):
+        curves.add(record(step, loss=float(step)), twice)
+    assert [step for step, _ in kept.rows] == [1, 2, 3]
+    curves.flush(twice)
+    curves.flush(twice)
+    assert [step for step, _ in kept.rows] == [1, 2, 3, 4, 5]
+    assert reduced == [1, 2, 2]
+    for step, row in kept.rows:
+        assert row["train/loss"] == row["train/loss/a"] == float(step)
+        assert row["train/tokens/a"] == 8.0  # of both ranks
+    assert curves.summary()["train/tokens"] == 5 * 20
+    assert curves.summary()["train/trained_tokens/b"] == 5 * 4
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"loss": math.nan},
+        {"loss": math.inf},
+        {"loss": math.nan, "is_scaled": True},
+        {"norm": math.nan},
+        {"norm": math.inf},
+    ],
+)
+def test_the_first_bad_step_of_a_block_is_named(bad: dict[str, Any]) -> None:
+    kept = Kept()
+    curves = Curves(["a", "b"], [kept], every_steps=9)
+    for step in (1, 2):
+        curves.add(record(step), lambda tensor: tensor)
+    for step in (3, 4):
+        curves.add(record(step, **bad), lambda tensor: tensor)
+    with pytest.raises(TrainingFault, match="step 3: "):
+        curves.flush(lambda tensor: tensor)
+    assert [step for step, _ in kept.rows] == [1, 2, 3]
+
+
+def test_a_norm_that_a_loss_scaler_has_seen_to_is_no_fault() -> None:
+    kept = Kept()
+    curves = Curves(["a", "b"], [kept], every_steps=9)
+    for step in (1, 2):
+        curves.add(record(step, norm=math.inf, is_scaled=True), lambda tensor: tensor)
+    curves.flush(lambda tensor: tensor)
+    assert [step for step, _ in kept.rows] == [1, 2]

@@ -1,0 +1,248 @@
+"""Which weights move, how fast, and along which schedule."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from app.model.adapter import LoraConfig, apply_adapter
+from app.training.muon import MuonWithAdamW
+from app.training.optimizer import (
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    build_optimizer,
+    build_schedule,
+    describe_groups,
+    lr_factor,
+)
+from tests.tiny import random_ids, tiny_llama
+
+
+def optimizer_of(model: Any, config: OptimizerConfig, *, lr: float = 1e-2) -> Any:
+    return build_optimizer(model, config, lr=lr, fused=False)
+
+
+def take_step(model: Any, optimizer: Any, seed: int) -> None:
+    """One step with random gradients, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def ids_of(groups: list[dict[str, Any]]) -> list[int]:
+    return [id(parameter) for group in groups for parameter in group["params"]]
+
+
+@pytest.mark.parametrize("config", [AdamWConfig(weight_decay=0.1), MuonConfig(weight_decay=0.1)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_trained_weight_is_in_one_group_and_none_is_empty(
+    config: OptimizerConfig, tied: bool
+) -> None:
+    model = tiny_llama(tie_word_embeddings=tied)
+    groups = optimizer_of(model, config).param_groups
+    assert all(group["params"] for group in groups)
+    assert sorted(ids_of(groups)) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def test_vectors_never_decay() -> None:
+    model = tiny_llama(attention_bias=True)
+    groups = optimizer_of(model, AdamWConfig(weight_decay=0.1)).param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    seen = set()
+    for name, parameter in model.named_parameters():
+        is_vector = "norm" in name or "bias" in name
+        assert decay[id(parameter)] == (0.0 if is_vector else 0.1), name
+        seen.add(is_vector)
+    assert seen == {True, False}
+
+
+def test_decay_shrinks_matrices_alone_and_by_its_size() -> None:
+    model = tiny_llama()
+    before = weights(model)
+    optimizer = optimizer_of(model, AdamWConfig(weight_decay=0.5), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, after in weights(model).items():
+        expected = before[name] * (1.0 if "norm" in name else 1 - 0.1 * 0.5)
+        assert torch.allclose(after, expected), name
+
+
+def test_an_adapter_has_matrices_only_and_so_one_group() -> None:
+    model = apply_adapter(tiny_llama(), LoraConfig(r=4), half_precision=False)
+    optimizer = optimizer_of(model, AdamWConfig(weight_decay=0.1))
+    (group,) = optimizer.param_groups
+    assert group["weight_decay"] == 0.1
+    trained = [id(p) for name, p in model.named_parameters() if "lora_" in name]
+    assert sorted(ids_of([group])) == sorted(trained)
+
+
+def test_the_groups_are_described_with_their_weights() -> None:
+    model = tiny_llama()
+    num_vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
+    num_matrices = sum(p.numel() for p in model.parameters()) - num_vectors
+    assert describe_groups(optimizer_of(model, AdamWConfig(weight_decay=0.1))) == (
+        f"{num_matrices:,} weights at lr 0.01, decay 0.1; "
+        f"{num_vectors:,} weights at lr 0.01, decay 0"
+    )
+
+
+def test_the_settings_reach_adamw() -> None:
+    config = AdamWConfig(beta1=0.8, beta2=0.97, eps=1e-6)
+    for group in optimizer_of(tiny_llama(), config, lr=3e-3).param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (3e-3, (0.8, 0.97), 1e-6)
+
+
+def test_fused_and_plain_adamw_step_alike() -> None:
+    models = {fused: tiny_llama() for fused in (True, False)}
+    for fused, model in models.items():
+        optimizer = build_optimizer(model, AdamWConfig(weight_decay=0.1), lr=1e-2, fused=fused)
+        assert all(group["fused"] is fused for group in optimizer.param_groups)
+        for seed in range(3):
+            take_step(model, optimizer, seed)
+    fused_weights, plain = (weights(models[fused]) for fused in (True, False))
+    for name, expected in plain.items():
+        assert torch.allclose(fused_weights[name], expected, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_takes_the_matrices_and_adamw_embeddings_head_and_vectors(tied: bool) -> None:
+    model = tiny_llama(tie_word_embeddings=tied)
+    optimizer = optimizer_of(model, MuonConfig(weight_decay=0.1, matrix_lr_ratio=3.0))
+    assert isinstance(optimizer, MuonWithAdamW)
+    muon, adamw = optimizer.parts
+    under_muon, under_adamw = ids_of(muon.param_groups), ids_of(adamw.param_groups)
+    for name, parameter in model.named_parameters():
+        is_matrix = name.endswith("_proj.weight")
+        assert (id(parameter) in under_muon) is is_matrix, name
+        assert (id(parameter) in under_adamw) is not is_matrix, name
+    assert (id(model.lm_head.weight) in under_adamw) and len(under_adamw) == (6 if tied else 7)
+    assert {(g["lr"], g["weight_decay"]) for g in muon.param_groups} == {(0.03, 0.1)}
+    assert {(g["lr"], g["weight_decay"]) for g in adamw.param_groups} == {(0.01, 0.0)}
+
+
+def test_muon_moves_every_weight_and_runs_the_closure_with_gradients() -> None:
+    model, ids = tiny_llama(), random_ids()
+    optimizer = optimizer_of(model, MuonConfig())
+    before = weights(model)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert losses[-1] < losses[0]
+    for name, after in weights(model).items():
+        assert not torch.equal(after, before[name]), name
+
+
+def test_a_schedule_moves_both_parts_of_muon() -> None:
+    model = tiny_llama()
+    optimizer = optimizer_of(model, MuonConfig(matrix_lr_ratio=2.0))
+    config = ScheduleConfig(shape="linear", warmup_steps=0)
+    schedule = build_schedule(optimizer, config, total_steps=4)
+    for step in range(4):
+        factor = 1 - step / 4
+        muon, adamw = optimizer.parts
+        assert [g["lr"] for g in muon.param_groups] == pytest.approx([0.02 * factor])
+        assert [g["lr"] for g in adamw.param_groups] == pytest.approx([0.01 * factor] * 2)
+        take_step(model, optimizer, step)
+        schedule.step()
+    before = weights(model)
+    take_step(model, optimizer, 9)  # the rate is zero now, in both
+    assert all(torch.equal(after, before[name]) for name, after in weights(model).items())
+
+
+@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()])
+def test_a_restored_state_goes_on_to_the_bit(config: OptimizerConfig) -> None:
+    schedule_config = ScheduleConfig(warmup_steps=2)
+
+    def build(model: Any) -> tuple[Any, Any]:
+        optimizer = optimizer_of(model, config)
+        return optimizer, build_schedule(optimizer, schedule_config, total_steps=6)
+
+    model = tiny_llama()
+    optimizer, schedule = build(model)
+    for seed in range(3):
+        take_step(model, optimizer, seed)
+        schedule.step()
+    states = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
+
+    resumed = tiny_llama(seed=8)
+    resumed_optimizer, resumed_schedule = build(resumed)
+    resumed.load_state_dict(states[0])
+    resumed_optimizer.load_state_dict(states[1])
+    resumed_schedule.load_state_dict(states[2])
+    pairs = ((model, optimizer, schedule), (resumed, resumed_optimizer, resumed_schedule))
+    for each_model, each_optimizer, each_schedule in pairs:
+        for seed in range(3, 6):
+            take_step(each_model, each_optimizer, seed)
+            each_schedule.step()
+    resumed_weights = weights(resumed)
+    for name, expected in weights(model).items():
+        assert torch.equal(resumed_weights[name], expected), name
+    rates = [[group["lr"] for group in o.param_groups] for o in (optimizer, resumed_optimizer)]
+    assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
+def test_the_warm_up_rises_evenly_and_reaches_the_peak_with_its_last_step(shape: str) -> None:
+    config = ScheduleConfig(shape=shape, warmup_steps=4)
+    factors = [lr_factor(step, 20, config) for step in range(20)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert max(factors) == factors[4] == 1.0
+    assert factors[0] > 0
+
+
+@pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1])
+@pytest.mark.parametrize("shape", ["cosine", "linear"])
+def test_the_rate_falls_to_its_minimum_at_the_last_step_of_all(
+    shape: str, min_lr_ratio: float
+) -> None:
+    config = ScheduleConfig(shape=shape, warmup_steps=3, min_lr_ratio=min_lr_ratio)
+    factors = [lr_factor(step, 23, config) for step in range(3, 24)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(factors))
+    assert factors[-1] == pytest.approx(min_lr_ratio)
+    assert factors[10] == pytest.approx((1 + min_lr_ratio) / 2)
+    assert lr_factor(40, 23, config) == pytest.approx(min_lr_ratio)
+
+
+def test_cosine_and_linear_differ_where_they_should() -> None:
+    at_a_quarter = {
+        shape: lr_factor(5, 20, ScheduleConfig(shape=shape, warmup_steps=0))
+        for shape in ("cosine", "linear", "constant")
+    }
+    expected = {"cosine": 0.5 * (1 + 2**-0.5), "linear": 0.75, "constant": 1.0}
+    assert at_a_quarter == pytest.approx(expected)
+
+
+def test_constant_stays_at_the_peak() -> None:
+    config = ScheduleConfig(shape="constant", warmup_steps=0, min_lr_ratio=0.1)
+    assert {lr_factor(step, 10, config) for step in range(11)} == {1.0}
+
+
+def test_warmup_steps_win_over_the_ratio() -> None:
+    by_ratio = ScheduleConfig(warmup_ratio=0.5)
+    assert lr_factor(0, 20, by_ratio) == pytest.approx(1 / 10)
+    assert lr_factor(0, 20, ScheduleConfig(warmup_ratio=0.5, warmup_steps=2)) == 0.5
+    assert lr_factor(0, 20, ScheduleConfig(warmup_ratio=0.5, warmup_steps=0)) == 1.0
+
+
+def test_a_ratio_of_steps_is_rounded_up() -> None:
+    config = ScheduleConfig(warmup_ratio=0.03)
+    assert [lr_factor(step, 50, config) for step in range(2)] == [0.5, 1.0]
+    assert lr_factor(0, 50, ScheduleConfig(warmup_ratio=0.0)) == 1.0

@@ -1,0 +1,113 @@
+"""What each precision keeps in which dtype, and that it trains on the CPU or is refused there."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.training.module import FinetuneModule
+from tests.conftest import TrainRun, read_column
+from tests.door import ask
+from tests.tiny import TINY_BASE, small_run
+
+BF16, FP32 = torch.bfloat16, torch.float32
+Seen = dict[str, Any]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """Dtypes of weights, products and optimizer state, as they are in the last step."""
+    found: Seen = {}
+    step = FinetuneModule.optimizer_step
+
+    def look(module: FinetuneModule, *args: Any) -> None:
+        def keep(layer: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            found["products"] = output.dtype
+
+        projections = [m for name, m in module.model.named_modules() if name.endswith("up_proj")]
+        hook = projections[0].register_forward_hook(keep)
+        step(module, *args)
+        hook.remove()
+        parameters = list(module.model.parameters())
+        found["trained"] = {p.dtype for p in parameters if p.requires_grad}
+        found["frozen"] = {p.dtype for p in parameters if not p.requires_grad}
+        states = module.optimizers().optimizer.state.values()
+        found["moments"] = {state["exp_avg"].dtype for state in states}
+
+    monkeypatch.setattr(FinetuneModule, "optimizer_step", look)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "adapter", "frozen", "trained", "products"),
+    [
+        ("fp32", "lora", {FP32}, FP32, FP32),
+        ("bf16", "lora", {BF16}, FP32, BF16),
+        ("bf16", "full", set(), FP32, BF16),
+        ("bf16-pure", "lora", {BF16}, BF16, BF16),
+        ("bf16-pure", "full", set(), BF16, BF16),
+    ],
+)
+def test_two_steps_on_the_cpu_in_the_dtypes_of_the_precision(
+    precision: str,
+    adapter: str,
+    frozen: set[torch.dtype],
+    trained: torch.dtype,
+    products: torch.dtype,
+    train_run: TrainRun,
+    seen: Seen,
+) -> None:
+    words = (f"trainer.precision={precision}", f"adapter={adapter}", "trainer.max_steps=2")
+    folder = train_run(*small_run(*words))
+    assert seen == {
+        "frozen": frozen,
+        "trained": {trained},
+        "moments": {trained},
+        "products": products,
+    }
+    losses = list(read_column(folder, "train/loss").values())
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) for loss in losses)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["tuned/val/loss"] < metrics["base/val/loss"]
+    check_saved_dtype(folder, adapter, trained)
+
+
+def check_saved_dtype(folder: Path, adapter: str, trained: torch.dtype) -> None:
+    """Adapters are saved as they were trained, full models in the dtype of their base."""
+    if adapter == "lora":
+        file, expected = folder / "adapter" / "adapter_model.safetensors", trained
+    else:
+        base = load_file(TINY_BASE / "model.safetensors")
+        file = folder / "model" / "model.safetensors"
+        expected = next(iter(base.values())).dtype
+    assert {tensor.dtype for tensor in load_file(file).values()} == {expected}
+
+
+def test_precisions_train_alike(train_run: TrainRun) -> None:
+    losses = {
+        precision: list(
+            read_column(
+                train_run(*small_run(f"trainer.precision={precision}", "adapter.dropout=0")),
+                "train/loss",
+            ).values()
+        )
+        for precision in ("fp32", "bf16", "bf16-pure")
+    }
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.03)
+    assert losses["bf16-pure"] == pytest.approx(losses["fp32"], rel=0.03)
+    assert losses["bf16"] != losses["fp32"]
+
+
+def test_fp16_is_refused_where_there_is_no_gpu() -> None:
+    answer = ask(*small_run("trainer.precision=fp16"))
+    assert answer.code == 2
+    assert "trainer.precision=fp16 needs a GPU" in answer.said
+    assert "trainer.precision=fp32 or bf16" in answer.said
+    assert ask(*small_run("trainer.precision=fp16"), gpus=1).code == 0

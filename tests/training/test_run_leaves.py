@@ -1,0 +1,335 @@
+"""What a run leaves on disk, that it is never overwritten, and that an evaluation repeats it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from app.config import load_config, load_run_config
+from app.errors import UserError
+from app.evaluate import evaluate
+from app.manifest import git_state
+from app.model.adapter import LoraConfig, probe_logits
+from app.output import OutputConfig, decide_run_dir
+from app.train import train
+from tests.conftest import TrainRun, read_column
+from tests.door import ask
+from tests.tiny import SAMPLES, TINY_BASE, random_ids, small_run
+
+LOOKUP = SAMPLES / "lookup_test.jsonl"
+DATASETS = ("capital", "lookup")
+
+
+@dataclasses.dataclass
+class Run:
+    """A finished run: its folder, the settings that were typed, and what it printed."""
+
+    folder: Path
+    words: list[str]
+    config: Any
+    printed: str
+
+    def json(self, name: str) -> dict[str, Any]:
+        return json.loads((self.folder / name).read_text())
+
+
+def one_answer_to_all(file: Path) -> Path:
+    """A data set that a dozen steps teach: the answer is always the same."""
+    rows = [{"instruction": f"Which city is it, {i}?", "output": "Prague"} for i in range(60)]
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    parent = tmp_path_factory.mktemp("leaves")
+    easy = one_answer_to_all(parent / "capital.jsonl")
+    words = small_run(
+        f"data.datasets=[{{path: {easy}}}, {{path: {LOOKUP}, name: lookup, weight: 0.5}}]",
+        "adapter.dropout=0",
+        "optimizer.lr=1e-2",
+        "schedule=constant",
+        "trainer.max_steps=16",
+        "trainer.validate_every_steps=16",
+        "evaluation.exact_match=true",
+        "evaluation.max_rows=4",
+        "evaluation.max_new_tokens=6",
+        "logger=tensorboard",
+        "seed=7",
+        f"output.dir={parent / 'run'}",
+    )
+    config = load_config("train", words)
+    os.environ.pop("LOFT_RUN_DIR", None)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(config)
+    os.environ.pop("LOFT_RUN_DIR", None)
+    return Run(parent / "run", words, config, printed.getvalue())
+
+
+def test_the_folder_holds_what_was_promised_and_nothing_else(run: Run) -> None:
+    assert {path.name for path in run.folder.iterdir()} == {
+        "adapter",
+        "config.yaml",
+        "manifest.json",
+        "metrics.csv",
+        "metrics.json",
+        "tensorboard",
+    }
+
+
+def test_the_adapter_opens_with_peft_alone_and_moves_the_base(run: Run) -> None:
+    base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
+    before = probe_logits(base, random_ids())
+    tuned = PeftModel.from_pretrained(base, str(run.folder / "adapter"))
+    assert (probe_logits(tuned, random_ids()) - before).abs().max() > 0.1
+
+
+def test_the_tokenizer_and_its_template_lie_beside_the_adapter(run: Run) -> None:
+    ours = AutoTokenizer.from_pretrained(run.folder / "adapter")
+    base = AutoTokenizer.from_pretrained(TINY_BASE)
+    turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Prague"}]
+    assert ours.apply_chat_template(turns) == base.apply_chat_template(turns)
+    assert ours.get_vocab() == base.get_vocab()
+    assert (ours.eos_token_id, ours.pad_token_id) == (base.eos_token_id, base.pad_token_id)
+
+
+def test_the_settings_read_back_as_they_were(run: Run) -> None:
+    back = load_run_config(run.folder)
+    assert back == run.config
+    assert isinstance(back.adapter, LoraConfig)
+    text = (run.folder / "config.yaml").read_text()
+    assert "${" not in text
+    assert "!!" not in text
+
+
+def test_metrics_are_flat_numbers_with_the_names_of_the_design(run: Run) -> None:
+    metrics = run.json("metrics.json")
+    assert all(isinstance(value, float) for value in metrics.values())
+    expected = {"val/loss", "speed/tokens_per_second", "speed/train_seconds", "train/tokens"}
+    for name in DATASETS:
+        expected |= {f"val/loss/{name}", f"val/tokens/{name}", f"val/share/{name}"}
+        expected |= {f"{who}/exact_match/{name}" for who in ("base", "tuned")}
+        expected |= {f"{who}/val/loss/{name}" for who in ("base", "tuned")}
+    assert expected <= metrics.keys()
+    assert metrics["val/loss"] == metrics["tuned/val/loss"] < metrics["base/val/loss"]
+
+
+def test_what_was_learned_shows_in_the_figures(run: Run) -> None:
+    metrics = run.json("metrics.json")
+    assert metrics["base/exact_match/capital"] == 0.0
+    assert metrics["tuned/exact_match/capital"] == 1.0
+    assert metrics["tuned/val/loss/capital"] < 0.1 < metrics["base/val/loss/capital"]
+
+
+def test_the_manifest_says_what_the_run_was_made_of(run: Run) -> None:
+    manifest = run.json("manifest.json")
+    assert manifest["seed"] == 7
+    assert manifest["command"] == [sys.executable, *sys.orig_argv[1:]]
+    assert manifest["git"] == git_state()
+    assert manifest["python"] == ".".join(map(str, sys.version_info[:3]))
+    for library in ("torch", "lightning", "transformers", "peft", "tokenizers", "hydra-core"):
+        assert manifest["versions"][library] == version(library)
+    time.strptime(manifest["started"], "%Y-%m-%dT%H:%M:%S%z")
+    assert len(manifest["template_sha256"]) == 64
+
+
+def test_the_manifest_holds_the_fingerprint_and_the_rows_of_each_data_set(run: Run) -> None:
+    capital, lookup = run.json("manifest.json")["data"]
+    files = {"capital": run.folder.parent / "capital.jsonl", "lookup": LOOKUP}
+    for entry, (name, file) in zip((capital, lookup), files.items(), strict=True):
+        assert entry["name"] == name
+        assert entry["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (capital["rows"], capital["train_rows"], capital["validation_rows"]) == (60, 54, 6)
+    assert (lookup["rows"], lookup["format"]) == (200, "messages")
+
+
+def test_tensorboard_holds_the_same_numbers_as_the_csv(run: Run) -> None:
+    (file,) = (run.folder / "tensorboard").iterdir()
+    found: dict[str, dict[int, float]] = {}
+    for event in EventFileLoader(str(file)).Load():
+        for value in event.summary.value:
+            (number,) = value.tensor.float_val or [value.simple_value]
+            found.setdefault(value.tag, {})[event.step] = number
+    for name in ("train/loss", "val/loss", "val/loss/lookup", "train/lr", "train/tokens/capital"):
+        in_csv = read_column(run.folder, name)
+        assert found[name].keys() == in_csv.keys()
+        assert list(found[name].values()) == pytest.approx(list(in_csv.values()), rel=1e-6)
+
+
+def test_without_tensorboard_there_is_no_such_folder(train_run: TrainRun) -> None:
+    folder = train_run(*small_run("trainer.max_steps=1", "data.val_set_size=0"))
+    assert not (folder / "tensorboard").exists()
+    assert (folder / "metrics.csv").exists()
+
+
+def test_the_closing_screen_shows_the_table_the_folder_and_what_to_type(run: Run) -> None:
+    for shown in (
+        "base against tuned",
+        "exact match: base",
+        "100.0%",
+        str(run.folder / "adapter"),
+        f"python -m app.evaluate run={run.folder}",
+        "tensorboard --logdir",
+    ):
+        assert shown in run.printed
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_run_into_the_same_folder_is_refused_and_touches_nothing(run: Run) -> None:
+    before = contents(run.folder)
+    answer = ask(*run.words)
+    assert answer.code == 2
+    assert f"output.dir={run.folder} holds another run" in answer.said
+    with pytest.raises(UserError, match="holds another run"):
+        train(run.config)
+    assert contents(run.folder) == before
+
+
+def test_two_runs_of_the_same_second_get_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("app.output.time.strftime", lambda form: "2026-01-01_00-00-00")
+    folders = []
+    for _ in range(3):
+        monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+        folders.append(decide_run_dir(OutputConfig(name="mine")))
+    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+    assert len(set(folders)) == 3
+    assert all(folder.is_dir() and folder.parent == Path("outputs/mine") for folder in folders)
+
+
+def evaluated(folder: Path, *words: str) -> dict[str, float]:
+    """Evaluate into `folder` in this process; returns its metrics.json."""
+    os.environ.pop("LOFT_RUN_DIR", None)
+    evaluate(load_config("evaluate", [*words, f"output.dir={folder}"]))
+    os.environ.pop("LOFT_RUN_DIR", None)
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def figures(metrics: dict[str, float]) -> dict[str, float]:
+    """What an evaluation measures, of what a run has written."""
+    return {name: x for name, x in metrics.items() if "val/" in name or "exact_match" in name}
+
+
+def test_an_evaluation_repeats_every_figure_of_the_run(run: Run, tmp_path: Path) -> None:
+    again = evaluated(tmp_path / "again", f"run={run.folder}")
+    of_the_run = run.json("metrics.json")
+    expected = {
+        name: value for name, value in of_the_run.items() if "val/" in name or "exact_match" in name
+    }
+    assert again == expected
+
+
+@pytest.mark.parametrize(
+    ("adapter", "precision"),
+    [
+        ("lora", "bf16"),
+        ("lora", "bf16-pure"),
+        ("full", "fp32"),
+        ("full", "bf16"),
+        ("full", "bf16-pure"),
+    ],
+)
+def test_an_evaluation_repeats_a_run_of_any_kind(
+    adapter: str, precision: str, tmp_path: Path, train_run: TrainRun
+) -> None:
+    words = (
+        f"adapter={adapter}",
+        f"trainer.precision={precision}",
+        "optimizer.lr=1e-3",
+        "trainer.max_steps=2",
+        "evaluation.exact_match=true",
+        "evaluation.max_rows=2",
+        "evaluation.max_new_tokens=4",
+    )
+    folder = train_run(*small_run(*words))
+    again = evaluated(tmp_path / "again", f"run={folder}")
+    assert again["val/loss"] < again["base/val/loss"]
+    assert again == figures(json.loads((folder / "metrics.json").read_text()))
+
+
+def test_an_evaluation_takes_other_settings_from_the_command_line(run: Run, tmp_path: Path) -> None:
+    words = (f"run={run.folder}", "evaluation.exact_match=false", "trainer.micro_batch_size=3")
+    again = evaluated(tmp_path / "again", *words)
+    assert not [name for name in again if "exact_match" in name]
+    assert again["val/loss"] == pytest.approx(run.json("metrics.json")["val/loss"], rel=1e-6)
+
+
+def test_an_adapter_is_evaluated_without_its_run(run: Run, tmp_path: Path) -> None:
+    again = evaluated(
+        tmp_path / "again",
+        f"model.path={TINY_BASE}",
+        f"adapter_path={run.folder / 'adapter'}",
+        f"data.datasets=[{{path: {run.folder.parent / 'capital.jsonl'}}}]",
+        "data.val_set_size=6",
+        "data.sequence_len=256",
+        "trainer.precision=fp32",
+        "evaluation.exact_match=true",
+        "evaluation.max_new_tokens=6",
+    )
+    assert again["tuned/exact_match/capital"] == 1.0
+    assert again["base/exact_match/capital"] == 0.0
+
+
+def test_held_out_files_have_a_line_of_their_own_in_the_table(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = one_answer_to_all(tmp_path / "held_out.jsonl")
+    again = evaluated(
+        tmp_path / "again",
+        f"run={run.folder}",
+        f"data.test_datasets=[{{path: {held_out}}}]",
+    )
+    assert again["tuned/exact_match/held_out"] == 1.0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "held_out " in line]
+    assert "100.0%" in line
+
+
+def test_held_out_files_alone_can_be_evaluated(run: Run, tmp_path: Path) -> None:
+    again = evaluated(
+        tmp_path / "again",
+        f"run={run.folder}",
+        "data.datasets=[]",
+        f"data.test_datasets=[{{path: {run.folder.parent / 'capital.jsonl'}}}]",
+    )
+    assert again == {"base/exact_match/capital": 0.0, "tuned/exact_match/capital": 1.0}
+
+
+def test_a_base_can_be_evaluated_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = evaluated(
+        tmp_path / "base",
+        f"model.path={TINY_BASE}",
+        f"data.datasets=[{{path: {LOOKUP}}}]",
+        "data.val_set_size=4",
+    )
+    assert {name.partition("/")[0] for name in metrics} == {"base"}
+    assert f"{metrics['base/val/loss/lookup_test']:.4f}" in capsys.readouterr().out
+
+
+def test_a_full_run_leaves_a_model_with_its_tokenizer(train_run: TrainRun) -> None:
+    folder = train_run(*small_run("adapter=full", "trainer.max_steps=1"))
+    assert not (folder / "adapter").exists()
+    base_dtypes = {tensor.dtype for tensor in load_file(TINY_BASE / "model.safetensors").values()}
+    saved = load_file(folder / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == base_dtypes
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template
