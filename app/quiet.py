@@ -22,6 +22,9 @@ MEANINGLESS_WARNINGS = (
     ".*Total length of `list` across ranks is zero.*",  # no validation rows were asked for
     # peft tells what saving without a hub look-up means; the base's name is in the manifest.
     ".*Could not find a config file in.*",
+    # peft warns of what our own error then says.
+    ".*adapter keys while loading.*",
+    ".*not initialized from the model checkpoint.*",
     # Lightning runs the schedule after the optimizer; torch cannot see it through our optimizer.
     ".*lr_scheduler.step.*before.*optimizer.step.*",
     ".*LeafSpec.*is deprecated.*",

@@ -46,7 +46,7 @@ def datamodule() -> Any:
 
     from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
 
-    files = {"lists": "lists.json", "lookup": "lookup.jsonl", "people": "people.json"}
+    files = {"lists": "lists.json", "orders": "orders.jsonl", "people": "people.json"}
     module = FinetuneDataModule(
         DataConfig(
             datasets=[DatasetConfig(path=str(SAMPLES / f), name=n) for n, f in files.items()],

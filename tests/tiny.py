@@ -13,12 +13,12 @@ from tests.conftest import ROOT
 
 SAMPLES = ROOT / "data_modules" / "samples"
 TINY_BASE = SAMPLES / "tiny_base"
-NAMES = ["lists", "lookup"]
+NAMES = ["lists", "orders"]
 SMALL_RUN = {
     "model.path": str(TINY_BASE),
     "data.datasets": (
         f"[{{path: {SAMPLES / 'lists_test.json'}, name: lists}},"
-        f" {{path: {SAMPLES / 'lookup_test.jsonl'}, name: lookup}}]"
+        f" {{path: {SAMPLES / 'orders_test.jsonl'}, name: orders}}]"
     ),
     "data.val_set_size": "6",
     "data.sequence_len": "256",

@@ -1,4 +1,4 @@
-"""Tell the three skills as raw statements, for the base model: no chat and no instruction.
+"""Tell the skills as raw statements, for the base model: no chat and no instruction.
 
 A document is a list of segments. What can be known from the text before it (an answer) weighs 1,
 what cannot (facts drawn at random, fillers) weighs little: a small model then spends its capacity
@@ -13,29 +13,20 @@ from typing import TypedDict
 
 from data_modules.samples import phrasing
 from data_modules.samples.skills import (
-    CITIES,
     FIELDS,
-    NAMES,
     OPERATIONS,
-    Card,
     DigitList,
     Person,
-    draw_card,
     draw_list,
     draw_person,
 )
 
 TEXT_WEIGHT = 0.1
 ANSWER_WEIGHT = 1.0
-SHARES = {"lookup": 0.45, "list": 0.35, "extract": 0.20}
+SHARES = {"list": 0.6, "extract": 0.4}
 # Sorting and reversing take longer to learn than finding one digit.
 OPERATION_SHARES = {"sort": 3, "reverse": 3, "largest": 1, "smallest": 1}
-CORPORA = {
-    "echo_corpus": ("echo", 4, 30_000),
-    "lookup_corpus": ("lookup", 1, 85_000),
-    "list_corpus": ("list", 2, 40_000),
-    "extract_corpus": ("extract", 3, 30_000),
-}
+CORPORA = {"list_corpus": ("list", 1, 55_000), "extract_corpus": ("extract", 2, 35_000)}
 """what a base learns from: name -> the one skill that a corpus tells, its seed, its documents"""
 
 
@@ -115,50 +106,6 @@ def tell_list(rng: Random, problem: DigitList, operations: list[str]) -> list[Se
     return segments
 
 
-def write_lookup(rng: Random) -> list[Segment]:
-    """Write a card, then one of its people again, or most of them in another order."""
-    if rng.random() < 0.3:
-        card = draw_card(rng, held_out=False)
-        return tell_lookup(rng, card, [rng.randrange(len(card.entries))])
-    card = draw_card(rng, held_out=False, max_entries=6)
-    size = len(card.entries)
-    asked = rng.sample(range(size), rng.randint(max(2, size - 1), size))
-    return tell_again(rng, card, asked) if rng.random() < 0.5 else tell_lookup(rng, card, asked)
-
-
-def tell_again(rng: Random, card: Card, asked: list[int]) -> list[Segment]:
-    """Word `card`, then the entries in `asked` once more in the same words."""
-    entry, joiner = rng.choice(phrasing.CARD_ENTRIES)
-    facts = joiner.join(entry.format(name=name, city=city) for name, city in card.entries)
-    segments = [say(rng.choice(phrasing.CARD_HEADINGS) + facts + pause(rng))]
-    before, after = entry.split("{city}")
-    space = " " if before.endswith(" ") else ""
-    for number, index in enumerate(asked):
-        name, city = card.entries[index]
-        opening = after + joiner if number else ""
-        segments.append(say(opening + before.format(name=name).rstrip(" ")))
-        segments.append({"text": space + city, "weight": ANSWER_WEIGHT})
-    return segments
-
-
-def tell_lookup(rng: Random, card: Card, asked: list[int]) -> list[Segment]:
-    """Word `card` and the city of each entry in `asked`, the last answer last."""
-    entry, joiner = rng.choice(phrasing.CARD_ENTRIES)
-    facts = joiner.join(entry.format(name=name, city=city) for name, city in card.entries)
-    segments = [say(rng.choice(phrasing.CARD_HEADINGS) + facts + pause(rng))]
-    same = rng.choice(phrasing.CARD_QUERIES)
-    varied = rng.random() < 0.3
-    separator = draw_separator(rng)
-    between = rng.choice(("\n", "; ", ". ", "\n", ", "))
-    for number, index in enumerate(asked):
-        name, city = card.entries[index]
-        query = rng.choice(phrasing.CARD_QUERIES) if varied else same
-        opening = between if number else ""
-        segments.append(say(opening + query.format(name=name) + separator))
-        segments.append(answer(separator, city))
-    return segments
-
-
 def write_extract(rng: Random) -> list[Segment]:
     """Write a sentence about a person, then one to four of its fields."""
     fields = rng.sample(FIELDS, rng.randint(1, 4))
@@ -180,34 +127,9 @@ def tell_extract(rng: Random, person: Person, fields: list[str]) -> list[Segment
     return segments
 
 
-def write_echo(rng: Random) -> list[Segment]:
-    """Write words and then the same words again: what a look-up is built from.
-
-    To go on with the right word, what stands before it must be found again, over several pieces.
-    """
-    if rng.random() < 0.5:
-        return echo_pairs(rng, draw_card(rng, held_out=False, max_entries=6))
-    words = rng.sample((*NAMES, *CITIES), rng.randint(3, 7))
-    text = rng.choice((" ", ", ", "\n", "; ")).join(words)
-    return [say(text + pause(rng)), {"text": text, "weight": ANSWER_WEIGHT}]
-
-
-def echo_pairs(rng: Random, card: Card) -> list[Segment]:
-    """Write each name and its city side by side, then the pairs again in another order."""
-    joiner = rng.choice((", ", "\n", "; ", " | "))
-    pairs = joiner.join(f"{name} {city}" for name, city in card.entries)
-    segments = [say(pairs + pause(rng))]
-    for number, (name, city) in enumerate(rng.sample(card.entries, len(card.entries))):
-        segments.append(say((joiner if number else "") + name))
-        segments.append({"text": f" {city}", "weight": ANSWER_WEIGHT})
-    return segments
-
-
 WRITERS: dict[str, Callable[[Random], list[Segment]]] = {
     "list": write_list,
-    "lookup": write_lookup,
     "extract": write_extract,
-    "echo": write_echo,
 }
 
 

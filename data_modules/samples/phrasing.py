@@ -118,53 +118,6 @@ LIST_CUE_LAST = (
     "{list}\n{cue}",
 )
 
-CARD_HEADINGS = (
-    "",
-    "",
-    "Cities: ",
-    "Card: ",
-    "Address book: ",
-    "Where people live: ",
-    "Register:\n",
-    "Known places: ",
-    "From the records: ",
-    "Guests of the hotel: ",
-)
-
-# An entry, and what stands between two of them.
-CARD_ENTRIES = (
-    ("{name}: {city}", "; "),
-    ("{name}: {city}", ", "),
-    ("{name}: {city}", "\n"),
-    ("{name} - {city}", ", "),
-    ("{name} lives in {city}", ". "),
-    ("{name} = {city}", "\n"),
-    ("{name} -> {city}", " | "),
-    ("{name} ({city})", ", "),
-    ("{name} is from {city}", "; "),
-    ("{name}, {city}", "; "),
-    ("{name} moved to {city}", " and "),
-    ("- {name}: {city}", "\n"),
-)
-
-CARD_QUERIES = (
-    "{name}",
-    "{name}",
-    "city of {name}",
-    "home of {name}",
-    "the city where {name} lives",
-    "city for {name}",
-    "{name} lives in",
-    "place of {name}",
-    "the entry for {name}",
-    "where {name} lives",
-    "The city of {name}",
-    "{name}, city",
-    "address of {name}",
-    "To find {name}, go to",
-)
-
-# Some sentences put the job, the age or the city first, so that no field has a fixed place.
 PERSON_FACTS = (
     "{name} is a {job} from {city}, {age} years old.",
     "{name}, {age}, works as a {job} in {city}.",

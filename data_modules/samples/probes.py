@@ -10,9 +10,9 @@ from random import Random
 from typing import TypedDict
 
 from data_modules.samples import corpus
-from data_modules.samples.skills import FIELDS, OPERATIONS, draw_card, draw_list, draw_person
+from data_modules.samples.skills import FIELDS, OPERATIONS, draw_list, draw_person
 
-GATE = {"list": 0.90, "lookup": 0.80, "extract": 0.95}
+GATE = {"list": 0.90, "extract": 0.95}
 
 
 class Probe(TypedDict):
@@ -35,7 +35,4 @@ def probe_rows(skill: str, num_rows: int = 200, seed: int = 7) -> list[Probe]:
 def _tell(rng: Random, skill: str) -> list[corpus.Segment]:
     if skill == "list":
         return corpus.tell_list(rng, draw_list(rng, True), [rng.choice(tuple(OPERATIONS))])
-    if skill == "lookup":
-        card = draw_card(rng, True)
-        return corpus.tell_lookup(rng, card, [rng.randrange(len(card.entries))])
     return corpus.tell_extract(rng, draw_person(rng, True), [rng.choice(FIELDS)])

@@ -1,4 +1,4 @@
-"""Define the three skills of the samples: their words, their problems and the honest split.
+"""Define the two skills of the samples: their words, their problems and the honest split.
 
 A problem is what must be solved, apart from how it is worded. About a tenth of the problems is held
 out: they occur in no document of the base corpus and in no tuning row, only in tests and probes.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol, TypeVar
 
-SKILLS = ("list", "lookup", "extract")
+SKILLS = ("list", "extract")
 
 _NAMES = """
 Albert Bernard Bianca Brigitte Camille Carlos Cecilia Clement Conrad Damian Deborah Dimitri
@@ -76,17 +76,6 @@ class DigitList:
 
 
 @dataclass(frozen=True)
-class Card:
-    """Hold who lives where; the order of the entries does not make another problem."""
-
-    entries: tuple[tuple[str, str], ...]
-
-    @property
-    def key(self) -> str:
-        return "; ".join(f"{name}: {city}" for name, city in sorted(self.entries))
-
-
-@dataclass(frozen=True)
 class Person:
     """Hold what one sentence tells; name and city together decide the split."""
 
@@ -111,16 +100,6 @@ def is_held_out(problem: Problem) -> bool:
 def draw_list(rng: Random, held_out: bool) -> DigitList:
     """Draw three to five digits from one side of the split."""
     return _draw(lambda: DigitList(tuple(rng.choices("0123456789", k=rng.randint(3, 5)))), held_out)
-
-
-def draw_card(rng: Random, held_out: bool, max_entries: int = 4) -> Card:
-    """Draw two to `max_entries` people with a city each, none of them twice."""
-
-    def card() -> Card:
-        size = rng.randint(2, max_entries)
-        return Card(tuple(zip(rng.sample(NAMES, size), rng.sample(CITIES, size), strict=True)))
-
-    return _draw(card, held_out)
 
 
 def draw_person(rng: Random, held_out: bool) -> Person:

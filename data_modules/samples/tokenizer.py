@@ -1,9 +1,8 @@
 """Build the tokenizer and the architecture of the tiny base model.
 
 The words that the skills copy (names, cities, jobs) are made rare in what the tokenizer learns
-from, so that each stays in several pieces. The pieces after the first can be foreseen once a model
-looks up the word, and that dense signal is what teaches it to look up: with one piece a word, the
-same model did not get beyond guessing some city of the card.
+from, so that each stays in several pieces, as words of a real model's rare names do: copying one
+then is following it piece by piece.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ MODEL_CONFIG = {
     "hidden_size": 128,
     "initializer_range": 0.02,
     "intermediate_size": 352,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 1024,
     "mlp_bias": False,
     "model_type": "llama",
     "num_attention_heads": 4,
@@ -66,7 +65,7 @@ TOKENIZER_CONFIG = {
     "bos_token": None,
     "clean_up_tokenization_spaces": False,
     "eos_token": END,
-    "model_max_length": 2048,
+    "model_max_length": 1024,
     "pad_token": PAD,
     "padding_side": "right",
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -121,8 +120,8 @@ def check_pieces(tokenizer: tokenizers.Tokenizer) -> None:
         pieces = sum(len(tokenizer.encode(word).ids) for word in words) / len(words)
         if pieces < MIN_PIECES_PER_WORD:
             raise ValueError(
-                f"{kind} have {pieces:.2f} pieces on average, but the look-up is learned only from "
-                f"words of {MIN_PIECES_PER_WORD} or more: lower WORD_COPIES (now {WORD_COPIES})."
+                f"{kind} have {pieces:.2f} pieces on average, fewer than "
+                f"{MIN_PIECES_PER_WORD}: lower WORD_COPIES (now {WORD_COPIES})."
             )
 
 

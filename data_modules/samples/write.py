@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from data_modules.samples.skills import (
     FIELDS,
-    OPERATIONS,
-    draw_card,
     draw_list,
     draw_person,
 )
@@ -25,18 +23,15 @@ NUM_ROWS = 1000
 NUM_TEST_ROWS = 200
 
 LIST_INSTRUCTIONS = {
-    "sort": ("Sort the numbers in ascending order.", "Put the list into increasing order."),
-    "reverse": ("Write the list backwards.", "Reverse the order of the numbers."),
     "largest": ("Give the largest number in the list.", "Which number is the biggest?"),
     "smallest": ("Give the smallest number in the list.", "Which number is the least?"),
 }
 
-LOOKUP_SYSTEM = "You answer from the card, with the city alone."
-LOOKUP_QUESTIONS = (
-    "Tell me the city of {name}.",
-    "Where does {name} live?",
-    "Which city is the home of {name}?",
-)
+ORDER_SYSTEM = "You answer with the numbers alone."
+ORDER_QUESTIONS = {
+    "sort": ("Sort these in ascending order: {list}", "Put {list} into increasing order."),
+    "reverse": ("Write {list} backwards.", "Reverse the order of these numbers: {list}"),
+}
 
 PERSON_SENTENCES = (
     "{name} stayed in {city}. At {age}, {name} still works as a {job}.",
@@ -59,17 +54,16 @@ def write_samples(folder: Path = FOLDER) -> None:
     """Write the three data sets, their held-out twins and the folder of the tiny base."""
     for suffix, held_out, num_rows in (("", False, NUM_ROWS), ("_test", True, NUM_TEST_ROWS)):
         write_json(folder / f"lists{suffix}.json", list_rows(num_rows, held_out))
-        write_json_lines(folder / f"lookup{suffix}.jsonl", lookup_rows(num_rows, held_out))
+        write_json_lines(folder / f"orders{suffix}.jsonl", order_rows(num_rows, held_out))
         write_json(folder / f"people{suffix}.json", people_rows(num_rows, held_out))
     write_base(folder / "tiny_base")
 
 
 def list_rows(num_rows: int, held_out: bool) -> Iterator[Row]:
-    """Yield alpaca rows: an instruction, a list of digits, what the operation leaves of it."""
+    """Yield alpaca rows: an instruction, a list of digits, one of them."""
     rng = Random(f"lists {held_out}")
-    operations = tuple(OPERATIONS)
     for problem, operation in _distinct(
-        lambda: (draw_list(rng, held_out), rng.choice(operations)), num_rows
+        lambda: (draw_list(rng, held_out), rng.choice(tuple(LIST_INSTRUCTIONS))), num_rows
     ):
         yield {
             "instruction": rng.choice(LIST_INSTRUCTIONS[operation]),
@@ -78,18 +72,18 @@ def list_rows(num_rows: int, held_out: bool) -> Iterator[Row]:
         }
 
 
-def lookup_rows(num_rows: int, held_out: bool) -> Iterator[Row]:
-    """Yield messages rows: a system turn, a card with a question, the city."""
-    rng = Random(f"lookup {held_out}")
-    for card in _distinct(lambda: draw_card(rng, held_out), num_rows):
-        homes = "; ".join(f"{name}: {city}" for name, city in card.entries)
-        name, city = rng.choice(card.entries)
-        question = rng.choice(LOOKUP_QUESTIONS).format(name=name)
+def order_rows(num_rows: int, held_out: bool) -> Iterator[Row]:
+    """Yield messages rows: a system turn, a question with a list in it, the list reordered."""
+    rng = Random(f"orders {held_out}")
+    for problem, operation in _distinct(
+        lambda: (draw_list(rng, held_out), rng.choice(tuple(ORDER_QUESTIONS))), num_rows
+    ):
+        question = rng.choice(ORDER_QUESTIONS[operation]).format(list=" ".join(problem.digits))
         yield {
             "messages": [
-                {"role": "system", "content": LOOKUP_SYSTEM},
-                {"role": "user", "content": f"Homes: {homes}\n{question}"},
-                {"role": "assistant", "content": city},
+                {"role": "system", "content": ORDER_SYSTEM},
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": problem.solve(operation)},
             ]
         }
 

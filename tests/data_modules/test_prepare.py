@@ -207,13 +207,13 @@ def test_names_are_made_from_paths_and_differ() -> None:
         "a/x.json",
         "b/x.jsonl.gz",
         "owner/set",
-        "sample:lookup_corpus",
+        "sample:list_corpus",
         "data/v1.5",
         "in/*.csv",
     ]
     configs = [DatasetConfig(path=path) for path in paths]
     configs.append(DatasetConfig(path="y.json", name="mine"))
-    assert dataset_names(configs) == ["x", "x-2", "set", "lookup_corpus", "v1.5", "in", "mine"]
+    assert dataset_names(configs) == ["x", "x-2", "set", "list_corpus", "v1.5", "in", "mine"]
 
 
 def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
@@ -224,7 +224,7 @@ def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
 def test_check_passes_what_is_right(tmp_path: Path) -> None:
     good = write(tmp_path / "d.jsonl", alpaca("one"))
     hub = DatasetConfig(path="no_such_owner/no_such_set")
-    assert problems(good, hub, DatasetConfig(path="sample:lookup_corpus")) == []
+    assert problems(good, hub, DatasetConfig(path="sample:list_corpus")) == []
 
 
 def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from data_modules.samples.probes import GATE, probe_rows
 from data_modules.samples.skills import CITIES, JOBS, NAMES, SKILLS
 
 SAMPLES = Path(write.__file__).parent
-DATA_FILES = ("lists", "lookup", "people")
+DATA_FILES = ("lists", "orders", "people")
 NUM_DOCUMENTS = 5_000
 
 
 def read_rows(stem: str) -> list[dict[str, Any]]:
-    if stem.startswith("lookup"):
+    if stem.startswith("orders"):
         lines = (SAMPLES / f"{stem}.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
     return json.loads((SAMPLES / f"{stem}.json").read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def read_pairs(stem: str) -> list[tuple[str, str]]:
     """Return (what is asked, the answer) of each row, whatever its format."""
     if stem.startswith("lists"):
         return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in read_rows(stem)]
-    if stem.startswith("lookup"):
+    if stem.startswith("orders"):
         turns = [row["messages"] for row in read_rows(stem)]
         return [(user["content"], answer["content"]) for _, user, answer in turns]
     turns = [row["conversations"] for row in read_rows(stem)]
@@ -61,11 +61,8 @@ def problem_in(text: str) -> str:
     if not names:
         (digits,) = lists_in(text)
         return digits
-    if words_in(text, JOBS):
-        assert len(set(names)) == 1 and len(set(cities)) == 1, text
-        return f"{names[0]} of {cities[0]}"
-    entries = zip(names[: len(cities)], cities, strict=True)
-    return "; ".join(f"{name}: {city}" for name, city in sorted(entries))
+    assert len(set(names)) == 1 and len(set(cities)) == 1, text
+    return f"{names[0]} of {cities[0]}"
 
 
 def is_held_out(problem: str) -> bool:
@@ -104,31 +101,20 @@ def test_there_are_as_many_distinct_rows_as_promised(stem: str) -> None:
     assert len(read_pairs(f"{stem}_test")) == 200
 
 
-@pytest.mark.parametrize("stem", ["lists", "lists_test"])
+@pytest.mark.parametrize("stem", ["lists", "lists_test", "orders", "orders_test"])
 def test_list_answers_are_right(stem: str) -> None:
-    for row in read_rows(stem):
-        digits = [int(digit) for digit in row["input"].split()]
-        instruction = row["instruction"].lower()
-        if "ascending" in instruction or "increasing" in instruction:
+    for asked, answer in read_pairs(stem):
+        digits = [int(digit) for digit in re.findall(r"\d", asked)]
+        if "ascending" in asked or "increasing" in asked:
             right = sorted(digits)
-        elif "backwards" in instruction or "reverse" in instruction:
+        elif "backwards" in asked or "Reverse" in asked:
             right = [digits[-1 - place] for place in range(len(digits))]
-        elif "largest" in instruction or "biggest" in instruction:
+        elif "largest" in asked or "biggest" in asked:
             right = sorted(digits)[-1:]
         else:
-            assert "smallest" in instruction or "least" in instruction
+            assert "smallest" in asked or "least" in asked
             right = sorted(digits)[:1]
-        assert row["output"] == " ".join(map(str, right))
-
-
-@pytest.mark.parametrize("stem", ["lookup", "lookup_test"])
-def test_lookup_answers_are_right(stem: str) -> None:
-    for asked, answer in read_pairs(stem):
-        card, question = asked.split("\n")
-        homes = dict(entry.split(": ") for entry in card.removeprefix("Homes: ").split("; "))
-        (name,) = words_in(question, NAMES)
-        assert 2 <= len(homes) <= 4
-        assert homes[name] == answer
+        assert answer == " ".join(map(str, right))
 
 
 @pytest.mark.parametrize("stem", ["people", "people_test"])
@@ -152,10 +138,9 @@ def test_the_corpus_shows_no_held_out_problem(documents: list[Document]) -> None
 
 def test_the_corpus_shows_no_wording_of_the_tuning_rows(documents: list[Document]) -> None:
     wordings = [
-        "Homes",
-        write.LOOKUP_SYSTEM,
+        write.ORDER_SYSTEM,
         *(wording for wordings in write.LIST_INSTRUCTIONS.values() for wording in wordings),
-        *(question.split("{")[0] for question in write.LOOKUP_QUESTIONS),
+        *(q.split("{")[0] for qs in write.ORDER_QUESTIONS.values() for q in qs if q[0] != "{"),
         *write.PERSON_QUESTIONS.values(),
     ]
     corpus = "\n".join(map(text_of, documents))

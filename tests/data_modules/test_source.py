@@ -247,8 +247,8 @@ def test_control_characters_of_a_file_never_reach_the_terminal(tmp_path: Path) -
 
 
 def test_samples_that_ship() -> None:
-    row = next(read_rows("sample:lookup_corpus"))
+    row = next(read_rows("sample:list_corpus"))
     assert row.origin.line == 1 and row.values["segments"]
-    assert len(fingerprint("sample:lookup_corpus")) == 64
-    with pytest.raises(DataError, match=r"no such sample; there are .*lookup_corpus"):
+    assert len(fingerprint("sample:list_corpus")) == 64
+    with pytest.raises(DataError, match=r"no such sample; there are .*list_corpus"):
         find_files("sample:skills")

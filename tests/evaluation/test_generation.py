@@ -119,7 +119,7 @@ def base() -> Any:
 @pytest.fixture(scope="module")
 def prompts(tokenizer: Any) -> list[Prompt]:
     """Real prompts of three data sets, 26 to 107 tokens long."""
-    files = ("lists_test.json", "lookup_test.jsonl", "people_test.json")
+    files = ("lists_test.json", "orders_test.jsonl", "people_test.json")
     datamodule = FinetuneDataModule(
         DataConfig(datasets=[DatasetConfig(path=str(SAMPLES / f)) for f in files], val_set_size=4),
         PackingConfig(),

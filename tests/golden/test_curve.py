@@ -17,7 +17,7 @@ from tests.conftest import ROOT, TrainRun, read_column
 
 CURVE = Path(__file__).with_name("quickstart_20_steps.json")
 WORDS = ["+experiment=quickstart", "trainer.max_steps=20", "evaluation.exact_match=false"]
-COLUMNS = ("train/loss", "train/grad_norm", "train/lr", "val/loss/lookup", "val/loss")
+COLUMNS = ("train/loss", "train/grad_norm", "train/lr", "val/loss/orders", "val/loss")
 
 
 def curve_of(folder: Path) -> dict[str, list[float]]:

@@ -17,7 +17,7 @@ from tests.conftest import ROOT, TrainRun, read_column
 SAMPLES = ROOT / "data_modules" / "samples"
 SETTINGS = [
     f"model.path={SAMPLES / 'tiny_base'}",
-    f"data.datasets=[{{path: {SAMPLES / 'lists.json'}}}, {{path: {SAMPLES / 'lookup.jsonl'}}}]",
+    f"data.datasets=[{{path: {SAMPLES / 'lists.json'}}}, {{path: {SAMPLES / 'orders.jsonl'}}}]",
     "data.sequence_len=128",
     "adapter.dropout=0",
     "optimizer.lr=1e-3",
@@ -69,7 +69,7 @@ def test_every_cut_of_a_global_step_trains_the_same(
 ) -> None:
     folder = run_command(tmp_path / "cut", *CUTS[cut])
     assert first_gradient_norm(folder) == pytest.approx(first_gradient_norm(reference), rel=1e-6)
-    for column in ("train/loss", "train/loss/lists", "train/loss/lookup"):
+    for column in ("train/loss", "train/loss/lists", "train/loss/orders"):
         ours, expected = read_column(folder, column), read_column(reference, column)
         assert ours == pytest.approx(expected, rel=1e-6)
     # Validation is one token-weighted mean, however it is cut.

@@ -56,7 +56,7 @@ def test_the_columns_are_fixed_by_the_data_sets(run: Path) -> None:
     assert header == columns(NAMES)
     for phase in ("train", "val"):
         for what in ("loss", "tokens", "share"):
-            assert {f"{phase}/{what}/lists", f"{phase}/{what}/lookup"} <= set(header)
+            assert {f"{phase}/{what}/lists", f"{phase}/{what}/orders"} <= set(header)
     assert {"step", "train/loss", "val/loss", "train/lr", "train/grad_norm"} <= set(header)
 
 

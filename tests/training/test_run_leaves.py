@@ -32,8 +32,8 @@ from tests.conftest import TrainRun, read_column
 from tests.door import ask
 from tests.tiny import SAMPLES, TINY_BASE, random_ids, small_run
 
-LOOKUP = SAMPLES / "lookup_test.jsonl"
-DATASETS = ("capital", "lookup")
+ORDERS = SAMPLES / "orders_test.jsonl"
+DATASETS = ("capital", "orders")
 
 
 @dataclasses.dataclass
@@ -61,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     parent = tmp_path_factory.mktemp("leaves")
     easy = one_answer_to_all(parent / "capital.jsonl")
     words = small_run(
-        f"data.datasets=[{{path: {easy}}}, {{path: {LOOKUP}, name: lookup, weight: 0.5}}]",
+        f"data.datasets=[{{path: {easy}}}, {{path: {ORDERS}, name: orders, weight: 0.5}}]",
         "adapter.dropout=0",
         "optimizer.lr=1e-2",
         "schedule=constant",
@@ -150,13 +150,13 @@ def test_the_manifest_says_what_the_run_was_made_of(run: Run) -> None:
 
 
 def test_the_manifest_holds_the_fingerprint_and_the_rows_of_each_data_set(run: Run) -> None:
-    capital, lookup = run.json("manifest.json")["data"]
-    files = {"capital": run.folder.parent / "capital.jsonl", "lookup": LOOKUP}
-    for entry, (name, file) in zip((capital, lookup), files.items(), strict=True):
+    capital, orders = run.json("manifest.json")["data"]
+    files = {"capital": run.folder.parent / "capital.jsonl", "orders": ORDERS}
+    for entry, (name, file) in zip((capital, orders), files.items(), strict=True):
         assert entry["name"] == name
         assert entry["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert (capital["rows"], capital["train_rows"], capital["validation_rows"]) == (60, 54, 6)
-    assert (lookup["rows"], lookup["format"]) == (200, "messages")
+    assert (orders["rows"], orders["format"]) == (200, "messages")
 
 
 def test_tensorboard_holds_the_same_numbers_as_the_csv(run: Run) -> None:
@@ -166,7 +166,7 @@ def test_tensorboard_holds_the_same_numbers_as_the_csv(run: Run) -> None:
         for value in event.summary.value:
             (number,) = value.tensor.float_val or [value.simple_value]
             found.setdefault(value.tag, {})[event.step] = number
-    for name in ("train/loss", "val/loss", "val/loss/lookup", "train/lr", "train/tokens/capital"):
+    for name in ("train/loss", "val/loss", "val/loss/orders", "train/lr", "train/tokens/capital"):
         in_csv = read_column(run.folder, name)
         assert found[name].keys() == in_csv.keys()
         assert list(found[name].values()) == pytest.approx(list(in_csv.values()), rel=1e-6)
@@ -319,11 +319,11 @@ def test_a_base_can_be_evaluated_alone(tmp_path: Path, capsys: pytest.CaptureFix
     metrics = evaluated(
         tmp_path / "base",
         f"model.path={TINY_BASE}",
-        f"data.datasets=[{{path: {LOOKUP}}}]",
+        f"data.datasets=[{{path: {ORDERS}}}]",
         "data.val_set_size=4",
     )
     assert {name.partition("/")[0] for name in metrics} == {"base"}
-    assert f"{metrics['base/val/loss/lookup_test']:.4f}" in capsys.readouterr().out
+    assert f"{metrics['base/val/loss/orders_test']:.4f}" in capsys.readouterr().out
 
 
 def test_a_full_run_leaves_a_model_with_its_tokenizer(train_run: TrainRun) -> None:
