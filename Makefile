@@ -15,10 +15,11 @@ help:  ## this list
 
 # The stamp is written last: an install that was interrupted is finished by the next call.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): a minute or two"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
