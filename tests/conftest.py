@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# Threads that spin while they wait double the time of the tests; torch reads this when imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# As `app.quiet` does, and before a test imports torch, which reads it then.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
