@@ -33,8 +33,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_run_folder_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verb hands its folder to child ranks by environment; the next test is no child."""
-    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+    """A verb hands its folder to child ranks by environment; the next test is no child.
+
+    It also forbids the hub when all its files are local, which holds for its own process.
+    """
+    for name in ("LOFT_RUN_DIR", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "")  # so that what a test's run sets is undone after it
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
