@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shlex
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -169,9 +171,11 @@ def say_where(folder: Path, saved: Path) -> None:
     """Print where everything is, and what a person may want to type next."""
     print(f"\n{saved}: reopened after saving and compared with the model in memory")
     print(f"{folder}/: metrics.csv, metrics.json, config.yaml, manifest.json")
+    # Commands that work as they stand, also after `make train` where no environment is active.
+    python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
     print("next:")
-    print(f"  python -m app.evaluate run={folder}")
-    print(f"  tensorboard --logdir {folder.parent}")
+    print(f"  {python} -m app.evaluate run={shlex.quote(str(folder))}")
+    print(f"  {python} -m tensorboard.main --logdir {shlex.quote(str(folder.parent))}")
     print(f"run: {folder}")
 
 
