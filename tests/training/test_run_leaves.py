@@ -185,7 +185,7 @@ def test_the_closing_screen_shows_the_table_the_folder_and_what_to_type(run: Run
         "100.0%",
         str(run.folder / "adapter"),
         f"python -m app.evaluate run={run.folder}",
-        "tensorboard --logdir",
+        "tensorboard.main --logdir",
     ):
         assert shown in run.printed
 
