@@ -47,7 +47,7 @@ class ProgressBar(L.Callback):
             console=self.console,
         )
         self.task = self.progress.add_task(
-            "train", total=trainer.max_steps, what="validating", figures=""
+            "train", total=trainer.max_steps, what="validate", figures=""
         )
         self.progress.start()
 
@@ -64,7 +64,7 @@ class ProgressBar(L.Callback):
             return
         step, total = trainer.global_step, trainer.max_steps
         if self.progress is not None:
-            self.progress.update(self.task, completed=step, what="training", figures=self.figures())
+            self.progress.update(self.task, completed=step, what="train", figures=self.figures())
         elif self.curves.latest_step == step and (step >= self.next_line or step == total):
             self.next_line = step + total / LINES_PER_RUN
             left = (time.monotonic() - self.started) / step * (total - step)
@@ -73,7 +73,7 @@ class ProgressBar(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say that a validation runs."""
         if self.progress is not None:
-            self.progress.update(self.task, what="validating")
+            self.progress.update(self.task, what="validate")
 
     def figures(self) -> str:
         """The newest figures in one line."""
