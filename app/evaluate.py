@@ -67,7 +67,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         measured: dict[str, float] = {}
         with placement.autocast():
             if datamodule.val_examples:
-                measured |= validate(model, datamodule.val_dataloader(), backend, names)
+                measured |= validate(model, datamodule.whole_val_dataloader(), backend, names)
             if config.evaluation.exact_match:
                 measured |= exact_match(model, tokenizer, prompts, stops, config.evaluation)
         return measured

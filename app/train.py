@@ -151,7 +151,7 @@ def compare(
     metrics: dict[str, float] = {}
     if validations:
         # Saving rounds a full model to its base's dtype: its last validation was another model's.
-        batches, names = datamodule.val_dataloader(), datamodule.dataset_names
+        batches, names = datamodule.whole_val_dataloader(), datamodule.dataset_names
         tuned = validate(model, batches, backend, names) if is_full else validations[-1]
         metrics |= named("base", validations[0]) | named("tuned", tuned)
     if config.evaluation.exact_match:

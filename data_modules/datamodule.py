@@ -157,12 +157,17 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
         There is no loader when there are no validation rows.
         """
-        if not self.val_examples:
-            return []
+        return self._val_loader(self._num_ranks, self._rank) if self.val_examples else []
+
+    def whole_val_dataloader(self) -> DataLoader[Batch]:
+        """Return all validation rows, whatever the number of ranks; there must be some."""
+        return self._val_loader(1, 0)
+
+    def _val_loader(self, num_ranks: int, rank: int) -> DataLoader[Batch]:
         lengths = _lengths(self.val_examples)
         method = self._packing.method
         packs = pack_documents(lengths, self.sequence_len, self._seed, 0, method)
-        batches = shard_packs(packs, self._micro_batch_size, self._num_ranks, self._rank)
+        batches = shard_packs(packs, self._micro_batch_size, num_ranks, rank)
         return self._loader(self.val_examples, batches)
 
     def prompts(self, max_rows: int) -> dict[str, list[Prompt]]:

@@ -20,7 +20,7 @@ SETTINGS = [
     f"data.datasets=[{{path: {SAMPLES / 'lists.json'}}}, {{path: {SAMPLES / 'orders.jsonl'}}}]",
     "data.sequence_len=128",
     "adapter.dropout=0",
-    "optimizer.lr=2e-4",
+    "optimizer.lr=1e-3",
     "schedule=constant",
     "schedule.warmup_steps=0",
     "trainer.max_steps=6",
@@ -100,7 +100,7 @@ def test_the_learning_rate_knows_no_ranks(reference: Path, tmp_path: Path) -> No
     folder = run_command(tmp_path / "cosine", *CUTS["two ranks"], "schedule=cosine")
     rates = list(read_column(folder, "train/lr").values())
     assert len(rates) == 6
-    assert rates[0] == pytest.approx(2e-4)
+    assert rates[0] == pytest.approx(1e-3)
     assert rates == sorted(rates, reverse=True)
 
 
@@ -115,3 +115,19 @@ def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(
         assert torch.allclose(tensor, expected[name], atol=1e-4), name
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["val/loss"] < metrics["base/val/loss"]
+
+
+def test_the_closing_loss_of_a_full_run_on_two_ranks_is_that_of_all_rows(tmp_path: Path) -> None:
+    """Rank 0 measures it alone, after saving has rounded the weights."""
+    folder = tmp_path / "full"
+    settings = [word for word in SETTINGS if not word.startswith("adapter.")]
+    command = [sys.executable, "-m", "app.train", *settings, *CUTS["two ranks"], "adapter=full"]
+    environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
+    for words in (
+        [*command, f"output.dir={folder}"],
+        [sys.executable, "-m", "app.evaluate", f"run={folder}", f"output.dir={tmp_path / 'again'}"],
+    ):
+        subprocess.run(words, cwd=ROOT, env=environment, check=True, timeout=300)
+    closing = json.loads((folder / "metrics.json").read_text())
+    for name, value in json.loads((tmp_path / "again" / "metrics.json").read_text()).items():
+        assert closing[name] == pytest.approx(value, rel=1e-5), name
