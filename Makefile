@@ -28,6 +28,9 @@ install: $(STAMP)  ## .venv with the pinned dependencies; a second call starts a
 train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" for another run
 	$(BIN)/python -m app.train $(ARGS)
 
+preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
+	$(BIN)/python -m app.preview $(ARGS)
+
 eval: $(STAMP)  ## base against tuned of RUN=FOLDER, or of the newest run; trains the default first
 	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
 		"import sys; from app.output import finished_runs; sys.exit(not finished_runs())" \
@@ -56,10 +59,10 @@ test: $(STAMP)  ## all tests that this machine can run
 test-fast: $(STAMP)  ## the tests that take no more than ten seconds each
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop
+bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare
 	$(BIN)/python -m benchmarks $(ONLY)
 
 clean:  ## remove caches; runs under outputs/ stay
-	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
+	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train eval sweep tiny-base check test test-fast bench clean
+.PHONY: help install train preview eval sweep tiny-base check test test-fast bench clean

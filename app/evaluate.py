@@ -60,7 +60,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     )
     datamodule.setup("validate")
     names, prompts = datamodule.dataset_names, datamodule.prompts(config.evaluation.max_rows)
-    stops = datamodule.template.stop_token_ids | {tokenizer.eos_token_id}
+    stops = datamodule.stop_token_ids | {tokenizer.eos_token_id}
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
         model.to(placement.torch_device)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config import TrainConfig, run_verb, save_config
+from app.launch import is_first_rank
 from app.manifest import save_manifest
 from app.output import decide_run_dir
 from app.preflight import describe_base
@@ -73,8 +74,10 @@ def train(config: TrainConfig) -> float | None:
     )
     datamodule.setup("fit")
     prompts = datamodule.prompts(config.evaluation.max_rows)
-    for line in datamodule.report.lines():
-        log.info("data: %s", line)
+    if is_first_rank():
+        for line in (*datamodule.report.lines(), *datamodule.audit.lines()):
+            log.info("data: %s", line)
+        datamodule.audit.check()
     log.info("plan: %s; lr %g", datamodule.plan.line(), lr)
     log.info("device: %s, attention %s", placement, backend)
 
@@ -104,6 +107,7 @@ def train(config: TrainConfig) -> float | None:
     )
     if trainer.is_global_zero:
         save_config(config, folder / "config.yaml")
+        datamodule.write_reports(folder)
         save_manifest(
             folder,
             seed=config.seed,
@@ -118,7 +122,7 @@ def train(config: TrainConfig) -> float | None:
 
     # What is left of it: saved, reopened and checked, compared with its base.
     model = module.model.to(trainer.strategy.root_device)
-    probe_ids = datamodule.train_examples[0].input_ids[:64].tolist()
+    probe_ids = datamodule.probe_ids()
     with placement.autocast():
         saved = save_model(model, config.adapter, architecture, folder, probe_ids)
         metrics = compare(
@@ -155,7 +159,7 @@ def compare(
         tuned = validate(model, batches, backend, names) if is_full else validations[-1]
         metrics |= named("base", validations[0]) | named("tuned", tuned)
     if config.evaluation.exact_match:
-        stops = datamodule.template.stop_token_ids | {tokenizer.eos_token_id}
+        stops = datamodule.stop_token_ids | {tokenizer.eos_token_id}
         asked = (tokenizer, prompts, stops)
         metrics |= named("tuned", exact_match(model, *asked, config.evaluation))
         if not is_full:

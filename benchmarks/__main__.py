@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.figure import Figure, print_figures
 
-NOT_BENCHMARKS = {"__init__", "__main__", "figure"}
+NOT_BENCHMARKS = {"__init__", "__main__", "figure", "peers"}
 
 
 def main(names: list[str]) -> int:

@@ -35,5 +35,6 @@ def print_figures(figures: Sequence[Figure]) -> None:
         table.add_row(figure.figure, f"{figure.value:.4g}", f"{figure.bar:.4g}", figure.better, ok)
     Console().print(table)
     for figure in figures:
-        rounded = dataclasses.asdict(figure) | {"value": round(figure.value, 4), "ok": figure.ok}
+        value = float(f"{figure.value:.5g}")
+        rounded = dataclasses.asdict(figure) | {"value": value, "ok": figure.ok}
         print(json.dumps(rounded))

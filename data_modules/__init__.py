@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.packing import PACKING_METHODS as PACKING_METHODS
     from data_modules.packing import PackingConfig as PackingConfig
-    from data_modules.prepare import DataConfig as DataConfig
-    from data_modules.prepare import DataReport as DataReport
-    from data_modules.prepare import DatasetConfig as DatasetConfig
-    from data_modules.prepare import check_datasets as check_datasets
+    from data_modules.report import DataReport as DataReport
+    from data_modules.settings import DataConfig as DataConfig
+    from data_modules.settings import DatasetConfig as DatasetConfig
+    from data_modules.settings import check_datasets as check_datasets
     from data_modules.source import is_hub_id as is_hub_id
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.types import Batch as Batch
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Batch": "types",
-    "DataConfig": "prepare",
+    "DataConfig": "settings",
     "DataError": "types",
-    "DataReport": "prepare",
-    "DatasetConfig": "prepare",
+    "DataReport": "report",
+    "DatasetConfig": "settings",
     "Example": "types",
     "FinetuneDataModule": "datamodule",
     "Origin": "types",
@@ -37,7 +37,7 @@ _HOMES = {
     "PackingConfig": "packing",
     "Prompt": "types",
     "TEMPLATE_NAMES": "template",
-    "check_datasets": "prepare",
+    "check_datasets": "settings",
     "is_hub_id": "source",
 }
 

@@ -11,9 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_modules.types import Batch, Example
+from data_modules.types import Batch, DecoderInputs, Example
 
 IGNORED = -100
+
+Row = list[Example]
+Ints = npt.NDArray[np.int64]
 
 
 class Collator:
@@ -21,12 +24,16 @@ class Collator:
 
     Packed: one row [1, tokens of all packs], without padding. Padded (`packed=False`, a document
     a pack): [packs, tokens of the longest], padded on the right. A micro-batch without any
-    document becomes padding only, without labels.
+    document becomes padding only, without labels. `decoder_start_token_id` is what the decoder of
+    an encoder-decoder model begins each document with; None for causal models.
     """
 
-    def __init__(self, pad_token_id: int, packed: bool) -> None:
+    def __init__(
+        self, pad_token_id: int, packed: bool, decoder_start_token_id: int | None = None
+    ) -> None:
         self._pad_token_id = pad_token_id
         self._packed = packed
+        self._decoder_start = decoder_start_token_id
 
     def __call__(self, packs: Sequence[Sequence[Example]], step_weight: float) -> Batch:
         """Return the batch of `packs`, one sequence of examples each."""
@@ -34,66 +41,113 @@ class Collator:
             rows = [[example for pack in packs for example in pack]]
         else:
             rows = [list(pack) for pack in packs]
-        width = max(1, *(sum(len(e.input_ids) for e in row) for row in rows), 1)
-        arrays = _Arrays.empty(len(rows), width, self._pad_token_id)
-        for index, row in enumerate(rows):
-            if row:
-                arrays.fill(index, row)
-        columns = np.flatnonzero((arrays.labels != IGNORED).any(axis=0))
-        lengths = [[len(e.input_ids) for e in row] for row in rows]
+        inputs = _Side([[example.input_ids for example in row] for row in rows])
+        ids = inputs.lay_out(self._pad_token_id)
+        decoder = None
+        labelled = inputs
+        if self._decoder_start is None:
+            labels, weights = _shifted_labels(inputs, ids, rows)
+        else:
+            labelled = _Side([[_targets(example) for example in row] for row in rows])
+            labels, weights = _target_labels(labelled, rows)
+            decoder = self._decoder_inputs(labelled, self._decoder_start)
+        columns = np.flatnonzero((labels != IGNORED).any(axis=0))
         return Batch(
-            input_ids=torch.from_numpy(arrays.input_ids),
-            position_ids=torch.from_numpy(arrays.position_ids),
-            labels=torch.from_numpy(arrays.labels),
-            loss_weights=torch.from_numpy(arrays.loss_weights),
-            dataset_ids=torch.from_numpy(arrays.dataset_ids),
+            input_ids=torch.from_numpy(ids),
+            position_ids=torch.from_numpy(inputs.positions()),
+            labels=torch.from_numpy(labels),
+            loss_weights=torch.from_numpy(weights),
+            dataset_ids=torch.from_numpy(labelled.dataset_ids(rows)),
             trained_columns=torch.from_numpy(columns if len(columns) else np.zeros(1, np.int64)),
-            document_lengths=lengths,
+            document_lengths=inputs.lengths,
             step_weight=step_weight,
-            num_tokens=sum(map(sum, lengths)),
+            num_tokens=inputs.num_tokens + (labelled.num_tokens if decoder else 0),
+            decoder=decoder,
+        )
+
+    def _decoder_inputs(self, targets: _Side, start_token_id: int) -> DecoderInputs:
+        """Move each document's targets one to the right, behind the start token."""
+        ids = targets.lay_out(self._pad_token_id)
+        moved = np.full_like(ids, self._pad_token_id)
+        for index, lengths in enumerate(targets.lengths):
+            total = sum(lengths)
+            moved[index, 1:total] = ids[index, : max(0, total - 1)]
+            moved[index, targets.starts(index)] = start_token_id
+        return DecoderInputs(
+            torch.from_numpy(moved), torch.from_numpy(targets.positions()), targets.lengths
         )
 
 
-class _Arrays:
-    """Hold the arrays of a batch, [rows, tokens] each, while they are filled."""
+class _Side:
+    """Lay token arrays side by side: `documents[row][document]`, each [tokens]."""
 
-    def __init__(
-        self,
-        input_ids: npt.NDArray[np.int64],
-        position_ids: npt.NDArray[np.int64],
-        labels: npt.NDArray[np.int64],
-        loss_weights: npt.NDArray[np.float32],
-        dataset_ids: npt.NDArray[np.int64],
-    ) -> None:
-        self.input_ids = input_ids
-        self.position_ids = position_ids
-        self.labels = labels
-        self.loss_weights = loss_weights
-        self.dataset_ids = dataset_ids
+    def __init__(self, documents: list[list[npt.NDArray[np.int32]]]) -> None:
+        self._documents = documents
+        self.lengths = [[len(one) for one in row] for row in documents]
+        self.num_tokens = sum(map(sum, self.lengths))
+        self.shape = (len(documents), max(1, *(sum(row) for row in self.lengths), 1))
 
-    @classmethod
-    def empty(cls, rows: int, tokens: int, pad_token_id: int) -> _Arrays:
-        shape = (rows, tokens)
-        return cls(
-            input_ids=np.full(shape, pad_token_id, dtype=np.int64),
-            position_ids=np.zeros(shape, dtype=np.int64),
-            labels=np.full(shape, IGNORED, dtype=np.int64),
-            loss_weights=np.zeros(shape, dtype=np.float32),
-            dataset_ids=np.zeros(shape, dtype=np.int64),
-        )
+    def starts(self, row: int) -> Ints:
+        """Return the column in which each document of a row begins."""
+        lengths = np.array(self.lengths[row], dtype=np.int64)
+        return np.cumsum(lengths) - lengths
 
-    def fill(self, index: int, row: Sequence[Example]) -> None:
-        """Lay the documents of `row` side by side into row `index`."""
-        lengths = np.array([len(example.input_ids) for example in row])
-        ends = np.cumsum(lengths)
-        starts, total = ends - lengths, int(ends[-1])
-        ids = self.input_ids[index, :total]
-        np.concatenate([example.input_ids for example in row], out=ids, casting="safe")
+    def lay_out(self, pad_token_id: int) -> Ints:
+        """Return the ids, int64 [rows, tokens]."""
+        ids = np.full(self.shape, pad_token_id, dtype=np.int64)
+        for index, row in enumerate(self._documents):
+            if row:
+                np.concatenate(row, out=ids[index, : sum(self.lengths[index])], casting="safe")
+        return ids
+
+    def positions(self) -> Ints:
+        """Return the position of each token in its document, int64 [rows, tokens]."""
+        positions = np.zeros(self.shape, dtype=np.int64)
+        for index, lengths in enumerate(self.lengths):
+            total = sum(lengths)
+            positions[index, :total] = np.arange(total) - np.repeat(self.starts(index), lengths)
+        return positions
+
+    def dataset_ids(self, rows: list[Row]) -> Ints:
+        """Return the data set of each token, int64 [rows, tokens]."""
+        datasets = np.zeros(self.shape, dtype=np.int64)
+        for index, (row, lengths) in enumerate(zip(rows, self.lengths, strict=True)):
+            numbers = np.array([example.dataset for example in row], dtype=np.int64)
+            datasets[index, : sum(lengths)] = np.repeat(numbers, lengths)
+        return datasets
+
+
+def _shifted_labels(
+    inputs: _Side, ids: Ints, rows: list[Row]
+) -> tuple[Ints, npt.NDArray[np.float32]]:
+    """Return what each position of a causal model must predict, and its weight."""
+    labels = np.full(inputs.shape, IGNORED, dtype=np.int64)
+    loss_weights = np.zeros(inputs.shape, dtype=np.float32)
+    for index, row in enumerate(rows):
+        if not row:
+            continue
         weights = np.concatenate([example.weights for example in row])
         # The first token of a document has nothing before it that could predict it.
-        weights[starts] = 0
-        self.loss_weights[index, : total - 1] = weights[1:]
-        self.labels[index, : total - 1] = np.where(weights[1:] > 0, ids[1:], IGNORED)
-        self.position_ids[index, :total] = np.arange(total) - np.repeat(starts, lengths)
-        datasets = np.array([example.dataset for example in row])
-        self.dataset_ids[index, :total] = np.repeat(datasets, lengths)
+        weights[inputs.starts(index)] = 0
+        last = len(weights) - 1
+        loss_weights[index, :last] = weights[1:]
+        labels[index, :last] = np.where(weights[1:] > 0, ids[index, 1 : last + 1], IGNORED)
+    return labels, loss_weights
+
+
+def _target_labels(targets: _Side, rows: list[Row]) -> tuple[Ints, npt.NDArray[np.float32]]:
+    """Return the decoder's labels, and their weights."""
+    labels = targets.lay_out(IGNORED)
+    loss_weights = np.zeros(targets.shape, dtype=np.float32)
+    for index, row in enumerate(rows):
+        if row:
+            weights = np.concatenate([example.weights for example in row])
+            loss_weights[index, : len(weights)] = weights
+    labels[loss_weights == 0] = IGNORED
+    return labels, loss_weights
+
+
+def _targets(example: Example) -> npt.NDArray[np.int32]:
+    if example.target_ids is None:
+        raise ValueError(f"{example.origin} has no targets for the decoder")
+    return example.target_ids

@@ -6,18 +6,21 @@ this project's own: the trainer must be made with `use_distributed_sampler=False
 
 from __future__ import annotations
 
-import gc
+import dataclasses
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from data_modules.audit import Asked, Audit, DatasetFacts, audit_documents
 from data_modules.collator import Collator
 from data_modules.mixture import Mixture, split_rows
 from data_modules.packing import (
@@ -29,19 +32,14 @@ from data_modules.packing import (
     pack_documents,
     shard_packs,
 )
-from data_modules.prepare import (
-    DataConfig,
-    DataReport,
-    Prepared,
-    count_repeated,
-    count_split,
-    dataset_names,
-    fingerprints,
-    prepare_dataset,
-    read_items,
-)
+from data_modules.prepare import REJECTED_FILE, Prepared, hash_of, prepare_dataset
+from data_modules.report import DataReport, DatasetReport, Fingerprint
+from data_modules.rows import read_items
+from data_modules.settings import DataConfig, DatasetConfig, dataset_names
+from data_modules.store import Examples, TokenStore
+from data_modules.stream import StreamedSteps, StreamPlan, TokenStream, held_out_part
 from data_modules.template import ChatTemplate
-from data_modules.types import Batch, Conversation, DataError, Document, Example, Prompt
+from data_modules.types import Batch, DataError, Item, Prompt
 
 if TYPE_CHECKING:
     import transformers
@@ -59,6 +57,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
     training loader begins with. Which share of the steps a loader serves, the trainer's rank says.
     The trainer must have `num_ranks` ranks and `use_distributed_sampler=False`. `vocab_size` is
     the number of rows of the model's embedding: token ids beyond it are an error.
+    `decoder_start_token_id` is given for encoder-decoder models, and None for causal ones.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         seed: int,
         num_ranks: int = 1,
         vocab_size: int | None = None,
+        decoder_start_token_id: int | None = None,
     ) -> None:
         super().__init__()
         check_packing(packing)
@@ -82,43 +82,101 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self._micro_batch_size, self._accumulation_steps = micro_batch_size, accumulation_steps
         self._num_epochs, self._max_steps, self._seed = num_epochs, max_steps, seed
         self._num_ranks, self._vocab_size = num_ranks, vocab_size
+        self._decoder_start = decoder_start_token_id
         self.sequence_len = choose_sequence_len(config.sequence_len, context_len)
         self.dataset_names = dataset_names(config.datasets)
         self.first_step = 0
         self._is_set_up = False
-        self.train_examples: list[Example] = []
-        self.val_examples: list[Example] = []
-        self._val_items: list[list[Conversation | Document]] = []
-        self._test_items: list[list[Conversation | Document]] = []
+        self._prepared: list[Prepared] = []
+        self._tests: list[Prepared] = []
+        self._held_out: list[npt.NDArray[np.bool_]] = []
 
     def prepare_data(self) -> None:
-        """Do nothing: every rank reads the files itself."""
+        """Do nothing: ranks share the cache, where the first one prepares and the others wait."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read, encode and split the data sets, once; raises DataError."""
+        """Prepare the data sets, or find them in the cache, and split them; raises DataError."""
         if self._is_set_up:
             return
-        self.template = ChatTemplate.resolve(self._tokenizer, self._config.chat_template)
-        with _collector_paused():
-            prepared = self._prepare()
-            for data in prepared:
-                self._split(data)
-        self._check_token_ids()
-        reports = [data.report for data in prepared]
-        count_repeated(reports, self.train_examples, self.val_examples)
-        self.report = DataReport(
-            datasets=reports,
-            sequence_len=self.sequence_len,
-            template_note=self.template.note,
-            lost_system_turns=self.template.num_lost_system_turns,
-            test_datasets=fingerprints(self._config.test_datasets),
+        self.template = ChatTemplate.resolve(
+            self._tokenizer,
+            self._config.chat_template,
+            self._config.mask(),
+            is_encoder_decoder=self._decoder_start is not None,
         )
+        self._prepare_all()
+        self._check_token_ids()
+        self._held_out = self._hold_out()
+        self.train_examples = self._examples(False)
+        self.val_examples = self._examples(True)
+        self.report = self._report()
         self._is_set_up = True
+
+    def write_reports(self, folder: Path) -> None:
+        """Write the audit, and the rows that a quarantine took, into a run's folder."""
+        self.audit.write(folder)
+        for name, data in zip(self.dataset_names, self._prepared, strict=True):
+            if data.counts.rejected:
+                (folder / "quarantine").mkdir(exist_ok=True)
+                shutil.copy(data.folder / REJECTED_FILE, folder / "quarantine" / f"{name}.jsonl")
 
     @property
     def template_hash(self) -> str:
         """Return the sha256 of the chat template in use."""
         return self.template.hash
+
+    @cached_property
+    def audit(self) -> Audit:
+        """Return what will be learned and what is wrong with it; `setup` must have run."""
+        if self._config.streaming:
+            return Audit(datasets=[])  # what a stream brings is not known before it is read
+        config = self._config
+        facts = [
+            DatasetFacts(
+                name=name,
+                path=dataset.path,
+                format=data.format,
+                is_chat=data.counts.chats > 0,
+                rows=data.counts.rows,
+                bad_rows=data.counts.rejected,
+                dropped_long=data.counts.dropped,
+                truncated=data.counts.truncated,
+                split=data.counts.split,
+                empty=data.counts.empty,
+                empty_origins=data.counts.empty_origins,
+                longest=data.counts.longest,
+                notes=data.counts.notes,
+            )
+            for name, dataset, data in zip(
+                self.dataset_names, config.datasets, self._prepared, strict=True
+            )
+        ]
+        stores = [data.store for data in self._tests]
+        return audit_documents(
+            config.audit,
+            facts,
+            self.train_examples,
+            self.val_examples,
+            benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
+            benchmark_names=dataset_names(config.test_datasets),
+            asked=Asked(
+                learns_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
+                train_on_eos=config.train_on_eos,
+                is_encoder_decoder=self._decoder_start is not None,
+            ),
+        )
+
+    @property
+    def stop_token_ids(self) -> set[int]:
+        """Return the tokens that end answers, as the template and the rows have them."""
+        seen = (data.counts.stop_token_ids for data in (*self._prepared, *self._tests))
+        return self.template.stop_token_ids.union(*seen)
+
+    def probe_ids(self) -> list[int]:
+        """Return the first tokens of a document, to compare a saved model with."""
+        if self._config.streaming:
+            return next(iter(self._stream())).input_ids[0, :64].tolist()
+        return self.train_examples[0].input_ids[:64].tolist()
 
     @property
     def total_steps(self) -> int:
@@ -126,17 +184,33 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self.plan.num_steps
 
     @cached_property
-    def plan(self) -> StepPlan:
+    def mixture(self) -> Mixture:
+        """Return which rows each epoch holds; `setup` must have run."""
+        examples, datasets = self.train_examples, self._config.datasets
+        return Mixture(
+            [np.flatnonzero(examples.datasets == index) for index in range(len(datasets))],
+            [dataset.weight for dataset in datasets],
+            self._seed,
+            self._config.mixture,
+            lengths=examples.lengths,
+            caps=[dataset.max_rows for dataset in datasets],
+        )
+
+    @cached_property
+    def plan(self) -> StepPlan | StreamPlan:
         """Return the plan of all steps; `setup` must have run."""
-        datasets = np.array([example.dataset for example in self.train_examples])
-        groups = [np.flatnonzero(datasets == index) for index in range(len(self.dataset_names))]
-        weights = [dataset.weight for dataset in self._config.datasets]
+        if self._config.streaming:
+            if self._max_steps is None:
+                raise DataError("data.streaming=true: a stream has no end; type trainer.max_steps")
+            packs = self._micro_batch_size * self._accumulation_steps * self._num_ranks
+            return StreamPlan(self._max_steps, packs)
+        examples = self.train_examples
         return StepPlan(
-            _lengths(self.train_examples),
-            np.array(
-                [example.weights[1:].sum(dtype=np.float64) for example in self.train_examples]
-            ),
-            Mixture(groups, weights, self._seed).epoch,
+            examples.lengths,
+            examples.label_weights,
+            self.mixture.epoch,
+            datasets=examples.datasets,
+            window=self._packing.window,
             capacity=self.sequence_len,
             method=self._packing.method,
             seed=self._seed,
@@ -147,8 +221,13 @@ class FinetuneDataModule(lightning.LightningDataModule):
             max_steps=self._max_steps,
         )
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> DataLoader[Batch] | StreamedSteps:
         """Return this rank's micro-batches of all steps from `first_step` on, as one epoch."""
+        if isinstance(self.plan, StreamPlan):
+            loader = self._wrapped(self._stream(), None)
+            return StreamedSteps(
+                loader, self.plan, self._accumulation_steps, self.first_step, self._sum_over_ranks
+            )
         sampler = StepSampler(self.plan, self._rank, self.first_step)
         return self._loader(self.train_examples, sampler)
 
@@ -164,8 +243,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._val_loader(1, 0)
 
     def _val_loader(self, num_ranks: int, rank: int) -> DataLoader[Batch]:
-        lengths = _lengths(self.val_examples)
-        method = self._packing.method
+        method, lengths = self._packing.method, self.val_examples.lengths
         packs = pack_documents(lengths, self.sequence_len, self._seed, 0, method)
         batches = shard_packs(packs, self._micro_batch_size, num_ranks, rank)
         return self._loader(self.val_examples, batches)
@@ -176,13 +254,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         They come from `test_datasets` when there are any, else from the validation rows. Prompts
         above `sequence_len` tokens are left out, and logged.
         """
-        if self._config.test_datasets:
-            names, items = dataset_names(self._config.test_datasets), self._test_items
-        else:
-            names, items = self.dataset_names, self._val_items
         found: dict[str, list[Prompt]] = {}
-        for name, rows in zip(names, items, strict=True):
-            prompts = [p for item in rows[:max_rows] if (p := self.template.prompt(item))]
+        for name, items in self._items_to_ask(max_rows):
+            prompts = [p for item in items if (p := self.template.prompt(item))]
             fitting = [p for p in prompts if len(p.input_ids) <= self.sequence_len]
             if len(fitting) < len(prompts):
                 longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
@@ -201,48 +275,110 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Move a batch; from page-locked memory to a GPU, while the GPU still works."""
         return batch.to(device, non_blocking=device.type == "cuda")
 
-    def _prepare(self) -> list[Prepared]:
-        prepared: list[Prepared] = []
-        problems: list[str] = []
-        for index, (dataset, name) in enumerate(
-            zip(self._config.datasets, self.dataset_names, strict=True)
+    def _items_to_ask(self, max_rows: int) -> Iterator[tuple[str, list[Item]]]:
+        """Yield the items of the first rows of each test data set, or held-out share."""
+        config = self._config
+        if config.test_datasets:
+            names = dataset_names(config.test_datasets)
+            for name, dataset in zip(names, config.test_datasets, strict=True):
+                yield name, read_items(dataset, config, max_rows=max_rows)
+            return
+        for name, dataset, data, held_out in zip(
+            self.dataset_names, config.datasets, self._prepared, self._held_out, strict=True
         ):
+            documents = np.flatnonzero(held_out)
+            _, firsts = np.unique(data.store.rows[documents], return_index=True)
+            places = documents[firsts[:max_rows]].tolist()
+            wanted = {data.store.origin(place) for place in places}
+            yield name, read_items(dataset, config, wanted=wanted)
+
+    def _prepare_all(self) -> None:
+        """Prepare every data set; the problems of all of them are listed together."""
+        problems: list[str] = []
+        tokenizer_hash = hash_of(self._tokenizer)
+
+        def prepare(dataset: DatasetConfig, config: DataConfig) -> list[Prepared]:
             try:
-                prepared.append(
+                return [
                     prepare_dataset(
-                        dataset, name, index, self._config, self.template, self.sequence_len
+                        dataset, config, self.template, self.sequence_len, tokenizer_hash
                     )
-                )
+                ]
             except DataError as error:
-                problems += error.problems
+                problems.extend(error.problems)
+                return []
+
+        for dataset in self._config.datasets:
+            if not self._config.streaming:
+                self._prepared += prepare(dataset, self._config)
+            elif self._config.val_set_size:
+                self._prepared += prepare(held_out_part(dataset, self._config), self._config)
+        # Whoever asks a long row is told so when it asks; its tokens are compared all the same.
+        lenient = dataclasses.replace(self._config, on_long="truncate_left", max_dropped_share=None)
         for dataset in self._config.test_datasets:
-            try:
-                self._test_items.append(read_items(dataset)[0])
-            except DataError as error:
-                problems += error.problems
+            self._tests += prepare(dataset, lenient)
         if problems:
             raise DataError(problems)
-        return prepared
 
-    def _split(self, data: Prepared) -> None:
-        report = data.report
+    def _hold_out(self) -> list[npt.NDArray[np.bool_]]:
+        """Return for each data set which documents are for validation, bool [documents]."""
+        if self._config.streaming:
+            return [np.ones(len(data.store), np.bool_) for data in self._prepared]
         size = self._config.val_set_size
-        held_out = split_rows(len(data.items), size, self._seed, report.name)
-        count_split(data, held_out.tolist())
-        for examples, is_validation in zip(data.examples, held_out, strict=True):
-            (self.val_examples if is_validation else self.train_examples).extend(examples)
-        self._val_items.append([data.items[row] for row in np.flatnonzero(held_out)])
+        return [
+            hold_out(data.store, size, self._seed, name)
+            for data, name in zip(self._prepared, self.dataset_names, strict=True)
+        ]
+
+    def _examples(self, held_out: bool) -> Examples:
+        stores = [data.store for data in self._prepared]
+        return Examples(stores, [np.flatnonzero(mask == held_out) for mask in self._held_out])
+
+    def _report(self) -> DataReport:
+        reports = []
+        prepared = zip(self._config.datasets, self._prepared, self.dataset_names, strict=False)
+        for index, (config, data, name) in enumerate(prepared):
+            rows, for_validation = data.store.rows, self._held_out[index]
+            learned = self.train_examples.datasets == index
+            reports.append(
+                DatasetReport(
+                    name=name,
+                    path=config.path,
+                    format=data.format,
+                    format_guessed=data.format_guessed,
+                    sha256=data.sha256,
+                    how=data.how,
+                    rows=data.counts.rows,
+                    train_rows=len(np.unique(rows[~for_validation])),
+                    validation_rows=len(np.unique(rows[for_validation])),
+                    tokens=int(self.train_examples.lengths[learned].sum()),
+                    trained_tokens=int(self.train_examples.trained[learned].sum()),
+                    is_streamed=self._config.streaming,
+                    rejected=data.counts.rejected,
+                )
+            )
+        return DataReport(
+            datasets=reports,
+            template_note=self.template.note,
+            test_datasets=[
+                Fingerprint(name=name, path=config.path, sha256=data.sha256)
+                for name, config, data in zip(
+                    dataset_names(self._config.test_datasets),
+                    self._config.test_datasets,
+                    self._tests,
+                    strict=True,
+                )
+            ],
+        )
 
     def _check_token_ids(self) -> None:
         """Raise DataError where a token has no row in the embedding: a GPU would only crash."""
         rows, pad = self._vocab_size, self._tokenizer.pad_token_id
         if rows is None:
             return
-        largest, origin = -1, ""
-        for example in (*self.train_examples, *self.val_examples):
-            if (token := int(example.input_ids.max())) > largest:
-                largest, origin = token, str(example.origin)
         problems = []
+        found = [data.counts.largest_token for data in self._prepared]
+        largest, origin = max(found, default=(-1, ""))
         if largest >= rows:
             problems.append(
                 f"{origin} holds token id {largest:,}, the model's embedding has {rows:,} rows; "
@@ -257,10 +393,15 @@ class FinetuneDataModule(lightning.LightningDataModule):
             raise DataError(problems)
 
     def _loader(
-        self, examples: list[Example], sampler: Sequence[MicroBatch] | StepSampler
+        self, examples: Examples, sampler: Sequence[MicroBatch] | StepSampler
+    ) -> DataLoader[Batch]:
+        return self._wrapped(_Batches(examples, self._collator), sampler)
+
+    def _wrapped(
+        self, dataset: Dataset[Batch], sampler: Sequence[MicroBatch] | StepSampler | None
     ) -> DataLoader[Batch]:
         return DataLoader(
-            _Batches(examples, self._collator),
+            dataset,
             sampler=sampler,
             batch_size=None,
             num_workers=self._config.num_workers,
@@ -270,11 +411,32 @@ class FinetuneDataModule(lightning.LightningDataModule):
             generator=torch.Generator(),
         )
 
+    def _stream(self) -> TokenStream:
+        return TokenStream(
+            self._config,
+            self.template,
+            self._collator,
+            sequence_len=self.sequence_len,
+            method=self._packing.method,
+            micro_batch_size=self._micro_batch_size,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            seed=self._seed,
+        )
+
+    def _sum_over_ranks(self, number: float) -> float:
+        if self._num_ranks == 1:
+            return number
+        device = self.trainer.strategy.root_device
+        local = torch.tensor(number, dtype=torch.float64, device=device)
+        return float(self.trainer.strategy.reduce(local, reduce_op="sum"))
+
     @cached_property
     def _collator(self) -> Collator:
         pad = self._tokenizer.pad_token_id
         pad = self._tokenizer.eos_token_id if pad is None else pad
-        return Collator(0 if pad is None else pad, packed=self._packing.method != "none")
+        packed = self._packing.method != "none"
+        return Collator(0 if pad is None else pad, packed, self._decoder_start)
 
     @property
     def _rank(self) -> int:
@@ -292,7 +454,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 class _Batches(Dataset[Batch]):
     """Lay out the micro-batch that a sampler asks for."""
 
-    def __init__(self, examples: list[Example], collator: Collator) -> None:
+    def __init__(self, examples: Examples, collator: Collator) -> None:
         self._examples, self._collator = examples, collator
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch:
@@ -300,20 +462,15 @@ class _Batches(Dataset[Batch]):
         return self._collator(packs, micro_batch.step_weight)
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Keep the garbage collector off what is read: it would walk all rows again and again.
-
-    What is there in the end stays for the whole run, so it is taken out of its sight for good.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
+def hold_out(store: TokenStore, val_set_size: float, seed: int, name: str) -> npt.NDArray[np.bool_]:
+    """Return which documents are for validation, bool [documents]; rows alike stay together."""
+    firsts = np.unique(store.rows, return_index=True)[1]
+    content = np.add.reduceat(store.digests, firsts)
+    _, first_rows, kinds = np.unique(content, return_index=True, return_inverse=True)
+    # Numbered as they come, so that without doubles the choice is one among the rows.
+    order = np.argsort(np.argsort(first_rows))
+    chosen = split_rows(len(first_rows), val_set_size, seed, name)[order[kinds]]
+    return chosen[store.rows]
 
 
 def choose_sequence_len(sequence_len: int | None, context_len: int | None) -> int:
@@ -326,7 +483,3 @@ def choose_sequence_len(sequence_len: int | None, context_len: int | None) -> in
             f"set data.sequence_len={context_len}"
         )
     return sequence_len
-
-
-def _lengths(examples: Sequence[Example]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.array([len(example.input_ids) for example in examples], dtype=np.int64)

@@ -1,42 +1,234 @@
-"""Decide which rows of several data sets an epoch holds.
+"""Decide which rows of several data sets an epoch holds, and how often.
 
-A data set's weight is how often each of its rows is seen in an epoch. Never orders the rows of a
-step: packing does that.
+Never orders the rows of an epoch: packing does that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from data_modules.types import seeded_generator
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Indices = npt.NDArray[np.int64]
+
+WEIGHT_KINDS = ("epochs", "rows", "tokens")
+STOPS = ("all", "first")
+
+
+@dataclass(kw_only=True, slots=True)
+class MixtureConfig:
+    """Choose what the weights of the data sets mean."""
+
+    weights: str = "epochs"
+    """epochs: how often each row is seen in an epoch; rows: a data set's share of an epoch's rows;
+    tokens: its share of an epoch's tokens. Shares need not sum to 1: 7 and 3 are 70 % and 30 %"""
+    temperature: float | None = None
+    """null: the weights are the shares, whatever the data sets' sizes; T: shares go with
+    weight * size^(1/T), size in rows or tokens: 1 = as large as they are, more = more equal"""
+    stop: str = "all"
+    """with shares, an epoch ends when all data sets were seen once (all: the others repeat), or
+    when the first one is used up (first: of the others a part is seen, a new one in each epoch)"""
+
+
+def check_mixture(config: MixtureConfig) -> list[str]:
+    """Return what is wrong with `config`, one line a problem."""
+    problems = []
+    if config.weights not in WEIGHT_KINDS:
+        known = " or ".join(WEIGHT_KINDS)
+        problems.append(f"data.mixture.weights is '{config.weights}'; use {known}")
+    if config.stop not in STOPS:
+        problems.append(f"data.mixture.stop is '{config.stop}'; use {' or '.join(STOPS)}")
+    if config.temperature is not None and not 0 < config.temperature < float("inf"):
+        problems.append(
+            f"data.mixture.temperature is {config.temperature}; use a number above 0, or null"
+        )
+    if config.weights == "epochs":
+        for name, value, plain in (
+            ("temperature", config.temperature, None),
+            ("stop", config.stop, "all"),
+        ):
+            if value != plain:
+                problems.append(
+                    f"data.mixture.{name} is {value}, but with data.mixture.weights=epochs there "
+                    "are no shares; set data.mixture.weights=tokens or rows"
+                )
+    return problems
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureRow:
+    """Say what one data set gives to an epoch.
+
+    `rows` and `tokens` are there (after the cap), `rows_seen` and `tokens_seen` are in the epoch;
+    `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `asked` is
+    the share that was asked for, None with weights in epochs. Tokens are 0 without lengths.
+    """
+
+    name: str
+    rows: int
+    tokens: int
+    rows_seen: int
+    tokens_seen: int
+    epochs: float
+    share_of_rows: float
+    share_of_tokens: float
+    asked: float | None
+
 
 class Mixture:
-    """Choose the rows of each epoch: 1.0 = each row once, 0.5 = a seeded half, 2.0 = each twice.
+    """Choose the rows of each epoch.
 
-    With a fraction, epoch after epoch goes on where the one before ended in one fixed seeded order
-    of the rows, so that all rows are seen equally often in the long run.
+    `groups` are the example indices of each data set, `weights` one number each, `lengths` the
+    tokens of each example (for weights in tokens, and for the report), `caps` how many rows of each
+    data set are used at all (a seeded choice, the same in every epoch; None = all).
+
+    Every data set goes round and round in one fixed seeded order of its rows. An epoch goes on
+    where the one before ended, so that all rows are seen equally often (give or take one) and a
+    share that was rounded in one epoch is made good in the next. A data set without rows, or of
+    weight 0, gives nothing and has no share.
     """
 
     def __init__(
-        self, groups: Sequence[npt.NDArray[np.int64]], weights: Sequence[float], seed: int
+        self,
+        groups: Sequence[Indices],
+        weights: Sequence[float],
+        seed: int,
+        config: MixtureConfig | None = None,
+        *,
+        lengths: Indices | None = None,
+        caps: Sequence[int | None] | None = None,
     ) -> None:
-        self._parts = [
-            (seeded_generator(seed, "mixture", index).permutation(group), weight)
-            for index, (group, weight) in enumerate(zip(groups, weights, strict=True))
+        import numpy as np
+
+        self._config = config or MixtureConfig()
+        if self._config.weights == "tokens" and lengths is None:
+            raise ValueError("weights in tokens need the lengths of the examples")
+        caps = caps or [None] * len(groups)
+        self._orders = [
+            seeded_generator(seed, "mixture", index).permutation(group)[:cap]
+            for index, (group, cap) in enumerate(zip(groups, caps, strict=True))
+        ]
+        self._lengths = lengths
+        self._ends = None
+        if self._config.weights == "tokens" and lengths is not None:
+            self._ends = [np.cumsum(lengths[order]) for order in self._orders]
+        self._asked, self._passes = self._plan([float(weight) for weight in weights])
+
+    def epoch(self, number: int) -> Indices:
+        """Return the example indices of epoch `number` (from 0), int64 [rows seen]."""
+        import numpy as np
+
+        return np.concatenate([self._seen(index, number) for index in range(len(self._orders))])
+
+    def report(self, names: Sequence[str], number: int = 0) -> list[MixtureRow]:
+        """Return what each data set gives to epoch `number`."""
+        seen = [self._seen(index, number) for index in range(len(self._orders))]
+        tokens_seen = [self._count_tokens(rows) for rows in seen]
+        all_rows = max(1, sum(map(len, seen)))
+        all_tokens = max(1, sum(tokens_seen))
+        return [
+            MixtureRow(
+                name=name,
+                rows=len(order),
+                tokens=self._count_tokens(order),
+                rows_seen=len(rows),
+                tokens_seen=tokens,
+                epochs=len(rows) / max(1, len(order)),
+                share_of_rows=len(rows) / all_rows,
+                share_of_tokens=tokens / all_tokens,
+                asked=None if self._asked is None else self._asked[index],
+            )
+            for index, (name, order, rows, tokens) in enumerate(
+                zip(names, self._orders, seen, tokens_seen, strict=True)
+            )
         ]
 
-    def epoch(self, number: int) -> npt.NDArray[np.int64]:
-        """Return the example indices of epoch `number` (from 0), int64 [rows seen]."""
-        chosen = []
-        for order, weight in self._parts:
-            count = max(1, round(weight * len(order)))
-            start = number * count
-            chosen.append(order[np.arange(start, start + count) % len(order)])
-        return np.concatenate(chosen)
+    def _plan(self, weights: list[float]) -> tuple[list[float] | None, list[float]]:
+        """Return the shares that are asked for, and how often each row is seen in an epoch."""
+        kind, temperature, stop = (
+            self._config.weights,
+            self._config.temperature,
+            self._config.stop,
+        )
+        if kind == "epochs":
+            return None, weights
+        sizes = [
+            self._count_tokens(order) if kind == "tokens" else len(order) for order in self._orders
+        ]
+        parts = [
+            (weight if temperature is None else weight * size ** (1 / temperature)) if size else 0.0
+            for weight, size in zip(weights, sizes, strict=True)
+        ]
+        if not sum(parts):
+            raise ValueError("no data set has both rows and a weight above 0")
+        shares = [part / sum(parts) for part in parts]
+        whole = [size / share for size, share in zip(sizes, shares, strict=True) if share]
+        total = max(whole) if stop == "all" else min(whole)
+        return shares, [
+            share * total / size if size else 0.0 for share, size in zip(shares, sizes, strict=True)
+        ]
+
+    def _seen(self, index: int, number: int) -> Indices:
+        import numpy as np
+
+        order = self._orders[index]
+        if not len(order):
+            return order
+        first, last = self._position(index, number), self._position(index, number + 1)
+        rounds = [order] * (last // len(order) - first // len(order) + 1)
+        start = first % len(order)
+        return np.concatenate(rounds)[start : start + last - first]
+
+    def _position(self, index: int, number: int) -> int:
+        """Return how many rows of a data set are seen before epoch `number`."""
+        import numpy as np
+
+        # Rounded where 3 * 0.1 would be a little more than 0.3; then up, so that the first epoch
+        # has at least one row of every data set.
+        passes = number * self._passes[index]
+        size = len(self._orders[index])
+        if self._ends is None:
+            return math.ceil(round(passes * size, 6))
+        ends = self._ends[index]
+        whole, target = divmod(round(passes * int(ends[-1]), 3), int(ends[-1]))
+        return int(whole) * size + (int(np.searchsorted(ends, target)) + 1 if target > 0 else 0)
+
+    def _count_tokens(self, rows: Indices) -> int:
+        return 0 if self._lengths is None else int(self._lengths[rows].sum())
+
+
+def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
+    """Return the report as a table, one line a data set under a line of headings."""
+    cells = [("data set", "rows", "tokens", "epochs", "rows seen", "of rows", "of tokens", "asked")]
+    for row in rows:
+        asked = "" if row.asked is None else f"{row.asked:.2%}"
+        cells.append(
+            (
+                row.name,
+                f"{row.rows:,}",
+                f"{row.tokens:,}",
+                f"{row.epochs:.3g}",
+                f"{row.rows_seen:,}",
+                f"{row.share_of_rows:.2%}",
+                f"{row.share_of_tokens:.2%}",
+                asked,
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
 
 
 def split_rows(num_rows: int, val_set_size: float, seed: int, name: str) -> npt.NDArray[np.bool_]:
@@ -45,6 +237,8 @@ def split_rows(num_rows: int, val_set_size: float, seed: int, name: str) -> npt.
     `val_set_size` is a share below 1, else a number of rows; at least one row goes to each side
     when there are two.
     """
+    import numpy as np
+
     chosen = np.zeros(num_rows, dtype=np.bool_)
     if val_set_size > 0 and num_rows > 1:
         wanted = val_set_size if val_set_size >= 1 else round(val_set_size * num_rows)

@@ -1,6 +1,7 @@
-"""Plan which documents are learned in which step; the same for every number of ranks.
+"""Plan which documents are learned in which step and by which rank.
 
-A plan is a pure function of (lengths, capacity, seed, epoch). Never reads a token.
+A step's documents are a pure function of (lengths, capacity, seed, epoch), the same for every
+number of ranks. Which documents share a pack, bins.py decides. Never reads a token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from data_modules.types import seeded_generator
+from data_modules.bins import Packs as Packs
+from data_modules.bins import pack_documents as pack_documents
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     Indices = npt.NDArray[np.int64]
 
 PACKING_METHODS = ("multipack", "like_length", "none")
-LIKE_LENGTH_WINDOW = 2000
-"""documents of the shuffled order among which like lengths are brought together"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,30 +33,19 @@ class PackingConfig:
     """multipack: documents fill packs of `data.sequence_len` tokens and cannot see each other
     (fastest); like_length: the same with documents of like length in a pack (cheaper attention,
     packs less alike); none: one document a row, right-padded (the plain way, slower)"""
+    window: int | None = None
+    """so many documents are packed among themselves; null: all of an epoch (packs fuller)"""
 
 
 def check_packing(config: PackingConfig) -> None:
-    """Raise ValueError when `config` names no method."""
+    """Raise ValueError when `config` names no method or an impossible window."""
     if config.method not in PACKING_METHODS:
         known = " or ".join(PACKING_METHODS)
         raise ValueError(f"packing.method is '{config.method}'; use {known}")
-
-
-@dataclass(frozen=True, slots=True)
-class Packs:
-    """Hold documents in packs: pack i is `documents[starts[i]:starts[i + 1]]`."""
-
-    documents: Indices
-    starts: Indices
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, pack: int) -> Indices:
-        """Return the documents of a pack; packs beyond the last one are empty."""
-        if pack >= len(self):
-            return self.documents[:0]
-        return self.documents[self.starts[pack] : self.starts[pack + 1]]
+    if config.window is not None and config.window < 1:
+        raise ValueError(
+            f"packing.window is {config.window}; use 1 or more documents, or null for all"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,78 +56,13 @@ class MicroBatch:
     step_weight: float
 
 
-def pack_documents(lengths: Indices, capacity: int, seed: int, epoch: int, method: str) -> Packs:
-    """Put each document into one pack of at most `capacity` tokens, in a seeded order.
+@dataclass(frozen=True, slots=True)
+class _EpochPlan:
+    """Hold the packs of an epoch and who does them: `shares` int64 [steps, ranks, packs]."""
 
-    `lengths` int64 [documents], none above `capacity`. Best fit in shuffled order, not in
-    decreasing order: packs then hold long and short documents alike, and each step is a fair
-    sample of the data. `like_length` packs the neighbours of windows sorted by length instead; the
-    order of the packs is shuffled all the same, so the gradient stays unbiased. Returns positions
-    in `lengths`.
-    """
-    import numpy as np
-
-    if len(lengths) and int(lengths.max()) > capacity:
-        longest = int(lengths.max())
-        raise ValueError(f"a document of {longest} tokens does not fit a pack of {capacity}")
-    rng = seeded_generator(seed, "packing", epoch)
-    order = rng.permutation(len(lengths))
-    if method == "none":
-        return Packs(order, np.arange(len(order) + 1))
-    if method == "like_length":
-        bounds = range(LIKE_LENGTH_WINDOW, len(order), LIKE_LENGTH_WINDOW)
-        windows = np.split(order, bounds)
-        order = np.concatenate([w[np.argsort(lengths[w], kind="stable")] for w in windows])
-    choose = _next_fit if method == "like_length" else _best_fit
-    pack_of = np.array(choose(lengths[order].tolist(), capacity), dtype=np.int64)
-    num_packs = int(pack_of.max()) + 1 if len(pack_of) else 0
-    place = rng.permutation(num_packs)
-    pack_of = place[pack_of] if num_packs else pack_of
-    by_pack = np.argsort(pack_of, kind="stable")
-    counts = np.bincount(pack_of, minlength=num_packs)
-    return Packs(order[by_pack], np.concatenate([[0], np.cumsum(counts)]))
-
-
-def _next_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the pack of each document: the last one while it has room, else a new one."""
-    chosen: list[int] = []
-    pack, room = -1, 0
-    for length in lengths:
-        if length > room:
-            pack, room = pack + 1, capacity
-        room -= length
-        chosen.append(pack)
-    return chosen
-
-
-def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """Return the pack of each document: the fullest one that has room, else a new one.
-
-    Packs are found by the room that they have left: `rooms` has bit r set when a pack with room r
-    is open, so the tightest fit is the lowest bit from the document's length up.
-    """
-    open_packs: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0
-    num_packs = 0
-    chosen: list[int] = []
-    for length in lengths:
-        fitting = rooms >> length
-        if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            same_room = open_packs[room]
-            pack = same_room.pop()
-            if not same_room:
-                rooms ^= 1 << room
-        else:
-            room, pack = capacity, num_packs
-            num_packs += 1
-        left = room - length
-        if left:
-            if not open_packs[left]:
-                rooms |= 1 << left
-            open_packs[left].append(pack)
-        chosen.append(pack)
-    return chosen
+    packs: Packs
+    shares: Indices
+    step_weights: npt.NDArray[np.float64]
 
 
 class StepPlan:
@@ -147,8 +71,12 @@ class StepPlan:
     A global step is `micro_batch_size * accumulation_steps * world_size` packs; which documents it
     holds depends on that product only. The last step of an epoch is filled up with empty packs,
     so every rank has the same number of micro-batches and every accumulation window is full.
+    Ranks get like shares of sum(length^2), the cost of attention: packs that are done side by side
+    are as alike as the step's packs allow, and so are the ranks' totals, in a step and, closer
+    still, over the epoch.
     `epoch_rows(epoch)` gives the example indices of an epoch. With `max_steps`, epochs repeat
-    until there are that many steps; else there are `num_epochs`.
+    until there are that many steps; else there are `num_epochs`. `window` and `datasets` (the data
+    set of each example) are those of `pack_documents`.
     """
 
     def __init__(
@@ -165,34 +93,30 @@ class StepPlan:
         world_size: int,
         num_epochs: int = 1,
         max_steps: int | None = None,
+        window: int | None = None,
+        datasets: Indices | None = None,
     ) -> None:
         if not len(lengths):
             raise ValueError("no documents to plan steps for")
         self._lengths, self._label_weights = lengths, label_weights
-        self._epoch_rows = epoch_rows
+        self._epoch_rows, self._datasets = epoch_rows, datasets
         self._capacity, self._method, self._seed = capacity, method, seed
+        self._window = window
         self.micro_batch_size = micro_batch_size
         self.accumulation_steps = accumulation_steps
         self.world_size = world_size
         self.packs_per_step = micro_batch_size * accumulation_steps * world_size
         self._epoch = lru_cache(maxsize=2)(self._plan_epoch)
         self._first_steps = [0]
-        while not self._is_complete(num_epochs, max_steps):
-            packs, _ = self._epoch(len(self._first_steps) - 1)
-            steps = math.ceil(len(packs) / self.packs_per_step)
-            self._first_steps.append(self._first_steps[-1] + steps)
+        if max_steps is None:
+            while len(self._first_steps) <= num_epochs:
+                self._count_another_epoch()
         self.num_steps = self._first_steps[-1] if max_steps is None else max_steps
-
-    def _is_complete(self, num_epochs: int, max_steps: int | None) -> bool:
-        if max_steps is not None:
-            return self._first_steps[-1] >= max_steps
-        return len(self._first_steps) > num_epochs
 
     def line(self) -> str:
         """Say how the first epoch's rows become packs and steps, and how many steps there are."""
-        packs, _ = self._epoch(0)
+        packs, steps = self._epoch(0).packs, len(self._epoch(0).step_weights)
         tokens = int(self._lengths[packs.documents].sum())
-        steps = self._first_steps[1]
         return (
             f"{len(packs.documents):,} documents in {len(packs):,} packs, "
             f"{tokens / (len(packs) * self._capacity):.1%} of {self._capacity:,} tokens full; "
@@ -202,35 +126,99 @@ class StepPlan:
 
     def step_weight(self, step: int) -> float:
         """Return the sum of the loss weights of all labels of a global step."""
-        epoch, first = self._locate(step)
-        _, pack_weights = self._epoch(epoch)
-        return float(pack_weights[first : first + self.packs_per_step].sum())
+        epoch, index = self._locate(step)
+        return float(epoch.step_weights[index])
 
     def micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """Return what `rank` does in a global step, `accumulation_steps` micro-batches."""
-        epoch, first = self._locate(step)
-        packs, _ = self._epoch(epoch)
-        weight = self.step_weight(step)
-        batches = []
-        for window in range(self.accumulation_steps):
-            start = first + (window * self.world_size + rank) * self.micro_batch_size
-            chosen = tuple(packs[start + index] for index in range(self.micro_batch_size))
-            batches.append(MicroBatch(chosen, weight))
-        return batches
+        epoch, index = self._locate(step)
+        weight = float(epoch.step_weights[index])
+        packs = [epoch.packs[pack] for pack in epoch.shares[index, rank].tolist()]
+        size = self.micro_batch_size
+        return [
+            MicroBatch(tuple(packs[start : start + size]), weight)
+            for start in range(0, len(packs), size)
+        ]
 
-    def _locate(self, step: int) -> tuple[int, int]:
+    def _locate(self, step: int) -> tuple[_EpochPlan, int]:
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} of {self.num_steps}")
+        while self._first_steps[-1] <= step:
+            self._count_another_epoch()
         epoch = bisect_right(self._first_steps, step) - 1
-        return epoch, (step - self._first_steps[epoch]) * self.packs_per_step
+        return self._epoch(epoch), step - self._first_steps[epoch]
 
-    def _plan_epoch(self, epoch: int) -> tuple[Packs, npt.NDArray[np.float64]]:
+    def _count_another_epoch(self) -> None:
+        plan = self._epoch(len(self._first_steps) - 1)
+        self._first_steps.append(self._first_steps[-1] + len(plan.step_weights))
+
+    def _plan_epoch(self, epoch: int) -> _EpochPlan:
         import numpy as np
 
         rows = self._epoch_rows(epoch)
-        plan = pack_documents(self._lengths[rows], self._capacity, self._seed, epoch, self._method)
+        lengths = self._lengths[rows]
+        plan = pack_documents(
+            lengths,
+            self._capacity,
+            self._seed,
+            epoch,
+            self._method,
+            window=self._window,
+            datasets=None if self._datasets is None else self._datasets[rows],
+        )
         packs = Packs(rows[plan.documents], plan.starts)
-        return packs, np.add.reduceat(self._label_weights[packs.documents], packs.starts[:-1])
+        steps = math.ceil(len(packs) / self.packs_per_step)
+        costs = np.zeros(steps * self.packs_per_step)
+        squares = (lengths * lengths)[plan.documents]
+        costs[: len(packs)] = np.add.reduceat(squares, plan.starts[:-1])
+        # Summed in the order of the packs, so that it is the same number for every world size.
+        weights = np.add.reduceat(self._label_weights[packs.documents], packs.starts[:-1])
+        step_weights = np.add.reduceat(weights, np.arange(steps) * self.packs_per_step)
+        return _EpochPlan(packs, share_out(costs.reshape(steps, -1), self.world_size), step_weights)
+
+
+def share_out(costs: npt.NDArray[np.float64], world_size: int) -> Indices:
+    """Give each rank equally many packs of every step, with totals of `costs` that are alike.
+
+    `costs` [steps, packs a step]. Returns packs int64 [steps, ranks, packs of a rank], counted
+    through all steps. Dearest first: of the next `world_size` packs of a step, the rank that has
+    least in this step gets the dearest; packs at the same place of different ranks are so alike.
+    What is left unequal in a step is evened out by the steps after it.
+    """
+    import numpy as np
+
+    steps, size = costs.shape
+    order = np.argsort(-costs, axis=1, kind="stable")
+    packs = order + np.arange(steps)[:, None] * size
+    if world_size == 1:
+        return packs[:, None, :]
+    rows = np.arange(steps)[:, None]
+    shares = np.empty((steps, world_size, size // world_size), dtype=np.int64)
+    totals = np.zeros((steps, world_size))
+    for place in range(size // world_size):
+        here = slice(place * world_size, (place + 1) * world_size)
+        least_first = np.argsort(totals, axis=1, kind="stable")
+        shares[rows, least_first, place] = packs[:, here]
+        totals[rows, least_first] += costs[rows, order[:, here]]
+    return shares[rows, _even_out(totals)]
+
+
+def _even_out(totals: npt.NDArray[np.float64]) -> Indices:
+    """Return which share of each step goes to each rank [steps, ranks].
+
+    The dearest share goes to the rank that has least so far.
+    """
+    import numpy as np
+
+    ranks = range(totals.shape[1])
+    dearest_first = np.argsort(-totals, axis=1, kind="stable").tolist()
+    so_far = [0.0] * len(ranks)
+    taken = np.empty(totals.shape, dtype=np.int64)
+    for step, (shares, cost) in enumerate(zip(dearest_first, totals.tolist(), strict=True)):
+        for rank, share in zip(sorted(ranks, key=so_far.__getitem__), shares, strict=True):
+            taken[step, rank] = share
+            so_far[rank] += cost[share]
+    return taken
 
 
 class StepSampler:

@@ -1,478 +1,436 @@
-"""Read, convert and encode data sets, and count what became of every row.
+"""Turn a data set into tokens on disk: read, convert, encode, fit, and count what became of rows.
 
-Composes source -> format -> template. Holds the data's settings and the checks that need neither
-torch nor a tokenizer. Never plans a step.
+Composes source -> format -> template for one data set, in several processes where it is large, and
+keeps the result in the cache. Never plans a step and never splits off a validation share.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_modules import format as formats
 from data_modules import source
-from data_modules.types import (
-    Conversation,
-    DataError,
-    Document,
-    Example,
-    Origin,
-    Problems,
-    Row,
-    shown,
-)
+from data_modules.cache import Key, code_version, open_or_make
+from data_modules.documents import DocumentBuilder
+from data_modules.rows import BadRows, Rejected, chunks_of, find_format, read_chunk, reject
+from data_modules.settings import DataConfig, DatasetConfig
+from data_modules.store import Documents, StoreWriter, TokenStore
+from data_modules.template import ChatTemplate, RowProblem
+from data_modules.types import Conversation, DataError, Item
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    import transformers
 
-    from data_modules.template import ChatTemplate, Encoded
-
-    Item = Conversation | Document
-
-ON_LONG = ("drop", "truncate_left", "truncate_right", "split", "error")
-CHECKED_BYTES = 16 << 20
-"""what a check of the settings reads at most, of all files together: it must be quick"""
-
-
-@dataclass(kw_only=True, slots=True)
-class DatasetConfig:
-    """Name one data set."""
-
-    path: str
-    """a json, jsonl, csv or parquet file, a folder or glob of them, a hub id (owner/name), or
-    sample:NAME for what ships with the project"""
-    name: str | None = None
-    """its name in metrics; null = the file's name without suffix"""
-    format: str | None = None
-    """alpaca, messages, sharegpt, prompt_completion or completion; null = guessed from columns"""
-    split: str = "train"
-    """which split of a folder or of a hub data set"""
-    weight: float = 1.0
-    """how often a row is seen in an epoch: 0.5 = a seeded half of the rows, 2.0 = each twice"""
-    columns: dict[str, str] = field(default_factory=dict)
-    """format's field: column that holds it, as in {instruction: question, output: answer}"""
-
-
-@dataclass(kw_only=True, slots=True)
-class DataConfig:
-    """Choose what is learned."""
-
-    datasets: list[DatasetConfig] = field(default_factory=list)
-    """the data sets to learn from, mixed by their weights"""
-    test_datasets: list[DatasetConfig] = field(default_factory=list)
-    """rows to ask the model in the evaluation; none = the validation rows"""
-    sequence_len: int | None = None
-    """tokens a document and a pack may have; null = the smaller of 2048 and the model's context;
-    more = longer documents, more memory"""
-    val_set_size: float = 0.05
-    """validation rows of each data set: a share below 1, else a number of rows (1 = one row)"""
-    train_on_inputs: bool = False
-    """learn prompts too, not only answers"""
-    on_long: str = "drop"
-    """a row above `sequence_len`: drop, truncate_left (keep its end), truncate_right (keep its
-    beginning), split (into several documents) or error"""
-    max_dropped_share: float | None = None
-    """stop when more than this share of a data set's rows is dropped; null = never"""
-    chat_template: str | None = None
-    """plain, chatml or a .jinja file; null = the tokenizer's own, or plain where it has none"""
-    num_workers: int = 0
-    """processes that lay out batches ahead; 0 = the training process does it (enough here)"""
-
-
-@dataclass(kw_only=True, slots=True)
-class DatasetReport:
-    """Count what became of a data set's rows; tokens and documents are those of training."""
-
-    name: str
-    path: str
-    format: str
-    format_guessed: bool
-    sha256: str
-    rows: int = 0
-    train_rows: int = 0
-    validation_rows: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    dropped: int = 0
-    truncated: int = 0
-    split: int = 0
-    empty: int = 0
-    repeated: int = 0
-    longest_tokens: int = 0
-    longest_origin: str = ""
-    empty_origins: list[str] = field(default_factory=list)
-    control_rows: int = 0
-    control_first: str = ""
-
-    def line(self, sequence_len: int) -> str:
-        """Return the counts in one line."""
-        guessed = ", guessed" if self.format_guessed else ""
-        share = 100 * self.trained_tokens / max(1, self.tokens)
-        parts = [
-            f"{self.rows:,} rows ({self.format}{guessed})",
-            f"{self.train_rows:,} train + {self.validation_rows:,} validation",
-            f"{self.tokens:,} tokens",
-            f"{share:.0f} % trained",
-        ]
-        longest = f"longest {self.longest_origin} with {self.longest_tokens:,} tokens"
-        for count, what in (
-            (self.dropped, "dropped"),
-            (self.truncated, "truncated"),
-            (self.split, "split"),
-        ):
-            if count:
-                parts.append(f"{count:,} {what} (longer than {sequence_len:,}; {longest})")
-        if self.empty:
-            first = ", ".join(self.empty_origins)
-            parts.append(f"{self.empty:,} dropped with nothing to learn ({first})")
-        if self.control_rows:
-            parts.append(
-                f"{self.control_rows:,} with control tokens in their text, kept and learned as "
-                f"such (first {self.control_first})"
-            )
-        if self.repeated:
-            parts.append(f"{self.repeated:,} validation rows also stand in training")
-        return f"{self.name}: {', '.join(parts)}"
-
-
-@dataclass(kw_only=True, slots=True)
-class Fingerprint:
-    """Tell which rows the evaluation asks; `sha256` is "" for a hub id."""
-
-    name: str
-    path: str
-    sha256: str
-
-
-@dataclass(kw_only=True, slots=True)
-class DataReport:
-    """Say what was read, for the screen and for the run's manifest."""
-
-    datasets: list[DatasetReport]
-    sequence_len: int
-    template_note: str
-    lost_system_turns: int = 0
-    test_datasets: list[Fingerprint] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """Return what is said aloud: a line a data set, and how turns are written."""
-        lines = [report.line(self.sequence_len) for report in self.datasets]
-        lines.append(self.template_note)
-        if self.lost_system_turns:
-            lines.append(
-                f"the chat template drops the system turn of {self.lost_system_turns:,} rows"
-            )
-        return lines
+COUNTS_FILE = "counts.json"
+REJECTED_FILE = "rejected.jsonl"
+CHUNKS_IN_PROCESS = 4
+"""data sets of no more chunks are tokenised by this process: others would start for nothing"""
+TOKEN_SETTINGS = (
+    "train_on_inputs",
+    "roles_to_train",
+    "train_on_eos",
+    "last_turn_only",
+    "reasoning",
+    "control_tokens",
+    "on_long",
+    "on_bad_row",
+    "drop_empty",
+    "max_row_bytes",
+)
+"""what of DataConfig shapes the tokens"""
 
 
 @dataclass(slots=True)
+class Counts:
+    """Count what became of the rows of a data set; origins are file:line."""
+
+    rows: int = 0
+    kept: int = 0
+    chats: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    split: int = 0
+    lost_tokens: int = 0
+    empty: int = 0
+    empty_origins: list[str] = field(default_factory=list)
+    rejected: int = 0
+    longest: list[tuple[int, str]] = field(default_factory=list)
+    notes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    stop_token_ids: list[int] = field(default_factory=list)
+    largest_token: tuple[int, str] = (-1, "")
+
+    def add_empty(self, origin: str) -> None:
+        """Count a row that leaves nothing to learn."""
+        self.empty += 1
+        self.empty_origins = [*self.empty_origins, origin][:5]
+
+    def add_length(self, tokens: int, origin: str) -> None:
+        """Remember the row if it is one of the five longest."""
+        if len(self.longest) < 5 or tokens > self.longest[-1][0]:
+            self.longest = sorted([*self.longest, (tokens, origin)], key=_by_length)[:5]
+
+    def add_note(self, kind: str, seen: str, count: int = 1) -> None:
+        """Count a fact about a row; the first one seen is kept."""
+        before, first = self.notes.get(kind, (0, seen))
+        self.notes[kind] = (before + count, first)
+
+    def merge(self, other: Counts) -> None:
+        """Add the counts of the rows that come after these."""
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.empty_origins = [*self.empty_origins, *other.empty_origins][:5]
+        for tokens, origin in other.longest:
+            self.add_length(tokens, origin)
+        for kind, (count, seen) in other.notes.items():
+            self.add_note(kind, seen, count)
+        self.stop_token_ids = sorted({*self.stop_token_ids, *other.stop_token_ids})
+        self.largest_token = max(self.largest_token, other.largest_token)
+
+
+_SUMMED = (
+    "rows",
+    "kept",
+    "chats",
+    "dropped",
+    "truncated",
+    "split",
+    "lost_tokens",
+    "empty",
+    "rejected",
+)
+
+
+def _by_length(row: tuple[int, str]) -> int:
+    return -row[0]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """Hold a data set's encoded rows: `examples[i]` are the documents of `items[i]`."""
+    """Hold a data set that is ready on disk: its tokens, its counts, and how it came there."""
 
-    items: list[Item]
-    examples: list[list[Example]]
-    report: DatasetReport
-
-
-def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
-    """Return a name for each data set, all different: as given, or made from the path."""
-    names: list[str] = []
-    for config in datasets:
-        base = config.name or source.name_of(config.path)
-        name, number = base, 1
-        while name in names:
-            number += 1
-            name = f"{base}-{number}"
-        names.append(name)
-    return names
+    store: TokenStore
+    counts: Counts
+    format: str
+    format_guessed: bool
+    sha256: str
+    folder: Path
+    how: str
 
 
-def check_datasets(config: DataConfig) -> list[str]:
-    """Return all that is wrong with the settings and the rows, without torch or a tokenizer.
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """Hold what became of a chunk of rows."""
 
-    Looks at 16 MB of all files together, in equal parts for the data sets, so that it is quick;
-    hub data sets are not fetched.
-    """
-    problems = _check_settings(config)
-    left, unread = CHECKED_BYTES, len(config.datasets) + len(config.test_datasets)
-    for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
-        for index, dataset in enumerate(datasets):
-            found = _check_dataset_settings(dataset, f"data.{key}[{index}]")
-            budget = source.Budget(left // unread)
-            left, unread = left - budget.left, unread - 1
-            problems += found or _check_rows(dataset, budget)
-            left += max(0, budget.left)
-        problems += _check_names(datasets, f"data.{key}")
-    return problems
+    documents: Documents | None
+    counts: Counts
+    rejected: list[Rejected]
+    num_bytes: int
 
 
-def read_items(
-    config: DatasetConfig, budget: source.Budget | None = None
-) -> tuple[list[Item], str, bool]:
-    """Return the rows as conversations or documents, their format, and whether it was guessed.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkEncoder:
+    """Encode chunks of rows; the same in this process and in others."""
 
-    With a `budget` there may be none. Raises DataError with the problems of all rows.
-    """
-    problems = Problems()
-    rows = _collect(source.read_rows(config.path, config.split, budget), problems)
-    first = next(rows, None)
-    if first is None:
-        problems.raise_if_any()
-        if budget is not None:
-            return [], "", True
-        raise DataError(f"{config.path}: 0 rows; give a file with at least one row")
-    name = config.format or _guess(config, first)
-    items = _convert([first], name, config, problems)
-    items += _convert(rows, name, config, problems)
-    problems.raise_if_any()
-    return items, name, config.format is None
+    format: str
+    columns: dict[str, str]
+    template: ChatTemplate
+    sequence_len: int
+    on_long: str
+
+    def __call__(self, chunk: source.Chunk) -> EncodedChunk:
+        """Return the documents of the rows of `chunk`, and what became of the others."""
+        counts, rejected = Counts(), []
+        rows: dict[int, list[Item]] = {}
+        for number, found in enumerate(read_chunk(chunk, self.format, self.columns)):
+            if isinstance(found, Rejected):
+                rejected.append(found)
+            else:
+                rows[number] = found
+        counts.chats = sum(isinstance(items[0], Conversation) for items in rows.values())
+        encoded = iter(self.template.encode([item for items in rows.values() for item in items]))
+        refused: dict[int, str] = {}
+        builder = DocumentBuilder(chunk.file, self.template, self.sequence_len, self.on_long)
+        for number, items in rows.items():
+            results = [next(encoded) for _ in items]
+            problem = next((one for one in results if isinstance(one, RowProblem)), None)
+            if problem is not None:
+                refused[number] = problem.problem
+                continue
+            good = [one for one in results if not isinstance(one, RowProblem)]
+            builder.add(good, items[0].origin, counts)
+        rejected = sorted(rejected + reject(chunk, refused), key=_line)
+        counts.rows = len(rows) - len(refused)
+        counts.kept = builder.num_rows
+        counts.stop_token_ids = sorted(self.template.stop_token_ids)
+        documents = builder.build()
+        if documents is not None:
+            counts.largest_token = documents.largest_token()
+        return EncodedChunk(documents, counts, rejected, chunk.num_bytes)
 
 
-def fingerprints(datasets: Sequence[DatasetConfig]) -> list[Fingerprint]:
-    """Return what tells the data sets of two runs apart."""
-    return [
-        Fingerprint(
-            name=name, path=config.path, sha256=source.fingerprint(config.path, config.split)
-        )
-        for config, name in zip(datasets, dataset_names(datasets), strict=True)
-    ]
+def _line(row: Rejected) -> int:
+    return row.origin.line
 
 
 def prepare_dataset(
-    config: DatasetConfig,
-    name: str,
-    index: int,
+    dataset: DatasetConfig,
     data: DataConfig,
     template: ChatTemplate,
     sequence_len: int,
+    tokenizer_hash: str,
 ) -> Prepared:
-    """Read and encode one data set; rows that leave nothing to learn are dropped and counted.
+    """Return a data set's tokens, from the cache where they stand there.
 
-    Raises DataError when no row is left, or more are dropped than `data.max_dropped_share`.
+    Raises DataError with all rows that cannot be read, and where the files change meanwhile.
     """
-    items, format_name, guessed = read_items(config)
-    report = DatasetReport(
-        name=name,
-        path=config.path,
-        format=format_name,
-        format_guessed=guessed,
-        sha256=source.fingerprint(config.path, config.split),
-        rows=len(items),
+    sha256 = source.fingerprint(dataset.path, dataset.split, dataset.revision)
+    key = _key(dataset, data, template, sequence_len, tokenizer_hash, sha256)
+
+    def make(folder: Path) -> None:
+        _write(folder, dataset, data, template, sequence_len)
+        if source.fingerprint(dataset.path, dataset.split, dataset.revision) != sha256:
+            raise DataError(f"{dataset.path}: changed while it was being read; start again")
+
+    folder, how = open_or_make(Path(data.cache_dir).expanduser(), key, make)
+    note = json.loads((folder / COUNTS_FILE).read_text())
+    counts = Counts(**note["counts"])
+    check_dropped(counts, dataset.path, data, sequence_len)
+    return Prepared(
+        store=TokenStore(folder),
+        counts=counts,
+        format=note["format"],
+        format_guessed=dataset.format is None,
+        sha256=sha256,
+        folder=folder,
+        how=how,
     )
-    prepared = Prepared([], [], report)
-    encoded = template.encode(items, data.train_on_inputs)
-    for item, pieces in zip(items, encoded, strict=True):
-        fitting = _fit(
-            pieces, item.origin, data.on_long, sequence_len, template.bos_token_id, report
-        )
-        examples = [
-            Example(ids, weights, index, item.origin)
-            for ids, weights in fitting
-            if weights[1:].any()
-        ]
-        if examples:
-            prepared.items.append(item)
-            prepared.examples.append(examples)
-            _note_control_token(template.control_token(item), item.origin, report)
-        elif fitting:
-            report.empty += 1
-            if len(report.empty_origins) < 5:
-                report.empty_origins.append(str(item.origin))
-    _check_dropped(report, data, sequence_len)
-    return prepared
 
 
-def count_split(prepared: Prepared, is_validation: Sequence[bool]) -> None:
-    """Write the rows of both sides, and the tokens of the training side, into the report."""
-    report = prepared.report
-    for examples, held_out in zip(prepared.examples, is_validation, strict=True):
-        if held_out:
-            report.validation_rows += 1
-            continue
-        report.train_rows += 1
-        for example in examples:
-            report.tokens += len(example.input_ids)
-            report.trained_tokens += int((example.weights[1:] > 0).sum())
-
-
-def count_repeated(
-    reports: Sequence[DatasetReport], train: Iterable[Example], validation: Iterable[Example]
-) -> None:
-    """Write into the reports how many validation documents also stand in training, to the token."""
-    learned = {example.input_ids.tobytes() for example in train}
-    for example in validation:
-        reports[example.dataset].repeated += example.input_ids.tobytes() in learned
-
-
-def _note_control_token(token: str | None, origin: Origin, report: DatasetReport) -> None:
-    if token is not None:
-        report.control_rows += 1
-        report.control_first = report.control_first or f"{origin}: {shown(token)}"
-
-
-def _fit(
-    pieces: Encoded,
-    origin: Origin,
-    on_long: str,
-    sequence_len: int,
-    bos_token_id: int | None,
-    report: DatasetReport,
-) -> list[Encoded]:
-    ids, weights = pieces
-    if len(ids) <= sequence_len:
-        return [pieces]
-    if len(ids) > report.longest_tokens:
-        report.longest_tokens, report.longest_origin = len(ids), str(origin)
-    if on_long in ("drop", "error"):
-        report.dropped += 1
-        return []
-    if on_long == "split":
-        report.split += 1
-        return _split_tokens(ids, weights, sequence_len, has_bos=bos_token_id is not None)
-    report.truncated += 1
-    if on_long == "truncate_right":
-        return [(ids[:sequence_len], weights[:sequence_len])]
-    ids, weights = ids[-sequence_len:].copy(), weights[-sequence_len:].copy()
-    if bos_token_id is not None:
-        ids[0], weights[0] = bos_token_id, 0.0
-    return [(ids, weights)]
-
-
-def _split_tokens(
-    ids: npt.NDArray[np.int32],
-    weights: npt.NDArray[np.float32],
-    sequence_len: int,
-    has_bos: bool,
-) -> list[Encoded]:
-    """Cut a document into pieces of at most `sequence_len` tokens, each with the BOS it has."""
-    import numpy as np
-
-    bos = 1 if has_bos else 0
-    width = sequence_len - bos
-    return [
-        (
-            np.concatenate([ids[:bos], ids[cut : cut + width]]),
-            np.concatenate([np.zeros(bos, np.float32), weights[cut : cut + width]]),
-        )
-        for cut in range(bos, len(ids), width)
-    ]
-
-
-def _check_dropped(report: DatasetReport, data: DataConfig, sequence_len: int) -> None:
-    longest = f"the longest, {report.longest_origin}, has {report.longest_tokens:,} tokens"
-    if data.on_long == "error" and report.dropped:
+def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int) -> None:
+    """Raise DataError when no row is left, or more are dropped than `data.max_dropped_share`."""
+    tokens, origin = counts.longest[0] if counts.longest else (0, "")
+    longest = f"the longest, {origin}, has {tokens:,} tokens"
+    if data.on_long == "error" and counts.dropped:
         raise DataError(
-            f"{report.path}: {report.dropped:,} rows are longer than {sequence_len:,} tokens; "
+            f"{path}: {counts.dropped:,} rows are longer than {sequence_len:,} tokens; "
             f"{longest}; raise data.sequence_len, or set data.on_long=drop or truncate_right"
         )
-    lost = report.dropped + report.empty
-    detail = f"{report.dropped:,} are longer than {sequence_len:,} tokens"
-    if report.dropped:
-        detail += f" ({longest}; raise data.sequence_len or set data.on_long=truncate_right)"
-    detail += f", {report.empty:,} have nothing to learn"
-    if report.empty:
-        detail += f" ({', '.join(report.empty_origins)}: no answer, or cut away)"
-    if lost == report.rows:
-        raise DataError(f"{report.path}: no row of {report.rows:,} is left: {detail}")
+    lost = counts.dropped + counts.empty
+    detail = f"{counts.dropped:,} are longer than {sequence_len:,} tokens"
+    if counts.dropped:
+        detail += f" ({longest}; set data.sequence_len={tokens} or data.on_long=truncate_right)"
+    detail += f", {counts.empty:,} have nothing to learn"
+    if counts.empty:
+        detail += f" ({', '.join(counts.empty_origins)}: no answer, weight 0, or cut away)"
+    if counts.truncated and counts.empty:
+        detail += f"; {counts.truncated:,} were cut ({longest}; set data.sequence_len={tokens})"
+    if not counts.kept:
+        raise DataError(f"{path}: no row of {counts.rows:,} is left: {detail}")
     share = data.max_dropped_share
-    if share is not None and lost / report.rows > share:
+    if share is not None and lost / counts.rows > share:
         raise DataError(
-            f"{report.path}: {lost:,} of {report.rows:,} rows are dropped ({lost / report.rows:.1%}"
+            f"{path}: {lost:,} of {counts.rows:,} rows are dropped ({lost / counts.rows:.1%}"
             f"), data.max_dropped_share is {share}: {detail}"
         )
 
 
-def _collect(rows: Iterator[Row], problems: Problems) -> Iterator[Row]:
+def hash_of(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
+    """Return a hash of all of a tokenizer that shapes tokens."""
+    state = [tokenizer.backend_tokenizer.to_str(), sorted(tokenizer.special_tokens_map.items())]
+    return hashlib.sha256(repr(state).encode()).hexdigest()
+
+
+def _key(
+    dataset: DatasetConfig,
+    data: DataConfig,
+    template: ChatTemplate,
+    sequence_len: int,
+    tokenizer_hash: str,
+    sha256: str,
+) -> Key:
+    import tokenizers
+    import transformers
+
+    settings = {name: getattr(data, name) for name in TOKEN_SETTINGS}
+    settings |= {
+        "format": dataset.format,
+        "columns": dict(dataset.columns),
+        "revision": dataset.revision,
+        "sequence_len": sequence_len,
+        "encoder_decoder": template.is_encoder_decoder,
+    }
+    return Key(
+        path=dataset.path,
+        split=dataset.split,
+        parts={
+            "data": sha256,
+            "tokenizer": tokenizer_hash,
+            "template": template.hash,
+            "settings": settings,
+            "code": code_version(),
+            "versions": {
+                "tokenizers": tokenizers.__version__,
+                "transformers": transformers.__version__,
+            },
+        },
+    )
+
+
+def _write(
+    folder: Path,
+    dataset: DatasetConfig,
+    data: DataConfig,
+    template: ChatTemplate,
+    sequence_len: int,
+) -> None:
+    """Tokenise a data set into `folder`."""
+    bad = BadRows(data)
+    format_name, chunks = find_format(dataset, chunks_of(dataset, data))
+    encoder = ChunkEncoder(
+        format=format_name or "",
+        columns=dataset.columns,
+        template=template,
+        sequence_len=sequence_len,
+        on_long=data.on_long,
+    )
+    counts, writer = Counts(), StoreWriter(folder)
+    num_proc = data.num_proc or os.cpu_count() or 1
     try:
-        yield from rows
+        with _Progress(dataset) as progress:
+            for part in _encode(encoder, chunks, num_proc):
+                bad.add_all(part.rejected)
+                if part.documents is not None:
+                    rows = part.documents.rows + counts.kept
+                    writer.add(dataclasses.replace(part.documents, rows=rows))
+                counts.merge(part.counts)
+                progress.advance(part)
     except DataError as error:
-        for problem in error.problems:
-            problems.add(problem)
+        # The rest of a file cannot be read: said together with its bad rows.
+        bad.add_problems(error.problems)
+    writer.close()
+    bad.raise_if_any()
+    counts.rejected = len(bad.kept)
+    counts.rows += len(bad.empty)
+    for origin in bad.empty:
+        counts.add_empty(str(origin))
+    _check_rows_left(dataset, counts, bad)
+    check_dropped(counts, dataset.path, data, sequence_len)
+    note = {"format": format_name, "counts": dataclasses.asdict(counts)}
+    (folder / COUNTS_FILE).write_text(json.dumps(note, indent=2) + "\n")
+    with (folder / REJECTED_FILE).open("w") as file:
+        for row in bad.kept:
+            line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
+            file.write(json.dumps(line) + "\n")
 
 
-def _guess(config: DatasetConfig, first: Row) -> str:
-    try:
-        columns = formats.apply_columns(first.values, config.columns)
-    except formats.MissingColumnError as error:
-        raise DataError(f"{first.origin} {error}") from error
-    name = formats.guess_format(columns)
-    if name is None:
+def _check_rows_left(dataset: DatasetConfig, counts: Counts, bad: BadRows) -> None:
+    if counts.rows:
+        return
+    if bad.kept:
         raise DataError(
-            f"{first.origin} columns {list(first.values)} are of no known format; set "
-            f"data.datasets[].format to one of {', '.join(formats.FORMATS)}, and name the columns "
-            "by data.datasets[].columns, as in {instruction: question, output: answer}"
+            [
+                f"{dataset.path}: all {len(bad.kept):,} rows are bad, so none is left; the first:",
+                *(row.problem for row in bad.kept[:5]),
+            ]
         )
-    return name
+    raise DataError(f"{dataset.path}: 0 rows; give a file with at least one row")
 
 
-def _convert(
-    rows: Iterable[Row], name: str, config: DatasetConfig, problems: Problems
-) -> list[Item]:
-    items: list[Item] = []
-    lacking: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
+def _encode(
+    encoder: ChunkEncoder, chunks: Iterable[source.Chunk], num_proc: int
+) -> Iterator[EncodedChunk]:
+    """Encode chunks in order; in `num_proc` processes where there are more than a few."""
+    chunks = iter(chunks)
+    head = list(itertools.islice(chunks, CHUNKS_IN_PROCESS + 1))
+    can_fork = "fork" in multiprocessing.get_all_start_methods()
+    if len(head) <= CHUNKS_IN_PROCESS or num_proc == 1 or not can_fork:
+        yield from map(encoder, itertools.chain(head, chunks))
+        return
+    # Forked, so that nothing has to be imported or sent again: this process has no GPU yet.
+    with ProcessPoolExecutor(
+        num_proc, multiprocessing.get_context("fork"), _start_worker, (encoder,)
+    ) as pool:
+        waiting: deque[Future[EncodedChunk]] = deque()
         try:
-            items.append(formats.convert_row(row, name, config.columns))
-        except formats.MissingColumnError as error:
-            lacking.setdefault(tuple(row.values), []).append(f"{row.origin} {error}")
-        except formats.RowError as error:
-            problems.add(f"{row.origin} {error}")
-    for same in lacking.values():
-        more = f" ({len(same) - 1:,} more rows have these columns)" if len(same) > 1 else ""
-        problems.add(f"{same[0]}{more}")
-    return items
+            for chunk in itertools.chain(head, chunks):
+                waiting.append(pool.submit(_encode_in_worker, chunk))
+                # No more than this is read ahead, so that a large file never lies in memory.
+                if len(waiting) > 2 * num_proc:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that tokenises was killed, often for lack of memory; set data.num_proc=1"
+            ) from error
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
-def _check_settings(config: DataConfig) -> list[str]:
-    problems = []
-    if not config.datasets and not config.test_datasets:
-        problems.append("data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME")
-    if config.on_long not in ON_LONG:
-        problems.append(f"data.on_long is '{config.on_long}'; use {', '.join(ON_LONG)}")
-    if config.sequence_len is not None and config.sequence_len < 2:
-        problems.append(f"data.sequence_len is {config.sequence_len}; give 2 tokens or more")
-    if not (math.isfinite(config.val_set_size) and config.val_set_size >= 0):
-        problems.append(
-            f"data.val_set_size is {config.val_set_size}; give a share from 0 to 1, or rows"
+_encoder: ChunkEncoder | None = None
+
+
+def _start_worker(encoder: ChunkEncoder) -> None:
+    global _encoder
+    _encoder = encoder
+    # One process a core, one thread a process; and an interrupt is the parent's to handle.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Leave when the parent was killed: nobody would ever take the results."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode_in_worker(chunk: source.Chunk) -> EncodedChunk:
+    assert _encoder is not None
+    return _encoder(chunk)
+
+
+class _Progress:
+    """Show how far a data set is prepared, where a person looks on."""
+
+    def __init__(self, dataset: DatasetConfig) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+        self._name = dataset.name or source.name_of(dataset.path)
+        self._rows = 0
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        console = Console(stderr=True)
+        self._bar = Progress(
+            *columns, console=console, transient=True, disable=not console.is_terminal
         )
-    share = config.max_dropped_share
-    if share is not None and not 0 <= share <= 1:
-        problems.append(f"data.max_dropped_share is {share}; give a share from 0 to 1, or null")
-    if config.num_workers < 0:
-        problems.append(f"data.num_workers is {config.num_workers}; give 0 or more")
-    return problems
+        self._task = self._bar.add_task("", total=None)
 
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
 
-def _check_dataset_settings(dataset: DatasetConfig, key: str) -> list[str]:
-    problems = []
-    if not (math.isfinite(dataset.weight) and dataset.weight > 0):
-        problems.append(f"{key}.weight is {dataset.weight}; give a number above 0")
-    if dataset.format is not None:
-        try:
-            formats.check_format(dataset.format)
-            formats.check_columns(dataset.format, dataset.columns)
-        except ValueError as error:
-            problems.append(f"{key}.{error}")
-    return problems
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
 
-
-def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
-    names = [dataset.name for dataset in datasets]
-    return [
-        f"{key}[{index}].name '{name}' is already that of {key}[{names.index(name)}]; give another"
-        for index, name in enumerate(names)
-        if name is not None and names.index(name) < index
-    ]
-
-
-def _check_rows(dataset: DatasetConfig, budget: source.Budget) -> list[str]:
-    if source.is_hub_id(dataset.path) or source.is_generated(dataset.path):
-        return []
-    try:
-        read_items(dataset, budget)
-    except DataError as error:
-        return error.problems
-    return []
+    def advance(self, part: EncodedChunk) -> None:
+        """Count a chunk that is done."""
+        self._rows += part.counts.rows
+        text = f"tokenising {self._name}: {self._rows:,} rows"
+        self._bar.update(self._task, advance=part.num_bytes, description=text)

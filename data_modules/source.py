@@ -1,420 +1,343 @@
-"""Read rows from files, folders, the Hugging Face hub and the samples; each keeps file and line.
+"""Find the files behind a path, on disk or remote, and yield their rows with file and line.
 
-Decides what is a readable row. Never looks at what a row means.
+Decides which files, hub rows and samples a path and a split mean, which slice and shard of them is
+read, and that a file stays the same meanwhile. How bytes become rows is in readers.py. Never looks
+at what a row means.
 """
 
 from __future__ import annotations
 
-import csv
-import difflib
-import glob
-import gzip
+import functools
 import hashlib
-import io
-import json
+import itertools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from io import BufferedReader
-from pathlib import Path
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from data_modules.chunks import MAX_RAW, BadRow, BatchChunk, Chunk, grouped
+from data_modules.locating import (
+    SAMPLE_PREFIX,
+    SAMPLES,
+    files_of,
+    is_generated,
+    is_hub_id,
+    is_remote,
+    is_url,
+    name_of,
+    only_train,
+    size_of,
+    stamp_of,
+)
+from data_modules.opening import Budget, File, Url, reason_of
+from data_modules.readers import MAX_ROW_BYTES, count_rows, read_file
 from data_modules.samples.corpus import CORPORA, read_corpus
-from data_modules.types import DataError, Origin, Problems, Row, shown
+from data_modules.splits import Part, check_split
+from data_modules.types import MAX_PROBLEMS, DataError, Origin, Problems, Row
 
-SAMPLE_PREFIX = "sample:"
-SAMPLES = Path(__file__).parent / "samples"
-SPLITS = ("train", "validation", "valid", "val", "dev", "test")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_UTF8_MARK = b"\xef\xbb\xbf"
-_SNIFFED_BYTES = 1 << 16
-_JSON_KINDS = {
-    "list": "a list",
-    "str": "a string",
-    "int": "a number",
-    "float": "a number",
-    "bool": "true or false",
-    "NoneType": "null",
-}
-_BLANK = re.compile(r"[ \t\r\n]*")
-
-
-class _DuplicateKeyError(ValueError):
-    pass
-
-
-@dataclass(slots=True)
-class Budget:
-    """Count the bytes that may still be read; what lies beyond them is not looked at."""
-
-    left: int
-
-    @property
-    def spent(self) -> bool:
-        """Tell whether nothing more may be read."""
-        return self.left <= 0
+__all__ = [
+    "MAX_RAW",
+    "MAX_ROW_BYTES",
+    "BadRow",
+    "Budget",
+    "Chunk",
+    "Part",
+    "check_split",
+    "find_files",
+    "fingerprint",
+    "is_generated",
+    "is_hub_id",
+    "is_remote",
+    "is_url",
+    "name_of",
+    "read_chunks",
+    "read_rows",
+]
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_TIMEOUT = 10.0
+_HUB_ROWS = 1000
+_SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
 
 
-def read_rows(path: str, split: str = "train", budget: Budget | None = None) -> Iterator[Row]:
-    """Yield the rows of a file, folder, glob, hub id or `sample:` name.
+def read_chunks(
+    path: str,
+    *,
+    split: str = "train",
+    revision: str | None = None,
+    budget: Budget | None = None,
+    max_row_bytes: int = MAX_ROW_BYTES,
+    rows: tuple[int, int | None] = (0, None),
+    shard: tuple[int, int] = (0, 1),
+    streaming: bool = False,
+) -> Iterator[Chunk]:
+    """Yield the rows of a file, folder, glob, URL, hub id or `sample:` name in chunks.
 
-    With a `budget` only about so many bytes are read, of all files together. Raises DataError with
-    all problems of a file when its good rows have been yielded.
+    A chunk can be sent to another process and parsed there. With a `budget` only about so many
+    bytes are read, of all files together; a slice of a large file that does not begin at its first
+    row is then not looked at. `rows` (start, stop), from 0, are those of `split` that are wanted,
+    as where some are held out; of these `shard` (index, count) takes every count-th, so that the
+    shards have each row once between them. `streaming` fetches a hub data set while it is read.
+    Raises DataError where a file cannot be read to its end, changes meanwhile, or has no row; what
+    is wrong with single rows is in Chunk.rows.
     """
+    if revision is not None and not is_hub_id(path):
+        raise DataError(f"{path}: revision '{revision}' is given, which only a hub data set has")
+    parts = _parts(path, split)
     if is_generated(path):
-        for number, values in enumerate(read_corpus(path.removeprefix(SAMPLE_PREFIX)), 1):
-            yield Row(dict(values), Origin(path, number))
-        return
-    if is_hub_id(path):
-        yield from _read_hub(path, split)
-        return
-    for file in find_files(path, split):
-        if budget is not None and budget.spent:
-            return
-        num_rows = 0
-        for row in _READERS[_suffix(file)](file, budget):
-            num_rows += 1
-            yield row
-        if not num_rows and not (budget is not None and budget.spent):
-            raise DataError(f"{file}: 0 rows; give a file with at least one row")
+        chunks = map(functools.partial(_read_sample, path), parts)
+    elif is_hub_id(path):
+        # Its files can be dealt out only where all rows of them are wanted.
+        is_whole = streaming and rows == (0, None) and split == parts[0].name
+        dealt, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
+        hub = functools.partial(_read_hub, path, revision, max_row_bytes, dealt, streaming)
+        chunks = map(hub, parts)
+    else:
+        chunks = map(functools.partial(_read_files, path, budget, max_row_bytes), parts)
+    yield from _take(itertools.chain.from_iterable(chunks), *rows, shard)
 
 
-def find_files(path: str, split: str = "train") -> list[Path]:
+def read_rows(
+    path: str,
+    split: str = "train",
+    budget: Budget | None = None,
+    *,
+    revision: str | None = None,
+    max_row_bytes: int = MAX_ROW_BYTES,
+) -> Iterator[Row]:
+    """Yield the rows of `read_chunks`; raises DataError with all problems after the good rows."""
+    problems = Problems()
+    try:
+        for chunk in read_chunks(
+            path, split=split, revision=revision, budget=budget, max_row_bytes=max_row_bytes
+        ):
+            for row in chunk.rows():
+                if isinstance(row, BadRow):
+                    problems.add(row.problem)
+                else:
+                    yield row
+    except DataError as error:
+        for problem in error.problems:
+            problems.add(problem)
+    problems.raise_if_any()
+
+
+def find_files(path: str, split: str = "train") -> list[File]:
     """Return the files behind `path`; raises DataError when there is none that can be read."""
-    if path.startswith(SAMPLE_PREFIX):
-        return [_sample_file(path)]
-    if glob.has_magic(path) and not Path(path).exists():
-        files = [Path(name) for name in sorted(glob.glob(path, recursive=True))]
-        files = [file for file in files if _suffix(file) in _READERS]
-        if not files:
-            raise DataError(f"{path}: no file matches (looked from {_here()})")
-        return files
-    file = Path(path).expanduser()
-    if file.is_dir():
-        return _files_in(file, split)
-    if not file.exists():
-        raise DataError(f"{path}: no such file (looked from {_here()}){_nearest(file)}")
-    if _suffix(file) not in _READERS:
-        known = ", ".join(_READERS)
-        raise DataError(
-            f"{path}: cannot read {file.suffix or 'a file without suffix'}; use {known}"
-        )
-    return [file]
+    files: dict[str, File] = {}
+    for part in _parts(path, split):
+        files |= {str(file): file for file in files_of(path, part.name)}
+    return list(files.values())
 
 
-def fingerprint(path: str, split: str = "train") -> str:
-    """Return the sha256 of the bytes behind `path` ("" for a hub id, whose bytes are elsewhere)."""
+def fingerprint(path: str, split: str = "train", revision: str | None = None) -> str:
+    """Return the sha256 of the bytes behind `path`.
+
+    For remote files it is that of their etags, or of size and time; for a hub id it is the commit
+    that `revision` means now, and "" where the hub does not answer.
+    """
     if is_hub_id(path):
-        return ""
+        return _commit_of(path, revision)
+    files: Sequence[File]
     files = sorted(SAMPLES.glob("*.py")) if is_generated(path) else find_files(path, split)
     digest = hashlib.sha256()
     for file in files:
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+        if isinstance(file, Url) and (stamp := stamp_of(file)) is not None:
+            digest.update(f"{file} {stamp}\n".encode())
+            continue
+        try:
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {reason_of(error)}") from error
     return digest.hexdigest()
 
 
-def name_of(path: str) -> str:
-    """Return what a data set is called where it has no name: the file's without its suffix."""
-    file = Path(path.removeprefix(SAMPLE_PREFIX))
-    while glob.has_magic(file.name):
-        file = file.parent
-    if _suffix(file) in _READERS:
-        return file.name.removesuffix(".gz")[: -len(_suffix(file))]
-    return file.name or "data"
-
-
-def is_generated(path: str) -> bool:
-    """Tell whether the rows of `path` are made while they are read: one of the base's corpora."""
-    return path.startswith(SAMPLE_PREFIX) and path.removeprefix(SAMPLE_PREFIX) in CORPORA
-
-
-def is_hub_id(path: str) -> bool:
-    """Tell whether `path` names a data set of the Hugging Face hub: `owner/name`, not a file."""
-    if not _HUB_ID.fullmatch(path) or path.startswith("."):
-        return False
-    file = Path(path)
-    return not file.exists() and not file.parent.exists() and _suffix(file) not in _READERS
-
-
-def _sample_file(path: str) -> Path:
-    name = path.removeprefix(SAMPLE_PREFIX)
-    file = SAMPLES / name
-    if Path(name).name == name and _suffix(file) in _READERS and file.is_file():
-        return file
-    known = [*CORPORA, *(f.name for f in SAMPLES.iterdir() if _suffix(f) in _READERS)]
-    raise DataError(f"{path}: no such sample; there are {', '.join(sorted(known))}")
-
-
-def _files_in(folder: Path, split: str) -> list[Path]:
-    files = sorted(f for f in folder.iterdir() if f.is_file() and _suffix(f) in _READERS)
-    named = {f: name for f in files if (name := _split_of(f)) is not None}
-    if named:
-        files = [f for f, name in named.items() if name == split]
-    if not files:
-        found = ", ".join(sorted(f.name for f in folder.iterdir())[:8]) or "nothing"
-        raise DataError(f"{folder}: no data file for split '{split}' in this folder; found {found}")
-    return files
-
-
-def _split_of(file: Path) -> str | None:
-    word = re.split(r"[-_.]", file.name)[0]
-    return word if word in SPLITS else None
-
-
-def _suffix(file: Path) -> str:
-    name = file.name.lower().removesuffix(".gz")
-    return Path(name).suffix
-
-
-def _here() -> str:
-    return str(Path.cwd().name) + "/"
-
-
-def _nearest(file: Path) -> str:
-    folder = file.parent
-    while not folder.is_dir():
-        folder = folder.parent
-    missing = file.relative_to(folder).parts[0]
-    close = difflib.get_close_matches(missing, [f.name for f in folder.iterdir()], 3, 0.5)
-    if not close:
-        return "; check data.datasets[].path"
-    return f"; did you mean {' or '.join(str(folder / name) for name in close)}?"
-
-
-def _open(file: Path) -> gzip.GzipFile | BufferedReader:
+def _parts(path: str, split: str) -> list[Part]:
     try:
-        stream = file.open("rb")
-        magic = stream.read(2)
-        stream.seek(0)
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from error
-    zipped = magic == b"\x1f\x8b"
-    if zipped != (file.suffix == ".gz"):
-        stream.close()
-        what = (
-            "is gzip-compressed; name it" if zipped else "is not gzip-compressed; name it without"
-        )
-        raise DataError(f"{file}: {what} .gz")
-    if magic in (b"\xff\xfe", b"\xfe\xff"):
-        stream.close()
-        raise DataError(f"{file}: is UTF-16; save it as UTF-8")
-    return gzip.GzipFile(fileobj=stream) if zipped else stream
+        return check_split(split)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
-def _read_bytes(file: Path, budget: Budget | None) -> tuple[bytes, bool]:
-    """Return what `budget` allows of a file, and whether there is more."""
-    with _open(file) as stream:
-        data = stream.read(-1 if budget is None else max(0, budget.left))
-        cut = bool(stream.read(1))
-    if budget is not None:
-        budget.left -= len(data)
-    return data, cut
+def _take(
+    chunks: Iterator[Chunk], start: int, stop: int | None, shard: tuple[int, int] = (0, 1)
+) -> Generator[Chunk, None, int]:
+    """Yield the rows from `start` to `stop`, and of those every count-th; return how many passed.
 
-
-def _decode(data: bytes, file: Path, first_line: int = 1) -> str:
-    try:
-        return data.decode("utf-8-sig" if first_line == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line = first_line + before.count(b"\n")
-        column = error.start - before.rfind(b"\n")
-        byte = data[error.start]
-        raise DataError(
-            f"{file}:{line} byte 0x{byte:02X} at column {column} is not UTF-8 (latin-1?); "
-            "save the file as UTF-8"
-        ) from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _DuplicateKeyError(f"key '{shown(twice)}' occurs twice; keep one of them")
-    return values
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
-
-
-def _read_json(file: Path, budget: Budget | None) -> Iterator[Row]:
-    with _open(file) as stream:
-        head = stream.read(_SNIFFED_BYTES).removeprefix(_UTF8_MARK).lstrip()
-    if head.startswith(b"["):
-        return _read_array(file, budget)
-    if head.split(b"\n", 1)[0].strip() == b"{":
-        _check_not_one_object(file, None if budget is None else Budget(budget.left))
-    return _read_lines(file, budget)
-
-
-def _check_not_one_object(file: Path, budget: Budget | None) -> None:
-    data, cut = _read_bytes(file, budget)
-    try:
-        values = {} if cut else json.loads(_decode(data, file))
-    except json.JSONDecodeError:
-        return
-    inner = next((name for name, value in values.items() if isinstance(value, list)), None)
-    hint = f"; are its rows under '{shown(inner)}'?" if inner else ""
-    raise DataError(
-        f"{file}: holds one object over several lines; give an array of rows, or one row a line"
-        f"{hint}"
-    )
-
-
-def _read_array(file: Path, budget: Budget | None) -> Iterator[Row]:
-    data, cut = _read_bytes(file, budget)
-    text = data.decode("utf-8-sig", "ignore") if cut else _decode(data, file)
-    problems = Problems()
-    position = _skip_blank(text, text.find("[") + 1)
-    one_line = "\n" not in text.strip()
-    line, counted = 1, 0
-    while text[position : position + 1] != "]":
-        # In an array on one line the line says nothing: rows are counted there.
-        line, counted = line + text.count("\n", counted, position), position
-        try:
-            values, position = _DECODER.raw_decode(text, position)
-            position = _after_element(text, position)
-        except json.JSONDecodeError as error:
-            if not cut:
-                problems.add(_invalid(file, error.lineno, error.colno, error.msg, text, error.pos))
-            break
-        except _DuplicateKeyError as error:
-            problems.add(f"{file}:{line} {error}")
-            break
-        if isinstance(values, dict):
-            yield Row(values, Origin(str(file), line))
-        else:
-            problems.add(_not_an_object(file, line, values))
-        line += one_line
-    problems.raise_if_any()
-
-
-def _after_element(text: str, position: int) -> int:
-    position = _skip_blank(text, position)
-    if text[position : position + 1] == "]":
+    Nothing is counted where all rows are taken.
+    """
+    index, count = shard
+    position = 0
+    if start == 0 and stop is None and count == 1:
+        yield from chunks
         return position
-    if text[position : position + 1] != ",":
-        raise json.JSONDecodeError("Expecting ',' or ']' after this row", text, position)
-    return _skip_blank(text, position + 1)
+    for chunk in chunks:
+        num_rows = chunk.count()
+        first = max(start - position, 0)
+        last = num_rows if stop is None else min(stop - position, num_rows)
+        offset = (index - (position + first - start)) % count
+        kept = range(num_rows)[first:last][offset::count]
+        position += num_rows
+        if len(kept) == num_rows:
+            yield chunk
+        elif kept:
+            yield chunk.select(kept)
+        if stop is not None and position >= stop:
+            break
+    return position
 
 
-def _skip_blank(text: str, position: int) -> int:
-    match = _BLANK.match(text, position)
-    return match.end() if match else position
+def _read_sample(path: str, part: Part) -> Iterator[Chunk]:
+    if part.name != "train":
+        raise DataError(only_train(path, part.name))
+    _, _, num_documents = CORPORA[path.removeprefix(SAMPLE_PREFIX)]
+    rows = (
+        (_SAMPLE_ROW_BYTES, Row(dict(values), Origin(path, number)))
+        for number, values in enumerate(read_corpus(path.removeprefix(SAMPLE_PREFIX)), 1)
+    )
+    yield from _take(grouped(rows, path), *_resolved(path, part, num_documents))
 
 
-def _read_lines(file: Path, budget: Budget | None) -> Iterator[Row]:
-    problems = Problems()
-    with _open(file) as stream:
-        for line, data in enumerate(stream, 1):
-            if budget is not None:
-                if budget.spent:
-                    break
-                budget.left -= len(data)
-            try:
-                text = _decode(data, file, line).rstrip("\r\n")
-                if not text.strip():
-                    continue
-                values = _DECODER.decode(text)
-            except json.JSONDecodeError as error:
-                at_the_end = error.pos >= len(text) or error.msg.startswith("Unterminated")
-                if at_the_end and not data.endswith(b"\n") and line > 1:
-                    problems.add(
-                        f"{file}:{line} line is cut off (no newline); copy the file again?"
-                    )
-                else:
-                    problems.add(_invalid(file, line, error.colno, error.msg, text, error.pos))
-                continue
-            except _DuplicateKeyError as error:
-                problems.add(f"{file}:{line} {error}")
-                continue
-            except DataError as error:
-                problems.add(error.problems[0])
-                continue
-            if isinstance(values, dict):
-                yield Row(values, Origin(str(file), line))
-            else:
-                problems.add(_not_an_object(file, line, values))
-    problems.raise_if_any()
+def _resolved(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
+    """Return the slice's rows; raises DataError where it has none."""
+    start, stop = part.resolve(total)
+    if part.is_sliced and (start == total or (stop is not None and stop <= start)):
+        rows = "" if total is None else f" of {total:,} rows"
+        raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
+    return start, stop
 
 
-def _invalid(file: Path, line: int, column: int, what: str, text: str, position: int) -> str:
-    snippet = shown(text[max(0, position - 20) : position + 20])
-    return f"{file}:{line}:{column} invalid JSON: {what}, near `{snippet}`"
-
-
-def _not_an_object(file: Path, line: int, value: Any) -> str:
-    kind = _JSON_KINDS[type(value).__name__]
-    return f'{file}:{line} is {kind}, not an object; a row is {{"column": value, ...}}'
-
-
-def _read_csv(file: Path, budget: Budget | None) -> Iterator[Row]:
-    data, cut = _read_bytes(file, budget)
-    text = data.decode("utf-8-sig", "ignore") if cut else _decode(data, file)
-    csv.field_size_limit(1 << 30)
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    problems = Problems()
-    header: list[str] | None = None
-    line = 1
+def _read_files(
+    path: str, budget: Budget | None, max_row_bytes: int, part: Part
+) -> Iterator[Chunk]:
+    files = files_of(path, part.name)
+    stamps = [stamp_of(file) for file in files]
+    total = None
+    if part.needs_total:
+        if budget is not None and sum(size_of(file) for file in files) > budget.left:
+            # Not to be counted in this short time: what surely is in the slice, or nothing.
+            if part.start is not None:
+                budget.left = 0
+                return
+            part = Part(part.name)
+        else:
+            total = sum(count_rows(file, max_row_bytes) for file in files)
+    start, stop = _resolved(path, part, total)
     try:
-        for cells in reader:
-            start, line = line, reader.line_num + 1
-            if not cells:
-                continue
-            if header is None:
-                header = cells
-            elif len(cells) == len(header):
-                yield Row(dict(zip(header, cells, strict=True)), Origin(str(file), start))
-            elif not (cut and line > text.count("\n")):
-                names = shown(", ".join(header))
-                what = f"{len(cells)} cells, the header has {len(header)} ({names})"
-                problems.add(f"{file}:{start} {what}; quote cells that hold a comma")
-    except csv.Error as error:
-        if not cut:
-            problems.add(f"{file}:{line} broken CSV: {error}; is a quote not closed?")
-    problems.raise_if_any()
+        chunks = _read_each(files, budget, max_row_bytes)
+        num_rows = yield from _take(chunks, start, stop)
+    except DataError as error:
+        _check_unchanged(files, stamps, error)
+        raise
+    _check_unchanged(files, stamps)
+    if start and num_rows <= start and not (budget is not None and budget.spent):
+        raise DataError(f"{path}: 0 rows in '{part}' of {num_rows:,} rows; give another slice")
 
 
-def _read_parquet(file: Path, budget: Budget | None) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    _open(file).close()
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        number = 0
-        for batch in table.iter_batches(batch_size=4096):
-            for values in batch.to_pylist():
-                number += 1
-                yield Row(values, Origin(str(file), number))
-            if budget is not None:
-                budget.left -= batch.nbytes
-                if budget.spent:
-                    return
-    except pyarrow.ArrowException as error:
-        what = str(error).splitlines()[0]
-        raise DataError(f"{file}: is no parquet file that can be read: {what}") from error
+def _read_each(files: Sequence[File], budget: Budget | None, max_row_bytes: int) -> Iterator[Chunk]:
+    for file in files:
+        if budget is not None and budget.spent:
+            return
+        is_empty = True
+        for chunk in read_file(file, budget, max_row_bytes):
+            is_empty = is_empty and not chunk.count()
+            yield chunk
+        if is_empty and not (budget is not None and budget.spent):
+            raise DataError(f"{file}: 0 rows; give a file with at least one row")
 
 
-def _read_hub(path: str, split: str) -> Iterator[Row]:
+def _check_unchanged(
+    files: Sequence[File], stamps: Sequence[object], cause: DataError | None = None
+) -> None:
+    changed = [file for file, stamp in zip(files, stamps, strict=True) if stamp_of(file) != stamp]
+    if changed:
+        problems = [
+            f"{file}: changed while it was read; start again when it is written" for file in changed
+        ]
+        raise DataError(problems[:MAX_PROBLEMS]) from cause
+
+
+def _read_hub(
+    path: str,
+    revision: str | None,
+    max_row_bytes: int,
+    shard: tuple[int, int],
+    streaming: bool,
+    part: Part,
+) -> Iterator[Chunk]:
     import datasets
 
     try:
-        rows = datasets.load_dataset(path, split=split)
+        rows = datasets.load_dataset(path, split=part.name, revision=revision, streaming=streaming)
+        if streaming:
+            yield from _stream_hub(path, part, rows, shard)
+        else:
+            yield from _load_hub(path, part, rows, max_row_bytes)
+    except DataError:
+        raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        asked = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
         raise DataError(
             f"{path}: no such file here, and the hub gave no data set of that name "
-            f"(split '{split}'): {str(error).splitlines()[0]}"
+            f"({asked}): {reason_of(error)}"
         ) from error
-    for number, values in enumerate(rows, 1):
-        yield Row(dict(values), Origin(path, number))
 
 
-_READERS: dict[str, Callable[[Path, Budget | None], Iterator[Row]]] = {
-    ".json": _read_json,
-    ".jsonl": _read_lines,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+def _load_hub(path: str, part: Part, rows: Any, max_row_bytes: int) -> Iterator[Chunk]:
+    if not len(rows):
+        raise DataError(f"{path}: 0 rows in split '{part.name}'; give one with at least one row")
+    tables = rows.with_format("arrow").iter(batch_size=_HUB_ROWS)
+    # Its types say which text is JSON; see BatchChunk.
+    described = rows.features.arrow_schema.metadata
+    tables = (table.replace_schema_metadata(described) for table in tables)
+    chunks = _hub_chunks(path, tables, max_row_bytes)
+    yield from _take(chunks, *_resolved(path, part, len(rows)))
+
+
+def _hub_chunks(path: str, tables: Iterator[Any], max_row_bytes: int) -> Iterator[Chunk]:
+    first = 1
+    for table in tables:
+        for batch in table.combine_chunks().to_batches():
+            numbers = range(first, first + batch.num_rows)
+            first = numbers.stop
+            yield BatchChunk(path, batch.nbytes, numbers, batch, max_row_bytes)
+
+
+def _stream_hub(path: str, part: Part, rows: Any, shard: tuple[int, int]) -> Iterator[Chunk]:
+    index, count = shard
+    name = path
+    if count > 1 and rows.num_shards % count == 0:
+        # Its files are dealt out: nobody fetches what another one reads.
+        from datasets.distributed import split_dataset_by_node
+
+        rows = split_dataset_by_node(rows, rank=index, world_size=count)
+        name, shard = f"{path} (part {index + 1} of {count})", (0, 1)
+    total = None
+    if part.needs_total:
+        infos = rows.info.splits or {}
+        if part.name not in infos or not infos[part.name].num_examples:
+            raise DataError(
+                f"{path}: how many rows split '{part.name}' has is not known while it is streamed; "
+                f"give '{part}' in numbers of rows, or set data.streaming=false"
+            )
+        total = int(infos[part.name].num_examples)
+    start, stop = _resolved(path, part, total)
+    numbered = (
+        (_SAMPLE_ROW_BYTES, Row(dict(values), Origin(name, number)))
+        for number, values in enumerate(rows, 1)
+    )
+    num_rows = yield from _take(grouped(numbered, name), start, stop, shard)
+    if start and num_rows <= start:
+        raise DataError(f"{path}: 0 rows in '{part}' of {num_rows:,} rows; give another slice")
+
+
+def _commit_of(path: str, revision: str | None) -> str:
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    import huggingface_hub
+
+    try:
+        info = huggingface_hub.HfApi().dataset_info(path, revision=revision, timeout=_HUB_TIMEOUT)
+    except (OSError, ValueError):
+        return ""
+    return info.sha or ""

@@ -6,7 +6,7 @@ No step is imported here, and neither is torch: the settings and the checks need
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,20 +100,42 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """Hold one call of a tool; `arguments` as the row has them, parsed from JSON."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """Hold one turn; `weight` None means that the role decides whether it is learned."""
+    """Hold one turn; `weight` None means that the role decides whether it is learned.
+
+    `role` is system, user, assistant or tool. `reasoning` is what an answer thinks before it
+    speaks; `name` and `tool_call_id` say which call a tool turn answers.
+    """
 
     role: str
     content: str
     weight: float | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    tool_call_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Hold the turns that go through the chat template."""
+    """Hold the turns that go through the chat template, with the tools that it may call.
+
+    `weight` multiplies the weight of every learned token of the row.
+    """
 
     turns: tuple[Turn, ...]
     origin: Origin
+    tools: tuple[Mapping[str, Any], ...] = ()
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +155,62 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """Hold a row that is tokenised already; `weights` has one number a token (0 = not learned)."""
+
+    input_ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    origin: Origin
+
+
+Item = Conversation | Document | Tokens
+"""what a row becomes before it is tokenised"""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Say something about a row that is no error: a kind to count by, and what was seen."""
+
+    kind: str
+    seen: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Hold the tokens of one item.
+
+    `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label. For
+    encoder-decoder models `input_ids` are the encoder's, `target_ids` int32 [targets] the
+    decoder's labels, and `weights` float32 [targets] belong to those.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    target_ids: npt.NDArray[np.int32] | None = None
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Example:
     """Hold one tokenised document.
 
     `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label
     (0 = not learned; the first token is never a label); `dataset` is the data set's index.
+    For encoder-decoder models `target_ids` int32 [targets] are the decoder's labels and `weights`
+    float32 [targets] belong to those, all of them labels.
     """
 
     input_ids: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
     dataset: int
     origin: Origin
+    target_ids: npt.NDArray[np.int32] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens it takes in a pack: those of its longer side."""
+        targets = 0 if self.target_ids is None else len(self.target_ids)
+        return max(len(self.input_ids), targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +220,32 @@ class Prompt:
     input_ids: list[int]
     answer: str
     origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderInputs:
+    """Hold what a decoder reads: its labels, moved right behind the start token of each document.
+
+    `input_ids`, `position_ids` int64 [rows, targets]; `document_lengths` as in `Batch`.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    document_lengths: list[list[int]]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> DecoderInputs:
+        """Return a copy with its tensors on `device`."""
+        ids, positions = (
+            tensor.to(device, non_blocking=non_blocking)
+            for tensor in (self.input_ids, self.position_ids)
+        )
+        return DecoderInputs(ids, positions, self.document_lengths)
+
+    def pin_memory(self) -> DecoderInputs:
+        """Return a copy with its tensors in page-locked memory."""
+        return DecoderInputs(
+            self.input_ids.pin_memory(), self.position_ids.pin_memory(), self.document_lengths
+        )
 
 
 @dataclass(slots=True)
@@ -170,6 +263,10 @@ class Batch:
     step_weight      sum of `loss_weights` over the whole global step (all micro-batches, all
                      ranks); 1.0 in validation, where there is no step
     num_tokens       tokens in this micro-batch that are not padding
+    decoder          what the decoder reads, for encoder-decoder models: `input_ids`,
+                     `position_ids` and `document_lengths` are then the encoder's, and `labels`,
+                     `loss_weights`, `dataset_ids` and `trained_columns` [rows, targets] the
+                     decoder's
     """
 
     input_ids: torch.Tensor
@@ -181,6 +278,7 @@ class Batch:
     document_lengths: list[list[int]]
     step_weight: float
     num_tokens: int
+    decoder: DecoderInputs | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return a copy with its tensors on `device`."""
@@ -188,13 +286,15 @@ class Batch:
             name: tensor.to(device, non_blocking=non_blocking)
             for name, tensor in self._tensors().items()
         }
-        return replace(self, **moved)
+        decoder = None if self.decoder is None else self.decoder.to(device, non_blocking)
+        return replace(self, **moved, decoder=decoder)
 
     def pin_memory(self) -> Batch:
         """Return a copy with its tensors in page-locked memory."""
         pinned = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
-        return replace(self, **pinned)
+        decoder = None if self.decoder is None else self.decoder.pin_memory()
+        return replace(self, **pinned, decoder=decoder)
 
     def _tensors(self) -> dict[str, Any]:
-        plain = ("document_lengths", "step_weight", "num_tokens")
+        plain = ("document_lengths", "step_weight", "num_tokens", "decoder")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}

@@ -31,6 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what tests tokenise out of the project's own cache; child processes inherit it."""
+    os.environ["LOFT_DATA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def _no_run_folder_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verb hands its folder to child ranks by environment; the next test is no child.

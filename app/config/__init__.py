@@ -13,10 +13,11 @@ from app.config.door import (
     run_verb,
     save_config,
 )
-from app.config.verbs import EvaluateConfig, TrainConfig
+from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig
 
 __all__ = [
     "EvaluateConfig",
+    "PreviewConfig",
     "TrainConfig",
     "check_before_start",
     "check_words",

@@ -22,7 +22,15 @@ from app.config.conf_files import ConfFile
 from app.config.overrides import Given, read_words
 from app.config.schema import Leaf, hints_of
 from app.config.settings_check import Settings, check_file, check_given
-from app.config.verbs import ALTERNATIVES, CHOICES, PARTS, VERBS, EvaluateConfig, TrainConfig
+from app.config.verbs import (
+    ALTERNATIVES,
+    CHOICES,
+    PARTS,
+    VERBS,
+    EvaluateConfig,
+    PreviewConfig,
+    TrainConfig,
+)
 from app.errors import DONE, ROOT, UserError, report
 from app.launch import check_launch, is_child, is_first_rank
 from app.output import check_output, find_run
@@ -72,7 +80,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> An
             composed: Any = hydra_compose(verb, overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_first_line(error)) from error
-    OmegaConf.update(composed, "output.name", composed["output"]["name"] or experiment or verb)
+    name = composed["output"]["name"] or _default_name(verb, experiment)
+    OmegaConf.update(composed, "output.name", name)
     if verb == "evaluate" and (composed["run"] or not composed["model"]["path"]):
         return _fill_from_run(composed, given)
     if "trainer.num_epochs" in typed and composed["trainer"]["max_steps"] is not None:
@@ -81,6 +90,13 @@ def compose(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> An
             "trainer.num_epochs; type trainer.max_steps=null to train whole epochs"
         )
     return composed
+
+
+def _default_name(verb: str, experiment: str | None) -> str:
+    """Name a run after its experiment, else after its verb; previews stay apart from runs."""
+    if experiment is None:
+        return verb
+    return f"{experiment}-preview" if verb == "preview" else experiment
 
 
 def _reset_alternatives(typed: set[str], verb: str) -> list[str]:
@@ -222,7 +238,14 @@ def _check_required(
 ) -> list[str]:
     problems = []
     run = config.run if isinstance(config, EvaluateConfig) else None
-    if config.model.path is None and not config.model.from_scratch and run is None:
+    if isinstance(config, PreviewConfig):
+        if config.model.path is None and config.model.tokenizer_path is None:
+            problems.append(
+                f"no tokenizer: type model=NAME ({', '.join(groups['model'])}), or "
+                "model.path=FOLDER_OR_HUB_ID (its weights are not needed); "
+                "+experiment=quickstart is a whole run"
+            )
+    elif config.model.path is None and not config.model.from_scratch and run is None:
         problems.append(
             f"no model: type model=NAME ({', '.join(groups['model'])}), or "
             "model.path=FOLDER_OR_HUB_ID; +experiment=quickstart is a whole run"
@@ -328,7 +351,7 @@ def _dispatch(
     is_sweep = bool({"-m", "--multirun"} & set(words))
     words = [word for word in words if word not in ("-m", "--multirun")]
     shows_settings, words = _take_cfg(words)
-    if verb == "train" and not words:
+    if verb in ("train", "preview") and not words:
         words = [f"+experiment={DEFAULT_EXPERIMENT}"]
         say(f"no settings typed: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
     if is_sweep:
@@ -354,8 +377,18 @@ def say(note: str) -> None:
 
 
 def check_before_start(config: Any) -> None:
-    """Run every check that needs no torch; UserError lists all problems of all rooms."""
-    problems = check_launch(num_ranks(config)) + check_compatibility(config) + check_files(config)
+    """Run every check that needs no torch; UserError lists all problems of all rooms.
+
+    A preview may be of a run for another machine, and needs no weights.
+    """
+    if isinstance(config, PreviewConfig):
+        problems = check_launch(None)
+        problems += check_compatibility(config, on_this_machine=False)
+        problems += check_files(config, needs_weights=False)
+    else:
+        problems = check_launch(num_ranks(config))
+        problems += check_compatibility(config)
+        problems += check_files(config)
     if problems:
         raise UserError(problems)
 

@@ -40,6 +40,24 @@ MOST_USED = {
         "output.dir",
         "seed",
     ),
+    "preview": (
+        "model.path",
+        "model.tokenizer_path",
+        "data.datasets",
+        "data.sequence_len",
+        "data.on_long",
+        "data.chat_template",
+        "data.train_on_inputs",
+        "trainer.micro_batch_size",
+        "trainer.gradient_accumulation_steps",
+        "trainer.global_batch_size",
+        "trainer.devices",
+        "preview.rows",
+        "preview.packs",
+        "preview.tokens",
+        "output.dir",
+        "seed",
+    ),
     "evaluate": (
         "run",
         "model.path",
@@ -54,6 +72,7 @@ MOST_USED = {
 }
 WHAT = {
     "train": "fine-tune a causal language model; leaves a verified adapter in outputs/",
+    "preview": "what a run would learn from: rows, loss mask, packs, audit; needs a tokenizer only",
     "evaluate": "loss per data set and exact match on held-out rows, base against tuned",
 }
 USAGE = {
@@ -63,6 +82,11 @@ USAGE = {
         ("python -m app.train model.path=DIR 'data.datasets=[{path: FILE}]' ...", ""),
         ("python -m app.train -m KEY=A,B ...", "every combination, a process each, one table"),
         ("python -m app.train ... --cfg job", "print the settings that this would use"),
+    ),
+    "preview": (
+        ("python -m app.preview", "the same as +experiment=quickstart"),
+        ("python -m app.preview +experiment=NAME [GROUP=OPTION] [KEY=VALUE] ...", ""),
+        ("python -m app.preview model.path=TOKENIZER_DIR 'data.datasets=[{path: FILE}]'", ""),
     ),
     "evaluate": (
         ("python -m app.evaluate", "the newest finished run under outputs/"),
@@ -85,7 +109,7 @@ def help_page(verb: str, top: type, parts: dict[str, dict[str, type]], conf: Pat
     options = groups(conf)
     lines = [f"loft {verb}: {WHAT[verb]}", "", "usage"]
     lines += [f"  {command:<44}  {meaning}".rstrip() for command, meaning in USAGE[verb]]
-    if verb == "train":
+    if verb in ("train", "preview"):
         lines += ["", "whole runs: +experiment=NAME"]
         runs = {
             name: _first_comment(conf / "experiment" / f"{name}.yaml")

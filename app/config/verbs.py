@@ -16,6 +16,7 @@ from app.model.attention import AttentionConfig
 from app.model.build import ModelConfig
 from app.model.recompute import RecomputeConfig
 from app.output import OutputConfig, saved_folder
+from app.report.preview import ShownConfig
 from app.strategy import build as strategy
 from app.strategy.build import StrategyConfig
 from app.training import logger, trainer
@@ -44,6 +45,13 @@ class TrainConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
     seed: int = 42
     """every random choice follows from it: weights, order of the data, dropout"""
+
+
+@dataclass(kw_only=True, slots=True)
+class PreviewConfig(TrainConfig):
+    """All that a preview can be told: what training can, and how much is shown."""
+
+    preview: ShownConfig = field(default_factory=ShownConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,7 +92,11 @@ class EvaluateConfig:
         return str(saved_folder(Path(self.run)))
 
 
-VERBS: dict[str, type] = {"train": TrainConfig, "evaluate": EvaluateConfig}
+VERBS: dict[str, type] = {
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "preview": PreviewConfig,
+}
 PARTS: dict[str, dict[str, type]] = {
     "adapter": {"lora": LoraConfig, "full": FullConfig},
     "optimizer": {"adamw": AdamWConfig, "muon": MuonConfig},

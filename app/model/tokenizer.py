@@ -14,13 +14,20 @@ log = logging.getLogger(__name__)
 
 
 def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer; ValueError if it has no end-of-sequence token."""
+    """Load the model's tokenizer; ValueError if it cannot be read or cannot end an answer."""
     from transformers import AutoTokenizer
 
     path = config.tokenizer_path or config.path
-    tokenizer = AutoTokenizer.from_pretrained(
-        path, revision=config.revision, trust_remote_code=config.trust_remote_code
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"the tokenizer in {path} cannot be read: {what}; set model.tokenizer_path to a folder "
+            "with tokenizer.json and tokenizer_config.json"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer in {path} has no eos_token, so no answer could ever end: "

@@ -56,6 +56,25 @@ def look_at_base(model: ModelConfig) -> BaseModel:
     return base
 
 
+def look_at_tokenizer(model: ModelConfig) -> BaseModel:
+    """Read what a preview needs of a base: its tokenizer's files, and config.json where it is."""
+    if model.path is None or not (folder := Path(model.path)).is_dir():
+        base = BaseModel(model.path or "model.architecture", dict(model.architecture) or None)
+        problem = _problem_of_missing("model.path", model.path) if model.path else None
+        base.problems += [problem] if problem else []
+    else:
+        base = BaseModel(model.path)
+        if (folder / "config.json").exists():
+            base.numbers, problem = read_json_object(folder / "config.json")
+            base.problems += [problem] if problem else []
+        if not model.trust_remote_code:
+            base.problems += _check_code("model.path", folder)
+        if model.tokenizer_path is None:
+            base.problems += _check_tokenizer_files(folder)
+    base.problems += _check_tokenizer(model)
+    return base
+
+
 def _look_at_architecture(model: ModelConfig) -> BaseModel:
     base = BaseModel("model.architecture", dict(model.architecture))
     if "model_type" not in model.architecture:

@@ -60,6 +60,8 @@ class Coupling:
     clashes: Callable[[Situation], bool]
     why: Callable[[Situation], str]
     instead: Callable[[Situation], str]
+    is_of_machine: bool = False
+    """whether another machine would change the answer"""
 
 
 COUPLINGS = (
@@ -68,18 +70,21 @@ COUPLINGS = (
         lambda s: s.config.trainer.accelerator == "gpu" and s.num_gpus == 0,
         lambda s: "trainer.accelerator=gpu, but no GPU was found",
         lambda s: "trainer.accelerator=cpu (CUDA_VISIBLE_DEVICES hides GPUs, too)",
+        is_of_machine=True,
     ),
     Coupling(
         "trainer.precision trainer.accelerator",
         lambda s: s.config.trainer.precision == "fp16" and not s.on_gpu,
         lambda s: f"trainer.precision=fp16 needs a GPU, and this run is on {s.device}",
         lambda s: "trainer.precision=fp32 or bf16",
+        is_of_machine=True,
     ),
     Coupling(
         "attention.backend trainer.accelerator",
         lambda s: s.config.attention.backend == "flash2" and not s.on_gpu,
         lambda s: f"attention=flash2 runs on NVIDIA GPUs alone, and this run is on {s.device}",
         lambda s: "attention=sdpa (documents of a pack stay apart there, too)",
+        is_of_machine=True,
     ),
     Coupling(
         "attention.backend trainer.precision",
@@ -92,6 +97,7 @@ COUPLINGS = (
         lambda s: s.config.attention.backend == "flash2" and s.on_gpu and not _has_flash_attn(),
         lambda s: "attention=flash2 needs the package flash-attn, which is not installed",
         lambda s: "attention=sdpa, or install it as the README says",
+        is_of_machine=True,
     ),
     Coupling(
         "strategy.name trainer.accelerator trainer.devices trainer.num_nodes",
@@ -202,16 +208,24 @@ RANGES = (
     Range("evaluation.max_rows", _at_least_one, "1 or more"),
     Range("evaluation.max_new_tokens", _at_least_one, "1 or more"),
     Range("evaluation.batch_size", _at_least_one, "1 or more"),
+    Range("preview.rows", _at_least_one, "1 or more"),
+    Range("preview.packs", _at_least_one, "1 or more"),
+    Range("preview.tokens", lambda v: v >= 2, "2 or more"),
     Range("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295"),
 )
 
 
-def check_compatibility(config: Any, num_gpus: int | None = None) -> list[str]:
+def check_compatibility(
+    config: Any, num_gpus: int | None = None, *, on_this_machine: bool = True
+) -> list[str]:
     """List the numbers out of range, and if there are none, what does not go together.
 
-    `num_gpus`: GPUs of this machine, counted when not given.
+    `num_gpus`: GPUs of this machine, counted when not given. `on_this_machine` False leaves out
+    what another machine may have.
     """
-    situation = Situation(config, count_gpus() if num_gpus is None else num_gpus)
+    if num_gpus is None:
+        num_gpus = count_gpus() if on_this_machine else 0
+    situation = Situation(config, num_gpus)
     problems = [
         f"{row.key}={value}: expected {row.text}"
         for row in RANGES
@@ -222,10 +236,14 @@ def check_compatibility(config: Any, num_gpus: int | None = None) -> list[str]:
     problems = [
         f"{row.why(situation)}; type {row.instead(situation)}"
         for row in COUPLINGS
-        if all(_exists(config, key) for key in row.reads.split()) and row.clashes(situation)
+        if (on_this_machine or not row.is_of_machine)
+        and all(_exists(config, key) for key in row.reads.split())
+        and row.clashes(situation)
     ]
     if _exists(config, "trainer.devices"):
-        problems += check_devices(config.trainer, situation.num_gpus if situation.on_gpu else None)
+        if on_this_machine:
+            on_gpu = situation.on_gpu
+            problems += check_devices(config.trainer, situation.num_gpus if on_gpu else None)
         problems += check_global_batch(config.trainer, situation.num_ranks)
     return problems
 

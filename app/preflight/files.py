@@ -19,18 +19,22 @@ from app.preflight.base_model import (
     BaseModel,
     Shapes,
     look_at_base,
+    look_at_tokenizer,
     read_header,
     seen_from,
 )
 from data_modules import TEMPLATE_NAMES, check_datasets
 
 
-def check_files(config: Any) -> list[str]:
-    """List what is wrong with the files that TrainConfig or EvaluateConfig `config` names."""
+def check_files(config: Any, *, needs_weights: bool = True) -> list[str]:
+    """List what is wrong with the files that the settings `config` of a verb name.
+
+    Without `needs_weights`, a folder with a tokenizer is enough.
+    """
     model: ModelConfig = config.model
     problems: list[str] = []
-    if model.path is not None or model.from_scratch:
-        base = look_at_base(model)
+    if model.path is not None or model.from_scratch or not needs_weights:
+        base = look_at_base(model) if needs_weights else look_at_tokenizer(model)
         problems += base.problems
         problems += check_sequence_len(config.data.sequence_len, base)
         names = {field.name for field in dataclasses.fields(config)}

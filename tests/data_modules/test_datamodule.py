@@ -34,7 +34,8 @@ def files(tmp_path: Path) -> list[DatasetConfig]:
         for i in range(30)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
-    (tmp_path / "pairs.csv").write_text("prompt,completion\n" + "1 2,3\n" * 20)
+    pairs = "".join(f"1 2,3 {i}\n" for i in range(20))
+    (tmp_path / "pairs.csv").write_text(f"prompt,completion\n{pairs}")
     return [
         DatasetConfig(path=str(tmp_path / n)) for n in ("lists.json", "chats.jsonl", "pairs.csv")
     ]
@@ -224,7 +225,11 @@ def test_prompts_come_from_validation_or_test_rows(
     }
     assert tokenizer.decode(prompts["pairs"][0].input_ids) == "1 2"
     assert all(rows[0].input_ids for rows in prompts.values())
-    assert prompts["pairs"][0].answer == "3"
+    assert [prompt.answer[:2] for prompt in prompts["pairs"]] == ["3 "] * 3
+    module = build(files, tokenizer, data={"val_set_size": 4})
+    held_out = {str(example.origin) for example in module.val_examples}
+    asked = [str(prompt.origin) for rows in module.prompts(9).values() for prompt in rows]
+    assert len(asked) == 12 and set(asked) == held_out
     asked = tokenizer.decode(prompts["chats"][0].input_ids)
     assert asked.endswith("no</s>") is False and asked.endswith("yes?\n\n### Assistant:\n")
     (tmp_path / "test.json").write_text('[{"instruction": "q", "output": "a"}]')
@@ -243,7 +248,6 @@ def test_test_rows_are_read_before_the_training(
     module = build(files, tokenizer, data={"test_datasets": [test]})
     (kept,) = module.report.test_datasets
     assert (kept.name, kept.path, len(kept.sha256)) == ("test", test.path, 64)
-    Path(test.path).unlink()
     assert len(module.prompts(9)["test"]) == 1
 
 
@@ -349,11 +353,24 @@ def test_loaders_leave_the_global_random_numbers_alone(
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_repeated_rows_and_lost_system_turns_are_said(
+def test_rows_alike_stay_on_one_side(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"instruction": f"q {i % 10}", "output": "a"} for i in range(40)]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    path = str(tmp_path / "d.json")
+    module = build([DatasetConfig(path=path)], tokenizer, data={"val_set_size": 0.3})
+    sides = [
+        {example.input_ids.tobytes() for example in examples}
+        for examples in (module.train_examples, module.val_examples)
+    ]
+    assert not sides[0] & sides[1]
+    assert (len(module.train_examples), len(module.val_examples)) == (28, 12)
+
+
+def test_what_the_template_loses_is_said(
     tmp_path: Path, make_tokenizer: Callable[..., Any]
 ) -> None:
-    file = tmp_path / "d.json"
-    file.write_text(json.dumps([{"instruction": "q", "output": "a", "system": "brief"}] * 10))
+    rows = [{"instruction": f"q {i}", "output": "a", "system": "brief"} for i in range(10)]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
     template = tmp_path / "t.jinja"
     template.write_text(
         "{% for m in messages if m.role != 'system' %}{{ m.role }} {{ m.content }}"
@@ -361,9 +378,28 @@ def test_repeated_rows_and_lost_system_turns_are_said(
     )
     tokenizer = make_tokenizer(["</s>"], eos="</s>")
     data = {"val_set_size": 3, "chat_template": str(template)}
-    lines = build([DatasetConfig(path=str(file))], tokenizer, data=data).report.lines()
-    assert lines[0].endswith("3 validation rows also stand in training")
-    assert lines[-1] == "the chat template drops the system turn of 10 rows"
+    module = build([DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data=data)
+    told = [line for line in module.audit.lines() if "drops their system turn" in line]
+    assert len(told) == 1 and "d: 10 of 10 rows, first " in told[0] and "d.json:1" in told[0]
+
+
+def test_the_audit_and_the_quarantine_are_written_beside_the_run(
+    files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
+) -> None:
+    with Path(files[1].path).open("a") as file:
+        file.write('{"conversations": 3}\n')
+    module = build(files, tokenizer, data={"on_bad_row": "quarantine"})
+    folder = tmp_path / "run"
+    folder.mkdir()
+    module.write_reports(folder)
+    assert sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*")) == [
+        "audit.json",
+        "audit.txt",
+        "quarantine/chats.jsonl",
+    ]
+    (row,) = (folder / "quarantine/chats.jsonl").read_text().splitlines()
+    assert json.loads(row)["origin"].endswith("chats.jsonl:31")
+    assert "1 bad rows left out" in module.report.lines()[1]
 
 
 def test_workers_give_the_same_batches(files: list[DatasetConfig], tokenizer: Any) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data_modules.format import (
+    FORMATS,
+    EmptyAnswerError,
     MissingColumnError,
     RowError,
     check_columns,
@@ -22,10 +27,11 @@ SAY = {"role": "assistant", "content": "a"}
 
 
 def convert(values: dict[str, Any], name: str | None = None, **columns: str) -> Any:
-    """Convert one row, by its guessed format when none is named."""
+    """Convert a row that is one item, by its guessed format when none is named."""
     name = name or guess_format(values)
     assert name is not None
-    return convert_row(Row(values, ORIGIN), name, columns)
+    (item,) = convert_row(Row(values, ORIGIN), name, columns)
+    return item
 
 
 def turns(item: Any) -> list[tuple[str, str]]:
@@ -70,6 +76,24 @@ def test_turns_of_one_role_are_joined() -> None:
     assert turns(item) == [("user", "q\n\nr"), ("assistant", "a\n\nb")]
 
 
+def test_a_blank_text_adds_no_empty_lines() -> None:
+    assert turns(convert({"messages": [{**ASK, "content": ""}, ASK, SAY]}))[0] == ("user", "q")
+    assert turns(convert({"instruction": "", "input": "1 2", "output": "a"}))[0] == ("user", "1 2")
+
+
+def test_a_system_column_comes_before_the_system_turn_unless_it_is_the_same() -> None:
+    for said, joined in (("s", "s"), ("t", "t\n\ns")):
+        row = {"messages": [{"role": "system", "content": "s"}, ASK, SAY], "system": said}
+        assert turns(convert(row))[0] == ("system", joined)
+
+
+def test_history_of_alpaca_comes_before_the_question() -> None:
+    row = {"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"], ["e", "f"]]}
+    roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
+    assert turns(convert(row)) == list(zip(roles, "sabefcd", strict=True))
+    assert len(turns(convert({"instruction": "c", "output": "d", "history": []}))) == 2
+
+
 def test_turns_of_unlike_weights_stay_apart() -> None:
     item = convert({"messages": [ASK, {**SAY, "weight": 0}, SAY]})
     assert turns(item) == [("user", "q"), ("assistant", "a"), ("assistant", "a")]
@@ -80,6 +104,32 @@ def test_weight_of_a_turn() -> None:
     assert [turn.weight for turn in item.turns] == [None, 0.0, None, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("said", "weight"),
+    [
+        ({"train": False}, 0.0),
+        ({"train": False, "weight": 2}, 0.0),
+        ({"train": True, "weight": 0.5}, 0.5),
+        ({"train": True, "weight": None}, 1.0),
+        ({"train": None}, None),
+    ],
+)
+def test_train_and_weight_of_a_turn(said: dict[str, Any], weight: float | None) -> None:
+    assert convert({"messages": [ASK, {**SAY, **said}]}).turns[1].weight == weight
+
+
+def test_weight_of_a_row_multiplies() -> None:
+    assert convert({"messages": [ASK, SAY], "weight": 0.5}).weight == 0.5
+    assert convert({"conversations": [ASK, SAY], "weight": None}).weight == 1.0
+    assert convert({"instruction": "i", "output": "o", "weight": 0}).weight == 0.0
+    assert convert({"instruction": "i", "output": "o", "weight": "0.25"}).weight == 0.25
+    assert convert({"instruction": "i", "output": "o", "weight": ""}).weight == 1.0
+    row = {"segments": [{"text": "a", "weight": 0.5}, {"text": "b"}], "weight": 3}
+    assert segments(convert(row)) == [("a", 1.5), ("b", 3.0)]
+    row = {"prompt": "p", "completion": "c", "score": 2}
+    assert segments(convert(row, weight="score")) == [("p", 0.0), ("c", 2.0)]
+
+
 def test_content_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "value": "b"}, "c"]
     assert turns(convert({"messages": [ASK, {**SAY, "content": parts}]}))[1] == ("assistant", "abc")
@@ -88,6 +138,36 @@ def test_content_parts_are_joined() -> None:
 @pytest.mark.parametrize("answer", ["completion", "response", "output"])
 def test_prompt_completion_is_raw_text(answer: str) -> None:
     assert segments(convert({"prompt": "1+1=", answer: "2"})) == [("1+1=", 0.0), ("2", 1.0)]
+
+
+def test_prompt_and_completion_as_turns() -> None:
+    row = {"prompt": [ASK, SAY, ASK], "completion": [{**SAY, "content": "b"}], "tools": []}
+    item = convert(row)
+    assert turns(item) == [("user", "q"), ("assistant", "a"), ("user", "q"), ("assistant", "b")]
+    assert [turn.weight for turn in item.turns] == [None, 0.0, None, None]
+    with pytest.raises(RowError, match="prompt is str q and completion list; give turns in both"):
+        convert({"prompt": "q", "completion": [SAY]})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"messages": [ASK, {**SAY, "content": " \n"}]},
+        {"messages": [ASK, {**SAY, "content": []}]},
+        {"messages": [ASK, {"role": "assistant", "content": "", "reasoning": "hm"}]},
+        {"instruction": "i", "output": ""},
+        {"instruction": "i", "output": "o", "history": [["q", " "]]},
+        {"prompt": "p", "completion": "\t"},
+    ],
+)
+def test_an_empty_answer_is_told_apart(values: dict[str, Any]) -> None:
+    with pytest.raises(EmptyAnswerError):
+        convert(values)
+
+
+def test_an_empty_answer_that_is_not_learned_is_no_error() -> None:
+    row = {"messages": [ASK, {**SAY, "content": "", "train": False}, ASK, SAY]}
+    assert turns(convert(row))[1] == ("assistant", "")
 
 
 def test_completion() -> None:
@@ -107,6 +187,14 @@ def test_completion() -> None:
         (["text", "id"], "completion"),
         (["question", "answer"], None),
         (["prompt", "text"], "completion"),
+        (["input_ids", "attention_mask", "labels", "text"], "pretokenized"),
+        (["input_ids", "labels", "prompt", "completion"], "pretokenized"),
+        (["messages", "input_ids", "labels"], "messages"),
+        (["input_ids"], None),
+        (["message_tree_id", "tree_state", "prompt"], "oasst"),
+        (["message_tree_id", "prompt", "response"], "prompt_completion"),
+        (["prompt", "text_id"], None),
+        (["message_id", "parent_id", "text", "role", "message_tree_id"], None),
     ],
 )
 def test_guess(columns: list[str], name: str | None) -> None:
@@ -122,14 +210,29 @@ def test_columns_map_a_field_to_its_column() -> None:
         convert({"question": "q", "output": "a"}, "alpaca", instruction="questoin")
 
 
+def test_a_mapped_field_counts_before_its_other_names() -> None:
+    row = {"instruction": "i", "output": "not this", "a": "this"}
+    assert turns(convert(row, response="a"))[1] == ("assistant", "this")
+
+
+def test_a_missing_column_carries_the_columns_of_its_row_also_between_processes() -> None:
+    with pytest.raises(MissingColumnError) as caught:
+        convert({"instruction": "i", "answer": "a"}, "alpaca")
+    # A copy is made as a pickle is: from the arguments and the attributes.
+    for error in (caught.value, copy.copy(caught.value)):
+        assert error.columns == ("instruction", "answer")
+        assert str(error).startswith("missing 'output'; found ['instruction', 'answer']")
+
+
 @pytest.mark.parametrize(
     ("values", "name", "told"),
     [
         (
             {"message": []},
             "messages",
-            r"missing 'messages'; found \['message'\]; did you mean 'mess",
+            r"^missing 'messages'; found \['message'\]; .* did you mean 'messages'\?$",
         ),
+        ({"instruction": "i", "respons": "a"}, "alpaca", r"'respons' is near: .* 'response'\?"),
         ({"instruction": "i"}, "alpaca", r"missing 'output'; found \['instruction'\]"),
         ({"instruction": None, "output": "a"}, None, "instruction is null, not text"),
         ({"instruction": "i", "output": 42}, None, "output is int 42, not text"),
@@ -158,9 +261,25 @@ def test_columns_map_a_field_to_its_column() -> None:
         (
             {"messages": [ASK, {**SAY, "tool_calls": [{}]}]},
             None,
-            r"\[1\].tool_calls is not supported",
+            r"messages\[1\].tool_calls\[0\] names no tool; found \[\]",
         ),
         ({"messages": [ASK, {**SAY, "weight": -1}]}, None, r"\[1\].weight is -1; a weight is"),
+        ({"messages": [{"rol": "user", "content": "q"}]}, None, r"no role.*: did you mean 'role'"),
+        ({"messages": [{"role": "user", "contnet": "q"}]}, None, "did you mean 'content'"),
+        ({"messages": [ASK, SAY], "weight": float("nan")}, None, "^weight is nan; a weight is"),
+        ({"messages": [ASK, SAY], "weight": float("inf")}, None, "^weight is inf; a weight is"),
+        ({"messages": [ASK, {**SAY, "weight": 10**400}]}, None, r"\[1\].weight is 10000"),
+        ({"messages": [ASK, {**SAY, "train": "false"}]}, None, r"\[1\].train is 'false'; give"),
+        ({"instruction": "i", "output": "o", "weight": "3 kg"}, None, "'3 kg', not a number"),
+        ({"instruction": "i", "output": "o", "weight": "nan"}, None, "^weight is nan; a weight"),
+        ({"instruction": "i", "output": "o", "weight": -1}, None, "^weight is -1; a weight is"),
+        ({"instruction": "i", "output": "o", "history": "h"}, None, "history is str h, not a list"),
+        ({"instruction": "i", "output": "o", "history": [["q"]]}, None, r"history\[0\] is list"),
+        (
+            {"instruction": "i", "output": "a\x00b"},
+            None,
+            r"output has a control.*'.x00', at .* 2",
+        ),
         ({"segments": [{"text": "a", "weight": float("nan")}]}, None, r"\[0\].weight is nan"),
         ({"segments": []}, None, "segments is not a list"),
         ({"segments": [{"weight": 1}]}, None, r"segments\[0\] is not {text, weight}"),
@@ -177,6 +296,50 @@ def test_what_is_told_about_a_row(values: dict[str, Any], name: str | None, told
         convert(values, name)
 
 
+WORDS = st.sampled_from(
+    (
+        "",
+        "user",
+        "gpt",
+        "tool",
+        "tool_call",
+        "function_call",
+        "text",
+        "thinking",
+        "[]",
+        "{}",
+        "\x00",
+    )
+)
+TURN_NAMES = (
+    *("role", "from", "content", "value", "type", "text", "name", "arguments", "tool_calls"),
+    *("function", "weight", "train", "reasoning", "replies", "deleted", "id", "tool_call_id"),
+)
+NAMES = st.sampled_from(TURN_NAMES)
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-101, 3) | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(list(FORMATS)), st.data())
+def test_any_row_is_read_or_told_about(name: str, data: st.DataObject) -> None:
+    """Anything else than RowError would end a run without the row's place."""
+    form = FORMATS[name]
+    turns = st.lists(st.dictionaries(NAMES, ANYTHING), max_size=4)
+    fields = {names[0]: turns | ANYTHING for names in form.required}
+    more = dict.fromkeys((*form.optional, "weight"), ANYTHING)
+    values = data.draw(st.fixed_dictionaries(fields, optional=more))
+    try:
+        items = convert_row(Row(values, ORIGIN), name, {})
+    except RowError as error:
+        assert str(error)
+    else:
+        assert items and all(item.origin == ORIGIN for item in items)
+
+
 def test_unknown_names_are_told_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown format 'alpacca'; did you mean 'alpaca'\?"):
         check_format("alpacca")
@@ -184,4 +347,4 @@ def test_unknown_names_are_told_with_the_nearest() -> None:
         ValueError, match=r"'alpaca' has no field 'instuction'; did you mean 'instr"
     ):
         check_columns("alpaca", {"instuction": "q"})
-    check_columns("alpaca", {"instruction": "q", "response": "a"})
+    check_columns("alpaca", {"instruction": "q", "response": "a", "weight": "score"})

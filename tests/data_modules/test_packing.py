@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_modules.bins import WORTH_IT, best_fit, next_fit, sort_order
 from data_modules.packing import (
     MicroBatch,
     PackingConfig,
@@ -19,6 +20,7 @@ from data_modules.packing import (
     pack_documents,
     shard_packs,
 )
+from data_modules.types import seeded_generator
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=120)
 
@@ -143,13 +145,101 @@ def test_packs_left_half_empty_are_anywhere_in_an_epoch() -> None:
     assert 0.3 < np.mean(places) < 0.7
 
 
+def text_lengths(count: int) -> Any:
+    """Draw lengths such as texts have, from 1 to 2,048 tokens."""
+    drawn = np.random.default_rng(0).lognormal(np.log(150), 1.0, count).astype(np.int64)
+    return np.clip(drawn, 1, 2048)
+
+
 def test_fill_and_time_of_a_large_plan() -> None:
-    drawn = np.random.default_rng(0).lognormal(np.log(150), 1.0, 100_000).astype(np.int64)
-    lengths = np.clip(drawn, 1, 2048)
+    lengths = text_lengths(100_000)
     start = time.process_time()
     packs = pack_documents(lengths, 4096, 0, 0, "multipack")
-    assert time.process_time() - start < 2.0
-    assert lengths.sum() / (len(packs) * 4096) > 0.99
+    assert time.process_time() - start < 1.0
+    assert lengths.sum() / (len(packs) * 4096) > 0.999
+
+
+def test_documents_without_short_ones_are_packed_as_tightly_as_best_fit_decreasing() -> None:
+    lengths = np.random.default_rng(0).integers(300, 600, 20_000)
+    packs = pack_documents(lengths, 1000, 0, 0, "multipack")
+    decreasing = np.sort(lengths)[::-1]
+    rng = np.random.default_rng(0)
+    _, tight = best_fit(decreasing, lengths[:0], 1000, rng)
+    assert tight <= len(packs) <= tight / WORTH_IT + 1
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 40), max_size=80), st.lists(st.integers(0, 39), max_size=10))
+def test_best_fit_is_that_of_one_document_after_the_other(
+    lengths: list[int], rooms: list[int]
+) -> None:
+    """Beside a plain best fit: the same number of packs and the same room left in them."""
+    decreasing = sorted(lengths, reverse=True)
+    plain = list(rooms)
+    for length in decreasing:
+        fitting = [room for room in plain if room >= length]
+        room = min(fitting, default=40)
+        if fitting:
+            plain.remove(room)
+        plain.append(room - length)
+    rng = np.random.default_rng(0)
+    ours, num_packs = best_fit(
+        np.array(decreasing, dtype=np.int64), np.array(rooms, dtype=np.int64), 40, rng
+    )
+    left = np.array([*rooms, *[40] * (num_packs - len(rooms))])
+    np.subtract.at(left, ours, decreasing)
+    assert sorted(left.tolist()) == sorted(plain)
+
+
+@settings(max_examples=40)
+@given(LENGTHS)
+def test_next_fit_is_that_of_one_document_after_the_other(lengths: list[int]) -> None:
+    starts, room = [], 0
+    for index, length in enumerate(lengths):
+        if length > room:
+            starts.append(index)
+            room = 64
+        room -= length
+    assert next_fit(np.array(lengths), 64).tolist() == starts
+
+
+@pytest.mark.parametrize("largest", [10, 70_000, 1 << 40])
+def test_order_of_keys_is_stable(largest: int) -> None:
+    keys = np.random.default_rng(0).integers(0, largest, 3000)
+    keys[:50] = keys[0]
+    assert sort_order(keys).tolist() == np.argsort(keys, kind="stable").tolist()
+
+
+@settings(max_examples=40)
+@given(LENGTHS, st.integers(1, 130), st.sampled_from(["multipack", "like_length", "none"]))
+def test_window_packs_few_documents_at_a_time(lengths: list[int], window: int, method: str) -> None:
+    packs = pack_documents(np.array(lengths), 64, 0, 0, method, window=window)
+    assert sorted(packs.documents.tolist()) == list(range(len(lengths)))
+    order = seeded_generator(0, "packing", 0).permutation(len(lengths))
+    window_of = np.argsort(order) // window
+    for index in range(len(packs)):
+        assert len(set(window_of[packs[index]].tolist())) == 1
+        assert np.array(lengths)[packs[index]].sum() <= 64
+
+
+def test_windows_fill_packs_nearly_as_well() -> None:
+    lengths = text_lengths(50_000)
+    packs = pack_documents(lengths, 4096, 0, 0, "multipack", window=10_000)
+    assert lengths.sum() / (len(packs) * 4096) > 0.995
+
+
+def test_no_documents_are_no_packs() -> None:
+    assert len(pack_documents(np.zeros(0, dtype=np.int64), 64, 0, 0, "multipack")) == 0
+
+
+def test_document_without_tokens_is_an_error() -> None:
+    with pytest.raises(ValueError, match="document 1 has no tokens"):
+        pack_documents(np.array([3, 0]), 64, 0, 0, "multipack")
+
+
+def test_impossible_window_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"packing.window is 0; use 1 or more documents"):
+        check_packing(PackingConfig(window=0))
 
 
 def test_max_steps_repeats_epochs_and_is_exact() -> None:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_modules.prepare import (
-    DataConfig,
-    DatasetConfig,
-    Prepared,
-    check_datasets,
-    count_split,
-    dataset_names,
-    prepare_dataset,
-)
+from data_modules.prepare import Prepared, hash_of, prepare_dataset
+from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
-from data_modules.types import DataError
+from data_modules.types import DataError, Example
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
@@ -36,17 +32,35 @@ def alpaca(*answers: str) -> list[dict[str, Any]]:
 
 
 def prepare(config: DatasetConfig, tokenizer: Any, sequence_len: int, **data: Any) -> Prepared:
-    """Prepare one data set named `set` with the plain template."""
-    template = ChatTemplate.resolve(tokenizer, "plain")
+    """Prepare one data set with the plain template."""
     settings = DataConfig(datasets=[config], **data)
-    return prepare_dataset(config, "set", 3, settings, template, sequence_len)
+    template = ChatTemplate.resolve(tokenizer, "plain", settings.mask())
+    return prepare_dataset(config, settings, template, sequence_len, hash_of(tokenizer))
+
+
+LONG = {
+    "messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "one two three " * 9},
+    ]
+}
+UNANSWERED = {"messages": [{"role": "user", "content": "one two " * 2}]}
+SAY = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one"}]}
+
+
+def rows_of(prepared: Prepared) -> list[list[Example]]:
+    """Return the documents of each row."""
+    rows: list[list[Example]] = [[] for _ in range(prepared.counts.kept)]
+    for index, row in enumerate(prepared.store.rows):
+        rows[row].append(prepared.store.example(index, 3))
+    return rows
 
 
 def learned(prepared: Prepared, tokenizer: Any) -> list[str]:
     """Return the learned text of each document."""
     return [
         tokenizer.decode(example.input_ids[example.weights > 0])
-        for examples in prepared.examples
+        for examples in rows_of(prepared)
         for example in examples
     ]
 
@@ -60,12 +74,11 @@ def length(tokenizer: Any, text: str) -> int:
 def test_rows_become_examples(tmp_path: Path, tokenizer: Any) -> None:
     prepared = prepare(write(tmp_path / "d.jsonl", alpaca("one", "two")), tokenizer, 99)
     assert learned(prepared, tokenizer) == ["one</s>", "two</s>"]
-    example = prepared.examples[1][0]
+    example = rows_of(prepared)[1][0]
     assert example.dataset == 3 and example.origin.line == 2
     assert (example.input_ids.dtype, example.weights.dtype) == ("int32", "float32")
-    report = prepared.report
-    assert (report.rows, report.format, report.format_guessed) == (2, "alpaca", True)
-    assert len(report.sha256) == 64
+    assert (prepared.counts.rows, prepared.format) == (2, "alpaca")
+    assert prepared.format_guessed and len(prepared.sha256) == 64
 
 
 def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -73,9 +86,8 @@ def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, tokenize
     say = {"messages": [*ask["messages"], {"role": "assistant", "content": "one"}]}
     prepared = prepare(write(tmp_path / "d.jsonl", [ask, say, ask]), tokenizer, 99)
     assert learned(prepared, tokenizer) == ["one</s>"]
-    assert prepared.report.empty == 2
-    assert [origin[-2:] for origin in prepared.report.empty_origins] == [":1", ":3"]
-    assert "2 dropped with nothing to learn" in prepared.report.line(99)
+    assert prepared.counts.empty == 2
+    assert [origin[-2:] for origin in prepared.counts.empty_origins] == [":1", ":3"]
 
 
 @pytest.mark.parametrize(
@@ -95,27 +107,25 @@ def test_long_rows(
     prepared = prepare(config, tokenizer, limit, on_long=on_long)
     texts = learned(prepared, tokenizer)
     assert texts[0] == kept[0] and len(texts) == len(kept)
-    assert all(len(e[0].input_ids) <= limit for e in prepared.examples)
+    assert all(len(e[0].input_ids) <= limit for e in rows_of(prepared))
     if on_long == "truncate_right":
         assert texts[1] == kept[1]
     if on_long == "truncate_left":
         assert texts[1].endswith("two three</s>")
-    report = prepared.report
-    assert {name: getattr(report, name) for name in counts} == counts
-    assert report.longest_tokens == length(tokenizer, long)
-    assert report.longest_origin.endswith("d.jsonl:2")
-    assert f"1 {next(iter(counts))} (longer than {limit}; longest" in report.line(limit)
+    assert {name: getattr(prepared.counts, name) for name in counts} == counts
+    tokens, origin = prepared.counts.longest[0]
+    assert tokens == length(tokenizer, long) and origin.endswith("d.jsonl:2")
 
 
 def test_long_rows_are_split_without_loss(tmp_path: Path, tokenizer: Any) -> None:
     text = "one two three " * 20
     config = write(tmp_path / "d.jsonl", [{"text": text}])
     prepared = prepare(config, tokenizer, 16, on_long="split")
-    pieces = prepared.examples[0]
+    pieces = rows_of(prepared)[0]
     assert len(pieces) > 2 and all(len(piece.input_ids) <= 16 for piece in pieces)
     ids = [id_ for piece in pieces for id_ in piece.input_ids.tolist()]
     assert tokenizer.decode(ids) == text + "</s>"
-    assert prepared.report.split == 1
+    assert prepared.counts.split == 1
 
 
 @pytest.mark.parametrize("words", [13, 20, 22, 60])
@@ -126,7 +136,7 @@ def test_each_piece_of_a_split_row_has_one_bos(
     text = "one " * words
     config = write(tmp_path / "d.jsonl", [{"text": text}])
     prepared = prepare(config, tokenizer, 8, on_long="split")
-    pieces = [piece.input_ids.tolist() for piece in prepared.examples[0]]
+    pieces = [piece.input_ids.tolist() for piece in rows_of(prepared)[0]]
     assert len(pieces) > 1 and all(len(piece) == 8 for piece in pieces[:-1])
     bos = tokenizer.bos_token_id
     assert all(piece[0] == bos and bos not in piece[1:] for piece in pieces)
@@ -138,15 +148,16 @@ def test_cut_on_the_left_keeps_the_bos(tmp_path: Path, make_tokenizer: Callable[
     tokenizer = make_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>", adds_bos=True)
     config = write(tmp_path / "d.jsonl", alpaca("one two three " * 20))
     prepared = prepare(config, tokenizer, 16, on_long="truncate_left")
-    ids = prepared.examples[0][0].input_ids.tolist()
+    ids = rows_of(prepared)[0][0].input_ids.tolist()
     assert len(ids) == 16 and ids.count(tokenizer.bos_token_id) == 1
     assert (ids[0], ids[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
 
 
 def test_longest_row_is_named(tmp_path: Path, tokenizer: Any) -> None:
     rows = alpaca("one", "one two " * 9, "one two " * 30, "one two " * 20)
-    report = prepare(write(tmp_path / "d.jsonl", rows), tokenizer, 20).report
-    assert report.dropped == 3 and report.longest_origin.endswith(":3")
+    counts = prepare(write(tmp_path / "d.jsonl", rows), tokenizer, 20).counts
+    assert counts.dropped == 3
+    assert [origin[-2:] for _, origin in counts.longest] == [":3", ":4", ":2", ":1"]
 
 
 def test_answer_cut_away_counts_as_nothing_to_learn(tmp_path: Path, tokenizer: Any) -> None:
@@ -155,7 +166,7 @@ def test_answer_cut_away_counts_as_nothing_to_learn(tmp_path: Path, tokenizer: A
     config = write(tmp_path / "d.jsonl", rows)
     prepared = prepare(config, tokenizer, limit, on_long="truncate_right")
     assert learned(prepared, tokenizer) == ["one</s>"]
-    assert (prepared.report.truncated, prepared.report.empty) == (1, 1)
+    assert (prepared.counts.truncated, prepared.counts.empty) == (1, 1)
 
 
 def test_long_rows_can_be_an_error(tmp_path: Path, tokenizer: Any) -> None:
@@ -167,7 +178,7 @@ def test_long_rows_can_be_an_error(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_data_set_that_becomes_empty_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one two three " * 9, ""))
+    config = write(tmp_path / "d.jsonl", [LONG, UNANSWERED])
     with pytest.raises(
         DataError, match=r"no row of 2 is left: 1 are longer than 30 tokens.*1 have nothing"
     ):
@@ -175,147 +186,20 @@ def test_data_set_that_becomes_empty_is_an_error(tmp_path: Path, tokenizer: Any)
 
 
 def test_dropped_share(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one", "one", "one", ""))
+    config = write(tmp_path / "d.jsonl", [SAY, SAY, SAY, UNANSWERED])
     prepare(config, tokenizer, 99, max_dropped_share=0.25)
     with pytest.raises(DataError, match=r"1 of 4 rows are dropped \(25.0%\).*max_dropped_share"):
         prepare(config, tokenizer, 99, max_dropped_share=0.2)
 
 
-def test_control_tokens_in_the_text_are_counted_and_said(tmp_path: Path, tokenizer: Any) -> None:
+def test_control_tokens_in_the_text_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = alpaca("one", "two </s> one", "three")
     rows[2]["instruction"] = "what is </s>?"
-    report = prepare(write(tmp_path / "d.jsonl", rows), tokenizer, 99).report
-    assert report.control_rows == 2
-    assert report.control_first.endswith("d.jsonl:2: </s>")
-    assert "2 with control tokens in their text, kept and learned as such (first " in report.line(9)
-    clean = prepare(write(tmp_path / "e.jsonl", alpaca("one", "two")), tokenizer, 99).report
-    assert clean.control_rows == 0 and "control tokens" not in clean.line(99)
-
-
-def test_counts_after_the_split(tmp_path: Path, tokenizer: Any) -> None:
-    prepared = prepare(write(tmp_path / "d.jsonl", alpaca("one", "two")), tokenizer, 99)
-    count_split(prepared, [True, False])
-    report = prepared.report
-    assert (report.train_rows, report.validation_rows) == (1, 1)
-    assert report.tokens == len(prepared.examples[1][0].input_ids)
-    assert report.trained_tokens == int((prepared.examples[1][0].weights > 0).sum())
-    assert "2 rows (alpaca, guessed), 1 train + 1 validation" in report.line(99)
-
-
-def test_names_are_made_from_paths_and_differ() -> None:
-    paths = [
-        "a/x.json",
-        "b/x.jsonl.gz",
-        "owner/set",
-        "sample:list_corpus",
-        "data/v1.5",
-        "in/*.csv",
-    ]
-    configs = [DatasetConfig(path=path) for path in paths]
-    configs.append(DatasetConfig(path="y.json", name="mine"))
-    assert dataset_names(configs) == ["x", "x-2", "set", "list_corpus", "v1.5", "in", "mine"]
-
-
-def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
-    """Return what the check says."""
-    return check_datasets(DataConfig(datasets=list(datasets), **settings))
-
-
-def test_check_passes_what_is_right(tmp_path: Path) -> None:
-    good = write(tmp_path / "d.jsonl", alpaca("one"))
-    hub = DatasetConfig(path="no_such_owner/no_such_set")
-    assert problems(good, hub, DatasetConfig(path="sample:list_corpus")) == []
-
-
-def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
-    broken = write(tmp_path / "b.jsonl", alpaca("one"))
-    Path(broken.path).write_text('{"instruction": "q", "output": "a"}\n{"instruction"\n')
-    found = problems(
-        broken,
-        DatasetConfig(path=str(tmp_path / "c.jsonl")),
-        write(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}]),
-        write(tmp_path / "e.jsonl", [*alpaca("one"), {"x": 1}, {"x": 2}, {"y": 3}]),
-    )
-    assert [problem.replace(f"{tmp_path}/", "") for problem in found] == [
-        "b.jsonl:2:15 invalid JSON: Expecting ':' delimiter, near `{\"instruction\"`",
-        found[1].replace(f"{tmp_path}/", ""),
-        found[2].replace(f"{tmp_path}/", ""),
-        "e.jsonl:2 missing 'instruction'; found ['x'] (1 more rows have these columns)",
-        "e.jsonl:4 missing 'instruction'; found ['y']",
-    ]
-    assert "c.jsonl: no such file" in found[1]
-    assert "['question', 'answer'] are of no known format" in found[2]
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"on_long": "cut"}, "data.on_long is 'cut'; use drop, truncate_left"),
-        ({"sequence_len": 1}, "data.sequence_len is 1"),
-        ({"val_set_size": -1.0}, "data.val_set_size is -1.0"),
-        ({"max_dropped_share": 2.0}, "data.max_dropped_share is 2.0"),
-        ({"num_workers": -1}, "data.num_workers is -1"),
-    ],
-)
-def test_check_of_settings(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
-    good = write(tmp_path / "d.jsonl", alpaca("one"))
-    assert told in problems(good, **settings)[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"weight": 0.0}, "data.datasets[0].weight is 0.0"),
-        ({"weight": float("nan")}, "data.datasets[0].weight is nan"),
-        ({"format": "alpacca"}, "data.datasets[0].format: unknown format 'alpacca'; did you mean"),
-        (
-            {"format": "alpaca", "columns": {"outptu": "a"}},
-            "data.datasets[0].columns.outptu: format 'alpaca' has no field 'outptu'; did you mean",
-        ),
-        ({"columns": {"output": "a"}}, "missing 'a'; found ['instruction', 'output']"),
-    ],
-)
-def test_check_of_data_set_settings(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", alpaca("one")).path
-    assert told in problems(DatasetConfig(path=path, **settings))[0]
-
-
-def test_check_of_names(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", alpaca("one")).path
-    twice = [DatasetConfig(path=path, name="a"), DatasetConfig(path=path, name="a")]
-    assert problems(*twice) == [
-        "data.datasets[1].name 'a' is already that of data.datasets[0]; give another"
-    ]
-
-
-def test_no_data_set_says_what_to_type() -> None:
-    assert "data.datasets is empty; give" in problems()[0]
-
-
-def test_test_data_sets_are_checked_without_data_sets(tmp_path: Path) -> None:
-    found = problems(test_datasets=[DatasetConfig(path=str(tmp_path / "t.json"))])
-    assert len(found) == 1 and "t.json: no such file" in found[0]
-
-
-def test_check_reads_one_budget_in_equal_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("data_modules.prepare.CHECKED_BYTES", 5000)
-    good = write(tmp_path / "good.jsonl", alpaca(*["one" * 20] * 90))
-    late = write(tmp_path / "late.jsonl", [*alpaca(*["one" * 20] * 40), {"x": 1}])
-    early = write(tmp_path / "early.jsonl", [*alpaca(*["one" * 20] * 9), {"x": 1}])
-    assert 2000 < Path(late.path).stat().st_size < 4000
-    assert problems(late, good, good, good, good) == []
-    assert [p.split("/")[-1][:12] for p in problems(good, good, good, early)] == ["early.jsonl:"]
-    # What a short file leaves of its part goes to the files after it.
-    assert "late.jsonl:41 missing" in problems(early, late)[-1]
-
-
-def test_count_of_problems_survives(tmp_path: Path) -> None:
-    broken = write(tmp_path / "d.jsonl", alpaca("one"))
-    Path(broken.path).write_text("{\n" * 50)
-    found = problems(broken)
-    assert len(found) == 20 and found[-1] == "... and 31 more like these"
+    counts = prepare(write(tmp_path / "d.jsonl", rows), tokenizer, 99).counts
+    count, first = counts.notes["control_token"]
+    assert count == 2 and first.endswith("d.jsonl:2 </s>")
+    clean = prepare(write(tmp_path / "e.jsonl", alpaca("one", "two")), tokenizer, 99).counts
+    assert not clean.notes
 
 
 def test_missing_mapped_column_names_its_row(tmp_path: Path, tokenizer: Any) -> None:
@@ -325,13 +209,73 @@ def test_missing_mapped_column_names_its_row(tmp_path: Path, tokenizer: Any) -> 
         prepare(config, tokenizer, 99)
 
 
-def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
-    path = write(tmp_path / "d.jsonl", alpaca("one")).path
-    code = (
-        "import sys, data_modules as d\n"
-        f"assert d.check_datasets(d.DataConfig(datasets=[d.DatasetConfig(path={path!r})])) == []\n"
-        "d.PackingConfig(), d.PACKING_METHODS, d.TEMPLATE_NAMES\n"
-        "heavy = {'torch', 'lightning', 'transformers', 'datasets', 'numpy', 'pyarrow', 'jinja2'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+def test_an_empty_answer_is_an_error_or_dropped(tmp_path: Path, tokenizer: Any) -> None:
+    config = write(tmp_path / "d.jsonl", alpaca("one", " "))
+    with pytest.raises(DataError, match=r"d\.jsonl:2 "):
+        prepare(config, tokenizer, 99)
+    prepared = prepare(config, tokenizer, 99, drop_empty=True)
+    assert learned(prepared, tokenizer) == ["one</s>"]
+    assert (prepared.counts.rows, prepared.counts.empty) == (2, 1)
+    assert prepared.counts.empty_origins[0].endswith("d.jsonl:2")
+
+
+def test_bad_rows_stop_the_run_or_are_put_aside(tmp_path: Path, tokenizer: Any) -> None:
+    config = write(tmp_path / "d.jsonl", [*alpaca("one", "two"), {"x": 1}, {"x": 2}])
+    with Path(config.path).open("a") as file:
+        file.write('{"instruction": "q", "output": }\n')
+    with pytest.raises(DataError) as caught:
+        prepare(config, tokenizer, 99)
+    assert [problem.split("/")[-1][:18] for problem in caught.value.problems] == [
+        "d.jsonl:5:32 inval",
+        "d.jsonl:3 missing ",
+    ]
+    prepared = prepare(config, tokenizer, 99, on_bad_row="quarantine")
+    assert learned(prepared, tokenizer) == ["one</s>", "two</s>"]
+    assert prepared.counts.rejected == 3
+    lines = (prepared.folder / "rejected.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["origin"].split("/")[-1] for row in rows] == ["d.jsonl:3", "d.jsonl:4", "d.jsonl:5"]
+    assert "missing 'instruction'" in rows[0]["problem"] and rows[2]["row"].startswith("{")
+    none = write(tmp_path / "n.jsonl", [{"messages": 1}, {"messages": 2}])
+    with pytest.raises(DataError, match="all 2 rows are bad"):
+        prepare(none, tokenizer, 99, on_bad_row="quarantine")
+
+
+def test_many_rows_come_the_same_from_several_processes(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_modules.opening.CHUNK_BYTES", 2000)
+    rows = alpaca(*("one two " * (1 + index % 7) for index in range(900)))
+    rows[700] = {"instruction": "q", "output": "three " * 300}
+    config = write(tmp_path / "d.jsonl", rows)
+    one = prepare(config, tokenizer, 200, num_proc=1, cache_dir=str(tmp_path / "one"))
+    several = prepare(config, tokenizer, 200, num_proc=3, cache_dir=str(tmp_path / "several"))
+    assert one.counts == several.counts
+    assert one.counts.dropped == 1 and one.counts.kept == 899
+    assert learned(one, tokenizer) == learned(several, tokenizer)
+    assert one.store.rows.tolist() == several.store.rows.tolist() == list(range(899))
+    assert one.store.lines.tolist() == [line for line in range(1, 901) if line != 701]
+
+
+def test_what_changes_the_tokens_is_prepared_again(tmp_path: Path, tokenizer: Any) -> None:
+    config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
+    assert prepare(config, tokenizer, 99).how == "prepared (not in the cache yet)"
+    assert prepare(config, tokenizer, 99).how == "found in the cache"
+    assert "settings changed: sequence_len" in prepare(config, tokenizer, 98).how
+    again = prepare(config, tokenizer, 99, train_on_inputs=True)
+    assert "settings changed:" in again.how and "train_on_inputs" in again.how
+    write(tmp_path / "d.jsonl", alpaca("one", "three"))
+    changed = prepare(config, tokenizer, 99)
+    assert "the data changed" in changed.how
+    assert learned(changed, tokenizer) == ["one</s>", "three</s>"]
+
+
+def test_a_file_that_changes_meanwhile_is_named(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
+    hashes = iter(["a" * 64, "b" * 64])
+    monkeypatch.setattr("data_modules.prepare.source.fingerprint", lambda *_: next(hashes))
+    with pytest.raises(DataError, match=r"d\.jsonl: changed while it was being read"):
+        prepare(config, tokenizer, 99)
+    assert not list((tmp_path / "cache").glob("*.tmp*"))

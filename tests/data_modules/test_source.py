@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from data_modules.source import Budget, find_files, fingerprint, is_hub_id, read_rows
+from data_modules import opening
+from data_modules.source import (
+    BadRow,
+    Budget,
+    check_split,
+    find_files,
+    fingerprint,
+    is_hub_id,
+    is_remote,
+    is_url,
+    name_of,
+    read_chunks,
+    read_rows,
+)
 from data_modules.types import DataError, Row
 
 
@@ -119,7 +135,7 @@ def test_more_than_twenty_problems_are_counted(tmp_path: Path) -> None:
         ("d.csv", "a,b\n1,2,3\n", "d.csv:2 3 cells, the header has 2 (a, b)"),
         ("d.csv", 'a,b\n"1,2\n', "d.csv:2 broken CSV"),
         ("d.parquet", "PAR0", "d.parquet: is no parquet file"),
-        ("d.txt", "text", "d.txt: cannot read .txt; use .json, .jsonl, .csv, .parquet"),
+        ("d.doc", "text", "d.doc: cannot read .doc; use .json, .jsonl, .ndjson, .csv, .tsv"),
     ],
 )
 def test_what_is_told_about_a_broken_file(
@@ -167,7 +183,15 @@ def test_folder_without_split_names_is_read_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "is_id"),
-    [("databricks/dolly-15k", True), ("data/rows.json", False), ("rows", False), ("./a/b", False)],
+    [
+        ("databricks/dolly-15k", True),
+        ("data/rows.json", False),
+        ("data/rows.jsonl.zst", False),
+        ("rows", False),
+        ("./a/b", False),
+        ("s3://bucket/rows", False),
+        ("hf://datasets/owner/name", False),
+    ],
 )
 def test_what_is_a_hub_id(path: str, is_id: bool) -> None:
     assert is_hub_id(path) is is_id
@@ -228,7 +252,7 @@ def test_array_on_one_long_line_is_not_read_to_see_what_it_is(
             num_bytes += count
             return count
 
-    monkeypatch.setattr("data_modules.source._open", lambda path: io.BufferedReader(Counted(path)))
+    monkeypatch.setattr("data_modules.opening._open", lambda path: io.BufferedReader(Counted(path)))
     assert 50 < len(list(read_rows(str(file), budget=Budget(10_000)))) < 100
     assert num_bytes < 200_000
 
@@ -252,3 +276,527 @@ def test_samples_that_ship() -> None:
     assert len(fingerprint("sample:list_corpus")) == 64
     with pytest.raises(DataError, match=r"no such sample; there are .*list_corpus"):
         find_files("sample:skills")
+
+
+def lines(*values: object) -> str:
+    """Return JSON lines with these values of `a`."""
+    return "".join(json.dumps({"a": value}) + "\n" for value in values)
+
+
+def write(file: Path, num_rows: int, first: int = 0) -> Path:
+    """Write rows in the format that the name says, `a` counting from `first`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    values = range(first, first + num_rows)
+    file.parent.mkdir(exist_ok=True)
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"a": values}), file, row_group_size=3)
+    elif file.suffix == ".arrow":
+        table = pyarrow.table({"a": values})
+        with pyarrow.ipc.new_stream(str(file), table.schema) as writer:
+            writer.write_table(table, max_chunksize=3)
+    elif file.suffix == ".csv":
+        file.write_text("a\n" + "".join(f"{value}\n" for value in values))
+    elif file.suffix == ".txt":
+        file.write_text("\n\n".join(str(value) for value in values))
+    elif file.suffix == ".json":
+        file.write_text(json.dumps([{"a": value} for value in values]))
+    else:
+        file.write_text("\n" + lines(*values).replace("\n", "\n \n"))
+    return file
+
+
+def numbers(path: Path | str, split: str = "train", **settings: Any) -> list[int]:
+    """Return `a` of all rows of a split."""
+    rows = [
+        row for chunk in read_chunks(str(path), split=split, **settings) for row in chunk.rows()
+    ]
+    assert not any(isinstance(row, BadRow) for row in rows)
+    return [
+        int(row.values.get("a", row.values.get("text"))) for row in rows if isinstance(row, Row)
+    ]
+
+
+FORMATS = ("json", "jsonl", "csv", "parquet", "arrow", "txt")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_slices_of_every_format(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "CHUNK_BYTES", 32)
+    file = write(tmp_path / f"d.{suffix}", 10)
+    assert numbers(file) == list(range(10))
+    for split, rows in (
+        ("train[:90%]", range(9)),
+        ("train[90%:]", range(9, 10)),
+        ("train[2:5]", range(2, 5)),
+        ("train[7:]", range(7, 10)),
+        ("train[:3]", range(3)),
+        ("train[8:1_000]", range(8, 10)),
+        ("train[-3:]", range(7, 10)),
+        ("train[:-30%]", range(7)),
+        ("train[12.5%:50%]", range(1, 5)),
+        ("train[:2]+train[8:]", [0, 1, 8, 9]),
+    ):
+        assert numbers(file, split) == list(rows), split
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.lists(st.integers(0, 100), max_size=4),
+    st.sampled_from(FORMATS),
+)
+def test_slices_that_meet_have_every_row_once(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], cuts: list[int], suffix: str
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    for index, size in enumerate(sizes):
+        write(folder / f"part{index}.{suffix}", size, sum(sizes[:index]))
+    bounds = [0, *sorted(set(cuts) - {0, 100}), 100]
+    found = []
+    for start, stop in itertools.pairwise(bounds):
+        try:
+            piece = numbers(folder, f"train[{start}%:{stop}%]")
+            found += piece
+            # A share counted from the end is the same share.
+            if start > 0:
+                tail = "" if stop == 100 else f"{stop - 100}%"
+                assert numbers(folder, f"train[{start - 100}%:{tail}]") == piece
+        except DataError as error:
+            assert "0 rows in 'train" in str(error)
+    assert found == list(range(sum(sizes)))
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    st.integers(1, 9),
+    st.sampled_from(FORMATS),
+    st.sampled_from(["train", "train[1:]", "train[:60%]"]),
+    st.sampled_from([20, 1 << 20]),
+)
+def test_shards_have_every_row_once_and_are_even(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[int],
+    count: int,
+    suffix: str,
+    split: str,
+    chunk_bytes: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    for index, size in enumerate(sizes):
+        write(folder / f"part{index}.{suffix}", size, sum(sizes[:index]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "CHUNK_BYTES", chunk_bytes)
+        try:
+            whole = numbers(folder, split)
+        except DataError:
+            assert split != "train" and sum(sizes) == 1
+            return
+        shards = [numbers(folder, split, shard=(index, count)) for index in range(count)]
+    assert sorted(row for shard in shards for row in shard) == whole
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_share_from_the_end_is_what_the_share_from_the_start_leaves(tmp_path: Path) -> None:
+    file = write(tmp_path / "d.jsonl", 15)  # 90 % are 13.5 rows
+    assert numbers(file, "train[:90%]") + numbers(file, "train[-10%:]") == list(range(15))
+
+
+def test_rows_held_out_of_joined_splits_are_those_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", 4)
+    write(tmp_path / "dev.csv", 5, first=4)
+    split = "train[1:]+dev"
+    assert numbers(tmp_path, split, rows=(0, 5)) == [1, 2, 3, 4, 5]
+    assert numbers(tmp_path, split, rows=(5, None)) == [6, 7, 8]
+    assert numbers(tmp_path, split, rows=(2, 7), shard=(1, 2)) == [4, 6]
+    assert numbers(tmp_path, split, rows=(8, None)) == []
+
+
+def test_slice_keeps_the_place_of_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text(lines(0, 1) + "\n" + lines(2, 3))
+    rows = list(read_rows(str(file), "train[50%:]"))
+    assert places(rows) == [(4, 2), (5, 3)]
+
+
+def test_bad_row_has_its_place_in_a_slice_and_none_outside(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text(lines(0) + "broken\n" + lines(2, 3))
+    assert places(list(read_rows(str(file), "train[50%:]"))) == [(3, 2), (4, 3)]
+    with pytest.raises(DataError, match=r"d\.jsonl:2:1 invalid JSON"):
+        list(read_rows(str(file), "train[:50%]"))
+
+
+@pytest.mark.parametrize(
+    ("split", "told"),
+    [
+        ("train[", "cannot be read; use NAME"),
+        ("", "cannot be read; use NAME"),
+        ("train[5]", "cannot be read; use NAME"),
+        ("train[5:2]", "has no row: it ends where it begins"),
+        ("train[:101%]", "give a percentage up to 100"),
+        ("train[1.5:]", "give a whole number, or a percentage"),
+        ("train+", "cannot be read; use NAME"),
+    ],
+)
+def test_split_that_cannot_be_read(tmp_path: Path, split: str, told: str) -> None:
+    with pytest.raises(ValueError, match=r"^split '.*" + told):
+        check_split(split)
+    with pytest.raises(DataError, match=told):
+        numbers(write(tmp_path / "d.jsonl", 3), split)
+
+
+@pytest.mark.parametrize("split", ["train[5:9]", "train[:10%]", "train[3:]", "train[-1%:]"])
+def test_slice_without_a_row_is_told(tmp_path: Path, split: str) -> None:
+    file = write(tmp_path / "d.jsonl", 3)
+    with pytest.raises(DataError, match=r"0 rows in 'train\[.*of 3 rows; give another slice"):
+        numbers(file, split)
+
+
+def test_check_of_a_slice_looks_at_rows_that_are_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text("broken\n" + lines(*range(100)))
+    budget = Budget(200)
+    assert list(read_rows(str(file), "train[50%:]", budget)) == [] and budget.spent
+    with pytest.raises(DataError, match=r"d\.jsonl:1:1 invalid JSON"):
+        list(read_rows(str(file), "train[:50%]", Budget(200)))
+    assert len(list(read_rows(str(file), "train[50%:]", Budget(1 << 20)))) > 40
+
+
+def test_splits_of_a_folder_are_joined(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", 4)
+    write(tmp_path / "validation.csv", 3, first=4)
+    assert numbers(tmp_path, "train+validation") == list(range(7))
+    assert numbers(tmp_path, "validation[1:]+train[:1]") == [5, 6, 0]
+    assert [f.name for f in find_files(str(tmp_path), "train[:2]+train[2:]")] == ["train.jsonl"]
+    with pytest.raises(DataError, match=r"no data file for split 'test'.*train.jsonl"):
+        numbers(tmp_path, "test")
+
+
+def test_one_file_has_no_split_but_train(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", 3)
+    with pytest.raises(DataError, match="no split 'validation' in what is one file"):
+        numbers(file, "validation")
+    with pytest.raises(DataError, match="no data file for split 'test'"):
+        numbers(tmp_path, "test")
+    assert numbers(write(tmp_path / "test-0.jsonl", 2), "test") == [0, 1]
+    assert numbers(tmp_path / "*.jsonl", "test") == [0, 1]
+
+
+def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    data = {
+        name: datasets.Dataset.from_dict({"a": list(range(size))})
+        for name, size in (("train", 5), ("test", 2))
+    }
+    datasets.DatasetDict(data).save_to_disk(tmp_path / "both")
+    data["train"].save_to_disk(tmp_path / "one", num_shards=2)
+    assert numbers(tmp_path / "both") == [0, 1, 2, 3, 4]
+    assert numbers(tmp_path / "both", "test") == [0, 1]
+    assert numbers(tmp_path / "one") == [0, 1, 2, 3, 4]
+    with pytest.raises(
+        DataError, match=r"no data file for split 'validation'.*found .*test, train"
+    ):
+        numbers(tmp_path / "both", "validation")
+
+
+MIXED = [
+    {"a": 1, "calls": [{"name": "f", "arguments": {"x": 1}}], "any": [1, {"b": None}]},
+    {"a": 2, "calls": [{"name": "g", "arguments": {"x": "s", "y": [1, "2"]}}], "any": {"c": "d"}},
+    {"a": 3, "calls": None, "any": None},
+]
+
+
+def test_json_in_what_datasets_saves_or_loads_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    calls = datasets.List({"name": datasets.Value("string"), "arguments": datasets.Json()})
+    features = datasets.Features(
+        {"a": datasets.Value("int64"), "calls": calls, "any": datasets.Json()}
+    )
+    saved = datasets.Dataset.from_list(MIXED, features=features)
+    saved.save_to_disk(tmp_path / "saved")
+    saved.to_parquet(tmp_path / "d.parquet")
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: saved)
+    for path in (tmp_path / "saved", tmp_path / "d.parquet", "owner/name"):
+        assert [row.values for row in read_rows(str(path))] == MIXED, path
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_file_that_changes_while_it_is_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
+    file = tmp_path / "d.jsonl"
+    file.write_text(lines(*range(3000)))
+    rows = read_rows(str(file), "train[:200]" if early else "train")
+    next(rows)
+    with file.open("a") as stream:
+        stream.write(lines("late"))
+    with pytest.raises(DataError, match=r"d.jsonl: changed while it was read; start again"):
+        list(rows)
+    assert len(list(read_rows(str(file)))) == 3001
+
+
+def test_change_is_told_where_it_breaks_the_file(tmp_path: Path) -> None:
+    files = [write(tmp_path / name, 1) for name in ("a.json", "b.json")]
+    chunks = read_chunks(str(tmp_path))
+    next(chunks)
+    files[1].write_text('[{"a": 1},')
+    with pytest.raises(DataError, match=r"b\.json: changed while it was read"):
+        list(chunks)
+
+
+def test_what_cannot_be_opened_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "d.jsonl", 1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    for read in (numbers, fingerprint):
+        with pytest.raises(DataError, match=r"d\.jsonl: cannot be read: Permission denied"):
+            read(str(file))
+
+
+def test_glob_without_match_says_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", 1)
+    with pytest.raises(DataError, match=r"no file matches \(looked from .*has train.jsonl"):
+        find_files(str(tmp_path / "tarin*.jsonl"))
+    with pytest.raises(DataError, match=r"found nothing"):
+        (tmp_path / "empty").mkdir()
+        find_files(str(tmp_path / "empty"))
+
+
+def test_problems_of_all_files_are_told_together(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(lines(1) + "broken\n" + "[]\n")
+    with pytest.raises(DataError) as caught:
+        list(read_rows(str(tmp_path)))
+    assert [problem.split("/")[-1][:9] for problem in caught.value.problems] == [
+        "a.jsonl:2",
+        "a.jsonl:3",
+        "b.jsonl:2",
+        "b.jsonl:3",
+    ]
+
+
+@pytest.fixture
+def memory() -> Any:
+    """Return fsspec's file system in memory, empty."""
+    import fsspec
+
+    file_system = fsspec.filesystem("memory")
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+    return file_system
+
+
+def test_urls_are_read_as_files_are(memory: Any, tmp_path: Path) -> None:
+    import gzip as packer
+
+    memory.pipe("/data/train-0.jsonl", lines(0, 1).encode())
+    memory.pipe("/data/train-1.jsonl.gz", packer.compress(lines(2).encode()))
+    memory.pipe("/data/test.csv", b"a\n7\n")
+    memory.pipe("/data/notes.md", b"none")
+    memory.pipe("/one/d.parquet", write(tmp_path / "d.parquet", 10).read_bytes())
+    assert numbers("memory://data") == [0, 1, 2]
+    assert numbers("memory://data", "test") == [7]
+    assert numbers("memory://data/train-*") == [0, 1, 2]
+    assert numbers("memory://data/train-1.jsonl.gz") == [2]
+    assert numbers("memory://data", "train[1:]", shard=(1, 2)) == [2]
+    assert numbers("memory://one/d.parquet", "train[90%:]") == [9]
+    (row,) = read_rows("memory://data/test.csv")
+    assert str(row.origin) == "memory://data/test.csv:2"
+    local = write(tmp_path / "d.jsonl", 3)
+    assert numbers(f"file://{local}") == [0, 1, 2]
+    assert numbers(f"file://{tmp_path}/*.jsonl") == [0, 1, 2]
+
+
+def test_what_is_wrong_with_a_url_is_told(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.pipe("/data/test.jsonl", lines(0).encode())
+    memory.pipe("/data/d.jsonl.gz", lines(0).encode())
+    memory.pipe("/data/e.jsonl", b"")
+    for url, told in (
+        ("memory://data/no.jsonl", "memory://data/no.jsonl: no such file"),
+        ("memory://data/*.csv", "no file matches"),
+        ("memory://nothing", "cannot read a file without suffix"),
+        ("memory://data/d.jsonl.gz", "is not gzip-compressed"),
+        ("memory://data/e.jsonl", "e.jsonl: 0 rows"),
+        ("s4://bucket/d.jsonl", "Protocol not known: s4"),
+    ):
+        with pytest.raises(DataError, match=told.replace("*", r"\*")):
+            numbers(url)
+    with pytest.raises(DataError, match=r"no data file for split 'train'.*found .*test.jsonl"):
+        memory.rm("/data/d.jsonl.gz")
+        memory.rm("/data/e.jsonl")
+        numbers("memory://data")
+
+
+def test_url_without_its_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def lacks(*_: object, **__: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lacks)
+    with pytest.raises(DataError, match=r"Install s3fs.*pip install 'loft\[remote\]'"):
+        numbers("s3://bucket/d.jsonl")
+
+
+def test_url_never_tells_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = "https://user:word@host/data/d.jsonl.gz?token=secret"
+    assert str(opening.Url(address)) == "https://host/data/d.jsonl.gz"
+    assert name_of(address) == "d"
+    assert is_url(address) and is_remote(address) and not is_url("data/d.jsonl")
+
+
+def test_remote_file_that_changes_is_told(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
+    memory.pipe("/data/d.jsonl", lines(*range(3000)).encode())
+    before = fingerprint("memory://data/d.jsonl")
+    assert before == fingerprint("memory://data/d.jsonl") and len(before) == 64
+    chunks = read_chunks("memory://data/d.jsonl")
+    next(chunks)
+    memory.pipe("/data/d.jsonl", lines(*range(3001)).encode())
+    with pytest.raises(DataError, match=r"memory://data/d\.jsonl: changed while it was read"):
+        list(chunks)
+    assert fingerprint("memory://data/d.jsonl") != before
+
+
+def test_change_is_seen_though_the_remote_side_remembers_its_files(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+    info = type(memory).info
+
+    def remembered(self: Any, path: str, **settings: Any) -> Any:
+        return seen.setdefault(path, info(self, path, **settings))
+
+    monkeypatch.setattr(type(memory), "info", remembered)
+    monkeypatch.setattr(type(memory), "invalidate_cache", lambda self, path=None: seen.clear())
+    memory.pipe("/data/d.jsonl", lines(0, 1).encode())
+    chunks = read_chunks("memory://data/d.jsonl")
+    next(chunks)
+    memory.pipe("/data/d.jsonl", lines(0, 1, 2).encode())
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(chunks)
+
+
+class Hub:
+    """Stand in for the hub: data sets by name, and what was asked for."""
+
+    def __init__(self, num_rows: int, num_shards: int = 1) -> None:
+        self.num_rows, self.num_shards = num_rows, num_shards
+        self.asked: list[tuple[Any, ...]] = []
+
+    def load_dataset(self, path: str, *, split: str, revision: str | None, streaming: bool) -> Any:
+        """Return rows that count from 0."""
+        import datasets
+
+        self.asked.append((path, split, revision, streaming))
+        if split != "train":
+            raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].\nMore")
+        rows = datasets.Dataset.from_dict({"a": list(range(self.num_rows))})
+        return rows.to_iterable_dataset(num_shards=self.num_shards) if streaming else rows
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shards: int) -> None:
+    hub = Hub(2500, num_shards)
+    monkeypatch.setattr("datasets.load_dataset", hub.load_dataset)
+    settings: dict[str, Any] = {"revision": "v1", "streaming": streaming}
+    assert numbers("owner/name", **settings) == list(range(2500))
+    assert hub.asked == [("owner/name", "train", "v1", streaming)]
+    assert numbers("owner/name", "train[2400:]", **settings) == list(range(2400, 2500))
+    chunks = read_chunks("owner/name", split="train[5:7]", **settings)
+    assert [
+        str(row.origin) for chunk in chunks for row in chunk.rows() if isinstance(row, Row)
+    ] == [
+        "owner/name:6",
+        "owner/name:7",
+    ]
+    held_out = numbers("owner/name", rows=(0, 100), **settings)
+    for split, rows in (("train", (0, None)), ("train[:100]", (0, None)), ("train", (100, None))):
+        shards = [
+            numbers("owner/name", split, rows=rows, shard=(i, 4), **settings) for i in range(4)
+        ]
+        expected = held_out if split != "train" else list(range(rows[0], 2500))
+        assert sorted(row for shard in shards for row in shard) == expected
+        assert {len(shard) for shard in shards} == {len(expected) // 4}
+    with pytest.raises(
+        DataError, match=r"split 'dev', revision 'v1'\): Unknown split \"dev\"[^\n]*$"
+    ):
+        numbers("owner/name", "dev", **settings)
+    if streaming:
+        with pytest.raises(DataError, match="is not known while it is streamed"):
+            numbers("owner/name", "train[50%:]", **settings)
+    else:
+        assert numbers("owner/name", "train[50%:]", **settings) == list(range(1250, 2500))
+
+
+def test_rows_of_a_dealt_out_stream_have_a_place_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", Hub(100, 2).load_dataset)
+    origins = {
+        row.origin
+        for index in range(2)
+        for chunk in read_chunks("owner/name", shard=(index, 2), streaming=True)
+        for row in chunk.rows()
+        if isinstance(row, Row)
+    }
+    assert len(origins) == 100
+
+
+def test_revision_belongs_to_hub_data_sets(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="revision 'v1' is given, which only a hub data set has"):
+        numbers(write(tmp_path / "d.jsonl", 1), revision="v1")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert fingerprint("owner/name", revision=commit) == commit
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("data/rows.jsonl.zst", "rows"),
+        ("data/Rows.JSONL.GZ", "Rows"),
+        ("data/train-*.parquet", "data"),
+        ("s3://bucket/set/rows.csv", "rows"),
+        ("s3://bucket/set/*.csv", "set"),
+        ("owner/name", "name"),
+        ("sample:lists.json", "lists"),
+    ],
+)
+def test_name_of_a_data_set(path: str, name: str) -> None:
+    assert name_of(path) == name
+
+
+def test_generated_samples_are_cut_and_dealt_out() -> None:
+    rows = list(read_rows("sample:extract_corpus", "train[:3]+train[5:7]"))
+    assert [row.origin.line for row in rows] == [1, 2, 3, 6, 7]
+    chunks = read_chunks("sample:extract_corpus", split="train[:9]", shard=(1, 4))
+    found = [row.origin.line for chunk in chunks for row in chunk.rows() if isinstance(row, Row)]
+    assert found == [2, 6]
+    for path in ("sample:extract_corpus", "sample:lists.json"):
+        with pytest.raises(DataError, match="no split 'test' in what is one file"):
+            numbers(path, "test")
+
+
+def test_shared_data_is_read() -> None:
+    shared = Path(__file__).parents[2] / ".." / "shared" / "data"
+    if not shared.is_dir():
+        pytest.skip("the shared data is not here")
+    counts = {
+        "instruct/gsm8k_alpaca.json": 1500,
+        "chat/oasst_trees.jsonl": 50,
+        "text/wikitext2_valid.txt": 1160,
+        "text/tiny_shakespeare.txt": 7222,
+        "eval/HumanEval.jsonl.gz": 164,
+    }
+    for name, count in counts.items():
+        assert len(list(read_rows(str(shared / name)))) == count, name

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from data_modules.template import CHATML, PLAIN, ChatTemplate
-from data_modules.types import Conversation, DataError, Document, Origin, Segment, Turn
+from data_modules.named_templates import named_template
+from data_modules.template import ChatTemplate, MaskConfig, RowProblem
+from data_modules.types import (
+    Conversation,
+    DataError,
+    Document,
+    Encoded,
+    Item,
+    Origin,
+    Segment,
+    Turn,
+)
 from tests.data_modules.conftest import SHARED
 
 ORIGIN = Origin("rows.json", 7)
+PLAIN, CHATML = named_template("plain"), named_template("chatml")
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
     "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
@@ -152,9 +164,24 @@ def template_of(style: str, make: Callable[..., Any]) -> ChatTemplate:
     return ChatTemplate.resolve(tokenizer, None)
 
 
-def runs(template: ChatTemplate, item: Conversation | Document, **options: Any) -> list[str]:
+def encode(template: ChatTemplate, item: Item) -> Encoded:
+    """Encode one item that has no problem."""
+    (encoded,) = template.encode([item])
+    assert isinstance(encoded, Encoded), encoded
+    return encoded
+
+
+def problem(template: ChatTemplate, item: Item) -> str:
+    """Encode one item that has a problem, and return it."""
+    (found,) = template.encode([item])
+    assert isinstance(found, RowProblem)
+    return found.problem
+
+
+def runs(template: ChatTemplate, item: Item) -> list[str]:
     """Return the learned stretches of an item as text."""
-    ids, weights = next(template.encode([item], **options))
+    encoded = encode(template, item)
+    ids, weights = encoded.input_ids, encoded.weights
     found: list[list[int]] = []
     for index, weight in enumerate(weights):
         if weight > 0:
@@ -164,9 +191,9 @@ def runs(template: ChatTemplate, item: Conversation | Document, **options: Any) 
     return [template._tokenizer.decode(run) for run in found]
 
 
-def text_of(template: ChatTemplate, item: Conversation | Document) -> str:
+def text_of(template: ChatTemplate, item: Item) -> str:
     """Return the whole text that is fed to the model."""
-    ids, _ = next(template.encode([item]))
+    ids = encode(template, item).input_ids
     return str(template._tokenizer.decode(ids))
 
 
@@ -185,7 +212,8 @@ def test_has_one_bos_where_the_tokenizer_adds_one(
     style: str, make_tokenizer: Callable[..., Any]
 ) -> None:
     template = template_of(style, make_tokenizer)
-    ids, weights = next(template.encode([TWO_ANSWERS]))
+    encoded = encode(template, TWO_ANSWERS)
+    ids, weights = encoded.input_ids, encoded.weights
     bos = template._tokenizer.bos_token_id
     if bos is not None:
         assert list(ids).count(bos) == 1
@@ -201,7 +229,8 @@ def test_prompt_is_what_comes_before_the_last_answer(
     assert prompt is not None and prompt.answer == "two" and prompt.origin == ORIGIN
     if style in ("no prefix", "no generation prompt"):
         return
-    ids, weights = next(template.encode([TWO_ANSWERS]))
+    encoded = encode(template, TWO_ANSWERS)
+    ids, weights = encoded.input_ids, encoded.weights
     last_answer = int((weights == 0).nonzero()[0][-1]) + 1
     assert prompt.input_ids == ids[:last_answer].tolist()
 
@@ -242,7 +271,7 @@ def test_byte_fallback_and_prefix_space_give_the_same_mask() -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     item = chat("Who are you?", "I am \u2603\u2603 9.", "And you?", "\u00e9t\u00e9")
     assert runs(template, item) == ["I am \u2603\u2603 9.</s>", "\u00e9t\u00e9</s>"]
-    ids, _ = next(template.encode([item]))
+    ids = encode(template, item).input_ids
     assert list(ids).count(tokenizer.bos_token_id) == 1
 
 
@@ -293,14 +322,16 @@ def test_no_prefix_and_trimmed_answers(make_tokenizer: Callable[..., Any]) -> No
     template = ChatTemplate.resolve(tokenizer, None)
     assert runs(template, chat("two", " two\n", "one", "  two")) == ["two<|im_end|>"] * 2
     tokenizer.chat_template = NO_PREFIX.replace("m.content", "m.content | upper")
-    with pytest.raises(DataError, match=r"rows.json:7 .*does not write the answer `two`"):
-        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+    assert re.search(
+        r"rows.json:7 .*does not write the answer `two`",
+        problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two")),
+    )
 
 
 def test_turn_weights_choose_what_is_learned(make_tokenizer: Callable[..., Any]) -> None:
     template = template_of("chatml", make_tokenizer)
     item = chat("q", "one", "q", "two", weights=(None, 0.0, None, 0.5))
-    _, weights = next(template.encode([item]))
+    weights = encode(template, item).weights
     assert runs(template, item) == ["two<|im_end|>"]
     assert set(weights[weights > 0]) == {0.5}
 
@@ -318,8 +349,10 @@ def test_nothing_is_kept_after_the_last_learned_token(make_tokenizer: Callable[.
 
 
 def test_train_on_inputs_learns_everything(make_tokenizer: Callable[..., Any]) -> None:
-    template = template_of("plain", make_tokenizer)
-    ids, weights = next(template.encode([TWO_ANSWERS], train_on_inputs=True))
+    tokenizer = template_of("plain", make_tokenizer)._tokenizer
+    template = ChatTemplate.resolve(tokenizer, None, MaskConfig(train_on_inputs=True))
+    encoded = encode(template, TWO_ANSWERS)
+    ids, weights = encoded.input_ids, encoded.weights
     assert (weights == 1).all()
     assert template._tokenizer.decode(ids).endswith("two</s>\n\n")
 
@@ -353,14 +386,16 @@ def test_stop_token_need_not_be_marked_as_special(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     assert runs(template, chat("q", "two")) == ["two<end>"]
     tokenizer.chat_template = tokenizer.chat_template.replace("<end>", "  ")
-    with pytest.raises(DataError, match="no stop token"):
-        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+    assert re.search(
+        "no stop token", problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two"))
+    )
 
 
 def test_document_segments_keep_their_weights(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     segments = (Segment("what is it:", 0.25), Segment(" two", 1.0), Segment("?", 0.0))
-    ids, weights = next(template.encode([Document(segments, ORIGIN)]))
+    encoded = encode(template, Document(segments, ORIGIN))
+    ids, weights = encoded.input_ids, encoded.weights
     by_weight = {
         weight: tokenizer.decode([id_ for id_, w in zip(ids, weights, strict=True) if w == weight])
         for weight in (0.25, 1.0, 0.0)
@@ -390,7 +425,8 @@ def test_prompt_of_a_document_ends_where_training_learns_first(tokenizer: Any) -
     assert prompt is not None and prompt.answer == "two"
     # The blank is the beginning of the token " two", which the model has learned to say.
     assert tokenizer.decode(prompt.input_ids) == "what is it:"
-    ids, weights = next(template.encode([item]))
+    encoded = encode(template, item)
+    ids, weights = encoded.input_ids, encoded.weights
     assert prompt.input_ids == ids[: weights.nonzero()[0][0]].tolist()
     assert template.prompt(Document((Segment("one", 1.0),), ORIGIN)) is None
     assert template.prompt(Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN)) is None
@@ -416,7 +452,8 @@ def test_prompt_is_a_prefix_of_what_training_sees(
     if style == "no prefix":
         assert template._tokenizer.decode(prompt.input_ids).endswith("<think>\n")
         return
-    ids, weights = next(template.encode([item]))
+    encoded = encode(template, item)
+    ids, weights = encoded.input_ids, encoded.weights
     last = [i for i in range(1, len(ids)) if weights[i] > 0 and weights[i - 1] == 0][-1]
     assert prompt.input_ids == ids[:last].tolist()
 
@@ -443,8 +480,10 @@ def test_template_file_and_its_hash(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_missing_stop_token_is_an_error(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_STOP
-    with pytest.raises(DataError, match=r"rows.json:7 .*no stop token.*chat_template=plain"):
-        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+    assert re.search(
+        r"rows.json:7 .*no stop token.*chat_template=plain",
+        problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two")),
+    )
 
 
 def test_template_that_loses_the_answer_is_an_error(tokenizer: Any) -> None:
@@ -452,17 +491,21 @@ def test_template_that_loses_the_answer_is_an_error(tokenizer: Any) -> None:
         "{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
         "{{ eos_token }}{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"rows.json:7 .*does not write the answer `two`"):
-        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+    assert re.search(
+        r"rows.json:7 .*does not write the answer `two`",
+        problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two")),
+    )
 
 
 def test_lost_answer_is_not_found_in_a_later_turn(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
     tokenizer.chat_template = CHATML.replace(
-        "{{ message['content'] }}", "{{ '-' if loop.index == 2 else message['content'] }}"
+        "message['content']", "('-' if loop.index == 2 else message['content'])"
     )
-    with pytest.raises(DataError, match=r"rows.json:7 .*does not write the answer `two`"):
-        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two", "q", "two")]))
+    assert re.search(
+        r"rows.json:7 .*does not write the answer `two`",
+        problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two", "q", "two")),
+    )
 
 
 def test_row_that_the_template_refuses_is_named(make_tokenizer: Callable[..., Any]) -> None:
@@ -470,8 +513,10 @@ def test_row_that_the_template_refuses_is_named(make_tokenizer: Callable[..., An
     refused = Conversation(
         (Turn("system", "s"), Turn("user", "q"), Turn("assistant", "a")), Origin("rows.json", 9)
     )
-    with pytest.raises(DataError, match=r"rows.json:9 .*System role not supported"):
-        list(template.encode([TWO_ANSWERS, refused]))
+    good, found, other = template.encode([TWO_ANSWERS, refused, TWO_ANSWERS])
+    assert isinstance(good, Encoded) and isinstance(other, Encoded)
+    assert isinstance(found, RowProblem) and found.origin == refused.origin
+    assert re.match(r"rows.json:9 .*System role not supported", found.problem)
 
 
 @pytest.mark.parametrize("name", ["chatmll", "missing.jinja", "chatml"])
@@ -521,15 +566,15 @@ def test_file_that_is_no_template_is_an_error(
 def test_template_with_too_long_a_range_is_an_error(tokenizer: Any) -> None:
     tokenizer.chat_template = "{% for i in range(10**9) %}{% endfor %}"
     template = ChatTemplate.resolve(tokenizer, None)
-    with pytest.raises(DataError, match=r"rows.json:7 .*refuses this row.*Range too big"):
-        next(template.encode([chat("q", "two")]))
+    assert re.search(
+        r"rows.json:7 .*refuses this row.*Range too big", problem(template, chat("q", "two"))
+    )
 
 
 def test_answer_is_quoted_without_control_characters(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_STOP
-    with pytest.raises(DataError) as caught:
-        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "\x1b[2J" + "two " * 99)]))
-    message = caught.value.problems[0]
+    template = ChatTemplate.resolve(tokenizer, None)
+    message = problem(template, chat("q", "\x1b[2J" + "two " * 99))
     assert r"`\x1b[2Jtwo two" in message and message.isprintable() and len(message) < 300
 
 
@@ -554,5 +599,6 @@ def test_control_tokens_in_the_text_are_found(
 
 def test_sandbox_holds(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"
-    with pytest.raises(DataError, match="refuses this row"):
-        next(ChatTemplate.resolve(tokenizer, None).encode([chat("q", "two")]))
+    assert re.search(
+        "refuses this row", problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two"))
+    )

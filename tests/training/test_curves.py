@@ -102,7 +102,9 @@ def test_the_loss_of_a_step_is_the_token_mean_of_its_data_sets(run: Path) -> Non
     for row in read_rows(run):
         phase = "val" if row["val/loss"] else "train"
         tokens = [float(row[f"{phase}/tokens/{name}"]) for name in NAMES]
-        losses = [float(row[f"{phase}/loss/{name}"]) for name in NAMES]
+        # A data set that a step holds no token of has no loss there.
+        losses = [float(row[f"{phase}/loss/{name}"] or 0) for name in NAMES]
+        assert [n > 0 for n in tokens] == [bool(row[f"{phase}/loss/{name}"]) for name in NAMES]
         shares = [float(row[f"{phase}/share/{name}"]) for name in NAMES]
         mean = sum(n * loss for n, loss in zip(tokens, losses, strict=True)) / sum(tokens)
         assert float(row[f"{phase}/loss"]) == pytest.approx(mean, rel=1e-12)

@@ -85,6 +85,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_folder_holds_what_was_promised_and_nothing_else(run: Run) -> None:
     assert {path.name for path in run.folder.iterdir()} == {
         "adapter",
+        "audit.json",
+        "audit.txt",
         "config.yaml",
         "manifest.json",
         "metrics.csv",

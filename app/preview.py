@@ -1,0 +1,153 @@
+"""Preview: what a run would learn from, seen before it is paid for; a tokenizer is enough.
+
+`python -m app.preview +experiment=NAME`, or `model.path=TOKENIZER_FOLDER data=...`.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.config import PreviewConfig, run_verb, save_config
+from app.model.build import ModelConfig
+from app.output import decide_run_dir
+from app.quiet import is_offline, quiet_libraries
+from app.training.trainer import TrainerConfig
+from data_modules import DataConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+STREAM_ROWS = 2000
+"""rows of each data set that stand for a stream"""
+NO_LIMIT = 1_000_000
+"""tokenizers that know no context say a number far above this"""
+
+log = logging.getLogger(__name__)
+
+
+def preview(config: PreviewConfig) -> Path:
+    """Show what `config` would train on, in the terminal and as a page; return its folder."""
+    folder = decide_run_dir(config.output)
+    quiet_libraries(offline=is_offline(config.model, config.data))
+
+    # Imported here and not above: --help and a config error must not wait for torch.
+    from rich.console import Console
+
+    from app.model.build import context_len
+    from app.model.tokenizer import build_tokenizer
+    from app.report.preview import collect_preview
+    from app.report.preview_page import preview_page
+    from app.report.preview_text import say_preview
+    from data_modules import FinetuneDataModule
+
+    data = beginning_of(config.data) if config.data.streaming else config.data
+    tokenizer = build_tokenizer(config.model)
+    architecture = find_architecture(config.model)
+    num_ranks, accumulation = plan_as_typed(config.trainer)
+    if architecture is None:
+        context, context_fact = context_of_tokenizer(tokenizer, config.data.sequence_len)
+    else:
+        context = context_len(architecture)
+        context_fact = f"the model's context: {context:,}" if context else "no limit is known"
+    decoder_start = None
+    if architecture is not None and architecture.is_encoder_decoder:
+        decoder_start = architecture.decoder_start_token_id
+    datamodule = FinetuneDataModule(
+        data,
+        config.packing,
+        tokenizer,
+        context_len=context,
+        vocab_size=architecture and architecture.get_text_config().vocab_size,
+        micro_batch_size=config.trainer.micro_batch_size,
+        accumulation_steps=accumulation,
+        num_ranks=num_ranks,
+        num_epochs=config.trainer.num_epochs,
+        max_steps=config.trainer.max_steps,
+        seed=config.seed,
+        decoder_start_token_id=decoder_start,
+    )
+    datamodule.setup("fit")
+    shown = collect_preview(
+        config.preview,
+        data,
+        datamodule,
+        tokenizer,
+        title=f"preview: {(config.output.name or '').removesuffix('-preview')}",
+        facts=[
+            f"tokenizer: {config.model.tokenizer_path or config.model.path}, "
+            f"{len(tokenizer):,} tokens",
+            f"turns: {datamodule.report.template_note}",
+            f"sequence length: {datamodule.sequence_len:,} tokens ({context_fact})",
+            f"ranks: {num_ranks}, as typed (trainer.devices, trainer.num_nodes)",
+            *(["streaming: only the beginning was read"] if config.data.streaming else []),
+        ],
+    )
+    save_config(config, folder / "config.yaml")
+    datamodule.write_reports(folder)
+    (folder / "preview.html").write_text(preview_page(shown), encoding="utf-8")
+    # A terminal that cannot write a letter of the data writes its number instead.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    say_preview(shown, Console(highlight=False), config.preview.tokens)
+    print(f"\n{folder / 'preview.html'}: the same and more, for a browser")
+    print(f"run: {folder}")
+    # Last, so that what it complains of can be looked at.
+    datamodule.audit.check()
+    return folder
+
+
+def plan_as_typed(trainer: TrainerConfig) -> tuple[int, int]:
+    """Return ranks and accumulation steps; `auto` devices are one, whatever this machine has."""
+    devices = trainer.devices if isinstance(trainer.devices, int) else 1
+    num_ranks = devices * trainer.num_nodes
+    if trainer.global_batch_size is None:
+        return num_ranks, trainer.gradient_accumulation_steps
+    return num_ranks, trainer.global_batch_size // (trainer.micro_batch_size * num_ranks)
+
+
+def beginning_of(data: DataConfig) -> DataConfig:
+    """Return settings that read the first rows of what training would stream."""
+    first = [
+        replace(dataset, split=f"{dataset.split}[:{STREAM_ROWS}]")
+        if "[" not in dataset.split
+        else dataset
+        for dataset in data.datasets
+    ]
+    return replace(data, datasets=first, streaming=False)
+
+
+def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
+    """Read or make the base's numbers; None where there is a tokenizer and nothing else.
+
+    Numbers that stand in the settings are taken at their word: nothing has to be downloaded.
+    """
+    from app.model.build import load_architecture
+
+    folder = None if model.path is None else Path(model.path)
+    if folder is not None and folder.is_dir():
+        return load_architecture(model) if (folder / "config.json").exists() else None
+    if "model_type" in model.architecture:
+        return load_architecture(replace(model, from_scratch=True))
+    return None if folder is None else load_architecture(model)
+
+
+def context_of_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, sequence_len: int | None
+) -> tuple[int | None, str]:
+    """Return the context that a tokenizer alone knows of, and how to say so.
+
+    A typed `sequence_len` is taken at its word: only a model could contradict it.
+    """
+    limit = int(tokenizer.model_max_length)
+    if sequence_len is not None or limit > NO_LIMIT:
+        return None, "the model's context is not known: there is no config.json"
+    return limit, f"the tokenizer's model_max_length is {limit:,}; there is no config.json"
+
+
+if __name__ == "__main__":
+    sys.exit(run_verb("preview", preview))

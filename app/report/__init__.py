@@ -1,0 +1,1 @@
+"""What a person looks at: what a run will learn from, before it does."""

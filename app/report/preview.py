@@ -1,0 +1,281 @@
+"""Collect what a preview shows of the data that a run would learn from.
+
+Decides which rows and packs are shown. Never draws: the page and the terminal do. All text is made
+printable here, so that no file can steer either of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.report.spelling import Passage, Speller, visible
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from transformers import PreTrainedTokenizerBase
+
+    from data_modules import Audit, DataConfig, Example, FinetuneDataModule, Origin
+
+SHOWN_STEPS = 2
+MAX_PACKS = 10_000
+"""packs that are looked at for the realised shares"""
+NUM_BINS = 32
+
+
+@dataclass(kw_only=True, slots=True)
+class ShownConfig:
+    """Choose how much a preview shows."""
+
+    rows: int = 3
+    """rows of each data set, evenly spread over it"""
+    packs: int = 2
+    """packs of each of the first two steps"""
+    tokens: int = 400
+    """tokens of a row in the terminal, from its beginning and its end; the page shows 4,096"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowView:
+    """Hold one document as the model sees it; `targets` are what a decoder has to say."""
+
+    origin: str
+    num_tokens: int
+    num_learned: int
+    tokens: Passage
+    targets: Passage | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetView:
+    """Hold what is shown of a data set: some rows, and how long all of them are.
+
+    `counts` are training documents by length, in `NUM_BINS` equal bins from 0 to `Preview.longest`.
+    """
+
+    name: str
+    about: str
+    rows: list[RowView]
+    counts: list[int]
+    median: int
+    percentile_95: int
+    longest: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedDocument:
+    """Hold a document's place in a pack; `dataset` is the data set's index."""
+
+    dataset: int
+    origin: str
+    tokens: int
+    learned: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackView:
+    """Hold the documents of one pack of `capacity` tokens."""
+
+    step: int
+    number: int
+    capacity: int
+    documents: list[PackedDocument]
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens that are no padding."""
+        return sum(document.tokens for document in self.documents)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureView:
+    """Hold what a data set has of the steps that were looked at."""
+
+    name: str
+    asked: str
+    documents: int
+    tokens: int
+    learned: int
+    epochs: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preview:
+    """Hold all that is shown, as printable text and numbers."""
+
+    title: str
+    facts: list[str]
+    datasets: list[DatasetView]
+    longest: int
+    packs: list[PackView]
+    mixture: list[MixtureView]
+    mixture_of: str
+    audit: Audit
+
+    @property
+    def names(self) -> list[str]:
+        """Return the data sets' names."""
+        return [dataset.name for dataset in self.datasets]
+
+    def mixture_cells(self) -> list[list[str]]:
+        """Return the mixture's table as text: headings, and a row a data set."""
+        documents = sum(view.documents for view in self.mixture)
+        tokens = sum(view.tokens for view in self.mixture)
+        headings = "data set,asked,documents,share,tokens,share,learned,epochs"
+        return [headings.split(",")] + [
+            [
+                view.name,
+                view.asked,
+                f"{view.documents:,}",
+                f"{view.documents / documents:.2%}",
+                f"{view.tokens:,}",
+                f"{view.tokens / tokens:.2%}",
+                f"{view.learned:,}",
+                f"{view.epochs:.2f}",
+            ]
+            for view in self.mixture
+        ]
+
+
+def collect_preview(
+    config: ShownConfig,
+    data: DataConfig,
+    datamodule: FinetuneDataModule,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    title: str,
+    facts: Sequence[str],
+) -> Preview:
+    """Look at the data module of settings `data`, which is set up and no stream."""
+    examples = datamodule.train_examples
+    longest = int(examples.lengths.max())
+    speller = Speller(tokenizer)
+    datasets = [
+        _dataset_view(config, datamodule, speller, index, longest)
+        for index in range(len(datamodule.dataset_names))
+    ]
+    mixture, mixture_of = _mixture_views(data, datamodule)
+    return Preview(
+        title=visible(title),
+        facts=[visible(fact) for fact in (*facts, datamodule.plan.line())],
+        datasets=datasets,
+        longest=longest,
+        packs=_pack_views(config, datamodule),
+        mixture=mixture,
+        mixture_of=mixture_of,
+        audit=datamodule.audit,
+    )
+
+
+def _place(origin: Origin) -> str:
+    """Return file:line as a person would type it: relative to here where it lies below."""
+    file = Path(origin.file)
+    here = Path.cwd()
+    shown = file.relative_to(here) if file.is_relative_to(here) else file
+    return visible(f"{shown}:{origin.line}")
+
+
+def _dataset_view(
+    config: ShownConfig,
+    datamodule: FinetuneDataModule,
+    speller: Speller,
+    index: int,
+    longest: int,
+) -> DatasetView:
+    import numpy as np
+
+    examples, report = datamodule.train_examples, datamodule.report.datasets[index]
+    own = np.flatnonzero(examples.datasets == index)
+    lengths = examples.lengths[own]
+    places = np.unique(np.linspace(0, len(own) - 1, min(config.rows, len(own))).astype(int))
+    counts, _ = np.histogram(lengths, bins=NUM_BINS, range=(0, longest))
+    median, percentile = np.percentile(lengths, [50, 95]).astype(int).tolist()
+    return DatasetView(
+        name=visible(report.name),
+        about=visible(report.line()),
+        rows=[_row_view(examples[int(own[place])], speller) for place in places],
+        counts=counts.tolist(),
+        median=median,
+        percentile_95=percentile,
+        longest=int(lengths.max()),
+    )
+
+
+def _row_view(example: Example, speller: Speller) -> RowView:
+    import numpy as np
+
+    labels = example.weights
+    if example.target_ids is None:
+        labels = labels.copy()
+        labels[:1] = 0  # nothing comes before the first token from which it could be predicted
+        tokens, targets = speller.passage(example.input_ids, labels), None
+    else:
+        tokens = speller.passage(example.input_ids, np.zeros(len(example.input_ids), np.float32))
+        targets = speller.passage(example.target_ids, labels)
+    return RowView(
+        origin=_place(example.origin),
+        num_tokens=len(example.input_ids),
+        num_learned=int(np.count_nonzero(labels)),
+        tokens=tokens,
+        targets=targets,
+    )
+
+
+def _packs_of(datamodule: FinetuneDataModule, step: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the documents of each pack of a step that has any."""
+    plan: Any = datamodule.plan  # never that of a stream: a preview reads the beginning
+    for rank in range(plan.world_size):
+        for micro_batch in plan.micro_batches(step, rank):
+            yield from (pack for pack in micro_batch.packs if len(pack))
+
+
+def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[PackView]:
+    examples = datamodule.train_examples
+    views = []
+    for step in range(min(SHOWN_STEPS, datamodule.total_steps)):
+        for number, pack in enumerate(_packs_of(datamodule, step)):
+            if number == config.packs:
+                break
+            documents = [
+                PackedDocument(
+                    dataset=int(examples.datasets[index]),
+                    origin=_place(examples.origin(index)),
+                    tokens=int(examples.lengths[index]),
+                    learned=int(examples.trained[index]),
+                )
+                for index in pack.tolist()
+            ]
+            capacity = datamodule.sequence_len
+            views.append(PackView(step=step, number=number, capacity=capacity, documents=documents))
+    return views
+
+
+def _mixture_views(
+    data: DataConfig, datamodule: FinetuneDataModule
+) -> tuple[list[MixtureView], str]:
+    """Count what the packs of a run hold of each data set, and say of how much of the run."""
+    import numpy as np
+
+    examples, plan = datamodule.train_examples, datamodule.plan
+    num_steps = min(plan.num_steps, max(1, MAX_PACKS // plan.packs_per_step))
+    packs = [pack for step in range(num_steps) for pack in _packs_of(datamodule, step)]
+    seen = np.concatenate(packs)
+    views = [
+        MixtureView(
+            name=visible(row.name),
+            asked=f"each row {data.datasets[index].weight:g} x"
+            if row.asked is None
+            else f"{100 * row.asked:.2f} % of {data.mixture.weights}",
+            documents=len(own),
+            tokens=int(examples.lengths[own].sum()),
+            learned=int(examples.trained[own].sum()),
+            epochs=len(own) / row.rows,
+        )
+        for index, row in enumerate(datamodule.mixture.report(datamodule.dataset_names))
+        for own in [seen[examples.datasets[seen] == index]]
+    ]
+    part = "all" if num_steps == plan.num_steps else "the first"
+    return views, f"{part} {num_steps:,} of {plan.num_steps:,} steps, {len(packs):,} packs"

@@ -1,0 +1,45 @@
+"""Python environments that hold what we compare ourselves with, apart from our own.
+
+They lie under `.venv-peers/` and are made once, with pinned versions. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / ".venv-peers"
+PACKAGES = {
+    # torch goes first and alone: what follows then takes that build instead of another one.
+    "trl": (
+        ("torch==2.13.0",),
+        ("torch==2.13.0", "trl==1.16.0", "datasets==5.2.0", "transformers==5.23.0"),
+    ),
+}
+"""for each environment its packages, installed one group after the other"""
+
+
+def peer_python(name: str) -> Path:
+    """Return the python of environment `name` of PACKAGES; makes it when it is not complete.
+
+    Raises SystemExit with pip's words when something cannot be installed.
+    """
+    folder, groups = FOLDER / name, PACKAGES[name]
+    python, stamp = folder / "bin" / "python", folder / "complete.txt"
+    wanted = "\n".join(" ".join(group) for group in groups)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    print(f"installing {', '.join(groups[-1])} into {folder.name}: a few minutes", flush=True)
+    _run(sys.executable, "-m", "venv", "--clear", str(folder))
+    for group in groups:
+        _run(str(python), "-m", "pip", "install", "--quiet", *group)
+    # Written last: an install that was interrupted is made again by the next call.
+    stamp.write_text(wanted)
+    return python
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")

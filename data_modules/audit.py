@@ -1,0 +1,228 @@
+"""Say before training what will be learned: counts per data set, and what is wrong with them.
+
+Compares the two sides and hands the counts to the rules. Never changes a row, and never raises by
+itself: `Audit.check` does, so that a preview can show what it complains of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from data_modules.audit_report import Audit, BenchmarkAudit, DatasetAudit
+from data_modules.audit_rules import Asked, AuditConfig, DatasetFacts, check_audit, judge, of
+from data_modules.overlap import Columns, find_overlap
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from data_modules.overlap import Overlap
+
+__all__ = [
+    "Asked",
+    "Audit",
+    "AuditConfig",
+    "BenchmarkAudit",
+    "Columns",
+    "DatasetAudit",
+    "DatasetFacts",
+    "audit_documents",
+    "check_audit",
+]
+
+NUM_LONGEST = 5
+NUM_PAIRS = 3
+MAX_TRAIN_TOKENS, MAX_HELD_OUT_TOKENS = 50_000_000, 2_000_000
+"""tokens that are searched for overlap, for seconds and some hundred megabytes; of more, evenly
+spread documents stand for all"""
+
+
+def audit_documents(
+    config: AuditConfig,
+    facts: Sequence[DatasetFacts],
+    train: Columns,
+    validation: Columns,
+    *,
+    benchmarks: Columns | None = None,
+    benchmark_names: Sequence[str] = (),
+    asked: Asked | None = None,
+) -> Audit:
+    """Count what both sides hold, compare them and judge.
+
+    `datasets` of `train` and `validation` index `facts`, those of `benchmarks` (the documents of
+    the test data sets) `benchmark_names`.
+    """
+    audit = Audit(
+        datasets=_count(facts, train, validation), longest=_longest(facts, train, validation)
+    )
+    _find_duplicates(audit, train)
+    _find_repeated(audit, train, validation)
+    if config.overlap and len(validation):
+        names = [dataset.name for dataset in audit.datasets]
+        overlapping = _find_overlap(audit, config, train, validation, "validation", names)
+        for dataset, count in zip(audit.datasets, overlapping, strict=True):
+            dataset.overlapping = count
+    if config.overlap and benchmarks is not None and len(benchmarks):
+        overlapping = _find_overlap(audit, config, train, benchmarks, "test", benchmark_names)
+        audit.benchmarks = _count_benchmarks(train, benchmarks, benchmark_names, overlapping)
+    judge(audit, facts, config, asked or Asked())
+    return audit
+
+
+def _count(
+    facts: Sequence[DatasetFacts], train: Columns, validation: Columns
+) -> list[DatasetAudit]:
+    import numpy as np
+
+    def each(side: Columns, values: npt.NDArray[Any] | None = None) -> list[int]:
+        counts = np.bincount(side.datasets, weights=values, minlength=len(facts))
+        return [round(count) for count in counts.tolist()]
+
+    rows = zip(
+        facts,
+        each(train),
+        each(validation),
+        each(train, train.lengths),
+        each(train, train.trained),
+        each(train, ~train.ends_in_stop),
+        each(train, train.double_bos),
+        strict=True,
+    )
+    return [
+        DatasetAudit(
+            name=fact.name,
+            path=fact.path,
+            rows=fact.rows,
+            train=of_train,
+            validation=of_validation,
+            tokens=tokens,
+            trained=trained,
+            bad_rows=fact.bad_rows,
+            dropped=fact.dropped_long,
+            truncated=fact.truncated,
+            split=fact.split,
+            empty=fact.empty,
+            no_stop=no_stop,
+            double_bos=double_bos,
+            notes={kind: count for kind, (count, _) in fact.notes.items()},
+        )
+        for fact, of_train, of_validation, tokens, trained, no_stop, double_bos in rows
+    ]
+
+
+def _longest(
+    facts: Sequence[DatasetFacts], train: Columns, validation: Columns
+) -> list[tuple[int, str]]:
+    """Return (tokens, origin) of the longest rows, those before any cut included."""
+    import numpy as np
+
+    found = {origin: tokens for fact in facts for tokens, origin in fact.longest}
+    for side in (train, validation):
+        for index in np.argsort(-side.lengths, kind="stable")[:NUM_LONGEST].tolist():
+            origin, tokens = str(side.origin(index)), int(side.lengths[index])
+            found[origin] = max(tokens, found.get(origin, 0))
+    ordered = sorted(found.items(), key=lambda row: (-row[1], row[0]))
+    return [(tokens, origin) for origin, tokens in ordered[:NUM_LONGEST]]
+
+
+def _find_duplicates(audit: Audit, train: Columns) -> None:
+    """Count documents of training that stand there already, to the token."""
+    import numpy as np
+
+    _, first, group = np.unique(train.digests, return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[group] != np.arange(len(train)))
+    for index, dataset in enumerate(audit.datasets):
+        own = again[train.datasets[again] == index]
+        dataset.duplicates = len(own)
+        if len(own):
+            earlier = train.origin(int(first[group[own[0]]]))
+            audit.warnings.append(
+                f"{dataset.name}: {of(len(own), dataset.train)} training documents are there "
+                f"already, first {train.origin(int(own[0]))}, the same as {earlier}; remove them, "
+                "or type data.audit.max_duplicate_share=0 to stop on them"
+            )
+
+
+def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
+    """Count validation documents that also stand in training, to the token."""
+    import numpy as np
+
+    if not len(train) or not len(validation):
+        return
+    digests, first = np.unique(train.digests, return_index=True)
+    place = np.minimum(np.searchsorted(digests, validation.digests), len(digests) - 1)
+    found = np.flatnonzero(digests[place] == validation.digests)
+    for index, dataset in enumerate(audit.datasets):
+        own = found[validation.datasets[found] == index]
+        dataset.repeated = len(own)
+        if len(own):
+            there = train.origin(int(first[place[own[0]]]))
+            audit.warnings.append(
+                f"{dataset.name}: {of(len(own), dataset.validation)} validation documents also "
+                f"stand in training, first {validation.origin(int(own[0]))}, the same as {there}; "
+                "remove them: their loss does not show what is learned beyond the rows"
+            )
+
+
+def _find_overlap(
+    audit: Audit,
+    config: AuditConfig,
+    train: Columns,
+    held_out: Columns,
+    what: str,
+    names: Sequence[str],
+) -> list[int]:
+    """Return for each data set of `held_out` how many documents share words with training."""
+    import numpy as np
+
+    found = find_overlap(
+        train,
+        held_out,
+        config.ngram,
+        min_share=config.overlap_share,
+        max_train_tokens=MAX_TRAIN_TOKENS,
+        max_held_out_tokens=MAX_HELD_OUT_TOKENS,
+    )
+    _say_searched(audit, what, found)
+    counts = []
+    for index, name in enumerate(names):
+        own = held_out.datasets == index
+        flagged = np.flatnonzero(found.flagged & own)
+        counts.append(len(flagged))
+        if len(flagged):
+            pairs = ", ".join(
+                f"{held_out.origin(one)} with {train.origin(int(found.partner[one]))}"
+                for one in flagged[:NUM_PAIRS].tolist()
+            )
+            audit.warnings.append(
+                f"{name}: {of(len(flagged), int(own.sum()))} {what} documents overlap with "
+                f"training (share {config.overlap_share:.0%} of their runs of {config.ngram} "
+                f"tokens), first {pairs}; look at these pairs, or type "
+                "data.audit.max_overlap_share=0 to stop on them"
+            )
+    return counts
+
+
+def _say_searched(audit: Audit, what: str, found: Overlap) -> None:
+    for share, side in ((found.train_share, "training"), (found.held_out_share, what)):
+        if share < 1:
+            audit.facts.append(
+                f"overlap with {what} documents: searched in {share:.0%} of the {side} tokens, "
+                "evenly spread documents; all of them would take long"
+            )
+
+
+def _count_benchmarks(
+    train: Columns, benchmarks: Columns, names: Sequence[str], overlapping: Sequence[int]
+) -> list[BenchmarkAudit]:
+    import numpy as np
+
+    known = np.isin(benchmarks.digests, train.digests)
+    rows = np.bincount(benchmarks.datasets, minlength=len(names))
+    repeated = np.bincount(benchmarks.datasets[known], minlength=len(names))
+    return [
+        BenchmarkAudit(
+            name=name, rows=int(rows[i]), repeated=int(repeated[i]), overlapping=overlapping[i]
+        )
+        for i, name in enumerate(names)
+    ]

@@ -1,0 +1,130 @@
+"""Keep what was tokenised for the next run, under a name made of all that shapes the tokens.
+
+Decides when a prepared data set may be used again. A folder appears under its final name only when
+it is complete; who prepares holds a lock, so that a second process waits and then finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_modules.types import DataError
+
+KEY_FILE = "key.json"
+_LABELS = {
+    "data": "the data changed",
+    "tokenizer": "the tokenizer changed",
+    "template": "the chat template changed",
+    "settings": "settings changed",
+    "code": "the code changed",
+    "versions": "library versions changed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Name a prepared data set: what it is of, and a hash or value of each thing that shapes it.
+
+    `parts` has the entries of `_LABELS`.
+    """
+
+    path: str
+    split: str
+    parts: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the folder's name."""
+        text = json.dumps([self.path, self.split, self.parts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def code_version() -> str:
+    """Return a hash of the files that decide what a row's tokens are."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for file in sorted([*folder.glob("*.py"), *folder.glob("templates/*.jinja")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Path, str]:
+    """Return the folder of a prepared data set, and whether it was there, in words.
+
+    Where it is not, `make(folder)` writes it into an empty folder. Raises DataError where the
+    cache's own folder cannot be written.
+    """
+    folder = root / key.name
+    if folder.is_dir():
+        return folder, "found in the cache"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{key.name}.lock"):
+            if folder.is_dir():
+                return folder, "prepared by another process"
+            reason = _why_missing(root, key)
+            _remove_unfinished(root, key)
+            unfinished = root / f"{key.name}.tmp-{os.getpid()}"
+            unfinished.mkdir()
+            try:
+                make(unfinished)
+                note = {"path": key.path, "split": key.split, "parts": key.parts}
+                (unfinished / KEY_FILE).write_text(json.dumps(note, indent=2) + "\n")
+                os.replace(unfinished, folder)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"{root}: the prepared data cannot be written: {error.strerror or error}; give a "
+            "folder with room by data.cache_dir=FOLDER"
+        ) from error
+    return folder, f"prepared ({reason})"
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    import fcntl
+
+    with file.open("w") as stream:
+        # The system lets go of it when the process ends, however it ends.
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_unfinished(root: Path, key: Key) -> None:
+    """Remove what a killed process has left; the lock says that none is at work."""
+    for left in root.glob(f"{key.name}.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _why_missing(root: Path, key: Key) -> str:
+    """Say what changed since the newest entry of the same data."""
+    newest: tuple[int, Mapping[str, Any]] | None = None
+    for file in root.glob(f"*/{KEY_FILE}"):
+        try:
+            note, age = json.loads(file.read_text()), file.stat().st_mtime_ns
+        except (OSError, ValueError):
+            continue  # being removed by somebody
+        same = note["path"] == key.path and note["split"] == key.split
+        if same and (newest is None or age > newest[0]):
+            newest = (age, note["parts"])
+    if newest is None:
+        return "not in the cache yet"
+    before = newest[1]
+    changed = [part for part in key.parts if before.get(part) != key.parts[part]]
+    return ", ".join(_in_words(part, before.get(part), key.parts[part]) for part in changed)
+
+
+def _in_words(part: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        return f"{_LABELS[part]}: {', '.join(names)}"
+    return _LABELS[part]

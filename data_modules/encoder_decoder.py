@@ -1,0 +1,166 @@
+"""Make the encoder's and the decoder's tokens of a row, for models that have both.
+
+Decides what is asked (all before the last answer) and what is answered. Both sides get the special
+tokens that the tokenizer itself adds, and a target always ends in the EOS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from data_modules.laying import Layer
+from data_modules.masking import MaskConfig
+from data_modules.rendering import THOUGHT, Chat, Renderer, RowRefusedError
+from data_modules.types import Conversation, DataError, Document, Encoded, Item, Note, Tokens
+
+if TYPE_CHECKING:
+    import transformers
+
+
+class Pair(NamedTuple):
+    """Hold what is asked and what is answered, as text; the first `unlearned` characters of the
+    answer are not learned."""
+
+    source: str
+    target: str
+    weight: float
+    unlearned: int = 0
+    notes: tuple[Note, ...] = ()
+
+
+class PairEncoder:
+    """Encode rows as pairs of a source and a target."""
+
+    def __init__(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        renderer: Renderer,
+        layer: Layer,
+        mask: MaskConfig,
+    ) -> None:
+        problems = [
+            f"data.{name}={value}: not for an encoder-decoder model, which learns the last answer "
+            f"only; set data.{name}={instead}"
+            for name, value, instead in (
+                ("train_on_inputs", mask.train_on_inputs, False),
+                ("roles_to_train", mask.roles_to_train, "[assistant]"),
+                ("control_tokens", mask.control_tokens, "keep"),
+            )
+            if value not in (False, ["assistant"], "keep", "error")
+        ]
+        if problems:
+            raise DataError(problems)
+        self._tokenizer, self._renderer = tokenizer, renderer
+        self._layer, self._mask = layer, mask
+
+    def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
+        """Yield the encoder's ids of each item, and the decoder's with their weights."""
+        pairs = [self._pair_or_refusal(item) for item in items]
+        encoded = iter(self._encode([pair for pair in pairs if isinstance(pair, Pair)]))
+        for pair in pairs:
+            yield next(encoded) if isinstance(pair, Pair) else pair
+
+    def prompt_ids(self, item: Item) -> list[int]:
+        """Return the encoder's ids of an item, none where it has not both sides."""
+        pair = self._pair_or_refusal(item)
+        return self._source_ids([pair.source])[0] if isinstance(pair, Pair) else []
+
+    def _pair_or_refusal(self, item: Item) -> Pair | RowRefusedError:
+        try:
+            pair = self._pair(item)
+            token = self._layer.control_token(item)
+            notes, _ = self._layer.control_in([(token, 0, 0)] if token else [], "")
+        except RowRefusedError as refused:
+            return refused
+        return pair._replace(notes=(*pair.notes, *notes))
+
+    def _pair(self, item: Item) -> Pair:
+        """Return the texts of both sides; raises RowRefusedError where there is only one."""
+        if isinstance(item, Tokens):
+            raise RowRefusedError(
+                "an encoder-decoder model needs a prompt and an answer, and this row is tokenised "
+                "already; give it as text"
+            )
+        if isinstance(item, Document):
+            return _pair_of_document(item)
+        return self._pair_of_chat(item)
+
+    def _encode(self, pairs: Sequence[Pair]) -> list[Encoded]:
+        import numpy as np
+
+        if not pairs:
+            return []
+        sources = self._source_ids([pair.source for pair in pairs])
+        targets = self._tokenizer(text_target=[pair.target for pair in pairs])
+        eos = self._tokenizer.eos_token_id
+        encoded = []
+        for number, (pair, source) in enumerate(zip(pairs, sources, strict=True)):
+            ids = list(targets["input_ids"][number])
+            weights = np.full(len(ids), pair.weight, np.float32)
+            if pair.unlearned:
+                for index, (_, end) in enumerate(targets.encodings[number].offsets):
+                    if 0 < end <= pair.unlearned:
+                        weights[index] = 0.0
+            if eos is not None and ids[-1:] != [eos]:
+                ids.append(eos)
+                weights = np.append(weights, np.float32(pair.weight))
+            if self._mask.train_on_eos == "none" and ids[-1:] == [eos]:
+                weights[-1] = 0.0
+            if not pair.target.strip():
+                weights[:] = 0.0
+            encoded.append(
+                Encoded(
+                    np.array(source, np.int32), weights, np.array(ids, np.int32), notes=pair.notes
+                )
+            )
+        return encoded
+
+    def _source_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        backend: Any = self._tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=True)
+        return [encoding.ids for encoding in encodings]
+
+    def _pair_of_chat(self, chat: Conversation) -> Pair:
+        given = self._renderer.given(chat, self._mask.reasoning)
+        last = max((i for i, t in enumerate(given.turns) if t.role == "assistant"), default=0)
+        if not last:
+            raise RowRefusedError(
+                "an encoder-decoder model needs a prompt and an answer; this row has no answer"
+            )
+        turn = given.turns[last]
+        if turn.tool_calls:
+            raise RowRefusedError(
+                "the last answer calls a tool, which no encoder-decoder template writes; remove "
+                "the row, or write the call into its content"
+            )
+        source = self._renderer.render([Chat(given.turns[:last], given.tools)], True)[0]
+        if isinstance(source, RowRefusedError):
+            raise source
+        target = turn.content
+        if turn.reasoning:
+            target = f"<think>\n{turn.reasoning}\n</think>\n\n{target}"
+        thought = THOUGHT.match(target) if self._mask.reasoning == "mask" else None
+        first = chat.turns[0]
+        is_lost = first.role == "system" and first.content.strip() not in source
+        weight = 1.0 if turn.weight is None else turn.weight
+        return Pair(
+            source,
+            target,
+            weight * chat.weight,
+            thought.end() if thought else 0,
+            (Note("lost_system"),) if is_lost else (),
+        )
+
+
+def _pair_of_document(document: Document) -> Pair:
+    source = "".join(segment.text for segment in document.segments[:-1])
+    if not source:
+        raise RowRefusedError(
+            "an encoder-decoder model needs a prompt and an answer; this row is one text: give it "
+            "as prompt and completion"
+        )
+    last = document.segments[-1]
+    return Pair(source, last.text, last.weight)

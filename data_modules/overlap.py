@@ -1,0 +1,314 @@
+"""Find documents that share a run of tokens with documents of training.
+
+Decides what counts as the same words: n-grams of token ids that are no scaffolding (a system
+prompt, a template's header), and how many of them. One alone says little: of unrelated real data
+up to nine documents in ten share one, two or three in a hundred share a fifth of theirs. Never
+decides what it means for a run. Compares `input_ids`; a decoder's labels are not searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from data_modules.types import Example, Origin
+
+    Hashes = npt.NDArray[np.uint64]
+    Indices = npt.NDArray[np.int64]
+    Flags = npt.NDArray[np.bool_]
+
+CHUNK_TOKENS = 1 << 20
+"""tokens that are hashed at a time: about 60 MB with what comes of them"""
+SCAFFOLDING_SHARE, SCAFFOLDING_DOCUMENTS = 0.10, 2
+"""an n-gram in more documents of a data set than the larger of the two is scaffolding"""
+_BASE, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_MAX_TABLE_BITS = 27
+
+
+class Columns(Protocol):
+    """Offer the documents of one side, one by one and as columns of `n` documents."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Return the tokens of each document, int64 [n]."""
+
+    @property
+    def trained(self) -> npt.NDArray[np.int64]:
+        """Return the learned tokens of each document, int64 [n]; the first one never is."""
+
+    @property
+    def datasets(self) -> npt.NDArray[np.int64]:
+        """Return the index of each document's data set, int64 [n]."""
+
+    @property
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """Return a hash of each document's ids, uint64 [n]."""
+
+    @property
+    def ends_in_stop(self) -> npt.NDArray[np.bool_]:
+        """Return whether the last learned token is a stop token, bool [n]."""
+
+    @property
+    def double_bos(self) -> npt.NDArray[np.bool_]:
+        """Return whether a document begins with two BOS tokens, bool [n]."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
+
+    def origin(self, index: int) -> Origin:
+        """Return where a document comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Hold what was found: `partner` int64 [n] is the document of training that held-out document i
+    shares most with, or -1. `train_share` and `held_out_share` say how much was searched.
+    """
+
+    partner: Indices
+    train_share: float
+    held_out_share: float
+
+    @property
+    def flagged(self) -> Flags:
+        """Return which held-out documents overlap with training, bool [n]."""
+        return self.partner >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Hold the n-grams of the held-out side: sorted and different, and who has them.
+
+    Gram i stands in documents `documents[starts[i]:starts[i + 1]]`. `table` is a filter that lets
+    all known n-grams through and few others.
+    """
+
+    grams: Hashes
+    starts: Indices
+    documents: Indices
+    table: Flags
+
+    def find(self, hashes: Hashes) -> tuple[Indices, Indices]:
+        """Return the positions of known hashes, and the gram that each of them is."""
+        import numpy as np
+
+        shift = np.uint64(64 - (len(self.table).bit_length() - 1))
+        maybe = np.flatnonzero(self.table[hashes >> shift])
+        grams = np.searchsorted(self.grams, hashes[maybe])
+        grams = np.minimum(grams, len(self.grams) - 1)
+        known = self.grams[grams] == hashes[maybe]
+        return maybe[known], grams[known]
+
+
+def find_overlap(
+    train: Columns,
+    held_out: Columns,
+    ngram: int,
+    *,
+    min_share: float,
+    max_train_tokens: int,
+    max_held_out_tokens: int,
+) -> Overlap:
+    """Find the held-out documents of whose n-grams at least `min_share` stand in training.
+
+    Documents shorter than `ngram` tokens are compared whole. N-grams in more than 10 % of the
+    documents of a data set of either side (and in more than 2) are scaffolding and do not count.
+    Above the maxima, evenly spread documents stand for all.
+    """
+    import numpy as np
+
+    partner = np.full(len(held_out), -1, dtype=np.int64)
+    searched, train_share = _spread(train.lengths, max_train_tokens)
+    asked, held_out_share = _spread(held_out.lengths, max_held_out_tokens)
+    _match_short(train, held_out, ngram, partner)
+    index = _index_grams(held_out, asked, ngram)
+    known = np.full(len(index.grams), -1, dtype=np.int64)
+    if len(index.grams):
+        for dataset in np.unique(train.datasets[searched]):
+            chosen = searched[train.datasets[searched] == dataset]
+            known = np.where(known < 0, _search(train, chosen, index, ngram), known)
+    _match_shares(index, known, min_share, len(train), partner)
+    return Overlap(partner, train_share, held_out_share)
+
+
+def _spread(lengths: Indices, max_tokens: int) -> tuple[Indices, float]:
+    """Return evenly spread documents of about `max_tokens` tokens, and their share of all.
+
+    Neighbours, a thousand at a time: what lies between them is then never read from the disk.
+    """
+    import numpy as np
+
+    total = int(lengths.sum())
+    step = max(1, -(-total // max_tokens))
+    block = max(1, min(1000, len(lengths) // (100 * step)))
+    chosen = np.flatnonzero(np.arange(len(lengths)) // block % step == 0)
+    return chosen, int(lengths[chosen].sum()) / max(1, total)
+
+
+def _match_short(train: Columns, held_out: Columns, ngram: int, partner: Indices) -> None:
+    """Match documents that are shorter than an n-gram by their digests."""
+    import numpy as np
+
+    asked = np.flatnonzero(held_out.lengths < ngram)
+    known = np.flatnonzero(train.lengths < ngram)
+    if not len(asked) or not len(known):
+        return
+    digests, first = np.unique(train.digests[known], return_index=True)
+    place = np.minimum(np.searchsorted(digests, held_out.digests[asked]), len(digests) - 1)
+    same = digests[place] == held_out.digests[asked]
+    partner[asked[same]] = known[first[place[same]]]
+
+
+def _match_shares(
+    index: _Index, known: Indices, min_share: float, num_train: int, partner: Indices
+) -> None:
+    """Match documents enough of whose n-grams are `known`: a training document of each, or -1."""
+    import numpy as np
+
+    owners = np.repeat(known, np.diff(index.starts))
+    shared = owners >= 0
+    counts = np.bincount(index.documents, minlength=len(partner))
+    found = np.bincount(index.documents[shared], minlength=len(partner))
+    # Pairs of documents as one number, the one that stands there most often last.
+    pairs, times = np.unique(
+        index.documents[shared] * num_train + owners[shared], return_counts=True
+    )
+    pairs = pairs[np.argsort(times, kind="stable")]
+    matched = np.full(len(partner), -1, dtype=np.int64)
+    matched[pairs // max(1, num_train)] = pairs % max(1, num_train)
+    enough = (found > 0) & (found >= min_share * counts) & (partner < 0)
+    partner[enough] = matched[enough]
+
+
+def _index_grams(held_out: Columns, asked: Indices, ngram: int) -> _Index:
+    import numpy as np
+
+    hashes: list[Hashes] = []
+    documents: list[Indices] = []
+    scaffolding: list[Hashes] = []
+    for dataset in np.unique(held_out.datasets[asked]):
+        chosen = asked[held_out.datasets[asked] == dataset]
+        parts = [_different(*part) for part in _grams(held_out, chosen, ngram)]
+        if not parts:
+            continue
+        grams = np.concatenate([part[0] for part in parts])
+        hashes.append(grams)
+        documents.append(np.concatenate([part[1] for part in parts]))
+        each, counts = np.unique(grams, return_counts=True)
+        scaffolding.append(each[counts > _most(len(chosen))])
+    grams = np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
+    owners = np.concatenate(documents) if documents else np.zeros(0, np.int64)
+    if scaffolding:
+        kept = ~np.isin(grams, np.concatenate(scaffolding))
+        grams, owners = grams[kept], owners[kept]
+    order = np.argsort(grams, kind="stable")
+    each, starts = np.unique(grams[order], return_index=True)
+    bits = min(max(16, len(each).bit_length() + 4), _MAX_TABLE_BITS)
+    table = np.zeros(1 << bits, dtype=np.bool_)
+    table[each >> np.uint64(64 - bits)] = True
+    return _Index(each, np.append(starts, len(order)), owners[order], table)
+
+
+def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Indices:
+    """Return for each gram of `index` a training document that has it, or -1.
+
+    Grams of too many of the `chosen` documents are scaffolding: -1.
+    """
+    import numpy as np
+
+    counts = np.zeros(len(index.grams), dtype=np.int64)
+    first = np.full(len(index.grams), -1, dtype=np.int64)
+    for hashes, documents in _grams(train, chosen, ngram):
+        at, grams = index.find(hashes)
+        owners = documents[at]
+        order = np.lexsort((owners, grams))
+        grams, owners = grams[order], owners[order]
+        new = np.ones(len(grams), dtype=np.bool_)
+        new[1:] = (grams[1:] != grams[:-1]) | (owners[1:] != owners[:-1])
+        grams, owners = grams[new], owners[new]
+        counts += np.bincount(grams, minlength=len(counts))
+        unseen = first[grams] < 0
+        # Written backwards, so that the first document of a gram is the one that stays.
+        first[grams[unseen][::-1]] = owners[unseen][::-1]
+    first[counts > _most(len(chosen))] = -1
+    return first
+
+
+def _most(num_documents: int) -> float:
+    return max(SCAFFOLDING_DOCUMENTS, SCAFFOLDING_SHARE * num_documents)
+
+
+def _different(hashes: Hashes, documents: Indices) -> tuple[Hashes, Indices]:
+    """Keep each n-gram of a document once; `documents` is sorted."""
+    import numpy as np
+
+    order = np.lexsort((hashes, documents))
+    hashes, documents = hashes[order], documents[order]
+    new = np.ones(len(hashes), dtype=np.bool_)
+    new[1:] = (hashes[1:] != hashes[:-1]) | (documents[1:] != documents[:-1])
+    return hashes[new], documents[new]
+
+
+def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes, Indices]]:
+    """Yield the n-grams' hashes of `chosen` documents and whose they are, chunk by chunk."""
+    import numpy as np
+
+    chosen = chosen[side.lengths[chosen] >= ngram]
+    if not len(chosen):
+        return
+    ends = np.cumsum(side.lengths[chosen])
+    cuts = np.searchsorted(ends, np.arange(CHUNK_TOKENS, ends[-1], CHUNK_TOKENS)) + 1
+    for part in np.split(chosen, np.unique(cuts)):
+        # Encoder-decoder documents are as long as their longer side; here the ids alone count.
+        ids = [side[index].input_ids for index in part.tolist()]
+        sizes = np.array([len(each) for each in ids], dtype=np.int64)
+        flat = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+        if len(flat) < ngram:
+            continue
+        owners = np.repeat(part, sizes)
+        numbers = np.repeat(np.arange(len(part)), sizes)
+        hashes = hash_grams(flat, ngram)
+        count = len(hashes)
+        whole = numbers[:count] == numbers[ngram - 1 :]
+        yield hashes[whole], owners[:count][whole]
+
+
+def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
+    """Return a hash of the `ngram` ids from each position on, uint64 [len(ids) - ngram + 1].
+
+    A polynomial in the mixed ids, mod 2^64; blocks of 1, 2, 4, ... ids are put together from the
+    halves, so that 13 ids cost 5 passes.
+    """
+    import numpy as np
+
+    blocks = _mixed(ids.astype(np.uint64))
+    hashes = np.zeros(len(ids) - ngram + 1, dtype=np.uint64)
+    width, covered, power = 1, 0, _BASE
+    while width <= ngram:
+        if ngram & width:
+            hashes *= np.uint64(power)
+            hashes += blocks[covered : covered + len(hashes)]
+            covered += width
+        if 2 * width <= ngram:
+            blocks = blocks[:-width] * np.uint64(power) + blocks[width:]
+        width, power = 2 * width, power * power & _WORD
+    return _mixed(hashes)
+
+
+def _mixed(words: Hashes) -> Hashes:
+    """Spread each word's bits over all 64 of them (splitmix64's finaliser)."""
+    import numpy as np
+
+    words = words + np.uint64(_BASE)
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words

@@ -1,0 +1,69 @@
+"""Say what was read: a line a data set on the screen, and the same for the run's manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasetReport:
+    """Say what a data set is and what is learned of it; tokens are those of training."""
+
+    name: str
+    path: str
+    format: str
+    format_guessed: bool
+    sha256: str
+    how: str
+    rows: int
+    train_rows: int
+    validation_rows: int
+    tokens: int
+    trained_tokens: int
+    rejected: int
+    lost_tokens: int = 0
+    is_streamed: bool = False
+
+    def line(self) -> str:
+        """Return it in one line."""
+        guessed = ", guessed" if self.format_guessed else ""
+        if self.is_streamed:
+            return (
+                f"{self.name}: streamed ({self.format}{guessed}), its first "
+                f"{self.validation_rows:,} rows are for validation"
+            )
+        share = 100 * self.trained_tokens / max(1, self.tokens)
+        parts = [
+            f"{self.rows:,} rows ({self.format}{guessed})",
+            f"{self.train_rows:,} train + {self.validation_rows:,} validation",
+            f"{self.tokens:,} tokens",
+            f"{share:.0f} % trained",
+            self.how,
+        ]
+        if self.lost_tokens:
+            parts.append(f"{self.lost_tokens:,} tokens lost with long rows")
+        if self.rejected:
+            parts.append(f"{self.rejected:,} bad rows left out")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Fingerprint:
+    """Tell which rows the evaluation asks; `sha256` is "" for a hub id."""
+
+    name: str
+    path: str
+    sha256: str
+
+
+@dataclass(kw_only=True, slots=True)
+class DataReport:
+    """Say what was read, for the screen and for the run's manifest."""
+
+    datasets: list[DatasetReport]
+    template_note: str
+    test_datasets: list[Fingerprint] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return what is said aloud: a line a data set, and how turns are written."""
+        return [*(report.line() for report in self.datasets), self.template_note]

@@ -1,0 +1,242 @@
+"""Read rows as items: source and format together, with every row that cannot be read named.
+
+Decides what becomes of a bad row: an error, a line of a quarantine, or a count. Never tokenises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from data_modules import format as formats
+from data_modules import source
+from data_modules.types import DataError, Item, Origin, Problems, Row
+
+if TYPE_CHECKING:
+    from data_modules.settings import DataConfig, DatasetConfig
+
+GUESSED_ROWS = 100
+"""so many first rows vote on the format of a data set"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Hold a row that cannot be learned: where it stands, why, and the beginning of its text.
+
+    `columns` are its columns where it lacks one that its format needs. `is_empty` says that only
+    its answer is empty.
+    """
+
+    origin: Origin
+    problem: str
+    raw: str
+    columns: tuple[str, ...] | None = None
+    is_empty: bool = False
+
+
+def read_chunk(
+    chunk: source.Chunk, format_name: str, columns: dict[str, str]
+) -> Iterator[list[Item] | Rejected]:
+    """Yield the items of each row of a chunk, or why there are none."""
+    for row in chunk.rows():
+        if isinstance(row, source.BadRow):
+            yield Rejected(row.origin, row.problem, row.raw)
+        else:
+            yield convert(row, format_name, columns)
+
+
+def convert(row: Row, format_name: str, columns: dict[str, str]) -> list[Item] | Rejected:
+    """Return the items of a row, or why there are none."""
+    try:
+        return formats.convert_row(row, format_name, columns)
+    except formats.RowError as error:
+        lacks = isinstance(error, formats.MissingColumnError)
+        return Rejected(
+            row.origin,
+            f"{row.origin} {error}",
+            _text_of(row),
+            tuple(row.values) if lacks else None,
+            isinstance(error, formats.EmptyAnswerError),
+        )
+
+
+def reject(chunk: source.Chunk, problems: Mapping[int, str]) -> list[Rejected]:
+    """Return rows of `chunk`, by their numbers from 0, as rejected for what `problems` say."""
+    if not problems:
+        return []
+    return [
+        Rejected(row.origin, problems[number], _text_of(row))
+        for number, row in enumerate(chunk.rows())
+        if number in problems and isinstance(row, Row)
+    ]
+
+
+def _text_of(row: Row) -> str:
+    """Return a row as JSON, as far as a quarantine keeps it."""
+    return json.dumps(row.values, ensure_ascii=False, default=str)[: source.MAX_RAW]
+
+
+def find_format(
+    dataset: DatasetConfig, chunks: Iterator[source.Chunk]
+) -> tuple[str | None, Iterator[source.Chunk]]:
+    """Return the format of a data set, and its chunks, of which the first may have been looked at.
+
+    None where no row can be read.
+    """
+    if dataset.format is not None:
+        return dataset.format, chunks
+    seen: list[source.Chunk] = []
+    for chunk in chunks:
+        seen.append(chunk)
+        rows = (row for row in chunk.rows() if isinstance(row, Row))
+        first = list(itertools.islice(rows, GUESSED_ROWS))
+        if first:
+            return _guess(dataset, first), itertools.chain(seen, chunks)
+    return None, iter(seen)
+
+
+def chunks_of(
+    dataset: DatasetConfig, data: DataConfig, budget: source.Budget | None = None
+) -> Iterator[source.Chunk]:
+    """Return the chunks of a data set, as its settings ask."""
+    return source.read_chunks(
+        dataset.path,
+        split=dataset.split,
+        revision=dataset.revision,
+        budget=budget,
+        max_row_bytes=data.max_row_bytes,
+    )
+
+
+def read_items(
+    dataset: DatasetConfig,
+    data: DataConfig,
+    *,
+    wanted: Collection[Origin] | None = None,
+    max_rows: int | None = None,
+) -> list[Item]:
+    """Return the items of the first `max_rows` good rows, of those at `wanted` where given."""
+    items: list[Item] = []
+    if max_rows == 0 or (wanted is not None and not wanted):
+        return items
+    format_name, chunks = find_format(dataset, chunks_of(dataset, data))
+    num_rows = 0
+    for chunk in chunks:
+        for row in chunk.rows():
+            if isinstance(row, source.BadRow) or (wanted is not None and row.origin not in wanted):
+                continue
+            found = convert(row, format_name or "", dataset.columns)
+            if isinstance(found, Rejected):
+                continue
+            items += found
+            num_rows += 1
+            if num_rows == max_rows or (wanted is not None and num_rows == len(wanted)):
+                return items
+    return items
+
+
+def check_first_rows(dataset: DatasetConfig, data: DataConfig, budget: source.Budget) -> list[str]:
+    """Return what is wrong with the rows that `budget` allows to look at."""
+    if source.is_remote(dataset.path) or source.is_generated(dataset.path):
+        return []
+    bad = BadRows(data)
+    try:
+        format_name, chunks = find_format(dataset, chunks_of(dataset, data, budget))
+        for chunk in chunks:
+            for found in read_chunk(chunk, format_name or "", dataset.columns):
+                if isinstance(found, Rejected):
+                    bad.add(found)
+                else:
+                    bad.add_good(format_name or "", found[0].origin)
+    except DataError as error:
+        bad.add_problems(error.problems)
+    try:
+        bad.raise_if_any()
+    except DataError as error:
+        return error.problems
+    return []
+
+
+class BadRows:
+    """Collect the rows that cannot be learned, and decide whether they stop the run.
+
+    Rows that lack a column are named once for all rows with the same columns, beside how many rows
+    are as they should be.
+    """
+
+    def __init__(self, data: DataConfig) -> None:
+        self._quarantines = data.on_bad_row == "quarantine"
+        self._drops_empty = data.drop_empty
+        self._problems = Problems()
+        self._lacking: dict[tuple[str, ...], list[str]] = {}
+        self._num_good, self._first_good = 0, ""
+        self.kept: list[Rejected] = []
+        """the rows that a quarantine takes"""
+        self.empty: list[Origin] = []
+        """rows whose answer is empty, where those are dropped"""
+
+    def add(self, row: Rejected) -> None:
+        """Note one bad row."""
+        if row.is_empty and self._drops_empty:
+            self.empty.append(row.origin)
+        elif self._quarantines:
+            self.kept.append(row)
+        elif row.columns is not None:
+            self._lacking.setdefault(row.columns, []).append(row.problem)
+        else:
+            self._problems.add(row.problem)
+
+    def add_all(self, rows: Iterable[Rejected]) -> None:
+        """Note several bad rows."""
+        for row in rows:
+            self.add(row)
+
+    def add_good(self, format_name: str, origin: Origin) -> None:
+        """Count a row that can be learned."""
+        self._num_good += 1
+        self._first_good = self._first_good or f"of format {format_name}, first {origin}"
+
+    def add_problems(self, problems: Iterable[str]) -> None:
+        """Note what stops the run whatever becomes of bad rows."""
+        for problem in problems:
+            self._problems.add(problem)
+
+    def raise_if_any(self) -> None:
+        """Raise DataError with all problems that stop the run."""
+        for same in self._lacking.values():
+            notes = [f"{len(same) - 1:,} more rows have these columns"] if len(same) > 1 else []
+            if self._num_good:
+                notes.append(f"{self._num_good:,} rows are {self._first_good}")
+            self._problems.add(f"{same[0]} ({'; '.join(notes)})" if notes else same[0])
+        self._lacking.clear()
+        self._problems.raise_if_any()
+
+
+def _guess(dataset: DatasetConfig, first: Sequence[Row]) -> str:
+    """Return the format of most rows; raises DataError where the first, and most, are of none."""
+    votes: Counter[str] = Counter()
+    unknown: dict[int, str] = {}
+    for number, row in enumerate(first):
+        try:
+            columns = formats.apply_columns(row.values, dataset.columns)
+        except formats.MissingColumnError as error:
+            unknown[number] = f"{row.origin} {error}"
+            continue
+        name = formats.guess_format(columns)
+        if name is None:
+            unknown[number] = (
+                f"{row.origin} columns {list(row.values)} are of no known format"
+                f"{formats.near_field(columns)}; set data.datasets[].format to one of "
+                f"{', '.join(formats.FORMATS)}, and name the columns by data.datasets[].columns, "
+                "as in {instruction: question, output: answer}"
+            )
+        else:
+            votes[name] += 1
+    for name, count in votes.most_common(1):
+        if count >= len(unknown) or 0 not in unknown:
+            return name
+    raise DataError(unknown[0])

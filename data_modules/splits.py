@@ -1,0 +1,103 @@
+"""Read what a split means: names of splits and slices of their rows, as in train[:90%]+dev.
+
+Decides which rows a slice has. Never reads a row.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
+_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Hold one end of a slice: a row's number, from the end where negative, or a percentage."""
+
+    value: Fraction
+    is_percent: bool
+
+    @property
+    def needs_total(self) -> bool:
+        """Tell whether it depends on how many rows there are."""
+        return self.is_percent or self.value < 0
+
+    def resolve(self, total: int) -> int:
+        """Return the row's number from 0; the same share gives the same row at both ends."""
+        if self.is_percent:
+            value = self.value + 100 if self.value < 0 else self.value
+            return min(total, max(0, round(value * total / 100)))
+        value = self.value + total if self.value < 0 else self.value
+        return min(total, max(0, int(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Hold a split's name and the slice of its rows that is meant."""
+
+    name: str
+    start: _Bound | None = None
+    stop: _Bound | None = None
+
+    @property
+    def needs_total(self) -> bool:
+        """Tell whether the slice depends on how many rows there are."""
+        return any(bound is not None and bound.needs_total for bound in (self.start, self.stop))
+
+    @property
+    def is_sliced(self) -> bool:
+        """Tell whether some rows are left out."""
+        return self.start is not None or self.stop is not None
+
+    def resolve(self, total: int | None) -> tuple[int, int | None]:
+        """Return first row, from 0, and the row after the last (None = all that follow)."""
+        known = total if total is not None else 1 << 62
+        start = 0 if self.start is None else self.start.resolve(known)
+        return start, None if self.stop is None else self.stop.resolve(known)
+
+    def __str__(self) -> str:
+        def text(bound: _Bound | None) -> str:
+            if bound is None:
+                return ""
+            return f"{float(bound.value):g}%" if bound.is_percent else str(bound.value)
+
+        cut = f"[{text(self.start)}:{text(self.stop)}]" if self.is_sliced else ""
+        return f"{self.name}{cut}"
+
+
+def check_split(split: str) -> list[Part]:
+    """Return the parts of `split`, as in `train[:90%]+validation`; raises ValueError."""
+    return [_parse_part(part) for part in split.split("+")]
+
+
+def _parse_part(text: str) -> Part:
+    match = _PART.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            f"split '{text}' cannot be read; use NAME, NAME[:90%], NAME[100:200] or NAME+NAME"
+        )
+    start, stop = (
+        None if bound is None else _parse_bound(bound, text) for bound in match.groups()[1:]
+    )
+    # -10 and 90 cannot be compared: rows have to be counted first.
+    if (
+        start is not None
+        and stop is not None
+        and (start.is_percent, start.value < 0) == (stop.is_percent, stop.value < 0)
+        and start.value >= stop.value
+    ):
+        raise ValueError(f"split '{text}' has no row: it ends where it begins, or before")
+    return Part(match[1], start, stop)
+
+
+def _parse_bound(text: str, whole: str) -> _Bound:
+    is_percent = text.endswith("%")
+    value = Fraction(text.removesuffix("%").replace("_", ""))
+    if is_percent and abs(value) > 100:
+        raise ValueError(f"split '{whole}' has {text}; give a percentage up to 100")
+    if not is_percent and value.denominator != 1:
+        raise ValueError(f"split '{whole}' has row {text}; give a whole number, or a percentage")
+    return _Bound(value, is_percent)

@@ -1,0 +1,256 @@
+"""Keep tokenised documents on disk in one Arrow file, and read them without loading them.
+
+Decides how documents lie on disk. Never decides which ones are learned, or when.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from data_modules.types import Example, Origin
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+TOKENS_FILE = "tokens.arrow"
+_COLUMNS = ("rows", "lines", "trained", "label_weights", "digests", "ends_in_stop", "double_bos")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """Hold the documents of a chunk of rows, side by side, as they cross processes and go to disk.
+
+    input_ids      int32 [tokens of all documents], document after document
+    lengths        int64 [documents], tokens of each
+    weights        float32 [labels of all documents]; as many as tokens, or as targets where there
+                   are targets
+    target_ids     int32 [targets of all documents], None for causal models
+    target_lengths int64 [documents], None for causal models
+    rows           int64 [documents], number of the row that the document comes from
+    lines          int64 [documents], its line in the chunk's file
+    trained        int64 [documents], labels with a weight
+    label_weights  float64 [documents], sum of the weights of the labels
+    digests        uint64 [documents], hash of the ids
+    ends_in_stop   bool [documents], the last learned token is a stop token
+    double_bos     bool [documents], begins with two BOS
+    """
+
+    file: str
+    input_ids: npt.NDArray[np.int32]
+    lengths: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32]
+    target_ids: npt.NDArray[np.int32] | None
+    target_lengths: npt.NDArray[np.int64] | None
+    rows: npt.NDArray[np.int64]
+    lines: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.int64]
+    label_weights: npt.NDArray[np.float64]
+    digests: npt.NDArray[np.uint64]
+    ends_in_stop: npt.NDArray[np.bool_]
+    double_bos: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def largest_token(self) -> tuple[int, str]:
+        """Return the largest token id, and where it stands."""
+        sides = [(self.input_ids, self.lengths)]
+        if self.target_ids is not None and self.target_lengths is not None:
+            sides.append((self.target_ids, self.target_lengths))
+        found = []
+        for ids, lengths in sides:
+            place = int(ids.argmax())
+            document = int(lengths.cumsum().searchsorted(place, side="right"))
+            found.append((int(ids[place]), f"{self.file}:{self.lines[document]}"))
+        return max(found)
+
+
+class StoreWriter:
+    """Write chunks of documents into `folder`, one after the other, in bounded memory."""
+
+    def __init__(self, folder: Path) -> None:
+        import pyarrow
+
+        self._file = folder / TOKENS_FILE
+        self._sink = pyarrow.OSFile(str(self._file), "wb")
+        self._writer: Any = None
+
+    def add(self, documents: Documents) -> None:
+        """Append the documents of a chunk."""
+        import pyarrow
+
+        if not len(documents):
+            return
+        columns: dict[str, Any] = {"input_ids": _lists(documents.input_ids, documents.lengths)}
+        labels = documents.lengths
+        if documents.target_ids is not None and documents.target_lengths is not None:
+            labels = documents.target_lengths
+            columns["target_ids"] = _lists(documents.target_ids, labels)
+        columns["weights"] = _lists(documents.weights, labels)
+        columns |= {name: pyarrow.array(getattr(documents, name)) for name in _COLUMNS}
+        batch = pyarrow.RecordBatch.from_pydict(columns)
+        if self._writer is None:
+            self._writer = pyarrow.ipc.new_file(self._sink, batch.schema)
+        self._writer.write_batch(batch, custom_metadata={"file": documents.file})
+
+    def close(self) -> None:
+        """Finish the file and force it to disk."""
+        if self._writer is not None:
+            self._writer.close()
+        self._sink.close()
+        with self._file.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+class TokenStore:
+    """Read one prepared data set; the tokens stay on disk until they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._open(folder)
+
+    def _open(self, folder: Path) -> None:
+        import numpy as np
+        import pyarrow
+
+        self._folder = folder
+        source = pyarrow.memory_map(str(folder / TOKENS_FILE))
+        reader = pyarrow.ipc.open_file(source)
+        numbers = range(reader.num_record_batches)
+        named = [reader.get_batch_with_custom_metadata(number) for number in numbers]
+        batches = [batch for batch, _ in named]
+        self._parts = [_Part(batch, metadata[b"file"].decode()) for batch, metadata in named]
+        sizes = [batch.num_rows for batch in batches]
+        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+        def column(name: str) -> Any:
+            return np.concatenate([np.asarray(batch[name]) for batch in batches])
+
+        self.rows = column("rows")
+        self.lines = column("lines")
+        self.trained = column("trained")
+        self.label_weights = column("label_weights")
+        self.digests = column("digests")
+        self.ends_in_stop = column("ends_in_stop")
+        self.double_bos = column("double_bos")
+        self.lengths = np.concatenate([part.lengths for part in self._parts])
+        """tokens that a document takes in a pack: those of its longer side"""
+
+    # Worker processes of a loader open the file again: what is mapped cannot be sent.
+    def __getstate__(self) -> Path:
+        return self._folder
+
+    def __setstate__(self, folder: Path) -> None:
+        self._open(folder)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def origin(self, index: int) -> Origin:
+        """Return where document `index` comes from."""
+        part, _ = self._locate(index)
+        return Origin(part.file, int(self.lines[index]))
+
+    def example(self, index: int, dataset: int) -> Example:
+        """Return document `index` as an example of data set number `dataset`."""
+        part, place = self._locate(index)
+        return Example(
+            input_ids=part.input_ids[place],
+            weights=part.weights[place],
+            dataset=dataset,
+            origin=Origin(part.file, int(self.lines[index])),
+            target_ids=None if part.target_ids is None else part.target_ids[place],
+        )
+
+    def _locate(self, index: int) -> tuple[_Part, int]:
+        number = bisect_right(self._starts, index) - 1
+        return self._parts[number], int(index - self._starts[number])
+
+
+class _Lists:
+    """Hand out the lists of an Arrow column as arrays, without copying."""
+
+    def __init__(self, column: Any) -> None:
+        self._values = column.values.to_numpy()
+        self.offsets = column.offsets.to_numpy()
+
+    def __getitem__(self, index: int) -> Any:
+        return self._values[self.offsets[index] : self.offsets[index + 1]]
+
+
+class _Part:
+    """Hold one record batch: the documents of one chunk of one file."""
+
+    def __init__(self, batch: Any, file: str) -> None:
+        import numpy as np
+
+        self.file = file
+        self.input_ids = _Lists(batch["input_ids"])
+        self.weights = _Lists(batch["weights"])
+        has_targets = "target_ids" in batch.schema.names
+        self.target_ids = _Lists(batch["target_ids"]) if has_targets else None
+        self.lengths = np.diff(self.input_ids.offsets).astype(np.int64)
+        if self.target_ids is not None:
+            self.lengths = np.maximum(self.lengths, np.diff(self.target_ids.offsets))
+
+
+class Examples(Sequence[Example]):
+    """Offer chosen documents of several data sets as one sequence, with their columns.
+
+    `lengths` int64 [n], tokens in a pack; `trained` int64 [n], learned labels; `label_weights`
+    float64 [n]; `datasets` int64 [n]; `digests` uint64 [n]; `ends_in_stop`, `double_bos` bool [n].
+    """
+
+    def __init__(
+        self, stores: Sequence[TokenStore], chosen: Sequence[npt.NDArray[np.int64]]
+    ) -> None:
+        import numpy as np
+
+        self._stores = list(stores)
+        self._places = np.concatenate([np.zeros(0, np.int64), *chosen])
+        counts = [len(places) for places in chosen]
+        self.datasets = np.repeat(np.arange(len(chosen)), counts)
+
+        def column(name: str, dtype: Any) -> Any:
+            parts = [getattr(s, name)[p] for s, p in zip(self._stores, chosen, strict=True)]
+            return np.concatenate([np.zeros(0, dtype), *parts])
+
+        self.lengths = column("lengths", np.int64)
+        self.trained = column("trained", np.int64)
+        self.label_weights = column("label_weights", np.float64)
+        self.digests = column("digests", np.uint64)
+        self.ends_in_stop = column("ends_in_stop", np.bool_)
+        self.double_bos = column("double_bos", np.bool_)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place, dataset = int(self._places[index]), int(self.datasets[index])
+        return self._stores[dataset].example(place, dataset)
+
+    def __iter__(self) -> Iterator[Example]:
+        return (self[index] for index in range(len(self)))
+
+    def origin(self, index: int) -> Origin:
+        """Return where example `index` comes from."""
+        return self._stores[int(self.datasets[index])].origin(int(self._places[index]))
+
+
+def _lists(values: Any, lengths: Any) -> Any:
+    import numpy as np
+    import pyarrow
+
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))

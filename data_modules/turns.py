@@ -1,0 +1,279 @@
+"""Read the turns of a conversation: roles, parts, thinking, calls of tools and their results.
+
+Decides which turns belong together and in which order they may stand. Knows no format.
+
+Turns of one role that follow each other are joined, by an empty line, where the joined turn says
+the same in the same order (thinking, text, calls): so texts are joined, a call comes to the text
+before it, and calls side by side become one turn. Results of tools are never joined, nor turns of
+unlike weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from data_modules.calls import read_call_fields, read_call_part, read_call_text
+from data_modules.fields import (
+    EmptyAnswerError,
+    RowError,
+    check_text,
+    is_blank,
+    kind,
+    misnamed,
+    quoted,
+    read_optional_string,
+    read_part,
+    read_text,
+    read_text_part,
+    read_weight,
+)
+from data_modules.types import ToolCall, Turn, shown
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+}
+_CONTENT_FIELDS = ("content", "value", "text")
+_CALL_ROLES = ("function_call", "tool_call")
+_REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+_REASONING_PARTS = ("reasoning", "thinking")
+# Calls written into the text of an answer, as Hermes, Mistral, Glaive and Llama write them.
+_CALLS_IN_TEXT = ("<tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>")
+
+
+def read_turns(items: Any, name: str) -> list[Turn]:
+    """Return the turns in column `name`, one for each, as they stand there."""
+    if not isinstance(items, list):
+        raise RowError(f"{name} is {kind(items)}, not a list of turns")
+    if not items:
+        raise RowError(f"{name} is empty; give at least a user and an assistant turn")
+    return [_read_turn(item, f"{name}[{index}]") for index, item in enumerate(items)]
+
+
+def arrange(turns: list[Turn], name: str, system: str = "") -> tuple[Turn, ...]:
+    """Return the turns in order, neighbours of one role joined, `system` before them.
+
+    Raises RowError for an order that no template takes.
+    """
+    _check_order(turns, name)
+    if system and not (turns[0].role == "system" and turns[0].content == system):
+        turns = [Turn("system", system), *turns]
+    joined = turns[:1]
+    for turn in turns[1:]:
+        last = joined[-1]
+        if last.role == turn.role and _belong_together(last, turn):
+            joined[-1] = _join(last, turn)
+        else:
+            joined.append(turn)
+    for turn in joined:
+        if turn.reasoning and is_blank(turn.content) and not turn.tool_calls and turn.weight != 0:
+            raise EmptyAnswerError(
+                f"{name}: a turn thinks ('{shown(turn.reasoning)}') and says nothing; drop the row"
+            )
+    return tuple(joined)
+
+
+def _read_turn(item: Any, where: str) -> Turn:
+    if not isinstance(item, dict):
+        raise RowError(f"{where} is {type(item).__name__}; a turn is {{role, content}}")
+    name = item.get("role")
+    if name is None:
+        name = item.get("from")
+    role = ROLES.get(name) if isinstance(name, str) else None
+    if role is None:
+        raise RowError(_unknown_role(item, name, where))
+    field = None
+    for known in _CONTENT_FIELDS:
+        if known in item:
+            field = known
+            break
+    value = None if field is None else item[field]
+    if len(item) == 2 and isinstance(value, str) and name not in _CALL_ROLES:
+        turn = Turn(role, check_text(value, f"{where}.{field}"))
+    else:
+        turn = _read_full_turn(item, str(name), field, where)
+    if turn.role == "assistant" and is_blank(turn.content):
+        _check_empty(turn, where)
+    return turn
+
+
+def _unknown_role(item: dict[str, Any], name: Any, where: str) -> str:
+    if name is None:
+        return f"{where} has no role; found {list(item)}{misnamed('role', item)}"
+    return f"{where} has role {quoted(name)}; known roles are {', '.join(ROLES)}"
+
+
+def _check_empty(turn: Turn, where: str) -> None:
+    if not turn.tool_calls and not turn.reasoning and turn.weight != 0:
+        raise EmptyAnswerError(
+            f"{where} is an empty answer: there is nothing to learn; drop the row, or set "
+            "'train: false' on the turn"
+        )
+
+
+def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: str) -> Turn:
+    role = ROLES[name]
+    value = None if field is None else item[field]
+    calls = read_call_fields(item, where)
+    content, thought = "", ""
+    if name in _CALL_ROLES and not calls:
+        calls = read_call_text(value, f"{where}.{field or 'content'}")
+    elif isinstance(value, list):
+        content, thought, more = _read_parts(value, f"{where}.{field}")
+        calls += more
+    elif value is not None or not calls:
+        if field is None:
+            raise RowError(f"{where} has no content; found {list(item)}{misnamed('content', item)}")
+        content = read_text(value, f"{where}.{field}")
+    thought = _read_reasoning(item, thought, where)
+    if role != "assistant" and (calls or thought):
+        raise RowError(
+            f"{where} is a turn of {role} with {'a call' if calls else 'thinking'}; only an "
+            "assistant turn calls tools and thinks"
+        )
+    return Turn(
+        role,
+        content,
+        weight=_turn_weight(item, where),
+        reasoning=None if is_blank(thought) else thought,
+        tool_calls=tuple(calls),
+        name=read_optional_string(item, "name", where) if role == "tool" else None,
+        tool_call_id=read_optional_string(item, "tool_call_id", where) if role == "tool" else None,
+    )
+
+
+def _read_reasoning(item: dict[str, Any], thought: str, where: str) -> str:
+    for field in _REASONING_FIELDS:
+        if item.get(field):
+            told = read_text(item[field], f"{where}.{field}")
+            if thought and thought != told:
+                raise RowError(f"{where} thinks twice, in its parts and in {field}; keep one")
+            return told
+    return thought
+
+
+def _read_parts(parts: list[Any], where: str) -> tuple[str, str, list[ToolCall]]:
+    """Return text, thinking and calls of a list of typed parts."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for index, part in enumerate(parts):
+        place = f"{where}[{index}]"
+        name = part.get("type") if isinstance(part, dict) else None
+        if name == "tool_call":
+            calls.append(read_call_part(part, place))
+        elif name in _REASONING_PARTS:
+            if texts or calls:
+                raise RowError(f"{place} is {name} after text or a call; put it first")
+            thoughts.append(read_part(part, str(name), place))
+        else:
+            text = read_text_part(part, place)
+            if calls and text:
+                raise RowError(f"{place} is text after a call; put it before the call")
+            texts.append(text)
+    return "".join(texts), "".join(thoughts), calls
+
+
+def _turn_weight(item: dict[str, Any], where: str) -> float | None:
+    weight = item.get("weight")
+    train = item.get("train")
+    if weight is not None:
+        weight = read_weight(weight, f"{where}.weight")
+    if train is None:
+        return weight
+    if train not in (0, 1):
+        raise RowError(f"{where}.train is {quoted(train)}; give true or false")
+    if not train:
+        return 0.0
+    return 1.0 if weight is None else weight
+
+
+def _first_part(turn: Turn) -> int:
+    if turn.reasoning:
+        return 0
+    return 2 if turn.tool_calls and not turn.content else 1
+
+
+def _last_part(turn: Turn) -> int:
+    if turn.tool_calls:
+        return 2
+    return 0 if turn.reasoning and not turn.content else 1
+
+
+def _belong_together(last: Turn, turn: Turn) -> bool:
+    if turn.role == "tool" or last.weight != turn.weight:
+        return False
+    return _last_part(last) <= _first_part(turn)
+
+
+def _join(last: Turn, turn: Turn) -> Turn:
+    return Turn(
+        turn.role,
+        _joined(last.content, turn.content),
+        turn.weight,
+        _joined(last.reasoning, turn.reasoning) or None,
+        last.tool_calls + turn.tool_calls,
+    )
+
+
+def _joined(*texts: str | None) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _check_order(turns: Sequence[Turn], name: str) -> None:
+    before = {"system"}
+    calls: set[str | None] = set()
+    for index, turn in enumerate(turns):
+        role = turn.role
+        if role == "system":
+            if before != {"system"}:
+                raise RowError(f"{name}: a system turn comes after others; put it first")
+        elif role == "assistant" and "user" not in before:
+            raise RowError(
+                f"{name}: an assistant turn comes before any user turn; put a user turn first"
+            )
+        elif role == "tool":
+            if not index or turns[index - 1].role != "tool":
+                calls = _calls_before(turns, index)
+            _check_result(turn, calls, f"{name}[{index}]")
+        before.add(role)
+
+
+def _calls_before(turns: Sequence[Turn], index: int) -> set[str | None]:
+    """Return the ids of the calls in the answer before turn `index`, None for those without."""
+    calls: set[str | None] = set()
+    while index and turns[index - 1].role == "assistant":
+        index -= 1
+        calls.update(call.id for call in turns[index].tool_calls)
+        if any(mark in turns[index].content for mark in _CALLS_IN_TEXT):
+            calls.add(None)
+    return calls
+
+
+def _check_result(turn: Turn, calls: set[str | None], where: str) -> None:
+    if not calls:
+        raise RowError(
+            f"{where} is the result of a tool that no turn before it calls; give the call as "
+            "tool_calls of the assistant turn before"
+        )
+    if turn.tool_call_id is not None and not calls & {turn.tool_call_id, None}:
+        known = ", ".join(sorted(call for call in calls if call is not None))
+        raise RowError(
+            f"{where}.tool_call_id is '{shown(turn.tool_call_id)}'; the calls before it are "
+            f"{shown(known)}"
+        )

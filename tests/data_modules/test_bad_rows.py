@@ -1,0 +1,428 @@
+"""Rows as people have them, with a mistake: named with file and line, or put aside; mended, fine.
+
+Each case stands on line 3 of a file of good rows. Its twin differs in the mistake alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from data_modules.prepare import Prepared, hash_of, prepare_dataset
+from data_modules.settings import DataConfig, DatasetConfig, check_datasets
+from data_modules.template import ChatTemplate
+from data_modules.types import DataError
+from tests.tiny import TINY_BASE
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}"
+    "{% endif %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    """Return the tokenizer that ships with the project."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(TINY_BASE)
+
+
+def chat(*turns: Any, **columns: Any) -> str:
+    """Write a row of messages; a turn is (role, content) or the whole of it."""
+    messages = [t if isinstance(t, dict) else {"role": t[0], "content": t[1]} for t in turns]
+    return json.dumps({"messages": messages, **columns})
+
+
+def prepare(file: Path, tokenizer: Any, **settings: Any) -> Prepared:
+    """Do with one file what a run does before it loads a weight; raises DataError."""
+    data = DataConfig(datasets=[DatasetConfig(path=str(file))], **settings)
+    problems = check_datasets(data)
+    if problems:
+        raise DataError(problems)
+    template = ChatTemplate.resolve(tokenizer, data.chat_template, data.mask())
+    return prepare_dataset(data.datasets[0], data, template, 512, hash_of(tokenizer))
+
+
+def problems_of(file: Path, tokenizer: Any, **settings: Any) -> list[str]:
+    """Return what is wrong, each line from the file's name on."""
+    with pytest.raises(DataError) as caught:
+        prepare(file, tokenizer, **settings)
+    return [problem.replace(f"{file.parent}/", "") for problem in caught.value.problems]
+
+
+def quarantined(prepared: Prepared) -> list[dict[str, str]]:
+    """Return the rows that were put aside."""
+    lines = (prepared.folder / "rejected.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+ASK, SAY = ("user", "what is it?"), ("assistant", "one")
+TURN = {"role": "assistant", "content": "one"}
+GOOD = chat(ASK, SAY)
+
+
+def call(arguments: Any, call_id: str = "a", asked: str = "a", calls: bool = True) -> str:
+    """Write a row in which a tool is called and answers."""
+    tool_call = {"id": call_id, "function": {"name": "look", "arguments": arguments}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [tool_call]}
+    turns = [calling] if calls else [SAY]
+    return chat(ASK, *turns, {"role": "tool", "content": "5", "tool_call_id": asked}, SAY)
+
+
+def parts(*items: dict[str, Any]) -> str:
+    """Write a row whose question is a list of typed parts."""
+    return chat(("user", [{"type": "text", "text": "see"}, *items]), SAY)
+
+
+class Case(NamedTuple):
+    """Hold a row, what is said of it behind its file's name, and the row without the mistake."""
+
+    bad: str | bytes
+    said: str
+    twin: str | bytes
+    settings: dict[str, Any] = {}  # noqa: RUF012  never changed
+
+
+LONG = chat(ASK, ("assistant", "one " * 400))
+CASES = {
+    "D1 invalid JSON": Case(
+        '{"messages": [}', r":3:15 invalid JSON: Expecting value, near `{\"messages\": \[}`$", GOOD
+    ),
+    "D1 single quotes": Case(GOOD.replace('"', "'"), ":3:2 invalid JSON: Expecting property", GOOD),
+    "D1 no object": Case('["one"]', ":3 is a list, not an object; a row is", GOOD),
+    "D4 wrong key": Case(
+        GOOD.replace('"messages"', '"message"'),
+        r":3 missing 'messages'; found \['message'\]; 'message' is near: did you mean 'messages'\? "
+        r"\(3 rows are of format messages, first data.jsonl:1\)$",
+        GOOD,
+    ),
+    "D4 missing key": Case('{"id": 7}', r":3 missing 'messages'; found \['id'\] \(3 rows", GOOD),
+    "D6 null": Case(
+        chat(ASK, SAY, ASK, ("assistant", None)),
+        r":3 messages\[3\].content is null, not text; give a string",
+        chat(ASK, SAY, ASK, SAY),
+    ),
+    "D7 number": Case(chat(("user", 5), SAY), r":3 messages\[0\].content is int 5, not", GOOD),
+    "D7 dict": Case(chat(("user", {"a": 1}), SAY), r":3 messages\[0\].content is dict, not", GOOD),
+    "D7 turn": Case(
+        json.dumps({"messages": ["hi", TURN]}), r":3 messages\[0\] is str; a turn is {role", GOOD
+    ),
+    "D8 image": Case(
+        parts({"type": "image", "image": "a.png"}),
+        r":3 messages\[0\].content\[1\] is image: not supported; only text is learned",
+        parts({"type": "text", "value": "a.png"}),
+    ),
+    "D9 no turns": Case(chat(), ":3 messages is empty; give at least a user and", GOOD),
+    "D9 no list": Case('{"messages": "hi"}', ":3 messages is str hi, not a list of turns", GOOD),
+    "D10 role": Case(
+        chat(("usr", "q"), SAY),
+        r":3 messages\[0\] has role 'usr'; known roles are system, developer, user, human, .*tool",
+        chat(("human", "q"), SAY),
+    ),
+    "D10 no role": Case(
+        chat({"rol": "user", "content": "q"}, SAY), r":3 messages\[0\] has no role; .*'rol'", GOOD
+    ),
+    "D11 answer first": Case(
+        chat(SAY, ASK, SAY), ":3 messages: an assistant turn comes before any user turn", GOOD
+    ),
+    "D11 late system": Case(
+        chat(ASK, SAY, ("system", "be kind"), ASK, SAY),
+        ":3 messages: a system turn comes after others; put it first",
+        chat(("system", "be kind"), ASK, SAY, ASK, SAY),
+    ),
+    "D11 two users are joined": Case(
+        chat(("user", None), ASK, SAY), r":3 messages\[0\].content is null", chat(ASK, ASK, SAY)
+    ),
+    "D13 empty answer": Case(
+        chat(ASK, ("assistant", " \n")),
+        r":3 messages\[1\] is an empty answer: there is nothing to learn; drop the row, or set",
+        GOOD,
+    ),
+    "D13 thinks only": Case(
+        chat(ASK, {**TURN, "content": "", "reasoning": "hm"}),
+        ":3 messages: a turn thinks .* and says nothing",
+        chat(ASK, {**TURN, "reasoning": "hm"}),
+        {"reasoning": "strip"},
+    ),
+    "D17 huge": Case(
+        LONG,
+        rf":3 row of {len(LONG):,} bytes; data.max_row_bytes is 1,000; raise it, or leave",
+        LONG[:800] + LONG[-5:],
+        {"max_row_bytes": 1000},
+    ),
+    "D18 latin-1": Case(
+        chat(ASK, ("assistant", "caf_")).replace("_", "\xe9").encode("latin-1"),
+        r":3 byte 0xE9 at column 96 is not UTF-8 \(latin-1\?\); save the file as UTF-8",
+        chat(ASK, ("assistant", "caf_")).replace("_", "\xe9").encode(),
+    ),
+    "D20 key twice": Case(
+        '{"messages": [], ' + GOOD[1:], ":3 key 'messages' occurs twice; keep one of them", GOOD
+    ),
+    "D20 key twice inside": Case(
+        GOOD.replace('"role": "user"', '"role": "user", "role": "user"'),
+        ":3 key 'role' occurs twice",
+        GOOD,
+    ),
+    "D21 NaN": Case(
+        chat(ASK, SAY, weight=float("nan")),
+        ":3 weight is nan; a weight is a number from 0 up",
+        chat(ASK, SAY, weight=0.5),
+    ),
+    "D21 infinite": Case(
+        chat(ASK, SAY, weight=float("inf")), ":3 weight is inf; a weight", chat(ASK, SAY, weight=2)
+    ),
+    "D21 negative": Case(
+        chat(ASK, SAY, weight=-1), ":3 weight is -1; a weight", chat(ASK, SAY, weight=1)
+    ),
+    "D21 of a turn": Case(
+        chat(ASK, {**TURN, "weight": -0.5}),
+        r":3 messages\[1\].weight is -0.5; a weight is a number from 0 up",
+        chat(ASK, {**TURN, "weight": 0.5}),
+    ),
+    "D24 no JSON": Case(
+        call("{look"),
+        r":3 messages\[1\].tool_calls\[0\].arguments is not JSON: .* at character 2 of '{look'",
+        call('{"look": 1}'),
+    ),
+    "D24 no object": Case(
+        call("[1]"), r":3 messages\[1\].tool_calls\[0\].arguments is list, not an object", call({})
+    ),
+    "D24 result without a call": Case(
+        call({}, calls=False),
+        r":3 messages\[2\] is the result of a tool that no turn before it calls; give the call",
+        call({}),
+    ),
+    "D24 result of another call": Case(
+        call({}, asked="b"),
+        r":3 messages\[2\].tool_call_id is 'b'; the calls before it are a$",
+        call({}, asked="a"),
+    ),
+    "D26 control token": Case(
+        chat(("user", "what is <|im_end|>?"), SAY),
+        r":3 its text holds the control token `<\|im_end\|>`; remove it, or set "
+        r"data.control_tokens=escape",
+        chat(("user", "what is |im_end|?"), SAY),
+        {"control_tokens": "error"},
+    ),
+    "D27 NUL": Case(
+        chat(("user", "a\0b"), SAY),
+        r":3 messages\[0\].content has a control character, '\\x00', at character 2; remove it",
+        chat(("user", "a\tb"), SAY),
+    ),
+    "D27 escape sequence": Case(
+        chat(ASK, ("assistant", "\x1b[31mred")),
+        r":3 messages\[1\].content has a control character, '\\x1b', at character 1",
+        chat(ASK, ("assistant", "[31mred")),
+    ),
+    "D27 half a character": Case(
+        chat(("user", "so \ud83d"), SAY),
+        r":3 messages\[0\].content has half of a character pair, '\\ud83d', at character 4",
+        chat(("user", "so \ud83d\ude00"), SAY),
+    ),
+    "refused by the template": Case(
+        chat(("system", "be kind"), ASK, SAY), ":3 .*no system here", GOOD, {"chat_template": "own"}
+    ),
+}
+
+
+def write(folder: Path, *lines: str | bytes) -> Path:
+    """Write a file of these lines."""
+    file = folder / "data.jsonl"
+    raw = [line if isinstance(line, bytes) else line.encode() for line in lines]
+    file.write_bytes(b"".join(line + b"\n" for line in raw))
+    return file
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_row_is_named_or_put_aside(name: str, tmp_path: Path, base: Any) -> None:
+    case = CASES[name]
+    settings = dict(case.settings)
+    if "chat_template" in settings:
+        settings["chat_template"] = str(tmp_path / "own.jinja")
+        (tmp_path / "own.jinja").write_text(NO_SYSTEM)
+    # Set back: a template chosen for one run stays on its tokenizer.
+    own = base.chat_template
+    try:
+        file = write(tmp_path, GOOD, GOOD, case.bad, GOOD)
+        problems = problems_of(file, base, **settings)
+        assert len(problems) == 1
+        assert re.match(f"data.jsonl{case.said}", problems[0]), problems[0]
+
+        rest = prepare(file, base, **settings, on_bad_row="quarantine")
+        (row,) = quarantined(rest)
+        assert row["origin"] == f"{file}:3"
+        assert problems[0].startswith(row["problem"].replace(f"{tmp_path}/", ""))
+        assert row["row"]
+        assert (rest.counts.kept, rest.counts.rejected) == (3, 1)
+        assert rest.store.lines.tolist() == [1, 2, 4]
+
+        twin = prepare(write(tmp_path, GOOD, GOOD, case.twin, GOOD), base, **settings)
+        assert (twin.counts.kept, twin.counts.rejected) == (4, 0)
+    finally:
+        base.chat_template = own
+
+
+@pytest.mark.parametrize(
+    ("bad", "said", "twin"),
+    [
+        (
+            {"input_ids": [5, 99_999], "labels": [5, 99_999]},
+            r":2 input_ids has 99,999, but the tokenizer has the ids 0 to 767; tokenise the row",
+            {"input_ids": [5, 99], "labels": [5, 99]},
+        ),
+        (
+            {"input_ids": [5, 6], "labels": [6, -100]},
+            r":2 labels\[0\] is 6 and input_ids\[0\] is 5; a label is its own token, not the next",
+            {"input_ids": [5, 6], "labels": [-100, 6]},
+        ),
+        (
+            {"input_ids": [5, 6], "labels": [5, 6], "weights": [1.0, float("nan")]},
+            ":2 weights is nan; a weight is a number from 0 up",
+            {"input_ids": [5, 6], "labels": [5, 6], "weights": [1.0, 2.0]},
+        ),
+        (
+            {"input_ids": [5, 6], "labels": [5]},
+            ":2 labels has 1 numbers and input_ids 2; give one a token",
+            {"input_ids": [5, 6], "labels": [5, 6]},
+        ),
+    ],
+)
+def test_bad_tokens(
+    bad: dict[str, Any], said: str, twin: dict[str, Any], tmp_path: Path, base: Any
+) -> None:
+    good = json.dumps({"input_ids": [1, 2, 3], "labels": [1, 2, 3]})
+    (problem,) = problems_of(write(tmp_path, good, json.dumps(bad)), base)
+    assert re.match(f"data.jsonl{said}", problem), problem
+    assert prepare(write(tmp_path, good, json.dumps(twin)), base).counts.kept == 2
+
+
+@pytest.mark.parametrize("answer", ["output", "response", "completion"])
+def test_other_names_of_a_column_are_no_mistake(answer: str, tmp_path: Path, base: Any) -> None:
+    rows = [
+        {"instruction": "q", answer: "one"},
+        {"prompt": "q", answer: "one"},
+        {"text": "one"},
+        {"content": "one"},
+        {"conversation": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "one"}]},
+        {"conversations": [{"role": "user", "content": "q"}, {"role": "bot", "content": "one"}]},
+    ]
+    for row in rows:
+        assert prepare(write(tmp_path, json.dumps(row)), base).counts.kept == 1
+
+
+def test_parts_of_every_kind_are_read(tmp_path: Path, base: Any) -> None:
+    answer = [
+        {"type": "reasoning", "value": "hm"},
+        {"type": "text", "text": "one"},
+        {"type": "tool_call", "name": "look", "arguments": {}},
+    ]
+    row = chat(("user", [{"type": "text", "value": "q"}]), ("assistant", answer))
+    assert prepare(write(tmp_path, row), base).counts.kept == 1
+
+
+def test_null_is_no_mistake_beside_a_call(tmp_path: Path, base: Any) -> None:
+    row = json.loads(call({}))
+    row["messages"][1]["tool_calls"] = []
+    (problem,) = problems_of(write(tmp_path, json.dumps(row)), base)
+    assert "messages[1].content is null" in problem
+    assert prepare(write(tmp_path, call({})), base).counts.kept == 1
+
+
+def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> None:
+    file = write(tmp_path, GOOD, chat(ASK, ("assistant", " ")), GOOD)
+    counts = prepare(file, base, drop_empty=True).counts
+    assert (counts.rows, counts.kept, counts.empty) == (3, 2, 1)
+    assert counts.empty_origins == [f"{file}:2"]
+    assert problems_of(file, base) == [
+        "data.jsonl:2 messages[1] is an empty answer: there is nothing to learn; drop the row, or "
+        "set 'train: false' on the turn"
+    ]
+
+
+def test_schemas_in_one_file_are_counted(tmp_path: Path, base: Any) -> None:
+    alpaca = '{"instruction": "q", "output": "one"}'
+    pair = '{"prompt": "q", "completion": "one"}'
+    file = write(tmp_path, GOOD, alpaca, alpaca, GOOD, pair, GOOD)
+    assert problems_of(file, base) == [
+        "data.jsonl:2 missing 'messages'; found ['instruction', 'output'] (1 more rows have these "
+        "columns; 3 rows are of format messages, first data.jsonl:1)",
+        "data.jsonl:5 missing 'messages'; found ['prompt', 'completion'] (3 rows are of format "
+        "messages, first data.jsonl:1)",
+    ]
+    rest = prepare(file, base, on_bad_row="quarantine")
+    assert [row["origin"][-2:] for row in quarantined(rest)] == [":2", ":3", ":5"]
+    assert json.loads(quarantined(rest)[0]["row"]) == json.loads(alpaca)
+    assert prepare(write(tmp_path, alpaca, alpaca), base).format == "alpaca"
+
+
+def test_a_first_row_like_no_other_hides_no_format(tmp_path: Path, base: Any) -> None:
+    bad = GOOD.replace('"messages"', '"msgs"')
+    file = write(tmp_path, bad, GOOD, GOOD)
+    (problem,) = problems_of(file, base)
+    assert problem.startswith("data.jsonl:1 missing 'messages'; found ['msgs']")
+    rest = prepare(file, base, on_bad_row="quarantine")
+    assert (rest.format, rest.counts.kept, rest.counts.rejected) == ("messages", 2, 1)
+    # Most rows are of no format: then one row that is of some says nothing of the file.
+    (problem,) = problems_of(write(tmp_path, bad, bad, bad, GOOD), base)
+    assert "data.jsonl:1 columns ['msgs'] are of no known format; set" in problem
+
+
+def test_a_slip_in_every_row_is_seen(tmp_path: Path, base: Any) -> None:
+    bad = GOOD.replace('"messages"', '"message"')
+    (problem,) = problems_of(write(tmp_path, bad, bad), base)
+    assert problem.startswith(
+        "data.jsonl:1 columns ['message'] are of no known format; 'message' is near: did you mean "
+        "'messages'?; set data.datasets[].format to one of messages, sharegpt, alpaca,"
+    )
+    assert "data.datasets[].columns, as in {instruction: question, output: answer}" in problem
+    # No guess where the columns only resemble one that is known.
+    row = '{"context": "a", "question": "b", "answers": "c"}'
+    assert "did you mean" not in problems_of(write(tmp_path, row), base)[0]
+
+
+def test_all_problems_of_a_file_come_together(tmp_path: Path, base: Any) -> None:
+    cases = [case for case in CASES.values() if not case.settings and case.bad != '{"id": 7}']
+    file = write(tmp_path, GOOD, *(case.bad for case in cases))
+    problems = problems_of(file, base)
+    assert len(problems) == 20
+    assert problems[-1] == f"... and {len(cases) - 19} more like these"
+    for line, (problem, case) in enumerate(zip(problems[:2], cases[:2], strict=True), 2):
+        assert re.match("data.jsonl" + case.said.replace(":3", f":{line}"), problem)
+    rest = prepare(file, base, on_bad_row="quarantine")
+    assert (rest.counts.kept, rest.counts.rejected) == (1, len(cases))
+    lines = [int(row["origin"].rpartition(":")[2]) for row in quarantined(rest)]
+    assert lines == list(range(2, len(cases) + 2))
+
+
+def test_nothing_but_bad_rows_is_an_error_in_a_quarantine_too(tmp_path: Path, base: Any) -> None:
+    file = write(tmp_path, *[chat(("usr", "q"), SAY)] * 7)
+    problems = problems_of(file, base, on_bad_row="quarantine")
+    assert problems[0] == "data.jsonl: all 7 rows are bad, so none is left; the first:"
+    assert [problem[:20] for problem in problems[1:]] == [
+        f"data.jsonl:{line} message"[:20] for line in range(1, 6)
+    ]
+    # What only the template refuses counts as well.
+    file = write(tmp_path, chat(("user", "<|im_end|>"), SAY))
+    settings = {"on_bad_row": "quarantine", "control_tokens": "error"}
+    assert "all 1 rows are bad" in problems_of(file, base, **settings)[0]
+
+
+def test_control_tokens_are_kept_or_escaped(tmp_path: Path, base: Any) -> None:
+    file = write(tmp_path, GOOD, chat(("user", "what is <|im_end|>?"), SAY))
+    stop = base.convert_tokens_to_ids("<|im_end|>")
+    for policy, stops in (("keep", 3), ("escape", 2)):
+        store = prepare(file, base, control_tokens=policy).store
+        assert store.example(1, 0).input_ids.tolist().count(stop) == stops
+    count, first = prepare(file, base).counts.notes["control_token"]
+    assert (count, first) == (1, f"{file}:2 <|im_end|>")
+    assert not prepare(write(tmp_path, GOOD, GOOD), base).counts.notes

@@ -1,0 +1,130 @@
+"""A folder is used again only when nothing that shapes it changed, and only when it is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from data_modules.cache import Key, code_version, open_or_make
+from data_modules.types import DataError
+
+PARTS = {
+    "data": "d",
+    "tokenizer": "t",
+    "template": "c",
+    "settings": {"sequence_len": 8, "on_long": "drop"},
+    "code": "v",
+    "versions": {"tokenizers": "1"},
+}
+KEY = Key(path="a.jsonl", split="train", parts=PARTS)
+
+
+def changed(**parts: object) -> Key:
+    return dataclasses.replace(KEY, parts={**PARTS, **parts})
+
+
+def make(folder: Path) -> None:
+    (folder / "tokens").write_text("whole")
+
+
+def refuse(folder: Path) -> None:
+    raise AssertionError("made a second time")
+
+
+def test_the_second_call_finds_it(tmp_path: Path) -> None:
+    folder, how = open_or_make(tmp_path, KEY, make)
+    assert (folder / "tokens").read_text() == "whole"
+    assert how == "prepared (not in the cache yet)"
+    assert open_or_make(tmp_path, KEY, refuse) == (folder, "found in the cache")
+
+
+@pytest.mark.parametrize(
+    ("key", "why"),
+    [
+        (changed(data="e"), "the data changed"),
+        (changed(template="x"), "the chat template changed"),
+        (changed(tokenizer="x"), "the tokenizer changed"),
+        (changed(code="w"), "the code changed"),
+        (
+            changed(settings={"sequence_len": 9, "on_long": "drop"}),
+            "settings changed: sequence_len",
+        ),
+        (changed(versions={"tokenizers": "2"}), "library versions changed: tokenizers"),
+        (dataclasses.replace(KEY, path="b.jsonl"), "not in the cache yet"),
+        (dataclasses.replace(KEY, split="test"), "not in the cache yet"),
+    ],
+)
+def test_a_miss_says_what_changed(tmp_path: Path, key: Key, why: str) -> None:
+    open_or_make(tmp_path, KEY, make)
+    _, how = open_or_make(tmp_path, key, make)
+    assert how == f"prepared ({why})"
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        make(folder)
+        raise DataError("a bad row")
+
+    with pytest.raises(DataError, match="a bad row"):
+        open_or_make(tmp_path, KEY, fail)
+    assert [file.suffix for file in tmp_path.iterdir()] == [".lock"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file: the prepared data cannot be written.*cache_dir"):
+        open_or_make(tmp_path / "file", KEY, make)
+
+
+def _make_slowly(folder: Path) -> None:
+    (folder / "tokens").write_text("half")
+    time.sleep(0.5)
+    (folder / "tokens").write_text("whole")
+
+
+def _open(root: Path, results: multiprocessing.Queue[tuple[str, str]]) -> None:
+    folder, how = open_or_make(root, KEY, _make_slowly)
+    results.put((how, (folder / "tokens").read_text()))
+
+
+def test_two_processes_make_it_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results: multiprocessing.Queue[tuple[str, str]] = context.Queue()
+    processes = [context.Process(target=_open, args=(tmp_path, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = sorted(results.get(timeout=20) for _ in processes)
+    for process in processes:
+        process.join()
+    others = [("prepared by another process", "whole")] * 2
+    assert found == [("prepared (not in the cache yet)", "whole"), *others]
+
+
+def _make_forever(folder: Path) -> None:
+    (folder / "tokens").write_text("half")
+    time.sleep(60)
+
+
+def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=open_or_make, args=(tmp_path, KEY, _make_forever))
+    process.start()
+    while not list(tmp_path.glob("*.tmp-*/tokens")):
+        time.sleep(0.01)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    folder, how = open_or_make(tmp_path, KEY, make)
+    assert (folder / "tokens").read_text() == "whole"
+    assert how == "prepared (not in the cache yet)"
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_the_code_version_is_stable() -> None:
+    assert code_version() == code_version()

@@ -1,0 +1,145 @@
+"""Single values of a row: dotted paths, characters, weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_modules.fields import (
+    MissingColumnError,
+    RowError,
+    check_json,
+    check_text,
+    read_json,
+    read_path,
+    read_weight,
+)
+from data_modules.format import convert_row
+from data_modules.types import Origin, Row
+
+KEYS = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=5)
+NESTED = st.recursive(
+    st.integers(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def paths(value: Any) -> list[tuple[str, Any]]:
+    """Return every path into `value` with what lies there."""
+    if isinstance(value, dict):
+        steps = list(value.items())
+    elif isinstance(value, list):
+        steps = [(str(index), inner) for index, inner in enumerate(value)]
+    else:
+        return []
+    found = []
+    for step, inner in steps:
+        found.append((step, inner))
+        found += [(f"{step}.{rest}", deep) for rest, deep in paths(inner)]
+    return found
+
+
+@given(st.dictionaries(KEYS, NESTED, max_size=4))
+def test_every_path_is_found(values: dict[str, Any]) -> None:
+    for path, value in paths(values):
+        assert read_path(values, path, "columns.output") is value
+
+
+@given(st.dictionaries(KEYS, NESTED, min_size=1, max_size=4), st.data())
+def test_a_broken_path_is_told_with_its_deepest_part(
+    values: dict[str, Any], data: st.DataObject
+) -> None:
+    path, value = data.draw(st.sampled_from(paths(values)))
+    with pytest.raises(MissingColumnError) as caught:
+        read_path(values, f"{path}.no such step.x", "columns.output")
+    assert f"missing '{path}.no such step'; '{path}' " in str(caught.value)
+    assert str(caught.value).endswith("(columns.output)")
+    assert caught.value.columns == tuple(values)
+    assert isinstance(value, (dict, list)) or "nothing in it" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("mata.q", "missing 'mata'; found ['meta', 'list']; did you mean 'meta'?"),
+        ("meta.qestion", "'meta' has ['question', 'empty']; did you mean 'question'?"),
+        ("list.2.a", "missing 'list.2'; 'list' is a list of 2: give a number, counted from 0"),
+        ("list.-1", "missing 'list.-1'; 'list' is a list of 2"),
+        ("list.1.a", "missing 'list.1.a'; 'list.1' is int 7, with nothing in it to name"),
+        ("meta.empty.x", "missing 'meta.empty.x'; 'meta.empty' is null, with"),
+    ],
+)
+def test_what_is_told_about_a_path(path: str, told: str) -> None:
+    values = {"meta": {"question": "q", "empty": None}, "list": [{"a": 1}, 7]}
+    with pytest.raises(MissingColumnError) as caught:
+        read_path(values, path, "columns.output")
+    assert told in str(caught.value)
+
+
+def test_paths_of_self_instruct() -> None:
+    instances = [{"input": "1 2", "output": "3"}]
+    row = Row({"instruction": "add", "instances": instances}, Origin("a.jsonl", 1))
+    columns = {"input": "instances.0.input", "output": "instances.0.output"}
+    (item,) = convert_row(row, "alpaca", columns)
+    assert [turn.content for turn in item.turns] == ["add\n\n1 2", "3"]  # type: ignore[union-attr]
+
+
+def test_a_column_with_a_dot_in_its_name_comes_before_a_path() -> None:
+    assert read_path({"a.b": 1, "a": {"b": 2}}, "a.b", "") == 1
+
+
+@given(st.text())
+def test_text_passes_unless_it_has_a_control_character(text: str) -> None:
+    bad = [(i, c) for i, c in enumerate(text) if ord(c) < 32 and c not in "\t\n\r"]
+    if not bad:
+        assert check_text(text, "output") == text
+        return
+    place, character = bad[0]
+    with pytest.raises(RowError) as caught:
+        check_text(text, "output")
+    told = f"output has a control character, {character!r}, at character {place + 1}; remove it"
+    assert str(caught.value) == told
+
+
+@given(st.text(), st.characters(categories=["Cs"]), st.text())
+def test_half_of_a_pair_is_refused_at_its_place(before: str, half: str, after: str) -> None:
+    with pytest.raises(RowError, match=f"half of a character.* at character {len(before) + 1}"):
+        check_text(before + half + after, "output")
+
+
+@given(st.floats() | st.integers())
+def test_a_weight_is_finite_and_not_negative_or_refused(value: float) -> None:
+    try:
+        weight = read_weight(value, "weight")
+    except RowError:
+        assert not 0 <= value <= 3.4e38
+    else:
+        assert math.isfinite(weight) and weight == float(value) >= 0
+
+
+@pytest.mark.parametrize("value", ["1", None, [1], {}])
+def test_what_is_no_number_is_no_weight(value: Any) -> None:
+    with pytest.raises(RowError, match="a weight is a number from 0 up"):
+        read_weight(value, "weight")
+
+
+def test_json_is_read_or_its_fault_told() -> None:
+    assert read_json('{"a": [1]}', "x") == {"a": [1]}
+    with pytest.raises(RowError, match=r"x is not JSON: Expecting value at character 7 of '\{"):
+        read_json('{"a": }', "x")
+    with pytest.raises(RowError, match="cannot be read as JSON"):
+        read_json("[" * 200_000, "x")
+    with pytest.raises(RowError, match="cannot be read as JSON: Exceeds the limit"):
+        read_json("9" * 5000, "x")
+
+
+@pytest.mark.parametrize("value", [{"a": math.nan}, {"a": b"x"}, {"a": "\ud800"}, {"a": {1, 2}}])
+def test_what_json_cannot_hold_is_refused(value: Any) -> None:
+    with pytest.raises(RowError, match="x cannot be written as JSON"):
+        check_json(value, "x")
+    check_json({"a": [1, "é", None, 0.5]}, "x")

@@ -1,0 +1,280 @@
+"""Turns: typed parts, thinking, calls of tools and their results, and which belong together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_modules.format import RowError, convert_row, guess_format
+from data_modules.types import Conversation, Origin, Row, ToolCall, Turn
+
+ORIGIN = Origin("rows.jsonl", 7)
+ASK = {"role": "user", "content": "q"}
+CALL = {"name": "add", "arguments": {"a": 1}}
+ADD = ToolCall("add", {"a": 1})
+RESULT = {"role": "tool", "content": "2"}
+
+
+def convert(*turns: Any, **more: Any) -> Conversation:
+    """Convert a row of turns."""
+    column = "conversations" if any("from" in turn for turn in turns) else "messages"
+    row = {column: list(turns), **more}
+    name = guess_format(row)
+    assert name is not None
+    (item,) = convert_row(Row(row, ORIGIN), name, {})
+    assert isinstance(item, Conversation)
+    return item
+
+
+def say(content: Any = "a", **more: Any) -> dict[str, Any]:
+    """Return an assistant's turn."""
+    return {"role": "assistant", "content": content, **more}
+
+
+def answer(*turns: Any) -> Turn:
+    """Return the first turn after the question."""
+    return convert(ASK, *turns).turns[1]
+
+
+def call(number: str | None = None, arguments: Any = None) -> dict[str, Any]:
+    """Return a call as OpenAI has it."""
+    arguments = '{"a": 1}' if arguments is None else arguments
+    return {
+        "id": number,
+        "type": "function",
+        "function": {"name": "add", "arguments": arguments},
+    }
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+@pytest.mark.parametrize("key", ["text", "value", None])
+def test_parts_of_text(kind: str, key: str | None) -> None:
+    assert answer(say([{"type": kind, key or kind: "a"}, {"type": None, "text": "b"}])) == Turn(
+        "assistant", "ab"
+    )
+
+
+@pytest.mark.parametrize("kind", ["reasoning", "thinking"])
+@pytest.mark.parametrize("key", ["text", "value", None])
+def test_parts_of_thinking(kind: str, key: str | None) -> None:
+    parts = [{"type": kind, key or kind: "hm"}, {"type": kind, "text": "m"}, "a"]
+    assert answer(say(parts)) == Turn("assistant", "a", reasoning="hmm")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        CALL,
+        {"tool_call": CALL},
+        {"text": json.dumps(CALL)},
+        {"value": {"function": CALL}},
+        {"function": CALL},
+        {"tool_call": {**CALL, "id": "1"}, "id": None},
+    ],
+)
+def test_parts_that_call(part: dict[str, Any]) -> None:
+    turn = answer(say(["a", {"type": "tool_call", "id": "1", **part}]))
+    assert turn == Turn("assistant", "a", tool_calls=(ToolCall("add", {"a": 1}, "1"),))
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), max_size=8)
+
+
+@given(st.lists(TEXTS), st.lists(TEXTS, min_size=1), st.integers(0, 3))
+def test_no_part_is_lost(thoughts: list[str], texts: list[str], calls: int) -> None:
+    parts: list[Any] = [{"type": "thinking", "thinking": text} for text in thoughts]
+    parts += [{"type": "text", "text": text} for text in [*texts, "."]]
+    parts += [{"type": "tool_call", "name": "add", "arguments": {"n": n}} for n in range(calls)]
+    turn = answer(say(parts))
+    assert turn.content == "".join(texts) + "."
+    thought = "".join(thoughts)
+    assert turn.reasoning == (thought if thought.strip() else None)
+    assert [made.arguments for made in turn.tool_calls] == [{"n": n} for n in range(calls)]
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content", "thinking"])
+def test_thinking_beside_the_content(field: str) -> None:
+    assert answer(say(**{field: "hm"})) == Turn("assistant", "a", reasoning="hm")
+    assert answer(say(**{field: None})) == answer(say(**{field: ""})) == Turn("assistant", "a")
+    twice = say([{"type": "reasoning", "text": "hm"}, "a"], **{field: "hm"})
+    assert answer(twice).reasoning == "hm"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+@pytest.mark.parametrize("content", [None, ""])
+def test_calls_and_results_as_openai_has_them(arguments: Any, content: str | None) -> None:
+    made = say(content, tool_calls=[call("x", arguments), call("y", arguments)])
+    results = [
+        {"role": "tool", "tool_call_id": "x", "content": "2"},
+        {"role": "tool", "tool_call_id": "y", "name": "add", "content": "3"},
+    ]
+    item = convert(ASK, made, *results, say("b"))
+    calls = (ToolCall("add", {"a": 1}, "x"), ToolCall("add", {"a": 1}, "y"))
+    assert item.turns == (
+        Turn("user", "q"),
+        Turn("assistant", "", tool_calls=calls),
+        Turn("tool", "2", tool_call_id="x"),
+        Turn("tool", "3", name="add", tool_call_id="y"),
+        Turn("assistant", "b"),
+    )
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        {"role": "assistant", "tool_calls": [call()]},
+        say(None, tool_calls=[CALL]),
+        say(None, tool_calls=json.dumps([CALL])),
+        say(None, function_call=CALL),
+        {"role": "tool_call", "content": json.dumps(CALL)},
+        {"from": "function_call", "value": json.dumps([CALL])},
+        {"from": "function_call", "value": json.dumps({**CALL, "arguments": '{"a": 1}'})},
+    ],
+)
+def test_other_forms_of_a_call(made: dict[str, Any]) -> None:
+    item = convert(ASK, made, {"from": "observation", "value": "2"})
+    assert item.turns[1:] == (Turn("assistant", "", tool_calls=(ADD,)), Turn("tool", "2"))
+
+
+@pytest.mark.parametrize("arguments", [{}, "{}", None])
+def test_a_call_without_arguments(arguments: Any) -> None:
+    made = say(None, tool_calls=[{"name": "now", "arguments": arguments}, {"name": "now"}])
+    assert [call.arguments for call in answer(made).tool_calls] == [{}, {}]
+
+
+def test_a_call_comes_to_the_text_before_it_and_calls_stand_together() -> None:
+    calls = {"from": "function_call", "value": json.dumps(CALL)}
+    gpt = {"from": "gpt", "value": "a"}
+    seen = {"from": "observation", "value": "2"}
+    item = convert({"from": "human", "value": "q"}, gpt, calls, calls, seen, seen, gpt)
+    assert item.turns[1:] == (
+        Turn("assistant", "a", tool_calls=(ADD, ADD)),
+        Turn("tool", "2"),
+        Turn("tool", "2"),
+        Turn("assistant", "a"),
+    )
+
+
+def test_text_after_a_call_and_thinking_after_text_stay_apart() -> None:
+    made = say("a", tool_calls=[CALL])
+    assert len(convert(ASK, made, say("b")).turns) == 3
+    assert len(convert(ASK, say(), say("b", reasoning="hm")).turns) == 3
+    thought = convert(ASK, say("", reasoning="h"), say("b", reasoning="m"), say("c"))
+    assert thought.turns[1:] == (Turn("assistant", "b\n\nc", reasoning="h\n\nm"),)
+
+
+PIECES = {
+    "x": say("x"),
+    "t": say("", reasoning="t"),
+    "tx": say("x", reasoning="t"),
+    "c": say(None, tool_calls=[CALL]),
+}
+
+
+@given(st.lists(st.sampled_from(list(PIECES))))
+def test_joining_keeps_every_part_in_its_order(pieces: list[str]) -> None:
+    pieces = [*pieces, "x"]
+    turns = convert(ASK, *(PIECES[piece] for piece in pieces)).turns[1:]
+    joined = [f"{turn.reasoning or ''}{turn.content}{'c' * len(turn.tool_calls)}" for turn in turns]
+    assert "".join(joined).replace("\n", "") == "".join(pieces)
+    ranks = [sorted(text.replace("\n", ""), key="txc".index) for text in joined]
+    assert all(
+        last[-1] in "xc" and "txc".index(last[-1]) > "txc".index(next_[0])
+        for last, next_ in itertools.pairwise(ranks)
+    )
+
+
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_tools_of_a_row_have_one_form(column: str) -> None:
+    bare = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
+    whole = {"type": "function", "function": bare}
+    for tools in ([bare], [whole], json.dumps([bare]), [json.dumps(whole)]):
+        assert convert(ASK, say(), **{column: tools}).tools == (whole,)
+    for tools in (None, [], "", "[]", " ", "null"):
+        assert convert(ASK, say(), **{column: tools}).tools == ()
+
+
+def test_a_call_written_into_the_text_has_results_too() -> None:
+    written = say(f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>")
+    assert convert(ASK, written, RESULT, say()).turns[2] == Turn("tool", "2")
+
+
+def test_the_result_of_a_call_without_a_number_needs_none() -> None:
+    made = say(None, tool_calls=[CALL])
+    assert convert(ASK, made, {**RESULT, "tool_call_id": "x"}).turns[2].tool_call_id == "x"
+    assert convert(ASK, say(None, tool_calls=[call("x")]), RESULT).turns[2].tool_call_id is None
+
+
+@pytest.mark.parametrize(
+    ("turns", "told"),
+    [
+        ([ASK, say(None)], r"messages\[1\].content is null, not text"),
+        ([ASK, say(None, tool_calls=[])], r"messages\[1\].content is null, not text"),
+        ([{**ASK, "content": None}, say()], r"messages\[0\].content is null"),
+        ([ASK, say(3, tool_calls=[CALL])], r"messages\[1\].content is int 3"),
+        ([ASK, say(None, tool_calls=CALL)], r"\[1\].tool_calls is dict, not a list"),
+        ([ASK, say(None, tool_calls=["x"])], r"tool_calls\[0\] is not JSON: Exp.* at character 1"),
+        ([ASK, say(None, tool_calls=[{"nam": "x"}])], r"names no tool; .*did you mean 'name'"),
+        (
+            [ASK, say(None, tool_calls=[call("x", "a=1")])],
+            r"tool_calls\[0\].arguments is not JSON: Expecting value at character 1 of 'a=1'",
+        ),
+        ([ASK, say(None, tool_calls=[call("x", "")])], r"arguments is not JSON: Expecting value"),
+        ([ASK, say(None, tool_calls=[call("x", "[1]")])], r"arguments is list, not an object"),
+        ([ASK, say(None, tool_calls=[call("x", '{"a": NaN}')])], "cannot be written as JSON"),
+        ([ASK, say(None, tool_calls=[{**call(), "id": 1}])], r"tool_calls\[0\].id is int 1; give"),
+        ([{**ASK, "tool_calls": [CALL]}, say()], r"messages\[0\] is a turn of user with a call"),
+        ([{**ASK, "thinking": "hm"}, say()], r"messages\[0\] is a turn of user with thinking"),
+        ([ASK, {"from": "function_call", "value": "add"}], r"\[1\].value is not JSON"),
+        ([ASK, {"from": "function_call", "value": "[]"}], r"\[1\].value is an empty list"),
+        ([ASK, {"from": "function_call"}], r"\[1\].content is null; a call is"),
+        ([ASK, say(), RESULT], r"messages\[2\] is the result of a tool that no turn before it"),
+        ([ASK, RESULT, say()], r"messages\[1\] is the result"),
+        ([RESULT, ASK, say()], r"messages\[0\] is the result"),
+        ([ASK, say(None, tool_calls=[CALL]), RESULT, say(), RESULT], r"messages\[4\] is the res"),
+        ([ASK, say(None, tool_calls=[CALL]), ASK, RESULT], r"messages\[3\] is the result"),
+        (
+            [ASK, say(None, tool_calls=[call("x")]), {**RESULT, "tool_call_id": "y"}],
+            r"messages\[2\].tool_call_id is 'y'; the calls before it are x",
+        ),
+        (
+            [ASK, say(None, tool_calls=[call("x")]), RESULT, {**RESULT, "tool_call_id": "y"}],
+            r"messages\[3\].tool_call_id is 'y'; the calls before it are x",
+        ),
+        ([ASK, say([{"type": "text"}])], r"content\[0\] has no text; give it under 'text'"),
+        ([ASK, say([{"type": "text", "text": 3}])], r"content\[0\] has int 3 where its text"),
+        ([ASK, say([3])], r"content\[0\] is int: not supported"),
+        ([ASK, say([{"type": "image_url"}])], r"content\[0\] is image_url: not supported"),
+        ([ASK, say(["a", {"type": "thinking", "text": "hm"}])], r"\[1\] is thinking after text"),
+        ([ASK, say([{"type": "tool_call", **CALL}, "a"])], r"content\[1\] is text after a call"),
+        (
+            [ASK, say([{"type": "thinking", "text": "hm"}, "a"], reasoning="oh")],
+            "thinks twice, in its parts and in reasoning",
+        ),
+        ([ASK, say("a\x1b[0m")], r"messages\[1\].content has a control character, '.x1b', at .* 2"),
+    ],
+)
+def test_what_is_told_about_turns(turns: list[Any], told: str) -> None:
+    with pytest.raises(RowError, match=told):
+        convert(*turns)
+
+
+@pytest.mark.parametrize(
+    ("tools", "told"),
+    [
+        ("[{", r"tools is not JSON: Expecting property name .* at character 3 of '\[\{'"),
+        ({"name": "add"}, "tools is dict, not a list"),
+        ('{"name": "add"}', "tools is dict, not a list"),
+        ([3], r"tools\[0\] is int 3; a tool is"),
+        ([{"nam": "add"}], r"tools\[0\] has no name; found \['nam'\]; .*did you mean 'name'"),
+        ([{"name": "add", "x": float("inf")}], r"tools\[0\] cannot be written as JSON"),
+    ],
+)
+def test_what_is_told_about_tools(tools: Any, told: str) -> None:
+    with pytest.raises(RowError, match=told):
+        convert(ASK, say(), tools=tools)

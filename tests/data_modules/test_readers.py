@@ -1,0 +1,402 @@
+"""Bytes of one file become rows: each format, packed or not, in pieces, and broken in every way."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_modules import opening
+from data_modules.chunks import BadRow, Chunk
+from data_modules.opening import Budget
+from data_modules.readers import count_rows, read_file
+from data_modules.types import DataError, Row
+
+ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]
+
+
+def zst(data: bytes) -> bytes:
+    """Return `data` as one zstd frame."""
+    packed: bytes = pyarrow.compress(data, codec="zstd", asbytes=True)
+    return packed
+
+
+def arrow_bytes(rows: list[dict[str, Any]], new: Callable[..., Any]) -> bytes:
+    """Return `rows` in one of arrow's two formats."""
+    batch = pyarrow.RecordBatch.from_pylist(rows)
+    sink = pyarrow.BufferOutputStream()
+    with new(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def parquet_bytes(rows: list[dict[str, Any]]) -> bytes:
+    """Return `rows` as a parquet file."""
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue()
+
+
+def lines_of(rows: list[dict[str, Any]]) -> bytes:
+    """Return `rows` as JSON lines."""
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+CONTENTS = {
+    "d.json": json.dumps(ROWS, ensure_ascii=False).encode(),
+    "d.jsonl": lines_of(ROWS),
+    "d.ndjson": lines_of(ROWS),
+    "d.csv": 'a\nfirst\n"a second, with é"\nthird\n'.encode(),
+    "d.tsv": "a\nfirst\na second, with é\nthird\n".encode(),
+    "d.parquet": parquet_bytes(ROWS),
+    "d.arrow": arrow_bytes(ROWS, pyarrow.ipc.new_file),
+    "stream.arrow": arrow_bytes(ROWS, pyarrow.ipc.new_stream),
+}
+
+
+def read(file: Path, **settings: Any) -> list[Row | BadRow]:
+    """Return all rows of a file, each chunk sent through pickle as to another process."""
+    rows: list[Row | BadRow] = []
+    for chunk in read_file(file, **settings):
+        sent: Chunk = pickle.loads(pickle.dumps(chunk))  # noqa: S301
+        found = list(sent.rows())
+        assert sent.count() == len(found)
+        rows += found
+    return rows
+
+
+def problems_of(file: Path, content: bytes, **settings: Any) -> list[str]:
+    """Return what is wrong with a file, of its rows and of all of it, without the folder."""
+    file.write_bytes(content)
+    problems = []
+    try:
+        for chunk in read_file(file, **settings):
+            problems += [row.problem for row in chunk.rows() if isinstance(row, BadRow)]
+    except DataError as error:
+        problems += error.problems
+    return [problem.replace(f"{file.parent}/", "") for problem in problems]
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".zst", zst)])
+def test_every_format_is_read_plain_and_packed(
+    tmp_path: Path, name: str, suffix: str, pack: Callable[[bytes], bytes]
+) -> None:
+    file = tmp_path / f"{name}{suffix}"
+    file.write_bytes(pack(CONTENTS[name]))
+    rows = read(file)
+    assert [row.values for row in rows if isinstance(row, Row)] == ROWS
+    first = 2 if name in ("d.csv", "d.tsv") else 1
+    assert [row.origin.line for row in rows] == [first, first + 1, first + 2]
+    assert {row.origin.file for row in rows} == {str(file)}
+    assert count_rows(file) == 3
+
+
+def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> None:
+    for name, pack in (("d.jsonl.gz", gzip.compress), ("d.jsonl.zst", zst)):
+        file = tmp_path / name
+        file.write_bytes(pack(lines_of(ROWS)) + pack(lines_of(ROWS)))
+        assert len(read(file)) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("d.jsonl.zst", b'{"a": 1}', "d.jsonl.zst: is not zstd-compressed; name it without .zst"),
+        ("d.jsonl", zst(b'{"a": 1}'), "d.jsonl: is zstd-compressed; name it .zst"),
+        ("d.json.gz", zst(b'[{"a": 1}]'), "d.json.gz: is zstd-compressed; name it .zst"),
+        ("d.json.gz", b'[{"a": 1}]', "d.json.gz: is not gzip-compressed; name it without .gz"),
+        ("d.csv.gz", gzip.compress(b"a\n1\n")[:-6], "d.csv.gz: cannot be read to its end"),
+        ("d.csv.zst", zst(b"a\n1\n" * 99)[:-6], "d.csv.zst: cannot be read: Truncated"),
+        ("d.jsonl", CONTENTS["d.parquet"], "d.jsonl: is a parquet file; name it .parquet"),
+        ("d.csv", CONTENTS["d.arrow"], "d.csv: is an arrow file; name it .arrow"),
+        ("d.csv", b"PK\x03\x04....", "d.csv: is a zip archive; unpack it"),
+        ("d.jsonl", '{"a": 1}'.encode("utf-16-le"), "d.jsonl: is UTF-16; save it as UTF-8"),
+        ("d.csv", "a,b\n".encode("utf-16-be"), "d.csv: is UTF-16; save it as UTF-8"),
+        ("d.jsonl", b'[\n{"a": 1}\n]\n', "d.jsonl: holds a JSON array, not one row a line"),
+        ("d.csv", b"a,b\r1,2\r", "d.csv: its lines end in CR alone; save it with LF"),
+        ("d.csv", b"a;b\n1;2\n", "d.csv:1 has one column, 'a;b'; are its cells cut at ';'?"),
+        ("d.csv", b"a\tb\n1\t2\n", "d.csv:1 has one column, 'a\\tb'; are its cells cut at '\\t'?"),
+        ("d.tsv", b"a,b\n1,2\n", "d.tsv:1 has one column, 'a,b'; are its cells cut at ','?"),
+        ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' stands twice in the header (a, b, a)"),
+        ("d.csv", b"a,b\n'x, y',2\n", "d.csv:2 3 cells, the header has 2 (a, b)"),
+        ("d.tsv", b"a\tb\n1\n", "d.tsv:2 1 cells, the header has 2 (a, b); quote cells that hold"),
+        ("d.csv", b'a,b\n1,2\n"x"y,2\n', "d.csv:3 broken CSV: ',' expected after '\"'; is a quote"),
+        ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
+        ("d.csv", b"\xe9,b\n1,2\n", "d.csv:1 byte 0xE9 at column 1 is not UTF-8"),
+        ("d.txt", b"one\ntwo\n\nthr\xe9e\n", "d.txt:4 byte 0xE9 at column 4 is not UTF-8"),
+        ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: is no arrow file that can be read"),
+        ("d.arrow", b"", "d.arrow: is no arrow file that can be read"),
+        ("d.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "d.jsonl:1 JSON cannot be read: Exceeds"),
+        ("d.json", b'[{"a": ' + b"1" * 5000 + b"}]", "d.json:1 JSON cannot be read: Exceeds"),
+        ("d.jsonl", b'{"a": 1} x\n', "d.jsonl:1:10 invalid JSON: Extra data, near `{"),
+        ("d.jsonl", b'{"a": 1} \r\n{"a": 2}{}\n', "d.jsonl:2:9 invalid JSON: Extra data"),
+        ("d.jsonl", b"[" * 200_000, "d.jsonl:1 JSON is nested too deeply"),
+    ],
+)
+def test_what_is_told_about_bytes_that_are_not_what_their_name_says(
+    tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
+    assert problems_of(tmp_path / name, content)[0].startswith(told)
+
+
+@pytest.mark.parametrize("name", [name for name in CONTENTS if name != "d.json"])
+def test_truncated_files_are_never_read_as_whole(tmp_path: Path, name: str) -> None:
+    content = CONTENTS[name]
+    whole = tmp_path / name
+    whole.write_bytes(content)
+    assert problems_of(whole, content) == []
+    if not name.endswith((".csv", ".tsv")):  # there half a line is a good cell
+        assert problems_of(tmp_path / f"cut-{name}", content[: len(content) - 7])
+
+
+def test_bad_rows_stand_in_their_place_with_reason_and_text(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(b'{"a": 1}\n{"a": }\n{"b": "\xe9"}\n{"a": 4}\n')
+    good, broken, latin, last = read(file)
+    assert isinstance(good, Row) and isinstance(last, Row) and last.origin.line == 4
+    assert isinstance(broken, BadRow) and isinstance(latin, BadRow)
+    assert broken.raw == '{"a": }' and broken.reason.startswith("invalid JSON: Expecting value")
+    assert broken.problem == f"{file}:2:7 {broken.reason}"
+    assert latin.problem == f"{file}:3 {latin.reason}" and latin.raw == '{"b": "\ufffd"}'
+
+
+def test_bad_row_keeps_the_beginning_of_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"a": ' + "x" * 5000 + "\n")
+    (row,) = read(file)
+    assert isinstance(row, BadRow) and len(row.raw) == 2000
+
+
+def test_array_with_a_key_twice_is_read_on_but_not_past_broken_json(tmp_path: Path) -> None:
+    problems = problems_of(tmp_path / "d.json", b'[{"a": 1, "a": 2},\n3,\n{"a": 3},\n{"a": }, 5]')
+    assert [problem.split(" ")[0] for problem in problems] == [
+        "d.json:1",
+        "d.json:2",
+        "d.json:4:7",
+    ]
+
+
+BLANK_LINES = st.sampled_from(["", " ", "\t", "\r"])
+TEXT_LINES = st.text(st.sampled_from("ab é\x1c\u2028\x85"), min_size=1, max_size=6)
+
+
+@given(st.lists(st.one_of(TEXT_LINES, BLANK_LINES), max_size=30), st.integers(1, 40), st.booleans())
+def test_lines_keep_number_and_text_wherever_chunks_end(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], size: int, ends: bool
+) -> None:
+    texts = [line if not line.strip(" \t\r") else json.dumps({"a": line}) for line in lines]
+    file = tmp_path_factory.mktemp("lines") / "d.jsonl"
+    file.write_bytes(("\n".join(texts) + "\n" * ends).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "CHUNK_BYTES", size)
+        rows = read(file)
+    assert [(row.origin.line, row.values["a"]) for row in rows if isinstance(row, Row)] == [
+        (number, line) for number, line in enumerate(lines, 1) if line.strip(" \t\r")
+    ]
+    assert count_rows(file) == len(rows)
+
+
+def paragraphs(lines: list[str]) -> list[tuple[int, str]]:
+    """Return first line and text of each paragraph, the plain way."""
+    found: list[tuple[int, list[str]]] = []
+    before = True
+    for number, line in enumerate(lines, 1):
+        blank = not line.strip(" \t\r")
+        if not blank and before:
+            found.append((number, []))
+        if not blank:
+            found[-1][1].append(line)
+        before = blank
+    return [(number, "\n".join(part)) for number, part in found]
+
+
+@given(st.lists(st.one_of(TEXT_LINES, BLANK_LINES), max_size=30), st.integers(1, 40))
+def test_paragraphs_are_the_same_wherever_chunks_end(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], size: int
+) -> None:
+    lines = [line if line.strip() else line.strip("\x1c\u2028\x85") for line in lines]
+    lines = ["first", "", "second", *lines]
+    file = tmp_path_factory.mktemp("text") / "d.txt"
+    file.write_bytes("\n".join(lines).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(opening, "CHUNK_BYTES", size)
+        rows = read(file)
+    found = [(row.origin.line, row.values["text"]) for row in rows if isinstance(row, Row)]
+    assert found == paragraphs(lines)
+
+
+def test_text_without_blank_lines_is_a_row_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "d.txt"
+    file.write_bytes(b"\n\none\r\n two\nthree\n\n")
+    rows = read(file)
+    assert [(row.origin.line, row.values["text"]) for row in rows if isinstance(row, Row)] == [
+        (3, "one"),
+        (4, " two"),
+        (5, "three"),
+    ]
+
+
+def test_lines_wait_as_bytes_until_they_are_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_bytes(b"never parsed\n" * 300_000)
+    chunks = list(read_file(file))
+    assert 3 <= len(chunks) <= 5 and sum(chunk.num_bytes for chunk in chunks) == 13 * 300_000
+    assert sum(chunk.count() for chunk in chunks) == 300_000
+    assert all(len(pickle.dumps(chunk)) < chunk.num_bytes + 500 for chunk in chunks)
+
+
+def test_piece_of_a_batch_is_sent_without_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "d.arrow"
+    rows = [{"a": f"{number}" + "x" * 200} for number in range(20_000)]
+    file.write_bytes(arrow_bytes(rows, pyarrow.ipc.new_file))
+    chunks = list(read_file(file))
+    assert len(chunks) > 3
+    assert max(len(pickle.dumps(chunk)) for chunk in chunks) < 2 << 20
+    few = chunks[1].select(range(3, 10, 3))
+    assert len(pickle.dumps(few)) < 5000
+    first = chunks[0].count()
+    assert [row.origin.line for row in few.rows()] == [first + 4, first + 7, first + 10]
+    sent = pickle.loads(pickle.dumps(few))  # noqa: S301
+    assert list(sent.rows()) == list(few.rows())
+    assert next(iter(few.rows())).values["a"].startswith(str(first + 3))
+
+
+LARGE = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line", "size"),
+    [
+        ("d.jsonl", lines_of([{"a": "s"}, {"a": LARGE}, {"a": "t"}]), 2, "5,009"),
+        ("d.json", json.dumps([{"a": "s"}, {"a": LARGE}, {"a": "t"}]).encode(), 2, "5,009"),
+        ("d.txt", f"s\n\nx\n{LARGE}\n\nt\n".encode(), 3, "5,002"),
+        ("d.txt", f"s\n{LARGE}\nt\n".encode(), 2, "5,000"),
+        ("d.parquet", parquet_bytes([{"a": "s"}, {"a": LARGE}, {"a": "t"}]), 2, "5,0"),
+        ("d.arrow", arrow_bytes([{"a": "s"}, {"a": LARGE}], pyarrow.ipc.new_file), 2, "5,0"),
+    ],
+)
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+def test_row_above_the_limit_is_refused_and_the_others_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: bytes,
+    line: int,
+    size: str,
+    chunk_bytes: int,
+) -> None:
+    monkeypatch.setattr(opening, "CHUNK_BYTES", chunk_bytes)
+    file = tmp_path / name
+    (problem,) = problems_of(file, content, max_row_bytes=1000)
+    assert problem.startswith(f"{name}:{line} row of {size}")
+    assert "data.max_row_bytes is 1,000" in problem
+    rows = read(file, max_row_bytes=1000)
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, False][: len(rows)]
+    last = rows[-1]
+    if isinstance(last, Row):
+        assert last.values.get("a", last.values.get("text")) == "t"
+    assert problems_of(file, content, max_row_bytes=10_000) == []
+
+
+def test_limit_counts_bytes_and_itself_passes(tmp_path: Path) -> None:
+    for name, content in (
+        ("d.jsonl", '{"a": "éé"}\n'),
+        ("d.json", '[{"a": "éé"}]'),
+        ("d.txt", "éééé\n"),
+        ("e.txt", "ééé\nx\n\nx"),
+        ("d.csv", "a\nééé\n"),
+    ):
+        size = max(len(part.strip("[]\n").encode()) for part in content.split("\n\n"))
+        size = 6 if name == "d.csv" else size
+        data = content.encode()
+        assert problems_of(tmp_path / name, data, max_row_bytes=size) == [], name
+        assert len(problems_of(tmp_path / name, data, max_row_bytes=size - 3)) == 1, name
+
+
+@pytest.mark.parametrize("chunk_bytes", range(1, 40))
+def test_large_paragraph_ends_where_it_ends_wherever_chunks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(opening, "CHUNK_BYTES", chunk_bytes)
+    file = tmp_path / "d.txt"
+    file.write_bytes(b"s\n\n" + b"long\n" * 20 + b" \t\nt\n\nu")
+    rows = read(file, max_row_bytes=20)
+    assert [row.origin.line for row in rows] == [1, 3, 24, 26]
+    assert [isinstance(row, BadRow) for row in rows] == [False, True, False, False]
+
+
+def test_csv_row_above_the_limit_ends_the_file(tmp_path: Path) -> None:
+    content = f'a,b\n1,2\n"{"x" * 5000},2\n3,4\n'.encode()
+    (problem,) = problems_of(tmp_path / "d.csv", content, max_row_bytes=1000)
+    assert problem.startswith("d.csv:3 row of more than 1,000 bytes, which is data.max_row_bytes")
+
+
+def peak_of(file: Path, **settings: Any) -> int:
+    """Return the most memory that reading a file takes."""
+    tracemalloc.start()
+    for chunk in read_file(file, **settings):
+        for _ in chunk.rows():
+            pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_large_files_are_never_held_whole(tmp_path: Path) -> None:
+    size = 30 << 20
+    line = b'{"a": "' + b"x" * 991 + b'"}\n'
+    (tmp_path / "d.jsonl").write_bytes(line * (size // len(line)))
+    (tmp_path / "d.csv").write_bytes(b"a,b\n" + (b"x" * 998 + b",1\n") * (size // 1000))
+    (tmp_path / "d.txt").write_bytes((b"x" * 998 + b"\n\n") * (size // 1000))
+    (tmp_path / "row.jsonl").write_bytes(b'{"a": "' + b"x" * size + b'"}\n{"a": 1}\n')
+    for name in ("d.jsonl", "d.csv", "d.txt"):
+        assert peak_of(tmp_path / name) < 12 << 20, name
+    assert peak_of(tmp_path / "row.jsonl", max_row_bytes=1 << 20) < 12 << 20
+
+
+def test_row_group_of_a_parquet_file_is_never_held_whole(tmp_path: Path) -> None:
+    file = tmp_path / "d.parquet"
+    table = pyarrow.table({"a": [f"{number:01000}" for number in range(30_000)]})
+    settings = {"compression": "none", "use_dictionary": False}
+    pyarrow.parquet.write_table(table, file, row_group_size=30_000, **settings)
+    del table
+    before = most = pyarrow.total_allocated_bytes()
+    for _ in read_file(file):
+        most = max(most, pyarrow.total_allocated_bytes())
+    assert most - before < 12 << 20
+
+
+def test_text_of_a_batch_that_is_not_utf8_is_a_bad_row(tmp_path: Path) -> None:
+    values = pyarrow.array([b"good", b"caf\xe9", b"good too"], pyarrow.binary())
+    column = pyarrow.StringArray.from_buffers(3, values.buffers()[1], values.buffers()[2])
+    file = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"n": [1, 2, 3], "a": column}), file)
+    good, bad, last = read(file)
+    assert isinstance(good, Row) and isinstance(last, Row) and last.origin.line == 3
+    assert isinstance(bad, BadRow)
+    assert bad.problem.startswith(f"{file}:2 column 'a' (string) cannot be read: 'utf-8' codec")
+
+
+def test_budget_ends_the_reading_between_rows(tmp_path: Path) -> None:
+    for name, content in CONTENTS.items():
+        if name.endswith((".parquet", ".arrow")):
+            continue
+        file = tmp_path / name
+        file.write_bytes(content)
+        for left in range(len(content) + 1):
+            rows = [row for chunk in read_file(file, Budget(left)) for row in chunk.rows()]
+            assert all(isinstance(row, Row) for row in rows), (name, left)
+        assert len(rows) == 3

@@ -1,0 +1,154 @@
+"""Wrong settings and wrong rows are named before torch or a tokenizer is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules.settings import DataConfig, DatasetConfig, check_datasets, dataset_names
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
+    """Write rows as JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DatasetConfig(path=str(file))
+
+
+def alpaca(*answers: str) -> list[dict[str, Any]]:
+    """Make an alpaca row for each answer."""
+    return [{"instruction": "q", "output": answer} for answer in answers]
+
+
+def test_names_are_made_from_paths_and_differ() -> None:
+    paths = [
+        "a/x.json",
+        "b/x.jsonl.gz",
+        "owner/set",
+        "sample:list_corpus",
+        "data/v1.5",
+        "in/*.csv",
+    ]
+    configs = [DatasetConfig(path=path) for path in paths]
+    configs.append(DatasetConfig(path="y.json", name="mine"))
+    assert dataset_names(configs) == ["x", "x-2", "set", "list_corpus", "v1.5", "in", "mine"]
+
+
+def problems(*datasets: DatasetConfig, **settings: Any) -> list[str]:
+    """Return what the check says."""
+    return check_datasets(DataConfig(datasets=list(datasets), **settings))
+
+
+def test_check_passes_what_is_right(tmp_path: Path) -> None:
+    good = write(tmp_path / "d.jsonl", alpaca("one"))
+    hub = DatasetConfig(path="no_such_owner/no_such_set")
+    assert problems(good, hub, DatasetConfig(path="sample:list_corpus")) == []
+
+
+def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
+    broken = write(tmp_path / "b.jsonl", alpaca("one"))
+    Path(broken.path).write_text('{"instruction": "q", "output": "a"}\n{"instruction"\n')
+    found = problems(
+        broken,
+        DatasetConfig(path=str(tmp_path / "c.jsonl")),
+        write(tmp_path / "d.jsonl", [{"question": "q", "answer": "a"}]),
+        write(tmp_path / "e.jsonl", [*alpaca("one"), {"x": 1}, {"x": 2}, {"y": 3}]),
+    )
+    assert [problem.replace(f"{tmp_path}/", "") for problem in found] == [
+        "b.jsonl:2:15 invalid JSON: Expecting ':' delimiter, near `{\"instruction\"`",
+        found[1].replace(f"{tmp_path}/", ""),
+        found[2].replace(f"{tmp_path}/", ""),
+        "e.jsonl:2 missing 'instruction'; found ['x'] (1 more rows have these columns; "
+        "1 rows are of format alpaca, first e.jsonl:1)",
+        "e.jsonl:4 missing 'instruction'; found ['y'] "
+        "(1 rows are of format alpaca, first e.jsonl:1)",
+    ]
+    assert "c.jsonl: no such file" in found[1]
+    assert "['question', 'answer'] are of no known format" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"on_long": "cut"}, "data.on_long is 'cut'; use drop, truncate_left"),
+        ({"sequence_len": 1}, "data.sequence_len is 1"),
+        ({"val_set_size": -1.0}, "data.val_set_size is -1.0"),
+        ({"max_dropped_share": 2.0}, "data.max_dropped_share is 2.0"),
+        ({"num_workers": -1}, "data.num_workers is -1"),
+    ],
+)
+def test_check_of_settings(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    good = write(tmp_path / "d.jsonl", alpaca("one"))
+    assert told in problems(good, **settings)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"weight": 0.0}, "data.datasets[0].weight is 0.0"),
+        ({"weight": float("nan")}, "data.datasets[0].weight is nan"),
+        ({"format": "alpacca"}, "data.datasets[0].format: unknown format 'alpacca'; did you mean"),
+        (
+            {"format": "alpaca", "columns": {"outptu": "a"}},
+            "data.datasets[0].columns.outptu: format 'alpaca' has no field 'outptu'; did you mean",
+        ),
+        ({"columns": {"output": "a"}}, "missing 'a'; found ['instruction', 'output']"),
+    ],
+)
+def test_check_of_data_set_settings(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", alpaca("one")).path
+    assert told in problems(DatasetConfig(path=path, **settings))[0]
+
+
+def test_check_of_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", alpaca("one")).path
+    twice = [DatasetConfig(path=path, name="a"), DatasetConfig(path=path, name="a")]
+    assert problems(*twice) == [
+        "data.datasets[1].name 'a' is already that of data.datasets[0]; give another"
+    ]
+
+
+def test_no_data_set_says_what_to_type() -> None:
+    assert "data.datasets is empty; give" in problems()[0]
+
+
+def test_test_data_sets_are_checked_without_data_sets(tmp_path: Path) -> None:
+    found = problems(test_datasets=[DatasetConfig(path=str(tmp_path / "t.json"))])
+    assert len(found) == 1 and "t.json: no such file" in found[0]
+
+
+def test_check_reads_one_budget_in_equal_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_modules.settings.CHECKED_BYTES", 5000)
+    good = write(tmp_path / "good.jsonl", alpaca(*["one" * 20] * 90))
+    late = write(tmp_path / "late.jsonl", [*alpaca(*["one" * 20] * 40), {"x": 1}])
+    early = write(tmp_path / "early.jsonl", [*alpaca(*["one" * 20] * 9), {"x": 1}])
+    assert 2000 < Path(late.path).stat().st_size < 4000
+    assert problems(late, good, good, good, good) == []
+    assert [p.split("/")[-1][:12] for p in problems(good, good, good, early)] == ["early.jsonl:"]
+    # What a short file leaves of its part goes to the files after it.
+    assert "late.jsonl:41 missing" in problems(early, late)[-1]
+
+
+def test_count_of_problems_survives(tmp_path: Path) -> None:
+    broken = write(tmp_path / "d.jsonl", alpaca("one"))
+    Path(broken.path).write_text("{\n" * 50)
+    found = problems(broken)
+    assert len(found) == 20 and found[-1] == "... and 31 more like these"
+
+
+def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", alpaca("one")).path
+    code = (
+        "import sys, data_modules as d\n"
+        f"assert d.check_datasets(d.DataConfig(datasets=[d.DatasetConfig(path={path!r})])) == []\n"
+        "d.PackingConfig(), d.PACKING_METHODS, d.TEMPLATE_NAMES\n"
+        "heavy = {'torch', 'lightning', 'transformers', 'datasets', 'numpy', 'pyarrow', 'jinja2'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

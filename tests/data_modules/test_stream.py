@@ -1,0 +1,169 @@
+"""A stream reads every row once between all ranks, and its steps have their exact weight."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from data_modules import Batch, DataConfig, DataError, DatasetConfig, PackingConfig
+from data_modules.datamodule import FinetuneDataModule
+from data_modules.settings import check_datasets
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("data_modules.opening.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("data_modules.stream.WINDOW_PACKS", 4)
+    monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
+
+
+def write(file: Path, count: int, word: str = "one") -> DatasetConfig:
+    rows = ({"prompt": f"{index}", "completion": f" {word} {index}"} for index in range(count))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DatasetConfig(path=str(file))
+
+
+def build(
+    datasets: list[DatasetConfig],
+    tokenizer: Any,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+    max_steps: int | None = 6,
+    **data: Any,
+) -> FinetuneDataModule:
+    config = DataConfig(datasets=datasets, **{"streaming": True, "val_set_size": 0, **data})
+    module = FinetuneDataModule(
+        config,
+        PackingConfig(),
+        tokenizer,
+        context_len=64,
+        micro_batch_size=1,
+        accumulation_steps=2,
+        num_epochs=1,
+        max_steps=max_steps,
+        seed=3,
+        num_ranks=num_ranks,
+    )
+    strategy = SimpleNamespace(
+        root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number * num_ranks
+    )
+    module.trainer = SimpleNamespace(world_size=num_ranks, global_rank=rank, strategy=strategy)
+    module.setup("fit")
+    return module
+
+
+def texts(batches: list[Batch], tokenizer: Any) -> list[str]:
+    """Return the documents of the batches, in order."""
+    found = []
+    for batch in batches:
+        ids = batch.input_ids[0].split(batch.document_lengths[0])
+        found += [tokenizer.decode(one) for one in ids]
+    return found
+
+
+def stream_of(module: FinetuneDataModule, count: int) -> list[Batch]:
+    return list(itertools.islice(iter(module._stream()), count))
+
+
+def test_steps_are_as_many_as_asked_and_weigh_what_they_hold(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    module = build([write(tmp_path / "a.jsonl", 200)], tokenizer)
+    batches = list(module.train_dataloader())
+    assert len(batches) == len(module.train_dataloader()) == 12 and module.total_steps == 6
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        weight = float(first.loss_weights.sum() + second.loss_weights.sum())
+        assert first.step_weight == second.step_weight == weight > 0
+
+
+def test_each_row_is_read_once_before_any_comes_again(tmp_path: Path, tokenizer: Any) -> None:
+    module = build([write(tmp_path / "a.jsonl", 150)], tokenizer)
+    seen = texts(stream_of(module, 60), tokenizer)
+    # A window may reach from one round into the next, and the end cuts through one.
+    assert len(set(seen)) == 150
+    counts = [seen.count(text) for text in set(seen)]
+    assert max(counts) - min(counts) <= 2
+
+
+def test_ranks_read_different_rows_and_miss_none(tmp_path: Path, tokenizer: Any) -> None:
+    files = [write(tmp_path / "a.jsonl", 200)]
+    shares = []
+    for rank in range(3):
+        module = build(files, tokenizer, rank=rank, num_ranks=3)
+        shares.append(set(texts(stream_of(module, 40), tokenizer)))
+    assert sum(map(len, shares)) == len(set.union(*shares)) == 200
+
+
+def test_workers_of_a_loader_share_a_rank_s_rows(tmp_path: Path, tokenizer: Any) -> None:
+    module = build([write(tmp_path / "a.jsonl", 200)], tokenizer, num_workers=2, max_steps=8)
+    seen = texts(list(module.train_dataloader()), tokenizer)
+    assert len(seen) == len(set(seen)) > 50
+
+
+def test_the_order_follows_from_the_seed_and_a_later_start_is_its_rest(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    files = [write(tmp_path / "a.jsonl", 200)]
+    all_steps = list(build(files, tokenizer).train_dataloader())
+    module = build(files, tokenizer)
+    module.first_step = 4
+    rest = list(module.train_dataloader())
+    assert len(rest) == len(module.train_dataloader()) == 4
+    for batch, expected in zip(rest, all_steps[8:], strict=True):
+        assert torch.equal(batch.input_ids, expected.input_ids)
+        assert batch.step_weight == expected.step_weight
+    window = texts(all_steps, tokenizer)
+    assert window != sorted(window, key=lambda text: int(text.split(" ")[0]))
+
+
+def test_weights_are_shares_of_rows(tmp_path: Path, tokenizer: Any) -> None:
+    files = [write(tmp_path / "a.jsonl", 300), write(tmp_path / "b.jsonl", 300, "two")]
+    files[0].weight, files[1].weight = 3.0, 1.0
+    seen = texts(stream_of(build(files, tokenizer), 30), tokenizer)
+    share = sum("one" in text for text in seen) / len(seen)
+    assert abs(share - 0.75) < 0.05
+
+
+def test_rows_for_validation_are_never_learned(tmp_path: Path, tokenizer: Any) -> None:
+    module = build([write(tmp_path / "a.jsonl", 100)], tokenizer, val_set_size=10)
+    held_out = {tokenizer.decode(example.input_ids) for example in module.val_examples}
+    seen = set(texts(stream_of(module, 60), tokenizer))
+    assert len(held_out) == 10 and len(seen) == 90 and not held_out & seen
+    assert "its first 10 rows are for validation" in module.report.lines()[0]
+
+
+def test_a_stream_without_an_end_needs_max_steps(tmp_path: Path, tokenizer: Any) -> None:
+    module = build([write(tmp_path / "a.jsonl", 100)], tokenizer, max_steps=None)
+    with pytest.raises(DataError, match=r"trainer\.max_steps"):
+        module.train_dataloader()
+
+
+def test_a_bad_row_is_named_when_it_is_met(tmp_path: Path, tokenizer: Any) -> None:
+    dataset = write(tmp_path / "a.jsonl", 30)
+    with Path(dataset.path).open("a") as file:
+        file.write('{"prompt": 3, "completion": "x"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:31 prompt"):
+        list(build([dataset], tokenizer, max_steps=99).train_dataloader())
+    aside = build([dataset], tokenizer, max_steps=99, on_bad_row="quarantine")
+    assert len(list(aside.train_dataloader())) == 198
+
+
+def test_too_few_rows_for_the_ranks(tmp_path: Path, tokenizer: Any) -> None:
+    module = build([write(tmp_path / "a.jsonl", 2)], tokenizer, rank=3, num_ranks=4)
+    with pytest.raises(DataError, match=r"too small for a stream: set data\.streaming=false"):
+        stream_of(module, 1)
+
+
+def test_settings_that_a_stream_cannot_have(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "a.jsonl", 3)
+    dataset.split = "train[:90%]"
+    found = check_datasets(DataConfig(datasets=[dataset], streaming=True))
+    assert "data.val_set_size=0.05 of a stream" in found[0]
+    assert "data.datasets[0].split is 'train[:90%]': a stream takes a whole split" in found[1]

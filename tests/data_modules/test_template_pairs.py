@@ -1,0 +1,176 @@
+"""Encoder-decoder models: what the encoder is given and what the decoder learns."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules.template import ChatTemplate, MaskConfig
+from data_modules.types import Conversation, Document, Note, Origin, Segment, Tokens, Turn
+from tests.data_modules.conftest import SHARED, build_tokenizer
+from tests.data_modules.test_template import encode, problem
+
+ORIGIN = Origin("rows.json", 7)
+CHAT = Conversation(
+    (
+        *(Turn("user", "one"), Turn("assistant", "two")),
+        *(Turn("user", "three"), Turn("assistant", "what is it", 0.5)),
+    ),
+    ORIGIN,
+    weight=0.5,
+)
+ASKED = Document((Segment("what is it: ", 0.0), Segment("yes", 0.25)), ORIGIN)
+
+
+def t5_like() -> Any:
+    """Make a tokenizer that ends a text in </s>, as T5's does."""
+    tokenizer = build_tokenizer(["<pad>", "</s>"], eos="</s>")
+    _post_process(tokenizer, "$A </s>", ["</s>"])
+    return tokenizer
+
+
+def bart_like() -> Any:
+    """Make a tokenizer that writes a text as <s> ... </s>, as BART's does."""
+    tokenizer = build_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>")
+    _post_process(tokenizer, "<s> $A </s>", ["<s>", "</s>"])
+    return tokenizer
+
+
+def _post_process(tokenizer: Any, single: str, specials: list[str]) -> None:
+    import tokenizers
+
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[(text, backend.token_to_id(text)) for text in specials]
+    )
+
+
+def resolve(tokenizer: Any, **mask: Any) -> ChatTemplate:
+    return ChatTemplate.resolve(tokenizer, None, MaskConfig(**mask), is_encoder_decoder=True)
+
+
+@pytest.mark.parametrize("make", [t5_like, bart_like])
+def test_the_last_answer_is_the_target(make: Any) -> None:
+    tokenizer = make()
+    template = resolve(tokenizer)
+    encoded = encode(template, CHAT)
+    source = "one\ntwo</s>\nthree"
+    assert encoded.target_ids is not None
+    assert encoded.input_ids.tolist() == tokenizer(source)["input_ids"]
+    assert encoded.target_ids.tolist() == tokenizer(text_target="what is it")["input_ids"]
+    assert encoded.weights.tolist() == [0.25] * len(encoded.target_ids)
+    prompt = template.prompt(CHAT)
+    assert prompt is not None and prompt.answer == "what is it"
+    assert prompt.input_ids == encoded.input_ids.tolist()
+
+
+@pytest.mark.parametrize("make", [t5_like, bart_like])
+def test_prompt_and_completion(make: Any) -> None:
+    tokenizer = make()
+    template = resolve(tokenizer)
+    encoded = encode(template, ASKED)
+    assert encoded.target_ids is not None
+    assert encoded.input_ids.tolist() == tokenizer("what is it: ")["input_ids"]
+    assert encoded.target_ids.tolist() == tokenizer(text_target="yes")["input_ids"]
+    assert set(encoded.weights.tolist()) == {0.25}
+    prompt = template.prompt(ASKED)
+    assert prompt is not None and prompt.answer == "yes"
+    assert prompt.input_ids == encoded.input_ids.tolist()
+
+
+def test_a_target_ends_in_eos_where_the_tokenizer_adds_none() -> None:
+    tokenizer = build_tokenizer(["</s>"], eos="</s>")
+    encoded = encode(resolve(tokenizer), ASKED)
+    assert encoded.target_ids is not None
+    assert encoded.target_ids.tolist()[-1] == tokenizer.eos_token_id
+    assert encoded.weights[-1] == 0.25
+    assert tokenizer.eos_token_id not in encoded.input_ids
+    unlearned = encode(resolve(tokenizer, train_on_eos="none"), ASKED)
+    assert unlearned.weights[-1] == 0 and unlearned.weights[0] == 0.25
+
+
+def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
+    tokenizer = t5_like()
+    template = resolve(tokenizer)
+    assert "`t5`" in template.note and "no chat template" in template.note
+    named = ChatTemplate.resolve(tokenizer, "plain", is_encoder_decoder=True)
+    prompt = named.prompt(CHAT)
+    assert prompt is not None
+    assert tokenizer.decode(prompt.input_ids).startswith("### User:\none\n\n### Assistant:\ntwo")
+    assert tokenizer.decode(prompt.input_ids).endswith("### Assistant:\n</s>")
+
+
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        (Document((Segment("one two", 1.0),), ORIGIN), "needs a prompt and an answer.*one text"),
+        (Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN), "needs a prompt"),
+        (Conversation((Turn("user", "one"),), ORIGIN), "needs a prompt.*no answer"),
+        (Tokens((1, 2), (1.0, 1.0), ORIGIN), "needs a prompt.*tokenised already"),
+    ],
+)
+def test_rows_without_two_sides_are_named(item: Any, told: str) -> None:
+    import re
+
+    template = resolve(t5_like())
+    assert re.match(f"rows.json:7 an encoder-decoder model {told}", problem(template, item))
+    assert template.prompt(item) is None
+    good, bad, other = template.encode([ASKED, item, CHAT])
+    assert [type(one).__name__ for one in (good, bad, other)] == [
+        "Encoded",
+        "RowProblem",
+        "Encoded",
+    ]
+
+
+def test_thoughts_of_the_target_are_kept_masked_or_stripped() -> None:
+    chat = Conversation((Turn("user", "q"), Turn("assistant", "yes", reasoning="one two")), ORIGIN)
+    tokenizer = t5_like()
+    learned = {}
+    for reasoning in ("keep", "mask", "strip"):
+        encoded = encode(resolve(tokenizer, reasoning=reasoning), chat)
+        assert encoded.target_ids is not None
+        learned[reasoning] = tokenizer.decode(encoded.target_ids[encoded.weights > 0])
+        seen = tokenizer.decode(encoded.target_ids)
+        assert (seen == "<think>\none two\n</think>\n\nyes</s>") == (reasoning != "strip")
+    assert learned == {
+        "keep": "<think>\none two\n</think>\n\nyes</s>",
+        "mask": "yes</s>",
+        "strip": "yes</s>",
+    }
+
+
+def test_a_lost_system_turn_is_noted() -> None:
+    tokenizer = t5_like()
+    chat = Conversation((Turn("system", "be brief"), *CHAT.turns), ORIGIN)
+    assert encode(resolve(tokenizer), chat).notes == ()
+    tokenizer.chat_template = "{% for m in messages[1:] %}{{ m.content }}{% endfor %}"
+    assert encode(resolve(tokenizer), chat).notes == (Note("lost_system"),)
+
+
+def test_a_blank_answer_is_not_learned() -> None:
+    chat = Conversation((Turn("user", "q"), Turn("assistant", " ")), ORIGIN)
+    assert not encode(resolve(t5_like()), chat).weights.any()
+
+
+def test_real_t5_tokenizer(tmp_path: Path) -> None:
+    file = SHARED / "tokenizers" / "t5" / "spiece.model"
+    if not file.is_file():
+        pytest.skip("needs the shared tokenizers")
+    import transformers
+
+    shutil.copy(file, tmp_path)
+    tokenizer = transformers.T5TokenizerFast.from_pretrained(tmp_path)
+    chat = Conversation(
+        (Turn("user", "translate English to German: That is good."), Turn("assistant", "Gut.")),
+        ORIGIN,
+    )
+    encoded = encode(resolve(tokenizer), chat)
+    assert encoded.target_ids is not None
+    text = "translate English to German: That is good."
+    assert encoded.input_ids.tolist() == tokenizer(text)["input_ids"]
+    assert encoded.target_ids.tolist() == tokenizer(text_target="Gut.")["input_ids"]
+    assert encoded.input_ids[-1] == encoded.target_ids[-1] == tokenizer.eos_token_id

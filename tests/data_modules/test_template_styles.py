@@ -1,0 +1,284 @@
+"""The mask on the styles that are in use, with contents made to mislead it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data_modules.named_templates import TEMPLATE_NAMES, named_template
+from data_modules.rendering import Chat
+from data_modules.template import ChatTemplate, MaskConfig
+from data_modules.types import Conversation, Encoded, Origin, Turn
+from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.test_template import (
+    GEMMA,
+    MISTRAL,
+    NO_GENERATION_PROMPT,
+    NO_PREFIX,
+    QWEN3,
+    ZEPHYR,
+    encode,
+    runs,
+)
+
+ORIGIN = Origin("rows.json", 7)
+
+
+@dataclass
+class Style:
+    """Hold a template, its tokens, and how it writes an answer."""
+
+    text: str
+    stop: str
+    specials: Sequence[str] = ()
+    written: Callable[[str], str] = field(default=lambda content: content)
+    takes_system: bool = True
+
+
+def _named(name: str, stop: str, *specials: str, **more: Any) -> Style:
+    return Style(named_template(name), stop, specials, **more)
+
+
+IM = ("<|im_start|>", "<|im_end|>")
+STYLES = {
+    "plain": _named("plain", "</s>"),
+    "chatml": _named("chatml", "<|im_end|>", *IM),
+    "alpaca": _named("alpaca", "</s>"),
+    "gemma": _named(
+        "gemma", "<end_of_turn>", "<start_of_turn>", "<end_of_turn>", written=str.strip
+    ),
+    "llama2": _named("llama2", "</s>", written=lambda content: f" {content.strip()} "),
+    "llama3": _named(
+        "llama3",
+        "<|eot_id|>",
+        *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        written=str.strip,
+    ),
+    "mistral": _named("mistral", "</s>", written=lambda content: f" {content}"),
+    "phi3": _named("phi3", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "t5": _named("t5", "</s>", written=lambda content: f"\n{content}"),
+    "vicuna": _named("vicuna", "</s>", written=lambda content: f" {content}"),
+    "zephyr": _named("zephyr", "</s>"),
+    "gemma of its hub": Style(
+        GEMMA, "<end_of_turn>", ("<start_of_turn>", "<end_of_turn>"), str.strip, False
+    ),
+    "mistral of its hub": Style(MISTRAL, "</s>", (), lambda content: f" {content}", False),
+    "zephyr of its hub": Style(ZEPHYR, "</s>"),
+    "no prefix": Style(NO_PREFIX, "<|im_end|>", IM),
+    "no generation prompt": Style(NO_GENERATION_PROMPT, "<|im_end|>", IM),
+}
+THINKING = {
+    "qwen3": _named("qwen3", "<|im_end|>", *IM),
+    "thinking, another": Style(QWEN3, "<|im_end|>", IM),
+}
+
+
+@cache
+def template_of(style: str, adds_bos: bool = False) -> ChatTemplate:
+    """Build the template of a style, over a tokenizer that has its tokens."""
+    chosen = (STYLES | THINKING)[style]
+    tokenizer = build_tokenizer(
+        ["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>", adds_bos=adds_bos
+    )
+    tokenizer.chat_template = chosen.text
+    return ChatTemplate.resolve(tokenizer, None)
+
+
+def learned_texts(template: ChatTemplate, encoded: Encoded) -> str:
+    ids, weights = encoded.input_ids, encoded.weights
+    return str(template._tokenizer.decode(ids[weights > 0].tolist()))
+
+
+PIECES = [
+    *("yes", " two", "one", "a", "user", "assistant", "model", "ASSISTANT:", "[INST]", "[/INST]"),
+    *("### Assistant:\n", "### Response:\n", "\n", "\n\n", " ", "\t", "\u00e9t\u00e9", "\u2603"),
+    *("e\u0301", "\U0001f600", "im_end", "<think>", "{{ x }}", "\u00a0", "\u3000"),
+]
+contents = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
+answers = contents.filter(lambda text: bool(text.strip()))
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Conversation:
+    """Draw 1 to 3 rounds with tricky contents; answers repeat what was asked at times."""
+    turns = [Turn("system", draw(contents))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        turns.append(Turn("user", draw(contents)))
+        said = [turn.content for turn in turns if turn.content.strip()]
+        turns.append(Turn("assistant", draw(answers | st.sampled_from(said) if said else answers)))
+    return Conversation(tuple(turns), ORIGIN)
+
+
+def fitted(style: str, chat: Conversation) -> Conversation:
+    if STYLES[style].takes_system or chat.turns[0].role != "system":
+        return chat
+    return Conversation(chat.turns[1:], ORIGIN)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(chat=conversations(), adds_bos=st.booleans())
+def test_answers_and_their_stop_tokens_are_learned(
+    style: str, adds_bos: bool, chat: Conversation
+) -> None:
+    template, chosen = template_of(style, adds_bos), STYLES[style]
+    chat = fitted(style, chat)
+    encoded = encode(template, chat)
+    answers = [turn.content for turn in chat.turns if turn.role == "assistant"]
+    wanted = "".join(chosen.written(answer) + chosen.stop for answer in answers)
+    assert learned_texts(template, encoded) == wanted
+
+    ids, weights = encoded.input_ids, encoded.weights
+    stop = template._tokenizer.convert_tokens_to_ids(chosen.stop)
+    assert template.stop_token_ids == {stop}
+    learned = weights > 0
+    ends = [*(learned[:-1] & ~learned[1:]), learned[-1]]
+    assert (ids[ends] == stop).all() and learned[-1]
+
+    first = next(i for i, turn in enumerate(chat.turns) if turn.role == "assistant")
+    before = template._renderer.render([Chat(chat.turns[:first])], False)[0]
+    num_before = len(template._tokenizer(before, add_special_tokens=False)["input_ids"])
+    # One token less: the last may have grown together with what follows.
+    assert not learned[: max(num_before - 1, 0)].any()
+
+
+@pytest.mark.parametrize("style", [*STYLES, *THINKING])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@given(chat=conversations(), adds_bos=st.booleans())
+def test_ids_are_those_of_apply_chat_template(
+    style: str, adds_bos: bool, chat: Conversation
+) -> None:
+    template = template_of(style, adds_bos)
+    if style in STYLES:
+        chat = fitted(style, chat)
+    ids = encode(template, chat).input_ids.tolist()
+    messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
+    expected = template._tokenizer.apply_chat_template(messages, return_dict=False)
+    bos = template._tokenizer.bos_token_id
+    if adds_bos and expected[0] != bos:
+        expected = [bos, *expected]
+    assert ids == expected[: len(ids)]
+    assert not any(expected[len(ids) :].count(stop) for stop in template.stop_token_ids)
+
+
+@pytest.mark.parametrize("style", [*STYLES, *THINKING])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(chat=conversations())
+def test_scaffold_and_prefixes_find_the_same_turns(style: str, chat: Conversation) -> None:
+    finder = template_of(style)._finder
+    given_chat = Chat((fitted(style, chat) if style in STYLES else chat).turns)
+    (text,) = finder._renderer.render([given_chat], False)
+    assert isinstance(text, str)
+    scaffold = finder._scaffold(given_chat)
+    fast = scaffold.fit(text, given_chat) if scaffold else None
+    slow = finder.search(given_chat, text)
+    if style in STYLES:
+        assert fast is not None
+    if fast is not None:
+        answers = {n for n, turn in enumerate(given_chat.turns) if turn.role == "assistant"}
+        assert [s for s in fast.spans if s.turn in answers] == [
+            s for s in slow.spans if s.turn in answers
+        ]
+        assert fast.lost == slow.lost
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_each_row_is_rendered_once(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = template_of(style)
+    chat = Conversation(
+        (
+            *(Turn("user", " what\n"), Turn("assistant", " yes\n ")),
+            *(Turn("user", ""), Turn("assistant", "what")),
+        ),
+        ORIGIN,
+    )
+    encode(template, chat)
+    rendered = 0
+    render = template._tokenizer.apply_chat_template
+
+    def count(chats: list[Any], **options: Any) -> Any:
+        nonlocal rendered
+        rendered += len(chats)
+        return render(chats, **options)
+
+    monkeypatch.setattr(template._tokenizer, "apply_chat_template", count)
+    assert len(list(template.encode([chat] * 9))) == 9
+    assert rendered == 9
+
+
+def test_scaffold_fits_exactly_or_not_at_all() -> None:
+    finder = template_of("chatml")._finder
+    chat = Chat((Turn("user", "yes"), Turn("assistant", "no")))
+    (text,) = finder._renderer.render([chat], False)
+    scaffold = finder._scaffold(chat)
+    assert scaffold is not None and isinstance(text, str)
+    assert scaffold.fit(text, chat) is not None
+    for other in (f"{text} ", f" {text}", text[:-1], text.replace("no", "yes"), ""):
+        assert scaffold.fit(other, chat) is None
+
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.mark.parametrize("style", THINKING)
+@pytest.mark.parametrize(
+    ("answers", "learned"),
+    [
+        ([THOUGHT + "two"], [THOUGHT + "two"]),
+        (["two"], ["<think>\n\n</think>\n\ntwo"]),
+        ([THOUGHT + "one", THOUGHT + "two"], ["one", THOUGHT + "two"]),
+    ],
+)
+def test_thoughts_are_learned_as_the_template_writes_them(
+    style: str, answers: list[str], learned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = template_of(style)
+    turns = [turn for said in answers for turn in (Turn("user", "q"), Turn("assistant", said))]
+    monkeypatch.setattr(template._finder, "search", None)  # none of these needs the slow way
+    assert runs(template, Conversation(tuple(turns), ORIGIN)) == [
+        text + "<|im_end|>" for text in learned
+    ]
+
+
+def test_generation_blocks_change_nothing() -> None:
+    tokenizer = build_tokenizer(["<s>", "</s>", *IM], eos="</s>")
+    plain = named_template("chatml")
+    content = "{{ message['content'] + '<|im_end|>' }}"
+    both = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] + '\n' }}"
+        f"{{% generation %}}{content}{{% endgeneration %}}{{{{ '\n' }}}}{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+    )
+    turns = (Turn("user", "yes"), Turn("assistant", " yes\n"), Turn("user", "yes"))
+    chat = Conversation((*turns, Turn("assistant", "no")), ORIGIN)
+    encoded = []
+    for text in (plain, both):
+        tokenizer.chat_template = text
+        encoded.append(encode(ChatTemplate.resolve(tokenizer, None), chat))
+    assert (encoded[0].input_ids == encoded[1].input_ids).all()
+    assert (encoded[0].weights == encoded[1].weights).all() and encoded[0].weights.any()
+
+
+def test_every_named_template_is_proven_here() -> None:
+    assert set(TEMPLATE_NAMES) <= set(STYLES) | set(THINKING)
+    assert TEMPLATE_NAMES[:2] == ("plain", "chatml")
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+def test_named_templates_resolve_or_name_what_is_missing(name: str) -> None:
+    chosen = (STYLES | THINKING)[name]
+    whole = build_tokenizer(["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>")
+    template = ChatTemplate.resolve(whole, name, MaskConfig())
+    assert template.note == f"chat template `{name}`"
+    assert template.stop_token_ids == {whole.convert_tokens_to_ids(chosen.stop)}
+    bare = build_tokenizer(["<s>"], bos="<s>")
+    missing = chosen.specials[0] if chosen.specials else "no eos token"
+    with pytest.raises(ValueError, match=rf"{name}.*".replace("|", r"\|")) as caught:
+        ChatTemplate.resolve(bare, name)
+    assert missing in str(caught.value)

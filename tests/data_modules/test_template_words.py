@@ -1,0 +1,194 @@
+"""Ids that are spelled a word at a time are the tokenizer's own, and so are the offsets."""
+
+from __future__ import annotations
+
+import pickle
+import unicodedata
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data_modules import words
+from data_modules.encoding import Tokeniser
+from data_modules.template import ChatTemplate
+from tests.data_modules.conftest import SHARED, WORDS, build_tokenizer
+from tests.data_modules.test_template import TWO_ANSWERS, encode
+
+TEXT = (
+    "I'll say: it's 1,000.50\u20ac (na\u00efve \u00bd caf\u00e9) DON'T\r\n\r\n\n  x\t\ty  \n "
+    "f(x)='re' \u201cquoted\u201d \u2013 \u2026 \u00b5m \u00aa\u00ba x\u00b2 ### <|im_end|>end<|im_"
+)
+PLAIN = sorted({chr(c) for c in range(0x250)} | {chr(c) for c in range(0x2000, 0x2040)})
+PIECES = [
+    *("'s", "'S", "'ll", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "1234", "12", "abc", "the"),
+    *(
+        "<|im_end|>",
+        "<|im_",
+        "|>",
+        "<end>",
+        "<end",
+        "\u2603",
+        "\u4e00",
+        "e\u0301",
+        "\u017f",
+        "\u212a",
+    ),
+    *("\x00", "\x1c", "\x85", "\u00a0", "\u2028", "\U0001f600", "\u00ad", "\u00bd", "\u0660"),
+]
+texts = st.lists(st.sampled_from(PIECES) | st.sampled_from(PLAIN), max_size=12).map("".join)
+
+
+# As the tokenizer.json of Llama 3 and of Qwen has it.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN = LLAMA3.replace("{1,3}", "")
+
+
+@cache
+def tokenizer_of(pattern: str, normalizer: str) -> Any:
+    """Build a tokenizer that splits words by `pattern`, with tokens of all kinds added."""
+    import tokenizers
+
+    tokenizer = build_tokenizer(["<|im_end|>", "</s>"], eos="</s>")
+    backend = tokenizer.backend_tokenizer
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    if pattern:
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        level = tokenizers.pre_tokenizers.Sequence([split, level])
+    backend.pre_tokenizer = level
+    if normalizer:
+        backend.normalizer = tokenizers.normalizers.NFC()
+    added = [
+        tokenizers.AddedToken(text, normalized=normalized)
+        for text, normalized in (("<end>", False), ("  ", True), ("   ", True), ("<end", True))
+    ]
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+@pytest.mark.parametrize("normalizer", ["", "NFC"])
+@pytest.mark.parametrize("pattern", ["", LLAMA3, QWEN])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(text=texts)
+def test_ids_are_the_tokenizers_own(pattern: str, normalizer: str, text: str) -> None:
+    tokenizer = tokenizer_of(pattern, normalizer)
+    tokeniser = Tokeniser(tokenizer)
+    assert tokeniser._words is not None
+    whole = f"{TEXT}{text}"
+    for one in (text, whole):
+        (spelled,) = tokeniser.spell([one], {})
+        encoding = tokenizer.backend_tokenizer.encode(one, add_special_tokens=False)
+        assert spelled.ids.tolist() == encoding.ids
+        assert tokeniser._words.ids(one) in (None, encoding.ids)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(text=texts, data=st.data())
+def test_characters_are_found_as_by_the_tokenizers_offsets(text: str, data: st.DataObject) -> None:
+    from data_modules.encoding import _Offsets
+
+    tokenizer = tokenizer_of("", "")
+    (spelled,) = Tokeniser(tokenizer).spell([text], {})
+    slow = _Offsets(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False))
+    start = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(start, len(text)))
+    if start < end:
+        assert spelled.first(start, end) == slow.first(start, end)
+        assert spelled.after(end) == slow.after(end)
+
+
+def test_plain_western_text_is_spelled_by_words_and_other_text_is_not() -> None:
+    speller = words.WordSpeller.of(tokenizer_of("", "").backend_tokenizer)
+    assert speller is not None
+    assert speller.ids(TEXT) is not None and speller.ids("") == []
+    for other in ("\u2603", "e\u0301", "\x00", "\x1c", "\u00a0", "\u4e00", "\u017f"):
+        assert speller.ids(f"a{other}") is None
+
+
+def test_characters_spelled_by_words_never_change_and_never_join() -> None:
+    spelled = [chr(c) for c in range(0x3000) if not words._OTHER.match(chr(c))]
+    assert len(spelled) > 500
+    for character in spelled:
+        assert unicodedata.is_normalized("NFC", f"a{character}a")
+        letter = bool(words.re.match(f"[{words._LETTERS}]", character))
+        number = bool(words.re.match(f"[{words._NUMBERS}]", character))
+        kind = unicodedata.category(character)[0]
+        assert (letter, number) == (kind == "L", kind == "N")
+
+
+def test_unknown_tokenizers_are_left_alone() -> None:
+    import tokenizers
+
+    backend = build_tokenizer(["</s>"], eos="</s>").backend_tokenizer
+    assert words.WordSpeller.of(backend) is not None
+    other = tokenizers.Regex(r"\p{L}+|.")
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(other, "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    assert words.WordSpeller.of(backend) is None
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    assert words.WordSpeller.of(backend) is None
+
+
+def test_no_more_words_are_remembered_than_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "MAX_WORDS", 3)
+    tokenizer = tokenizer_of("", "")
+    speller = words.WordSpeller.of(tokenizer.backend_tokenizer)
+    assert speller is not None
+    ids = tokenizer.backend_tokenizer.encode(WORDS, add_special_tokens=False).ids
+    assert speller.ids(WORDS) == ids == speller.ids(WORDS)
+    assert len(speller._words) == 3
+
+
+@pytest.mark.parametrize("name", ["olmo-gpt-neox", "gpt2"])
+def test_real_tokenizers_spell_real_text_alike(name: str) -> None:
+    folder = SHARED / "tokenizers" / name
+    if not folder.is_dir():
+        pytest.skip("needs the shared tokenizers")
+    import transformers
+
+    file = folder / "tokenizer.json"
+    tokenizer: Any
+    if file.is_file():
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    else:
+        tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder)
+    tokeniser = Tokeniser(tokenizer)
+    assert tokeniser._words is not None
+    by_words = 0
+    for data in ("instruct/gsm8k_alpaca.json", "chat/oasst_trees.jsonl", "text/c4_demo.jsonl"):
+        text = (SHARED / data).read_text("utf-8")
+        parts = [text[i : i + 999] for i in range(0, min(len(text), 200_000), 999)]
+        expected = tokenizer.backend_tokenizer.encode_batch(parts, add_special_tokens=False)
+        spelled = tokeniser.spell(parts, {})
+        assert [s.ids.tolist() for s in spelled] == [e.ids for e in expected]
+        by_words += sum(tokeniser._words.ids(part) is not None for part in parts)
+    assert by_words > 300
+
+
+def test_a_template_travels_to_another_process() -> None:
+    template = ChatTemplate.resolve(build_tokenizer(["</s>"], eos="</s>"), None)
+    expected = encode(template, TWO_ANSWERS)
+    again = encode(pickle.loads(pickle.dumps(template)), TWO_ANSWERS)  # noqa: S301
+    assert again.input_ids.tolist() == expected.input_ids.tolist()
+    assert again.weights.tolist() == expected.weights.tolist()
+
+
+def test_words_are_given_up_as_soon_as_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokeniser = Tokeniser(tokenizer_of(LLAMA3, ""))
+    assert tokeniser._words is not None
+    monkeypatch.setattr(words.WordSpeller, "ids", lambda self, text: [0] * len(text))
+    backend = tokeniser._backend
+    spelled = tokeniser.spell(["the quick", "brown fox"], {})
+    assert [one.ids.tolist() for one in spelled] == [
+        backend.encode(text, add_special_tokens=False).ids for text in ("the quick", "brown fox")
+    ]
+    assert tokeniser._words is None

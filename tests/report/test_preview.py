@@ -1,0 +1,349 @@
+"""What a preview shows: the true tokens and weights, readable everywhere, steered by no file."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from app.config import load_config
+from app.preview import preview
+from app.report.preview_text import spell
+from app.report.spelling import MAX_TOKENS, Passage, Piece, Speller, visible
+from data_modules import DataError
+from tests.conftest import SHARED
+from tests.data_modules.conftest import build_tokenizer
+from tests.tiny import TINY_BASE
+
+HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' \x1b[31mred\x1b]0;title\x07 \u202eback"
+
+
+class Page(html.parser.HTMLParser):
+    """Read a page: its tags in order, its attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.learned, self.shown = "", ""
+        self.feed(text)
+        self.close()
+
+    def tags_of(self, kind: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.tags if tag == kind]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "rect"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "rect":
+            return
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            return
+        self.shown += data
+        if self.open[-1:] == ["i"] and "l" in (self.tags[-1][1].get("class") or "").split():
+            self.learned += data
+
+
+@pytest.fixture
+def run_preview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run the verb in this process; returns its folder, its page and what it printed."""
+
+    def run(*words: str) -> tuple[Path, Page, str]:
+        folder = tmp_path / "run"
+        given = [*words, f"output.dir={folder}", f"data.cache_dir={tmp_path / 'cache'}"]
+        preview(load_config("preview", given))
+        text = (folder / "preview.html").read_text(encoding="utf-8")
+        return folder, Page(text), capsys.readouterr().out
+
+    return run
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return f"{{path: {file}, name: {file.stem}}}"
+
+
+def test_the_default_shows_all_there_is_to_see(run_preview: Callable[..., Any]) -> None:
+    folder, page, printed = run_preview("+experiment=quickstart")
+    assert printed.splitlines()[-1] == f"run: {folder}"
+    assert "\x1b" not in printed, "no colours where it is no terminal"
+    assert "«" in printed, "learned tokens are marked all the same"
+    for shown in (printed, page.shown):
+        for name in ("lists", "orders", "people"):
+            assert name in shown
+        for fragment in (
+            "packs",
+            "documents in",
+            "lengths",
+            "median",
+            "epochs",
+            "audit",
+            "data set",
+        ):
+            assert fragment.lower() in shown.lower()
+    assert {file.name for file in folder.iterdir()} >= {
+        *("preview.html", "audit.json", "audit.txt", "config.yaml"),
+    }
+    audit = json.loads((folder / "audit.json").read_text())
+    assert [dataset["name"] for dataset in audit["datasets"]] == ["lists", "orders", "people"]
+
+
+def test_what_is_marked_is_what_is_learned(run_preview: Callable[..., Any], tmp_path: Path) -> None:
+    answer = "The cat sat on 3 mats."
+    rows = [{"instruction": f"Say it {i} times.", "output": answer} for i in range(8)]
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
+    _, page, printed = run_preview(*words, "preview.rows=2")
+    marked = re.findall(r"«(.*?)»", printed, re.DOTALL)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
+    assert len(marked) == 3, "the legend and two rows"
+    for text in marked[1:]:
+        assert text.startswith(answer)
+        assert any(stop in text for stop in tokenizer.all_special_tokens), "the stop token too"
+        assert "Say it" not in text
+    assert page.learned.count(answer) == 2
+    assert "Say it" not in page.learned
+    assert "Say it" in page.shown
+
+
+def test_rows_cannot_steer_page_or_terminal(
+    run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    # As tokens: in a row of text, control characters are refused before they come here.
+    ids = AutoTokenizer.from_pretrained(TINY_BASE)(HOSTILE)["input_ids"]
+    rows = [{"input_ids": [*ids, i], "labels": [*ids, i]} for i in range(20, 26)]
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
+    folder, page, printed = run_preview(*words)
+    text = (folder / "preview.html").read_text(encoding="utf-8")
+    kinds = {tag for tag, _ in page.tags}
+    assert "script" not in kinds
+    assert "<script" not in text
+    assert "<script>alert(1)</script>" in page.shown.replace("↵", "")
+    for shown in (printed, text):
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", shown)
+
+
+def test_the_page_needs_nothing_else(run_preview: Callable[..., Any]) -> None:
+    _, page, _ = run_preview("+experiment=quickstart")
+    for tag, attributes in page.tags:
+        assert tag not in ("script", "link", "img", "iframe", "object", "form")
+        assert not [name for name in attributes if name.startswith("on")]
+        assert "src" not in attributes
+        assert (attributes.get("href") or "#").startswith("#")
+    policy = [a.get("content") for tag, a in page.tags if tag == "meta" and "http-equiv" in a]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+    assert page.open == [], "every tag is closed"
+    hints = [a["title"] or "" for tag, a in page.tags if tag == "i" and "title" in a]
+    assert all(re.fullmatch(r"id [\d ]+, weight [\d.]+", hint) for hint in hints)
+    assert len(hints) > 100
+
+
+def test_a_tokenizer_without_a_model_is_enough(
+    run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    build_tokenizer(["</s>"], eos="</s>").save_pretrained(tmp_path / "tokenizer")
+    rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
+    words = [f"model.path={tmp_path / 'tokenizer'}"]
+    words += [f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
+    _, _, printed = run_preview(*words, "trainer.devices=2", "preview.rows=1")
+    assert "sequence length: 2,048 tokens (the model's context is not known" in printed
+    assert "ranks: 2, as typed" in printed
+
+
+def test_numbers_of_a_gated_base_come_from_its_settings(
+    run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
+    words = ["model=llama8b", f"model.tokenizer_path={TINY_BASE}", "data.sequence_len=4096"]
+    words += [f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
+    _, _, printed = run_preview(*words)
+    assert "sequence length: 4,096 tokens (the model's context: 131,072)" in printed
+
+
+def test_what_the_audit_complains_of_is_shown_before_it_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"instruction": "what is it", "output": "one " * 80} for _ in range(9)]
+    folder = tmp_path / "run"
+    words = [f"model.path={TINY_BASE}", f"output.dir={folder}"]
+    words += [f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
+    words += ["data.on_long=truncate_right", "data.sequence_len=24"]
+    with pytest.raises(DataError, match="no stop token is learned"):
+        preview(load_config("preview", [*words, f"data.cache_dir={tmp_path / 'cache'}"]))
+    assert "problem: " in capsys.readouterr().out
+    assert 'class="problem"' in (folder / "preview.html").read_text(encoding="utf-8")
+
+
+def test_shares_and_packs_are_those_of_the_steps(
+    run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    files = [
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(40)])
+        for name in "ab"
+    ]
+    sets = ", ".join([files[0].replace("}", ", weight: 3}"), files[1]])
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{sets}]", "data.val_set_size=0"]
+    _, page, printed = run_preview(*words, "data.sequence_len=32", "data.audit.overlap=false")
+    lines = [line.split() for line in printed.splitlines()]
+    assert next(line for line in lines if line[:3] == ["a", "each", "row"])[5:7] == [
+        "120",
+        "75.00%",
+    ]
+    assert next(line for line in lines if line[:3] == ["b", "each", "row"])[5:7] == ["40", "25.00%"]
+    packs = [a for tag, a in page.tags if tag == "div" and a.get("class") == "pack"]
+    assert len(packs) == 4, "two of each of the first two steps"
+    styles = [a["style"] or "" for a in page.tags_of("span") if "style" in a]
+    widths = [float(re.fullmatch(r"width:([\d.]+)%", style)[1]) for style in styles]  # type: ignore[index]
+    assert 0 < sum(widths) <= 4 * 100
+
+
+def test_shares_that_were_asked_for_stand_beside_those_of_the_steps(
+    run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    files = [
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(40)])
+        for name in "ab"
+    ]
+    sets = ", ".join([files[0].replace("}", ", weight: 3}"), files[1]])
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{sets}]", "data.val_set_size=0"]
+    _, _, printed = run_preview(*words, "data.sequence_len=32", "data.mixture.weights=rows")
+    lines = [line.split() for line in printed.splitlines()]
+    wanted = ["a", "75.00", "%", "of", "rows", "120", "75.00%"]
+    assert next(line for line in lines if line[:2] == wanted[:2])[:7] == wanted
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "olmo-gpt-neox"])
+def test_real_tokens_spell_the_real_text(tokenizer: str) -> None:
+    folder = SHARED / "tokenizers" / tokenizer
+    if not folder.is_dir():
+        pytest.skip("../shared/data is absent")
+    if not (folder / "tokenizer_config.json").exists():
+        from transformers import PreTrainedTokenizerFast
+
+        spelled = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    else:
+        spelled = AutoTokenizer.from_pretrained(folder)
+    text = "Grüße, 世界! 👩‍🔬 naïve\n\tdef f(x):  return x  \n\nend"
+    ids = np.array(spelled(text)["input_ids"])
+    pieces = Speller(spelled).passage(ids, np.ones(len(ids))).head
+    assert "".join(piece.text for piece in pieces) == visible(text)
+    assert [number for piece in pieces for number in piece.ids] == ids.tolist()
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_pieces_make_up_the_text(text: str) -> None:
+    tokenizer = TOKENIZER
+    ids = np.array(tokenizer(text)["input_ids"], dtype=np.int64)
+    pieces = Speller(tokenizer).passage(ids, np.zeros(len(ids))).head
+    assert [number for piece in pieces for number in piece.ids] == ids.tolist()
+    if "\ufffd" not in text and "</s>" not in text:
+        assert "".join(piece.text for piece in pieces) == visible(tokenizer.decode(ids))
+
+
+TOKENIZER = build_tokenizer(["</s>"], eos="</s>")
+
+
+def test_broken_letters_never_swallow_a_special_token() -> None:
+    alone = TOKENIZER("é")["input_ids"]
+    ids = np.array([alone[0], TOKENIZER.eos_token_id, *alone])
+    pieces = Speller(TOKENIZER).passage(ids, np.array([0.0, 1.0, 0.5, 0.5])).head
+    assert [piece.is_special for piece in pieces] == [False, True, False]
+    assert [piece.text for piece in pieces] == ["\ufffd", "</s>", "é"]
+    assert [piece.weight for piece in pieces] == [0.0, 1.0, 0.5]
+
+
+def test_of_long_rows_the_beginning_and_the_end_are_shown() -> None:
+    ids = np.full(MAX_TOKENS + 10, TOKENIZER("a")["input_ids"][0])
+    whole = Speller(TOKENIZER).passage(ids, np.zeros(len(ids)))
+    assert (len(whole.head), whole.left_out, len(whole.tail)) == (2048, 10, 2048)
+    assert whole.cut(MAX_TOKENS) is whole
+    cut = whole.cut(5)
+    assert (len(cut.head), len(cut.tail)) == (3, 2)
+    assert cut.left_out == len(ids) - 5
+
+
+@pytest.mark.parametrize(
+    ("console", "wanted"),
+    [
+        ({}, "ask «yes»</s>\n[... 7 tokens left out ...]\n«no»"),
+        ({"force_terminal": True, "color_system": None}, "ask «yes»</s>"),
+        ({"force_terminal": True, "no_color": True, "color_system": "standard"}, "«"),
+        ({"force_terminal": True, "color_system": "standard"}, "\x1b[1;32myes\x1b[0m"),
+    ],
+    ids=["file", "dumb", "NO_COLOR", "colours"],
+)
+def test_learned_tokens_are_marked_with_and_without_colours(
+    console: dict[str, Any], wanted: str
+) -> None:
+    head = [Piece("ask ", (1,), 0.0, False), Piece("yes", (2,), 1.0, False)]
+    head.append(Piece("</s>", (3,), 0.0, True))
+    passage = Passage(head, 7, [Piece("no", (4,), 0.5, False)])
+    screen = Console(file=io.StringIO(), highlight=False, **console)
+    screen.print(spell(passage, screen), soft_wrap=True)
+    assert isinstance(screen.file, io.StringIO)
+    assert wanted in screen.file.getvalue()
+
+
+def test_colours_are_there_where_they_are_forced(
+    run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
+    _, _, printed = run_preview(*words)
+    assert "below: \x1b[1;32mlearned" in printed
+    assert "«" not in printed
+
+
+def test_a_screen_without_letters_beyond_ascii_is_enough() -> None:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace")
+    screen = Console(file=file, highlight=False)
+    screen.print(spell(Passage([Piece("né", (1,), 1.0, False)]), screen))
+    file.flush()
+    assert raw.getvalue() == b"<<n\\xe9>>\n"
+
+
+NEEDS_COLUMNS = {
+    "self_instruct_seed_tasks": "format: alpaca, "
+    "columns: {input: instances.0.input, output: instances.0.output}"
+}
+"""what of the shared data is of no known format"""
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is absent")
+def test_all_shared_data_is_shown(run_preview: Callable[..., Any]) -> None:
+    files = [
+        file for kind in ("instruct", "chat", "text") for file in sorted((SHARED / kind).iterdir())
+    ]
+    sets = [
+        f"{{path: {file}, {NEEDS_COLUMNS.get(file.stem, 'weight: 1')}, max_rows: 100}}"
+        for file in files
+    ]
+    words = [f"model.path={SHARED / 'tokenizers' / 'gpt2'}", "preview.rows=1"]
+    folder, page, printed = run_preview(*words, f"data.datasets=[{', '.join(sets)}]")
+    audit = json.loads((folder / "audit.json").read_text())
+    assert [dataset["name"] for dataset in audit["datasets"]] == [file.stem for file in files]
+    assert all(dataset["trained"] for dataset in audit["datasets"])
+    assert audit["problems"] == []
+    assert len(re.findall("^-- ", printed, re.MULTILINE)) == len(files)
+    assert len([a for a in page.tags_of("svg") if a.get("aria-label")]) == len(files)

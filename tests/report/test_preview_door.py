@@ -1,0 +1,168 @@
+"""`python -m app.preview` takes what training takes, from any machine, with a tokenizer only."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from app.config import conf_files, load_config
+from app.config.verbs import PreviewConfig
+from app.preview import beginning_of, plan_as_typed
+from app.training.trainer import TrainerConfig
+from data_modules import DataConfig, DatasetConfig
+from tests.conftest import ROOT
+from tests.door import Answer, ask, make_data, make_model
+
+
+def preview(*words: str, gpus: int = 0, environment: dict[str, str] | None = None) -> Answer:
+    return ask(*words, verb="preview", gpus=gpus, environment=environment)
+
+
+@pytest.fixture
+def tokenizer_only(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return f"data.datasets=[{{path: {make_data(tmp_path / 'd.jsonl')}}}]"
+
+
+@pytest.mark.parametrize("name", conf_files.groups(conf_files.CONF)["experiment"])
+def test_every_experiment_can_be_previewed(name: str) -> None:
+    config = load_config("preview", [f"+experiment={name}", "preview.rows=5"])
+    assert isinstance(config, PreviewConfig)
+    trained = load_config("train", [f"+experiment={name}"])
+    for part in ("model", "data", "packing", "trainer", "seed"):
+        assert getattr(config, part) == getattr(trained, part)
+    assert config.preview.rows == 5
+    assert config.output.name == f"{name}-preview", "never among the runs of its name"
+
+
+def test_nothing_typed_means_quickstart_and_says_so() -> None:
+    answer = preview()
+    assert answer.code == 0, answer.said
+    assert "no settings typed: +experiment=quickstart" in answer.said
+    assert answer.config.data.datasets[0].name == "lists"
+
+
+def test_cfg_prints_its_settings() -> None:
+    answer = preview("model=tiny", "data=skills", "preview.packs=4", "--cfg", "job")
+    assert yaml.safe_load(answer.printed)["preview"] == {"rows": 3, "packs": 4, "tokens": 400}
+    assert yaml.safe_load(answer.printed)["output"]["name"] == "preview"
+    typed = preview("model=tiny", "data=skills", "output.name=mine", "--cfg", "job")
+    assert yaml.safe_load(typed.printed)["output"]["name"] == "mine"
+
+
+def test_train_has_no_settings_of_a_preview() -> None:
+    answer = ask("model=tiny", "data=skills", "preview.rows=2")
+    assert answer.code == 2
+    assert "unknown key preview=" in answer.said
+
+
+BAD_WORDS = [
+    (["preview.row=2"], "unknown key preview.row=2; did you mean preview.rows?"),
+    (["preview.rows=0"], "preview.rows=0: expected 1 or more"),
+    (["preview.tokens=many"], "preview.tokens=many: expected a whole number"),
+    (["trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
+    (["trainer.global_batch_size=3", "trainer.devices=2"], "no multiple of micro_batch_size 1 x 2"),
+    (["data.audit.ngrams=3"], "did you mean data.audit.ngram?"),
+    (["data.audit.ngram=1"], "data.audit.ngram is 1; give 2 tokens or more"),
+    (["-m", "preview.rows=2"], "-m: preview runs once"),
+    (["data.on_long=cut"], "data.on_long is 'cut'"),
+]
+
+
+@pytest.mark.parametrize(("words", "problem"), BAD_WORDS, ids=[" ".join(w) for w, _ in BAD_WORDS])
+def test_wrong_words_are_refused_as_by_train(words: list[str], problem: str) -> None:
+    answer = preview("+experiment=quickstart", *words)
+    assert answer.code == 2, answer.said
+    assert problem in answer.said
+    assert answer.config is None
+
+
+def test_a_tokenizer_is_enough(tokenizer_only: Path, data: str) -> None:
+    for words in ([f"model.path={tokenizer_only}"], [f"model.tokenizer_path={tokenizer_only}"]):
+        answer = preview(*words, data)
+        assert answer.code == 0, answer.said
+        assert ask(*words, data).code == 2, "training needs a model"
+    answer = preview("model=llama8b", f"model.tokenizer_path={tokenizer_only}", data)
+    assert answer.code == 0, answer.said
+
+
+def test_what_is_wrong_with_a_tokenizer_is_named(tokenizer_only: Path, data: str) -> None:
+    for words, problem in (
+        ([], "no tokenizer: type model=NAME"),
+        ([f"model.path={tokenizer_only}x"], f"did you mean {tokenizer_only}?"),
+        ([f"model.tokenizer_path={tokenizer_only}x"], f"did you mean {tokenizer_only}?"),
+        ([f"model.path={tokenizer_only.parent / 'd.jsonl'}"], "this is a file"),
+    ):
+        answer = preview(*words, data)
+        assert (answer.code, problem in answer.said) == (2, True), answer.said
+    (tokenizer_only / "tokenizer.json").write_text("{")
+    assert "tokenizer.json:1:2 invalid JSON" in preview(f"model.path={tokenizer_only}", data).said
+    (tokenizer_only / "tokenizer.json").unlink()
+    assert "no tokenizer there" in preview(f"model.path={tokenizer_only}", data).said
+    (tokenizer_only / "tokenizer.json").write_text("{}")
+    (tokenizer_only / "tokenization.py").write_text("raise SystemExit")
+    assert "brings its own Python" in preview(f"model.path={tokenizer_only}", data).said
+
+
+def test_the_context_counts_where_it_is_known(tmp_path: Path, data: str) -> None:
+    model = make_model(tmp_path / "model", context=512)
+    (model / "model.safetensors").unlink()
+    assert preview(f"model.path={model}", data).code == 0, "weights are not asked for"
+    answer = preview(f"model.path={model}", data, "data.sequence_len=513")
+    assert answer.code == 2
+    assert "data.sequence_len=513 is more than the context" in answer.said
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}) + "}")
+    assert "config.json:1:" in preview(f"model.path={model}", data).said
+
+
+def test_it_may_be_of_a_run_for_another_machine() -> None:
+    words = ["+experiment=quickstart", "trainer.accelerator=gpu", "trainer.devices=8"]
+    words += ["trainer.precision=fp16", "attention=flash2"]
+    assert ask(*words).code == 2
+    for gpus in (0, 1):
+        answer = preview(*words, gpus=gpus)
+        assert answer.code == 0, answer.said
+    answer = preview("+experiment=quickstart", "strategy=single", "trainer.devices=2")
+    assert answer.code == 2, "what no machine can do is refused"
+    assert "strategy=ddp" in answer.said
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "x"}
+    answer = preview("+experiment=quickstart", environment=ranks | {"MASTER_PORT": "1"})
+    assert answer.code == 2
+    assert "this runs as one process" in answer.said
+
+
+def test_steps_are_planned_for_the_ranks_that_were_typed() -> None:
+    assert plan_as_typed(TrainerConfig()) == (1, 8)
+    assert plan_as_typed(TrainerConfig(devices=4, num_nodes=2)) == (8, 8)
+    typed = TrainerConfig(devices=4, micro_batch_size=2, global_batch_size=24)
+    assert plan_as_typed(typed) == (4, 3)
+
+
+def test_of_a_stream_the_beginning_is_shown() -> None:
+    sets = [DatasetConfig(path="a"), DatasetConfig(path="b", split="test[5:9]")]
+    data = beginning_of(DataConfig(datasets=sets, streaming=True))
+    assert [dataset.split for dataset in data.datasets] == ["train[:2000]", "test[5:9]"]
+    assert not data.streaming
+
+
+def test_errors_and_help_never_wait_for_torch() -> None:
+    script = (
+        "import sys; from app import preview; from app.config import run_verb\n"
+        "assert run_verb('preview', print, words=['--help']) == 0\n"
+        "assert run_verb('preview', print, words=['model=tiny', 'preview.rows=0']) == 2\n"
+        "heavy = {'torch', 'lightning', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)
