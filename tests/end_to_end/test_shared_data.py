@@ -1,0 +1,71 @@
+"""Every kind of real data that people bring loads by a short config and is learned."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from app.config import load_config
+from app.preview import preview
+from tests.conftest import SHARED, TrainRun, read_column
+
+SETS = {
+    "instruct/gsm8k_alpaca.json": "",
+    "instruct/dolly_hhrlhf.jsonl": "",
+    "instruct/self_instruct_seed_tasks.jsonl": (
+        ", format: alpaca, columns: {input: instances.0.input, output: instances.0.output}"
+    ),
+    "instruct/identity.json": "",
+    "instruct/gpteacher_roleplay.json": "",
+    "chat/sharegpt_dummy_conversation.json": "",
+    "chat/glaive_toolcall_en.json": "",
+    "chat/oasst_trees.jsonl": "",
+    "text/tiny_shakespeare.txt": "",
+    "text/wikitext2_valid.txt": "",
+    "text/c4_demo.jsonl": "",
+}
+
+
+def words(stories: Path, *files: str) -> list[str]:
+    """Return what a person types for these files."""
+    entries = ", ".join(f"{{path: '{SHARED / file}'{SETS[file]}}}" for file in files)
+    return [
+        f"model.path={stories}",
+        f"data.datasets=[{entries}]",
+        "data.val_set_size=4",
+        "data.on_long=truncate_right",
+        "trainer.max_steps=2",
+        "trainer.gradient_accumulation_steps=1",
+    ]
+
+
+def test_no_data_set_is_left_out() -> None:
+    if not SHARED.is_dir():
+        pytest.skip("../shared/data is absent")
+    there = {
+        str(file.relative_to(SHARED))
+        for folder in ("instruct", "chat", "text")
+        for file in (SHARED / folder).iterdir()
+    }
+    assert there == set(SETS)
+
+
+@pytest.mark.parametrize("file", SETS)
+def test_each_is_previewed_and_trained_on(
+    file: str, stories: Path, train_run: TrainRun, tmp_path: Path
+) -> None:
+    typed = words(stories, file)
+    folder = tmp_path / "preview"
+    preview(load_config("preview", [*typed, f"output.dir={folder}"]))
+    os.environ.pop("LOFT_RUN_DIR")
+    assert Path(file).stem in (folder / "preview.html").read_text()
+    losses = read_column(train_run(*typed), "train/loss")
+    assert len(losses) == 2 and all(0 < loss < 30 for loss in losses.values())
+
+
+def test_all_of_them_together(stories: Path, train_run: TrainRun) -> None:
+    folder = train_run(*words(stories, *SETS), "data.mixture.weights=tokens", "packing=multipack")
+    assert (folder / "audit.txt").read_text().count("\n") > len(SETS)
+    assert len(read_column(folder, "train/loss")) == 2
