@@ -394,4 +394,6 @@ def _unreadable(error: Exception) -> str:
 
 def _not_an_object(value: Any) -> str:
     kind = _JSON_KINDS[type(value).__name__]
-    return f'is {kind}, not an object; a row is {{"column": value, ...}}'
+    of_objects = isinstance(value, list) and value and isinstance(value[0], dict)
+    hint = " (a file that is one array of rows is named .json)" if of_objects else ""
+    return f'is {kind}, not an object; a row is {{"column": value, ...}}{hint}'

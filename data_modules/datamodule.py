@@ -7,6 +7,7 @@ this project's own: the trainer must be made with `use_distributed_sampler=False
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_modules.audit import Asked, Audit, DatasetFacts, audit_documents
 from data_modules.collator import Collator
-from data_modules.mixture import Mixture, split_rows
+from data_modules.mixture import Mixture, MixtureRow, describe_mixture, split_rows
 from data_modules.packing import (
     MicroBatch,
     PackingConfig,
@@ -113,8 +114,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self._is_set_up = True
 
     def write_reports(self, folder: Path) -> None:
-        """Write the audit, and the rows that a quarantine took, into a run's folder."""
+        """Write audit, mixture and the rows that a quarantine took into a run's folder."""
         self.audit.write(folder)
+        mixture = [dataclasses.asdict(row) for row in self.mixture_report()]
+        (folder / "mixture.json").write_text(json.dumps(mixture, indent=2) + "\n")
         for name, data in zip(self.dataset_names, self._prepared, strict=True):
             if data.counts.rejected:
                 (folder / "quarantine").mkdir(exist_ok=True)
@@ -195,6 +198,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
             lengths=examples.lengths,
             caps=[dataset.max_rows for dataset in datasets],
         )
+
+    def mixture_report(self) -> list[MixtureRow]:
+        """Return what each data set gives to the first epoch; nothing is known of a stream."""
+        return [] if self._config.streaming else self.mixture.report(self.dataset_names)
 
     @cached_property
     def plan(self) -> StepPlan | StreamPlan:
@@ -357,8 +364,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
                     rejected=data.counts.rejected,
                 )
             )
+        several = len(reports) > 1 and not self._config.streaming
         return DataReport(
             datasets=reports,
+            mixture=describe_mixture(self.mixture_report()) if several else [],
             template_note=self.template.note,
             test_datasets=[
                 Fingerprint(name=name, path=config.path, sha256=data.sha256)

@@ -62,8 +62,9 @@ class DataReport:
 
     datasets: list[DatasetReport]
     template_note: str
+    mixture: list[str] = field(default_factory=list)
     test_datasets: list[Fingerprint] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return what is said aloud: a line a data set, and how turns are written."""
-        return [*(report.line() for report in self.datasets), self.template_note]
+        """Return what is said aloud: a line a data set, their shares, and how turns are written."""
+        return [*(report.line() for report in self.datasets), *self.mixture, self.template_note]

@@ -72,6 +72,12 @@ CLASHES = [
     ),
     (
         0,
+        ["data.streaming=true", "data.val_set_size=0"],
+        ["a stream has no end", "trainer.max_steps=N"],
+        ["data.streaming=true", "data.val_set_size=0", "trainer.max_steps=3"],
+    ),
+    (
+        0,
         ["trainer.global_batch_size=4", "trainer.gradient_accumulation_steps=4"],
         ["decide the same thing"],
         ["trainer.gradient_accumulation_steps=4"],

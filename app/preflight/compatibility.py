@@ -146,6 +146,12 @@ COUPLINGS = (
         lambda s: "model.revision=COMMIT beside it (40 hex digits; branches and tags move)",
     ),
     Coupling(
+        "data.streaming trainer.max_steps",
+        lambda s: s.config.data.streaming and s.config.trainer.max_steps is None,
+        lambda s: "data.streaming=true without trainer.max_steps: a stream has no end",
+        lambda s: "trainer.max_steps=N, or data.streaming=false",
+    ),
+    Coupling(
         "model.from_scratch adapter.name",
         lambda s: s.config.model.from_scratch and s.config.adapter.name != "full",
         lambda s: (

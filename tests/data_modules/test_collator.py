@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 import torch
 
 from data_modules.collator import Collator
@@ -102,3 +103,52 @@ def test_pack_of_thirty_documents_takes_well_below_a_millisecond() -> None:
         collate([pack], 1.0)
         times.append(time.perf_counter() - start)
     assert min(times) < 1e-3
+
+
+def pair(source: list[int], targets: list[int], weights: list[float], dataset: int = 0) -> Example:
+    """Make an example of an encoder-decoder model."""
+    return Example(
+        np.array(source, np.int32),
+        np.array(weights, np.float32),
+        dataset,
+        Origin("d.json", 1),
+        np.array(targets, np.int32),
+    )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_decoder_reads_its_labels_behind_a_start_token(packed: bool) -> None:
+    pairs = [pair([5, 6, 7], [8, 9], [1, 0.5]), pair([4], [3, 2, 1], [0, 1, 1], dataset=1)]
+    batch = Collator(0, packed, decoder_start_token_id=99)([[one] for one in pairs], 4.0)
+    decoder = batch.decoder
+    assert decoder is not None
+    if packed:
+        assert batch.input_ids.tolist() == [[5, 6, 7, 4]]
+        assert batch.position_ids.tolist() == [[0, 1, 2, 0]]
+        assert batch.labels.tolist() == [[8, 9, -100, 2, 1]]
+        assert decoder.input_ids.tolist() == [[99, 8, 99, 3, 2]]
+        assert decoder.position_ids.tolist() == [[0, 1, 0, 1, 2]]
+        assert batch.document_lengths == [[3, 1]] and decoder.document_lengths == [[2, 3]]
+        assert batch.loss_weights.tolist() == [[1, 0.5, 0, 1, 1]]
+        assert batch.dataset_ids.tolist() == [[0, 0, 1, 1, 1]]
+        assert batch.trained_columns.tolist() == [0, 1, 3, 4]
+    else:
+        assert batch.input_ids.tolist() == [[5, 6, 7], [4, 0, 0]]
+        assert batch.labels.tolist() == [[8, 9, -100], [-100, 2, 1]]
+        assert decoder.input_ids.tolist() == [[99, 8, 0], [99, 3, 2]]
+        assert batch.document_lengths == [[3], [1]] and decoder.document_lengths == [[2], [3]]
+    assert batch.num_tokens == 9 and batch.step_weight == 4.0
+    moved = batch.to("cpu")
+    assert moved.decoder is not None and torch.equal(moved.decoder.input_ids, decoder.input_ids)
+
+
+def test_an_empty_pack_of_pairs_is_padding() -> None:
+    batch = Collator(0, True, decoder_start_token_id=9)([[]], 1.0)
+    assert batch.labels.tolist() == [[-100]] and batch.num_tokens == 0
+    assert batch.decoder is not None and batch.decoder.input_ids.tolist() == [[0]]
+
+
+def test_a_causal_example_is_no_pair() -> None:
+    causal = Example(np.ones(2, np.int32), np.ones(2, np.float32), 0, Origin("d.json", 7))
+    with pytest.raises(ValueError, match="d.json:7 has no targets"):
+        Collator(0, True, decoder_start_token_id=9)([[causal]], 1.0)

@@ -395,8 +395,12 @@ def test_the_audit_and_the_quarantine_are_written_beside_the_run(
     assert sorted(str(file.relative_to(folder)) for file in folder.rglob("*.*")) == [
         "audit.json",
         "audit.txt",
+        "mixture.json",
         "quarantine/chats.jsonl",
     ]
+    kept = json.loads((folder / "mixture.json").read_text())
+    assert [row["name"] for row in kept] == ["lists", "chats", "pairs"]
+    assert sum(row["share_of_tokens"] for row in kept) == pytest.approx(1)
     (row,) = (folder / "quarantine/chats.jsonl").read_text().splitlines()
     assert json.loads(row)["origin"].endswith("chats.jsonl:31")
     assert "1 bad rows left out" in module.report.lines()[1]
@@ -408,3 +412,35 @@ def test_workers_give_the_same_batches(files: list[DatasetConfig], tokenizer: An
     for batch, expected in zip(helped, alone, strict=True):
         assert torch.equal(batch.labels, expected.labels)
         assert batch.document_lengths == expected.document_lengths
+
+
+@pytest.mark.parametrize("method", ["multipack", "none"])
+def test_pairs_for_an_encoder_decoder_model(
+    method: str, tmp_path: Path, make_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = make_tokenizer(["<pad>", "</s>"], eos="</s>")
+    rows = [{"prompt": f"what is {i}?", "completion": f"it is {i}"} for i in range(12)]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    module = build(
+        [DatasetConfig(path=str(tmp_path / "d.json"))],
+        tokenizer,
+        method=method,
+        data={"val_set_size": 2},
+        decoder_start_token_id=tokenizer.convert_tokens_to_ids("<pad>"),
+    )
+    seen = []
+    for batch in module.train_dataloader():
+        assert batch.decoder is not None
+        for row, (sources, targets) in enumerate(
+            zip(batch.document_lengths, batch.decoder.document_lengths, strict=True)
+        ):
+            texts = batch.input_ids[row][: sum(sources)].split(sources)
+            labels = batch.labels[row][: sum(targets)].split(targets)
+            seen += [
+                (tokenizer.decode(text, skip_special_tokens=True), tokenizer.decode(label))
+                for text, label in zip(texts, labels, strict=True)
+            ]
+    assert len(seen) == len(set(seen)) == 10
+    numbers = [text.removeprefix("what is ").removesuffix("?") for text, _ in seen]
+    assert [label for _, label in seen] == [f"it is {number}</s>" for number in numbers]
+    assert [prompt.answer[:5] for prompt in module.prompts(9)["d"]] == ["it is"] * 2

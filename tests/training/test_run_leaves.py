@@ -91,6 +91,7 @@ def test_the_folder_holds_what_was_promised_and_nothing_else(run: Run) -> None:
         "manifest.json",
         "metrics.csv",
         "metrics.json",
+        "mixture.json",
         "tensorboard",
     }
 

@@ -12,11 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from data_modules.prepare import Prepared, hash_of, prepare_dataset
-from data_modules.settings import DataConfig, DatasetConfig, check_datasets
-from data_modules.template import ChatTemplate
-from data_modules.types import DataError
-from tests.tiny import TINY_BASE
+from tests.bad_input.asking import prepare, problems_of, quarantined
 
 NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}"
@@ -24,46 +20,10 @@ NO_SYSTEM = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def base() -> Any:
-    """Return the tokenizer that ships with the project."""
-    import transformers
-
-    return transformers.AutoTokenizer.from_pretrained(TINY_BASE)
-
-
 def chat(*turns: Any, **columns: Any) -> str:
     """Write a row of messages; a turn is (role, content) or the whole of it."""
     messages = [t if isinstance(t, dict) else {"role": t[0], "content": t[1]} for t in turns]
     return json.dumps({"messages": messages, **columns})
-
-
-def prepare(file: Path, tokenizer: Any, **settings: Any) -> Prepared:
-    """Do with one file what a run does before it loads a weight; raises DataError."""
-    data = DataConfig(datasets=[DatasetConfig(path=str(file))], **settings)
-    problems = check_datasets(data)
-    if problems:
-        raise DataError(problems)
-    template = ChatTemplate.resolve(tokenizer, data.chat_template, data.mask())
-    return prepare_dataset(data.datasets[0], data, template, 512, hash_of(tokenizer))
-
-
-def problems_of(file: Path, tokenizer: Any, **settings: Any) -> list[str]:
-    """Return what is wrong, each line from the file's name on."""
-    with pytest.raises(DataError) as caught:
-        prepare(file, tokenizer, **settings)
-    return [problem.replace(f"{file.parent}/", "") for problem in caught.value.problems]
-
-
-def quarantined(prepared: Prepared) -> list[dict[str, str]]:
-    """Return the rows that were put aside."""
-    lines = (prepared.folder / "rejected.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 ASK, SAY = ("user", "what is it?"), ("assistant", "one")
@@ -250,26 +210,21 @@ def test_a_bad_row_is_named_or_put_aside(name: str, tmp_path: Path, base: Any) -
     if "chat_template" in settings:
         settings["chat_template"] = str(tmp_path / "own.jinja")
         (tmp_path / "own.jinja").write_text(NO_SYSTEM)
-    # Set back: a template chosen for one run stays on its tokenizer.
-    own = base.chat_template
-    try:
-        file = write(tmp_path, GOOD, GOOD, case.bad, GOOD)
-        problems = problems_of(file, base, **settings)
-        assert len(problems) == 1
-        assert re.match(f"data.jsonl{case.said}", problems[0]), problems[0]
+    file = write(tmp_path, GOOD, GOOD, case.bad, GOOD)
+    problems = problems_of(file, base, **settings)
+    assert len(problems) == 1
+    assert re.match(f"data.jsonl{case.said}", problems[0]), problems[0]
 
-        rest = prepare(file, base, **settings, on_bad_row="quarantine")
-        (row,) = quarantined(rest)
-        assert row["origin"] == f"{file}:3"
-        assert problems[0].startswith(row["problem"].replace(f"{tmp_path}/", ""))
-        assert row["row"]
-        assert (rest.counts.kept, rest.counts.rejected) == (3, 1)
-        assert rest.store.lines.tolist() == [1, 2, 4]
+    rest = prepare(file, base, **settings, on_bad_row="quarantine")
+    (row,) = quarantined(rest)
+    assert row["origin"] == f"{file}:3"
+    assert problems[0].startswith(row["problem"].replace(f"{tmp_path}/", ""))
+    assert row["row"]
+    assert (rest.counts.kept, rest.counts.rejected) == (3, 1)
+    assert rest.store.lines.tolist() == [1, 2, 4]
 
-        twin = prepare(write(tmp_path, GOOD, GOOD, case.twin, GOOD), base, **settings)
-        assert (twin.counts.kept, twin.counts.rejected) == (4, 0)
-    finally:
-        base.chat_template = own
+    twin = prepare(write(tmp_path, GOOD, GOOD, case.twin, GOOD), base, **settings)
+    assert (twin.counts.kept, twin.counts.rejected) == (4, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""Data sets that only tokenising shows to be wrong: what is said of them, and what stops the run.
+
+Each has a twin that differs in the mistake alone and passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules import DataConfig, DataError, DatasetConfig, PackingConfig, check_datasets
+from data_modules.datamodule import FinetuneDataModule
+from tests.bad_input.asking import ASKED_ONLY, LONG, ROWS, chat, named, prepare, write
+from tests.conftest import TrainRun, read_column
+from tests.door import make_data
+
+DROPS_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+)
+
+
+def build(
+    *files: Path | DatasetConfig, tokenizer: Any, accumulation_steps: int = 2, **data: Any
+) -> FinetuneDataModule:
+    """Do what a run does before it loads a weight; raises DataError."""
+    datasets = [one if isinstance(one, DatasetConfig) else named(one) for one in files]
+    config = DataConfig(datasets=datasets, **{"sequence_len": 64, **data})
+    problems = check_datasets(config)
+    if problems:
+        raise DataError(problems)
+    module = FinetuneDataModule(
+        config,
+        PackingConfig(),
+        tokenizer,
+        context_len=1024,
+        micro_batch_size=1,
+        accumulation_steps=accumulation_steps,
+        num_epochs=1,
+        max_steps=None,
+        seed=0,
+    )
+    module.setup("fit")
+    module.audit.check()
+    return module
+
+
+def problems_of(folder: Path, *files: Path | DatasetConfig, **settings: Any) -> list[str]:
+    """Return what stops the run, each line from the file's name on."""
+    with pytest.raises(DataError) as caught:
+        build(*files, **settings)
+    return [problem.replace(f"{folder}/", "") for problem in caught.value.problems]
+
+
+def said(module: FinetuneDataModule) -> str:
+    """Return what a run says of its data."""
+    return "\n".join([*module.report.lines(), *module.audit.lines()])
+
+
+def test_rows_with_nothing_to_learn(tmp_path: Path, base: Any) -> None:
+    file = write(tmp_path / "d.jsonl", [*ROWS, ASKED_ONLY, ASKED_ONLY])
+    module = build(file, tokenizer=base)
+    assert f"2 of 14 rows have nothing to learn and are left out ({file}:13, {file}:14" in (
+        said(module)
+    )
+    (problem,) = problems_of(tmp_path, file, tokenizer=base, max_dropped_share=0.1)
+    assert problem.startswith("d.jsonl: 2 of 14 rows are dropped (14.3%), data.max_dropped_share")
+    assert "2 have nothing to learn (d.jsonl:13, d.jsonl:14: no answer" in problem
+    assert build(file, tokenizer=base, max_dropped_share=0.2)
+    (problem,) = problems_of(tmp_path, write(file, [ASKED_ONLY]), tokenizer=base)
+    assert problem.startswith("d.jsonl: no row of 1 is left: ")
+    assert "nothing to learn" not in said(build(write(file, ROWS), tokenizer=base))
+
+
+def test_answers_that_are_cut_away(tmp_path: Path, base: Any) -> None:
+    file = write(tmp_path / "d.jsonl", [LONG, LONG])
+    settings = {"tokenizer": base, "on_long": "truncate_right"}
+    (problem,) = problems_of(tmp_path, file, **settings)
+    tokens = int(re.findall(r"data.sequence_len=(\d+)", problem)[0])
+    assert f"2 were cut (the longest, d.jsonl:1, has {tokens:,} tokens" in problem
+    assert build(file, **settings, sequence_len=tokens)
+    # Beside good rows it is no error, and said with the longest row.
+    text = said(build(write(file, [*ROWS, LONG]), **settings))
+    assert f"longest rows, in tokens: {file}:13 {tokens:,}," in text
+    assert f"1 of 13 rows have nothing to learn and are left out ({file}:13" in text
+    with pytest.raises(DataError, match=f"sequence_len={tokens}"):
+        build(write(file, [LONG]), **{**settings, "on_long": "drop"})
+
+
+@pytest.mark.parametrize("on_long", ["drop", "truncate_left", "truncate_right", "split", "error"])
+def test_long_rows_are_counted_with_the_tokens_lost(
+    on_long: str, tmp_path: Path, base: Any
+) -> None:
+    file = write(tmp_path / "d.jsonl", [*ROWS, LONG])
+    if on_long == "error":
+        (problem,) = problems_of(tmp_path, file, tokenizer=base, on_long=on_long)
+        assert problem.startswith("d.jsonl: 1 rows are longer than 64 tokens; the longest, d.jsonl")
+        assert "raise data.sequence_len, or set data.on_long=drop or truncate_right" in problem
+    else:
+        counts = prepare(file, base, on_long=on_long, sequence_len=64).counts
+        tokens = counts.longest[0][0]
+        lost = {"drop": tokens, "split": 0}.get(on_long, tokens - 64)
+        done = (counts.dropped, counts.truncated, counts.split, counts.lost_tokens)
+        assert done == (
+            on_long == "drop",
+            on_long.startswith("truncate"),
+            on_long == "split",
+            lost,
+        )
+    # The twin fits.
+    assert (
+        prepare(write(file, ROWS), base, on_long=on_long, sequence_len=64).counts.lost_tokens == 0
+    )
+
+
+def test_weights_of_zero(tmp_path: Path, base: Any) -> None:
+    rows = [{**row, "weight": 0} for row in ROWS]
+    good, bad = write(tmp_path / "good.jsonl", ROWS), write(tmp_path / "bad.jsonl", rows)
+    (problem,) = problems_of(tmp_path, good, bad, tokenizer=base)
+    assert problem.startswith("bad.jsonl: no row of 12 is left: 0 are longer than 64 tokens, 12")
+    assert "(bad.jsonl:1, bad.jsonl:2, " in problem and "weight 0" in problem
+    # One such row is left out and counted.
+    module = build(good, write(bad, [rows[0], *ROWS[1:]]), tokenizer=base)
+    assert f"bad: 1 of 12 rows have nothing to learn and are left out ({bad}:1" in said(module)
+
+
+def test_what_a_template_drops_is_said(tmp_path: Path, base: Any) -> None:
+    rows = [
+        {"messages": [{"role": "system", "content": "be kind"}, *row["messages"]]}
+        for row in ROWS[:2]
+    ]
+    file = write(tmp_path / "d.jsonl", [*rows, *ROWS[2:]])
+    (tmp_path / "own.jinja").write_text(DROPS_SYSTEM)
+    text = said(build(file, tokenizer=base, chat_template=str(tmp_path / "own.jinja")))
+    assert f"2 of 12 rows, first {file}:1: the chat template drops their system turn; set" in text
+    (tmp_path / "own.jinja").write_text(DROPS_SYSTEM.replace("m.role != 'system'", "true"))
+    text = said(build(file, tokenizer=base, chat_template=str(tmp_path / "own.jinja")))
+    assert "drops their system turn" not in text
+
+
+def test_rows_that_stand_twice(tmp_path: Path, base: Any) -> None:
+    file = write(tmp_path / "d.jsonl", [*ROWS, *ROWS[:3]])
+    text = said(build(file, tokenizer=base, val_set_size=0))
+    assert f"3 of 15 training documents are there already, first {file}:13, the same as" in text
+    (problem,) = problems_of(
+        tmp_path, file, tokenizer=base, val_set_size=0, audit=audit(max_duplicate_share=0.1)
+    )
+    assert "d.jsonl: 3 of 15 training documents are there already" in problem
+    assert "there already" not in said(build(write(file, ROWS), tokenizer=base, val_set_size=0))
+
+
+def audit(**settings: Any) -> Any:
+    """Make the audit's settings."""
+    return dataclasses.replace(DataConfig().audit, **settings)
+
+
+def test_rows_of_the_test_that_are_learned(tmp_path: Path, base: Any) -> None:
+    file, test = write(tmp_path / "d.jsonl", ROWS), tmp_path / "asked.jsonl"
+    new = [chat(f"name a colour, number {i}", "blue") for i in range(2)]
+    write(test, [*ROWS[:4], *new])
+    text = said(build(file, tokenizer=base, val_set_size=0, test_datasets=[named(test)]))
+    assert "asked: 4 of 6 documents overlap with training, 4 are the same to the token" in text
+    assert f"first {test}:1 with {file}:1" in text
+    text = said(
+        build(file, tokenizer=base, val_set_size=0, test_datasets=[named(write(test, new))])
+    )
+    assert "asked: 0 of 2 documents overlap with training" in text
+
+
+def test_fewer_packs_than_a_step_has_are_one_whole_step(tmp_path: Path, base: Any) -> None:
+    file = write(tmp_path / "d.jsonl", ROWS)
+    module = build(file, tokenizer=base, val_set_size=0, accumulation_steps=64)
+    assert module.total_steps == 1
+    batches = list(module.train_dataloader())
+    assert len(batches) == 64
+    learned = sum(float(batch.loss_weights.sum()) for batch in batches)
+    assert learned == pytest.approx(batches[0].step_weight) and learned > 0
+    assert build(file, tokenizer=base, val_set_size=0, accumulation_steps=1).total_steps > 1
+
+
+def test_one_of_several_data_sets_is_empty(tmp_path: Path, base: Any) -> None:
+    good, long = write(tmp_path / "good.jsonl", ROWS), write(tmp_path / "long.jsonl", [LONG] * 3)
+    asked = write(tmp_path / "asked.jsonl", [ASKED_ONLY])
+    problems = problems_of(tmp_path, good, long, asked, tokenizer=base)
+    assert [problem[:38] for problem in problems] == [
+        "long.jsonl: no row of 3 is left: 3 are",
+        "asked.jsonl: no row of 1 is left: 0 ar",
+    ]
+    assert "(the longest, long.jsonl:1, has " in problems[0]
+    assert build(good, write(long, [LONG, ROWS[0]]), tokenizer=base)
+
+
+def test_a_run_puts_bad_rows_aside_and_learns_the_rest(tmp_path: Path, train_run: TrainRun) -> None:
+    file = write(tmp_path / "d.jsonl", [*ROWS[:4], {"id": 7}, *ROWS[4:]])
+    with file.open("a") as stream:
+        stream.write("{no\n" + json.dumps(chat("q", "<|im_end|>")) + "\n")
+    other = make_data(tmp_path / "lists.jsonl", 8)
+    folder = train_run(
+        "model=tiny",
+        f"data.datasets=[{{path: {file}, name: mine}}, {{path: {other}}}]",
+        "data.on_bad_row=quarantine",
+        "data.control_tokens=error",
+        "trainer.max_steps=2",
+        "trainer.global_batch_size=2",
+        "data.sequence_len=64",
+    )
+    aside = [json.loads(row) for row in (folder / "quarantine/mine.jsonl").open()]
+    assert [row["origin"] for row in aside] == [f"{file}:{line}" for line in (5, 14, 15)]
+    for row, told, text in zip(
+        aside,
+        ("missing 'messages'", "invalid JSON", "control token `<|im_end|>`"),
+        ('{"id": 7}', "{no", json.dumps(chat("q", "<|im_end|>"))),
+        strict=True,
+    ):
+        assert row["problem"].startswith(row["origin"]) and told in row["problem"]
+        assert row["row"] == text
+    assert not (folder / "quarantine/lists.jsonl").exists()
+    assert read_column(folder, "train/loss")
+    notes = json.loads((folder / "manifest.json").read_text())["data"]
+    assert [(note["rows"], note["rejected"]) for note in notes] == [(12, 3), (8, 0)]

@@ -1,0 +1,270 @@
+"""Files as people have them, with a mistake: said before torch is there; mended, they pass.
+
+Each case's twin differs in the mistake alone.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules import DataConfig, check_datasets
+from data_modules.prepare import ChunkEncoder, EncodedChunk
+from data_modules.source import Chunk
+from tests.bad_input.asking import ASKED_ONLY, ROWS, chat, named, prepare, problems_of, write
+from tests.conftest import ROOT
+from tests.door import ask, make_data
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "told", "twin"),
+    [
+        ("d.jsonl", b"", "d.jsonl: 0 rows; give a file with at least one row", b"GOOD\n"),
+        ("d.jsonl", b"\n \n\t\n", "d.jsonl: 0 rows; give a file", b"\n \nGOOD\n"),
+        ("d.json", b"[]", "d.json: 0 rows; give a file", b"[GOOD]"),
+        ("d.csv", b"instruction,output\n", "d.csv: 0 rows", b"instruction,output\nq,one\n"),
+        (
+            "d.jsonl",
+            b'GOOD\nGOOD\n{"messa',
+            "d.jsonl:3 line is cut off (no newline); copy",
+            b"GOOD",
+        ),
+        ("d.jsonl", b'GOOD\n{"messages": nul', "d.jsonl:2 line is cut off", b"GOOD\nGOOD"),
+        (
+            "d.json",
+            b"[GOOD,\nGOOD",
+            "d.json:2:109 invalid JSON: Expecting ',' or ']'",
+            b"[GOOD,\nGOOD]",
+        ),
+        ("d.json", b"[GOOD,\n{]", "d.json:2:2 invalid JSON: Expecting property", b"[GOOD,\n GOOD]"),
+        ("d.json", b'{\n"data": [GOOD]\n}', "are its rows under 'data'?", b"[GOOD]"),
+        ("d.jsonl", "GOOD\n".encode("utf-16"), "d.jsonl: is UTF-16; save it as UTF-8", b"GOOD"),
+        ("d.jsonl", "GOOD\n".encode("utf-16-be"), "d.jsonl: is UTF-16;", b"\xef\xbb\xbfGOOD\n"),
+        (
+            "d.jsonl",
+            b"[\nGOOD]",
+            "d.jsonl: holds a JSON array, not one row a line; name it",
+            b"GOOD",
+        ),
+        ("d.jsonl", b"[GOOD]", "(a file that is one array of rows is named .json)", b"GOOD"),
+        (
+            "d.csv",
+            b"instruction,ouput\nq,one\n",
+            "d.csv:2 columns ['instruction', 'ouput'] are of no known format; 'ouput' is near: did "
+            "you mean 'output'?",
+            b"instruction,output\nq,one\n",
+        ),
+        (
+            "d.csv",
+            b'instruction,output\nq,"one\nq,two\n',
+            "d.csv:2 broken CSV: unexpected end of data; is a quote not closed? (columns: instr",
+            b'instruction,output\nq,"one"\nq,two\n',
+        ),
+        (
+            "d.csv",
+            b"instruction,output\nq,one\nq,one,two\n",
+            "d.csv:3 3 cells, the header has 2 (instruction, output); quote cells",
+            b'instruction,output\nq,one\nq,"one,two"\n',
+        ),
+        (
+            "d.csv",
+            b"instruction;output\nq;one\n",
+            "d.csv:1 has one column, 'instruction;output'; are its cells cut at ';'?",
+            b"instruction,output\nq,one\n",
+        ),
+        (
+            "d.csv",
+            b"instruction,output\nq,caf\xe9\n",
+            "d.csv:2 byte 0xE9 at column 6 is not UTF-8 (latin-1?); save the file as UTF-8",
+            b"instruction,output\nq,caf\xc3\xa9\n",
+        ),
+        ("d.json.gz", b"[GOOD]", "d.json.gz: is not gzip-compressed; name it without", b"GZIP"),
+        ("d.jsonl", b"GZIP", "d.jsonl: is gzip-compressed; name it .gz", b"GOOD\n"),
+        ("d.json.gz", b"GZIP-10", "d.json.gz: cannot be read to its end: ", b"GZIP"),
+        ("d.parquet", b"PAR1no", "d.parquet: is no parquet file that can be read: ", b"PARQUET"),
+        ("d.jsonl", b"PARQUET", "d.jsonl: is a parquet file; name it .parquet", b"GOOD\n"),
+        ("d.xlsx", b"PK", "d.xlsx: cannot read .xlsx; use .json, .jsonl", None),
+    ],
+)
+def test_a_bad_file_is_named(
+    name: str, bad: bytes, told: str, twin: bytes | None, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(filled(bad, tmp_path))
+    problems = check_datasets(DataConfig(datasets=[named(file)]))
+    assert len(problems) == 1 and told in problems[0], problems
+    assert str(file) in problems[0]
+    if twin is not None:
+        file.write_bytes(filled(twin, tmp_path))
+        assert check_datasets(DataConfig(datasets=[named(file)])) == []
+
+
+def filled(content: bytes, folder: Path) -> bytes:
+    """Return `content` with a row in place of GOOD, and whole files for the other words."""
+    good = json.dumps(ROWS[0])
+    if content[:2] in (b"\xff\xfe", b"\0G"):
+        encoding = "utf-16-be" if content[:1] == b"\0" else "utf-16"
+        return content.decode(encoding).replace("GOOD", good).encode(encoding)
+    zipped = gzip.compress(f"[{good}]".encode())
+    content = content.replace(b"GZIP-10", zipped[:-10]).replace(b"GZIP", zipped)
+    return content.replace(b"PARQUET", parquet(folder)).replace(b"GOOD", good.encode())
+
+
+def parquet(folder: Path, **columns: list[Any]) -> bytes:
+    """Return a parquet file of alpaca rows, with these columns in place of its own."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"instruction": ["q", "q"], "output": ["one", "two"], **columns})
+    pyarrow.parquet.write_table(table, folder / "made.parquet")
+    return (folder / "made.parquet").read_bytes()
+
+
+def test_columns_of_the_wrong_type(tmp_path: Path) -> None:
+    file = tmp_path / "d.parquet"
+    settings = DataConfig(datasets=[named(file)])
+    file.write_bytes(parquet(tmp_path, output=[1, 2]))
+    assert [problem.replace(f"{tmp_path}/", "") for problem in check_datasets(settings)] == [
+        "d.parquet:1 output is int 1, not text; give a string",
+        "d.parquet:2 output is int 2, not text; give a string",
+    ]
+    file.write_bytes(parquet(tmp_path))
+    assert check_datasets(settings) == []
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "lists.jsonl")
+    (tmp_path / "empty").mkdir()
+    for path, told in (
+        ("*.csv", r"\*.csv: no file matches \(looked from main/\); .* has .*lists.jsonl"),
+        ("list.jsonl", r"list.jsonl: no such file \(looked from main/\); did you mean lists.jsonl"),
+        ("no/lists.jsonl", "no/lists.jsonl: no such file .*; check data.datasets"),
+        ("empty", "empty: no data file for split 'train' in this folder; found nothing"),
+    ):
+        (problem,) = check_datasets(DataConfig(datasets=[named(tmp_path / path)]))
+        told = told.replace("main/", f"{Path.cwd().name}/")
+        assert re.match(told, problem.replace(f"{tmp_path}/", "")), problem
+    for good in (data, tmp_path / "*.jsonl"):
+        assert check_datasets(DataConfig(datasets=[named(good)])) == []
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = make_data(tmp_path / "lists.jsonl")
+    config = DataConfig(datasets=[named(file)])
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # Not by its mode: who runs these tests as root may read everything.
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        assert check_datasets(config) == [f"{file}: cannot be read: Permission denied"]
+    assert check_datasets(config) == []
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_weights_of_data_sets(weight: float, tmp_path: Path) -> None:
+    file = write(tmp_path / "d.jsonl", ROWS)
+    problems = check_datasets(DataConfig(datasets=[named(file), named(file, weight=weight)]))
+    assert problems == [
+        f"data.datasets[1].weight is {weight} ({file}); give a number above 0, or leave the data "
+        "set out"
+    ]
+    assert check_datasets(DataConfig(datasets=[named(file), named(file, weight=0.1)])) == []
+
+
+def test_a_split_that_is_not_there(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    write(folder / "train.jsonl", ROWS)
+    config = DataConfig(datasets=[named(folder)], test_datasets=[named(folder, split="test")])
+    (problem,) = check_datasets(config)
+    assert problem == f"{folder}: no data file for split 'test' in this folder; found train.jsonl"
+    write(folder / "test.jsonl", ROWS[:2])
+    assert check_datasets(config) == []
+    one_file = folder / "train.jsonl"
+    config = DataConfig(datasets=[named(one_file)], test_datasets=[named(one_file, split="test")])
+    assert "train.jsonl: no split 'test' in what is one file" in check_datasets(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "told"),
+    [
+        (200, "changed while it was read; start again when it is written"),
+        (1 << 20, "changed while it was being read; start again"),
+    ],
+)
+def test_a_file_that_is_written_while_it_is_read(
+    chunk_bytes: int, told: str, tmp_path: Path, base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_modules.opening.CHUNK_BYTES", chunk_bytes)
+    file = write(tmp_path / "d.jsonl", ROWS)
+    size, encode = file.stat().st_size, ChunkEncoder.__call__
+
+    def append(encoder: ChunkEncoder, chunk: Chunk) -> EncodedChunk:
+        if file.stat().st_size == size:
+            with file.open("a") as stream:
+                stream.write(json.dumps(ROWS[0]) + "\n")
+        return encode(encoder, chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChunkEncoder, "__call__", append)
+        (problem,) = problems_of(file, base, num_proc=1)
+    assert re.match(f"d.jsonl: {told}", problem), problem
+    assert not list((tmp_path / "cache").glob("*/key.json"))
+    assert prepare(file, base).counts.rows == len(ROWS) + 1
+
+
+def test_what_the_door_says(tmp_path: Path) -> None:
+    good, bad = make_data(tmp_path / "lists.jsonl"), tmp_path / "bad.jsonl"
+    bad.write_text(good.read_text() + '{"instruction": "q", "output": }\n{"instruction": "q"}\n')
+    words = ["model=tiny", "data.test_datasets=[]"]
+    paths = [bad, tmp_path / "list.jsonl"]
+    both = ", ".join(f"{{path: {path}}}" for path in paths)
+    answer = ask(*words, f"data.datasets=[{both}, {{path: {good}, weight: -1}}]")
+    assert answer.code == 2 and answer.config is None
+    assert answer.said.replace(f"{tmp_path}/", "").splitlines() == [
+        "error: 4 problems",
+        '  1. bad.jsonl:5:32 invalid JSON: Expecting value, near `on": "q", "output": }`',
+        "  2. bad.jsonl:6 missing 'output'; found ['instruction'] (4 rows are of format alpaca, "
+        "first bad.jsonl:1)",
+        f"  3. list.jsonl: no such file (looked from {Path.cwd().name}/); did you mean "
+        "lists.jsonl or bad.jsonl?",
+        "  4. data.datasets[2].weight is -1.0 (lists.jsonl); give a number above 0, or leave the "
+        "data set out",
+    ]
+    aside = ask(*words, f"data.datasets=[{{path: {bad}}}]", "data.on_bad_row=quarantine")
+    assert aside.code == 0, aside.said
+    assert ask(*words, f"data.datasets=[{{path: {good}, weight: 1}}]").code == 0
+
+
+def run_train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Type `python -m app.train` in `folder`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "app.train", "model=tiny", "output.dir=run", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_bad_row_ends_a_typed_run_with_two(tmp_path: Path) -> None:
+    write(tmp_path / "d.jsonl", [*ROWS, chat("q", "one", weight=-1)])
+    done = run_train(tmp_path, "data.datasets=[{path: d.jsonl}]")
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith("d.jsonl:13 weight is -1; a weight is a number from 0 up")
+    assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "run").exists()
+
+
+def test_nothing_to_learn_ends_a_typed_run_with_two(tmp_path: Path) -> None:
+    write(tmp_path / "d.jsonl", [ASKED_ONLY] * 3)
+    done = run_train(tmp_path, "data.datasets=[{path: d.jsonl}]")
+    assert done.returncode == 2, done.stderr
+    assert "d.jsonl: no row of 3 is left: " in done.stderr and "Traceback" not in done.stderr
