@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from data_modules.audit import Audit as Audit
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.packing import PACKING_METHODS as PACKING_METHODS
     from data_modules.packing import PackingConfig as PackingConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from data_modules.types import Prompt as Prompt
 
 _HOMES = {
+    "Audit": "audit",
     "Batch": "types",
     "DataConfig": "settings",
     "DataError": "types",

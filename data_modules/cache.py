@@ -51,7 +51,7 @@ def code_version() -> str:
     """Return a hash of the files that decide what a row's tokens are."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
-    for file in sorted([*folder.glob("*.py"), *folder.glob("templates/*.jinja")]):
+    for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.jinja")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

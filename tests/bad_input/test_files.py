@@ -205,7 +205,7 @@ def test_a_split_that_is_not_there(tmp_path: Path) -> None:
 def test_a_file_that_is_written_while_it_is_read(
     chunk_bytes: int, told: str, tmp_path: Path, base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_modules.opening.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("data_modules.source.opening.CHUNK_BYTES", chunk_bytes)
     file = write(tmp_path / "d.jsonl", ROWS)
     size, encode = file.stat().st_size, ChunkEncoder.__call__
 

@@ -21,7 +21,7 @@ from tests.bad_input.asking import chat, prepare, write
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a file of so many chunks that several processes tokenise it, each slowly."""
-    monkeypatch.setattr("data_modules.opening.CHUNK_BYTES", 4000)
+    monkeypatch.setattr("data_modules.source.opening.CHUNK_BYTES", 4000)
     encode = ChunkEncoder.__call__
 
     def slowly(encoder: ChunkEncoder, chunk: Chunk) -> EncodedChunk:

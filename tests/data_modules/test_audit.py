@@ -16,9 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules import DataError, audit, overlap
-from data_modules.audit import Asked, AuditConfig, DatasetFacts, audit_documents, check_audit
-from data_modules.overlap import find_overlap, hash_grams
+from data_modules import DataError
+from data_modules.audit import (
+    Asked,
+    AuditConfig,
+    DatasetFacts,
+    audit,
+    audit_documents,
+    check_audit,
+    overlap,
+)
+from data_modules.audit.overlap import find_overlap, hash_grams
 from data_modules.types import Example, Origin
 
 STOP = 2

@@ -150,5 +150,5 @@ def test_an_empty_pack_of_pairs_is_padding() -> None:
 
 def test_a_causal_example_is_no_pair() -> None:
     causal = Example(np.ones(2, np.int32), np.ones(2, np.float32), 0, Origin("d.json", 7))
-    with pytest.raises(ValueError, match="d.json:7 has no targets"):
+    with pytest.raises(ValueError, match=r"d\.json:7 has no targets"):
         Collator(0, True, decoder_start_token_id=9)([[causal]], 1.0)

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.fields import (
+from data_modules.format import convert_row
+from data_modules.format.fields import (
     MissingColumnError,
     RowError,
     check_json,
@@ -18,7 +19,6 @@ from data_modules.fields import (
     read_path,
     read_weight,
 )
-from data_modules.format import convert_row
 from data_modules.types import Origin, Row
 
 KEYS = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=5)

@@ -244,7 +244,7 @@ def test_bad_rows_stop_the_run_or_are_put_aside(tmp_path: Path, tokenizer: Any) 
 def test_many_rows_come_the_same_from_several_processes(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_modules.opening.CHUNK_BYTES", 2000)
+    monkeypatch.setattr("data_modules.source.opening.CHUNK_BYTES", 2000)
     rows = alpaca(*("one two " * (1 + index % 7) for index in range(900)))
     rows[700] = {"instruction": "q", "output": "three " * 300}
     config = write(tmp_path / "d.jsonl", rows)

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules import opening
-from data_modules.chunks import BadRow, Chunk
-from data_modules.opening import Budget
-from data_modules.readers import count_rows, read_file
+from data_modules.source import opening
+from data_modules.source.chunks import BadRow, Chunk
+from data_modules.source.opening import Budget
+from data_modules.source.readers import count_rows, read_file
 from data_modules.types import DataError, Row
 
 ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]

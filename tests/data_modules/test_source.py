@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules import opening
 from data_modules.source import (
     BadRow,
     Budget,
@@ -24,6 +23,7 @@ from data_modules.source import (
     is_remote,
     is_url,
     name_of,
+    opening,
     read_chunks,
     read_rows,
 )
@@ -252,7 +252,9 @@ def test_array_on_one_long_line_is_not_read_to_see_what_it_is(
             num_bytes += count
             return count
 
-    monkeypatch.setattr("data_modules.opening._open", lambda path: io.BufferedReader(Counted(path)))
+    monkeypatch.setattr(
+        "data_modules.source.opening._open", lambda path: io.BufferedReader(Counted(path))
+    )
     assert 50 < len(list(read_rows(str(file), budget=Budget(10_000)))) < 100
     assert num_bytes < 200_000
 

@@ -18,7 +18,7 @@ from data_modules.settings import check_datasets
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("data_modules.opening.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("data_modules.source.opening.CHUNK_BYTES", 1000)
     monkeypatch.setattr("data_modules.stream.WINDOW_PACKS", 4)
     monkeypatch.setenv("LOFT_DATA_CACHE", str(tmp_path / "cache"))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_modules.named_templates import named_template
 from data_modules.template import ChatTemplate, MaskConfig, RowProblem
+from data_modules.template.named_templates import named_template
 from data_modules.types import (
     Conversation,
     DataError,
@@ -538,7 +538,7 @@ def test_template_that_never_ends_is_an_error(
     file = tmp_path / "slow.jinja"
     loop = "{% for i in range(3000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
     file.write_text(loop + CHATML)
-    monkeypatch.setattr("data_modules.template.RENDER_SECONDS", 0.01)
+    monkeypatch.setattr("data_modules.template.template.RENDER_SECONDS", 0.01)
     with pytest.raises(DataError, match=r"slow.jinja does not render .* within 0.01 s.*=plain"):
         ChatTemplate.resolve(tokenizer, str(file))
     tokenizer.chat_template = loop + CHATML

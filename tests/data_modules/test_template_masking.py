@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.named_templates import named_template
 from data_modules.template import ChatTemplate, MaskConfig, check_mask
+from data_modules.template.named_templates import named_template
 from data_modules.types import (
     Conversation,
     Document,

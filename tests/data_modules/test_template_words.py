@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data_modules import words
-from data_modules.encoding import Tokeniser
-from data_modules.template import ChatTemplate
+from data_modules.template import ChatTemplate, words
+from data_modules.template.encoding import Tokeniser
 from tests.data_modules.conftest import SHARED, WORDS, build_tokenizer
 from tests.data_modules.test_template import TWO_ANSWERS, encode
 
@@ -90,7 +89,7 @@ def test_ids_are_the_tokenizers_own(pattern: str, normalizer: str, text: str) ->
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(text=texts, data=st.data())
 def test_characters_are_found_as_by_the_tokenizers_offsets(text: str, data: st.DataObject) -> None:
-    from data_modules.encoding import _Offsets
+    from data_modules.template.encoding import _Offsets
 
     tokenizer = tokenizer_of("", "")
     (spelled,) = Tokeniser(tokenizer).spell([text], {})

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from data_modules.audit_report import Audit, DatasetAudit
+from data_modules.audit.figures import Audit, DatasetAudit
 
 NOTES = {
     "lost_system": "the chat template drops their system turn; set data.chat_template to one that "

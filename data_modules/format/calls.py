@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from data_modules.fields import (
+from data_modules.format.fields import (
     RowError,
     check_json,
     check_text,

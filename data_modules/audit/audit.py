@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from data_modules.audit_report import Audit, BenchmarkAudit, DatasetAudit
-from data_modules.audit_rules import Asked, AuditConfig, DatasetFacts, check_audit, judge, of
-from data_modules.overlap import Columns, find_overlap
+from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit
+from data_modules.audit.overlap import Columns, find_overlap
+from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts, check_audit, judge, of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from data_modules.overlap import Overlap
+    from data_modules.audit.overlap import Overlap
 
 __all__ = [
     "Asked",

@@ -13,16 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_modules.answer_spans import SpanFinder
-from data_modules.encoder_decoder import PairEncoder
-from data_modules.encoding import Spelled, Tokeniser, control_texts, stop_texts
-from data_modules.laying import Laid, Layer
-from data_modules.masking import MaskConfig as MaskConfig
-from data_modules.masking import check_mask as check_mask
-from data_modules.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
-from data_modules.named_templates import check_named, default_of, named_template, read_template
-from data_modules.rendering import Chat, Renderer, RowRefusedError, render_errors
-from data_modules.scaffold import Placed
+from data_modules.template.answer_spans import SpanFinder
+from data_modules.template.encoder_decoder import PairEncoder
+from data_modules.template.encoding import Spelled, Tokeniser, control_texts, stop_texts
+from data_modules.template.laying import Laid, Layer
+from data_modules.template.masking import MaskConfig as MaskConfig
+from data_modules.template.masking import check_mask as check_mask
+from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
+from data_modules.template.named_templates import (
+    check_named,
+    default_of,
+    named_template,
+    read_template,
+)
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError, render_errors
+from data_modules.template.scaffold import Placed
 from data_modules.types import (
     Conversation,
     DataError,

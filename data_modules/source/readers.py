@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_modules import opening
-from data_modules.chunks import (
+from data_modules.source import opening
+from data_modules.source.chunks import (
     MAX_RAW,
     BadRow,
     BatchChunk,
@@ -30,7 +30,7 @@ from data_modules.chunks import (
     parse_element,
     too_large,
 )
-from data_modules.opening import (
+from data_modules.source.opening import (
     Budget,
     Content,
     File,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from data_modules.fields import RowError, kind, read_weight, row_weight
+from data_modules.format.fields import RowError, kind, read_weight, row_weight
 from data_modules.types import Origin, Tokens
 
 IGNORED = -100

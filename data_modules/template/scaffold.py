@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from data_modules.rendering import Chat
+from data_modules.template.rendering import Chat
 from data_modules.types import ToolCall, Turn
 
 # Private-use characters that no text and no template holds. The letter says what the mark stands

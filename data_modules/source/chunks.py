@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data_modules import opening
-from data_modules.opening import reason_of
+from data_modules.source import opening
+from data_modules.source.opening import reason_of
 from data_modules.types import DataError, Origin, Row, shown
 
 MAX_RAW = 2000

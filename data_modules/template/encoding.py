@@ -12,8 +12,8 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from data_modules.rendering import RowRefusedError
-from data_modules.words import WordSpeller
+from data_modules.template.rendering import RowRefusedError
+from data_modules.template.words import WordSpeller
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data_modules.fields import (
+from data_modules.format.fields import (
     EmptyAnswerError,
     RowError,
     is_blank,
@@ -17,7 +17,7 @@ from data_modules.fields import (
     quoted,
     read_text,
 )
-from data_modules.turns import ROLES, arrange
+from data_modules.format.turns import ROLES, arrange
 from data_modules.types import Conversation, Origin, Turn
 
 

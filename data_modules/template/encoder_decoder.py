@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_modules.laying import Layer
-from data_modules.masking import MaskConfig
-from data_modules.rendering import THOUGHT, Chat, Renderer, RowRefusedError
+from data_modules.template.laying import Layer
+from data_modules.template.masking import MaskConfig
+from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
 from data_modules.types import Conversation, DataError, Document, Encoded, Item, Note, Tokens
 
 if TYPE_CHECKING:

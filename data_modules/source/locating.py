@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_modules.opening import File, Url, reason_of, stem_of
-from data_modules.readers import READERS, is_readable
 from data_modules.samples.corpus import CORPORA
+from data_modules.source.opening import File, Url, reason_of, stem_of
+from data_modules.source.readers import READERS, is_readable
 from data_modules.types import DataError
 
 SAMPLE_PREFIX = "sample:"
-SAMPLES = Path(__file__).parent / "samples"
+SAMPLES = Path(__file__).parent.parent / "samples"
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from data_modules.calls import read_call_fields, read_call_part, read_call_text
-from data_modules.fields import (
+from data_modules.format.calls import read_call_fields, read_call_part, read_call_text
+from data_modules.format.fields import (
     EmptyAnswerError,
     RowError,
     check_text,

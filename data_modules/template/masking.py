@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from data_modules.scaffold import Placed, TurnSpan
+from data_modules.template.scaffold import Placed, TurnSpan
 from data_modules.types import Conversation, Document, Note, Turn, shown
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -14,8 +14,9 @@ import re
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-from data_modules.chunks import MAX_RAW, BadRow, BatchChunk, Chunk, grouped
-from data_modules.locating import (
+from data_modules.samples.corpus import CORPORA, read_corpus
+from data_modules.source.chunks import MAX_RAW, BadRow, BatchChunk, Chunk, grouped
+from data_modules.source.locating import (
     SAMPLE_PREFIX,
     SAMPLES,
     files_of,
@@ -28,10 +29,9 @@ from data_modules.locating import (
     size_of,
     stamp_of,
 )
-from data_modules.opening import Budget, File, Url, reason_of
-from data_modules.readers import MAX_ROW_BYTES, count_rows, read_file
-from data_modules.samples.corpus import CORPORA, read_corpus
-from data_modules.splits import Part, check_split
+from data_modules.source.opening import Budget, File, Url, reason_of
+from data_modules.source.readers import MAX_ROW_BYTES, count_rows, read_file
+from data_modules.source.splits import Part, check_split
 from data_modules.types import MAX_PROBLEMS, DataError, Origin, Problems, Row
 
 __all__ = [

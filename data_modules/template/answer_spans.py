@@ -11,8 +11,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from data_modules.rendering import Chat, Renderer, RowRefusedError
-from data_modules.scaffold import MARK, Layout, Placed, Scaffold, TurnSpan, form_of, marked_chat
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError
+from data_modules.template.scaffold import (
+    MARK,
+    Layout,
+    Placed,
+    Scaffold,
+    TurnSpan,
+    form_of,
+    marked_chat,
+)
 from data_modules.types import Turn, shown
 
 MAX_SCAFFOLDS = 1024

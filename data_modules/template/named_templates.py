@@ -32,7 +32,7 @@ _NEEDED = {
 """the control tokens that each template writes; without any it ends answers with the EOS"""
 TEMPLATE_NAMES = tuple(_NEEDED)
 MAX_TEMPLATE_BYTES = 1 << 20
-_FOLDER = Path(__file__).parent / "templates"
+_FOLDER = Path(__file__).parent / "named"
 
 
 def named_template(name: str) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data_modules.calls import read_tools
-from data_modules.fields import (
+from data_modules.format.calls import read_tools
+from data_modules.format.fields import (
     EmptyAnswerError,
     MissingColumnError,
     RowError,
@@ -30,9 +30,9 @@ from data_modules.fields import (
     read_weight,
     row_weight,
 )
-from data_modules.pretokenized import read_tokens
-from data_modules.trees import read_tree
-from data_modules.turns import ROLES, arrange, read_turns
+from data_modules.format.pretokenized import read_tokens
+from data_modules.format.trees import read_tree
+from data_modules.format.turns import ROLES, arrange, read_turns
 from data_modules.types import Conversation, Document, Item, Origin, Row, Segment, Turn
 
 __all__ = [

@@ -10,16 +10,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from data_modules.answer_spans import SpanFinder
-from data_modules.masking import (
+from data_modules.template.answer_spans import SpanFinder
+from data_modules.template.masking import (
     Learned,
     MaskConfig,
     learned_of_chat,
     learned_of_document,
     lost_reasoning,
 )
-from data_modules.rendering import THOUGHT, Chat, Renderer, RowRefusedError
-from data_modules.scaffold import Placed, TurnSpan
+from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
+from data_modules.template.scaffold import Placed, TurnSpan
 from data_modules.types import Conversation, Document, Item, Note, Tokens, Turn
 
 Plain = tuple[tuple[int, int], ...]
