@@ -74,17 +74,16 @@ def preview(config: PreviewConfig) -> Path:
     datamodule.setup("fit")
     shown = collect_preview(
         config.preview,
-        data,
         datamodule,
         tokenizer,
         title=f"preview: {(config.output.name or '').removesuffix('-preview')}",
         facts=[
             f"tokenizer: {config.model.tokenizer_path or config.model.path}, "
             f"{len(tokenizer):,} tokens",
-            f"turns: {datamodule.report.template_note}",
+            *([f"turns: {note}"] if (note := datamodule.report.template_note) else []),
             f"sequence length: {datamodule.sequence_len:,} tokens ({context_fact})",
-            f"ranks: {num_ranks}, as typed (trainer.devices, trainer.num_nodes)",
-            *(["streaming: only the beginning was read"] if config.data.streaming else []),
+            describe_ranks(config.trainer, num_ranks),
+            *describe_stream(config.data),
         ],
     )
     save_config(config, folder / "config.yaml")
@@ -110,15 +109,47 @@ def plan_as_typed(trainer: TrainerConfig) -> tuple[int, int]:
     return num_ranks, trainer.global_batch_size // (trainer.micro_batch_size * num_ranks)
 
 
+def describe_ranks(trainer: TrainerConfig, num_ranks: int) -> str:
+    """Say for how many ranks the steps are planned, and who said so."""
+    if isinstance(trainer.devices, int):
+        typed = f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes}"
+        return f"ranks: {num_ranks}, as typed ({typed})"
+    return (
+        f"ranks: {num_ranks}, with trainer.devices={trainer.devices} taken as 1; type the number "
+        "of GPUs that the run will have"
+    )
+
+
 def beginning_of(data: DataConfig) -> DataConfig:
-    """Return settings that read the first rows of what training would stream."""
+    """Return settings that read the first rows of what training would stream.
+
+    Held out are those that the run holds out, the first of each data set: here they stand beside
+    the test data, so that the audit compares them with the rows after them.
+    """
+    held_out = int(data.val_set_size)
     first = [
-        replace(dataset, split=f"{dataset.split}[:{STREAM_ROWS}]")
-        if "[" not in dataset.split
-        else dataset
+        replace(dataset, split=f"{dataset.split}[{held_out}:{held_out + STREAM_ROWS}]")
         for dataset in data.datasets
     ]
-    return replace(data, datasets=first, streaming=False)
+    asked = [
+        replace(dataset, split=f"{dataset.split}[:{held_out}]", max_rows=None)
+        for dataset in data.datasets
+        if held_out
+    ]
+    tests = [*data.test_datasets, *asked]
+    return replace(data, datasets=first, test_datasets=tests, val_set_size=0, streaming=False)
+
+
+def describe_stream(data: DataConfig) -> list[str]:
+    """Say how little of a stream is shown."""
+    if not data.streaming:
+        return []
+    held_out = int(data.val_set_size)
+    after = f" after the {held_out:,} that are held out for validation" if held_out else ""
+    return [
+        f"a stream: only its first {STREAM_ROWS:,} rows{after} were read; steps, epochs and shares "
+        "below are of these alone"
+    ]
 
 
 def find_architecture(model: ModelConfig) -> PretrainedConfig | None:

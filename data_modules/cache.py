@@ -7,8 +7,10 @@ it is complete; who prepares holds a lock, so that a second process waits and th
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,18 @@ from typing import Any
 from data_modules.types import DataError
 
 KEY_FILE = "key.json"
+_NO_ROOM = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+
+log = logging.getLogger(__name__)
+
 _LABELS = {
     "data": "the data changed",
     "tokenizer": "the tokenizer changed",
@@ -59,34 +73,65 @@ def code_version() -> str:
 def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Path, str]:
     """Return the folder of a prepared data set, and whether it was there, in words.
 
-    Where it is not, `make(folder)` writes it into an empty folder. Raises DataError where the
-    cache's own folder cannot be written.
+    Where it is not, or not whole, `make(folder)` writes it into an empty folder. Raises DataError
+    where the cache's own folder cannot be written.
     """
     folder = root / key.name
-    if folder.is_dir():
+    if _is_whole(folder):
         return folder, "found in the cache"
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key.name}.lock"):
-            if folder.is_dir():
+            if _is_whole(folder):
                 return folder, "prepared by another process"
-            reason = _why_missing(root, key)
-            _remove_unfinished(root, key)
+            reason = "the entry was damaged" if folder.exists() else _why_missing(root, key)
+            _remove_left_over(root, key)
             unfinished = root / f"{key.name}.tmp-{os.getpid()}"
             unfinished.mkdir()
             try:
                 make(unfinished)
-                note = {"path": key.path, "split": key.split, "parts": key.parts}
-                (unfinished / KEY_FILE).write_text(json.dumps(note, indent=2) + "\n")
+                _seal(unfinished, key)
                 os.replace(unfinished, folder)
+                _sync(root)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
         raise DataError(
-            f"{root}: the prepared data cannot be written: {error.strerror or error}; give a "
-            "folder with room by data.cache_dir=FOLDER"
+            f"{root}: the prepared data cannot be written: {error.strerror}; give a folder with "
+            "room by data.cache_dir=FOLDER"
         ) from error
     return folder, f"prepared ({reason})"
+
+
+def _seal(folder: Path, key: Key) -> None:
+    """Write what tells a whole folder from a damaged one, when all else is on the disk."""
+    sizes = {}
+    for file in sorted(folder.iterdir()):
+        sizes[file.name] = file.stat().st_size
+        _sync(file)
+    note = {"path": key.path, "split": key.split, "parts": key.parts, "sizes": sizes}
+    (folder / KEY_FILE).write_text(json.dumps(note, indent=2) + "\n")
+    _sync(folder / KEY_FILE)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Tell whether a folder holds all that was written into it."""
+    try:
+        sizes = json.loads((folder / KEY_FILE).read_text())["sizes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
 
 
 @contextlib.contextmanager
@@ -94,14 +139,18 @@ def _locked(file: Path) -> Iterator[None]:
     import fcntl
 
     with file.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("data: another process prepares the same data; waiting for it (%s)", file)
+            fcntl.flock(stream, fcntl.LOCK_EX)
         # The system lets go of it when the process ends, however it ends.
-        fcntl.flock(stream, fcntl.LOCK_EX)
         yield
 
 
-def _remove_unfinished(root: Path, key: Key) -> None:
-    """Remove what a killed process has left; the lock says that none is at work."""
-    for left in root.glob(f"{key.name}.tmp-*"):
+def _remove_left_over(root: Path, key: Key) -> None:
+    """Remove what is damaged, or left by a killed process; the lock says that none is at work."""
+    for left in (root / key.name, *root.glob(f"{key.name}.tmp-*")):
         shutil.rmtree(left, ignore_errors=True)
 
 

@@ -9,21 +9,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from data_modules.audit import Asked, Audit, DatasetFacts, audit_documents
+from data_modules.audit import Audit
 from data_modules.collator import Collator
-from data_modules.mixture import Mixture, MixtureRow, describe_mixture, split_rows
+from data_modules.encode import ChunkEncoder
+from data_modules.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing import (
     MicroBatch,
     PackingConfig,
@@ -33,14 +32,13 @@ from data_modules.packing import (
     pack_documents,
     shard_packs,
 )
-from data_modules.prepare import REJECTED_FILE, Prepared, hash_of, prepare_dataset
-from data_modules.report import DataReport, DatasetReport, Fingerprint
-from data_modules.rows import read_items
-from data_modules.settings import DataConfig, DatasetConfig, dataset_names
-from data_modules.store import Examples, TokenStore
-from data_modules.stream import StreamedSteps, StreamPlan, TokenStream, held_out_part
+from data_modules.prepared_data import PreparedData
+from data_modules.rows import chunks_of, find_format
+from data_modules.settings import DataConfig, dataset_names
+from data_modules.store import Examples
+from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate
-from data_modules.types import Batch, DataError, Item, Prompt
+from data_modules.types import Batch, DataError, Prompt
 
 if TYPE_CHECKING:
     import transformers
@@ -87,98 +85,67 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self.sequence_len = choose_sequence_len(config.sequence_len, context_len)
         self.dataset_names = dataset_names(config.datasets)
         self.first_step = 0
-        self._is_set_up = False
-        self._prepared: list[Prepared] = []
-        self._tests: list[Prepared] = []
-        self._held_out: list[npt.NDArray[np.bool_]] = []
+        self._data: PreparedData | None = None
 
     def prepare_data(self) -> None:
         """Do nothing: ranks share the cache, where the first one prepares and the others wait."""
 
     def setup(self, stage: str | None = None) -> None:
         """Prepare the data sets, or find them in the cache, and split them; raises DataError."""
-        if self._is_set_up:
+        if self._data is not None:
             return
+        config = self._config
+        is_encoder_decoder = self._decoder_start is not None
+        if is_encoder_decoder and config.on_long == "split":
+            raise DataError(
+                "data.on_long=split: the answer of an encoder-decoder model cannot be told without "
+                "its question; use drop, truncate_left or truncate_right"
+            )
         self.template = ChatTemplate.resolve(
             self._tokenizer,
-            self._config.chat_template,
-            self._config.mask(),
-            is_encoder_decoder=self._decoder_start is not None,
+            config.chat_template,
+            config.mask(),
+            is_encoder_decoder=is_encoder_decoder,
         )
-        self._prepare_all()
-        self._check_token_ids()
-        self._held_out = self._hold_out()
-        self.train_examples = self._examples(False)
-        self.val_examples = self._examples(True)
-        self.report = self._report()
-        self._is_set_up = True
+        data = PreparedData(
+            config,
+            self.template,
+            self._tokenizer,
+            sequence_len=self.sequence_len,
+            vocab_size=self._vocab_size,
+            seed=self._seed,
+        )
+        self.train_examples, self.val_examples = data.train_examples, data.val_examples
+        self._data, self.report = data, data.report()
+        if len(self.report.datasets) > 1:
+            self.report.mixture = describe_mixture(self.mixture_report())
 
     def write_reports(self, folder: Path) -> None:
         """Write audit, mixture and the rows that a quarantine took into a run's folder."""
         self.audit.write(folder)
         mixture = [dataclasses.asdict(row) for row in self.mixture_report()]
         (folder / "mixture.json").write_text(json.dumps(mixture, indent=2) + "\n")
-        for name, data in zip(self.dataset_names, self._prepared, strict=True):
-            if data.counts.rejected:
-                (folder / "quarantine").mkdir(exist_ok=True)
-                shutil.copy(data.folder / REJECTED_FILE, folder / "quarantine" / f"{name}.jsonl")
+        self._ready.write_rejected(folder)
+
+    @property
+    def audit(self) -> Audit:
+        """Return what will be learned and what is wrong with it; `setup` must have run."""
+        return self._ready.audit
 
     @property
     def template_hash(self) -> str:
         """Return the sha256 of the chat template in use."""
         return self.template.hash
 
-    @cached_property
-    def audit(self) -> Audit:
-        """Return what will be learned and what is wrong with it; `setup` must have run."""
-        if self._config.streaming:
-            return Audit(datasets=[])  # what a stream brings is not known before it is read
-        config = self._config
-        facts = [
-            DatasetFacts(
-                name=name,
-                path=dataset.path,
-                format=data.format,
-                is_chat=data.counts.chats > 0,
-                rows=data.counts.rows,
-                bad_rows=data.counts.rejected,
-                dropped_long=data.counts.dropped,
-                truncated=data.counts.truncated,
-                split=data.counts.split,
-                empty=data.counts.empty,
-                empty_origins=data.counts.empty_origins,
-                longest=data.counts.longest,
-                notes=data.counts.notes,
-            )
-            for name, dataset, data in zip(
-                self.dataset_names, config.datasets, self._prepared, strict=True
-            )
-        ]
-        stores = [data.store for data in self._tests]
-        return audit_documents(
-            config.audit,
-            facts,
-            self.train_examples,
-            self.val_examples,
-            benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
-            benchmark_names=dataset_names(config.test_datasets),
-            asked=Asked(
-                learns_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
-                train_on_eos=config.train_on_eos,
-                is_encoder_decoder=self._decoder_start is not None,
-            ),
-        )
-
     @property
     def stop_token_ids(self) -> set[int]:
         """Return the tokens that end answers, as the template and the rows have them."""
-        seen = (data.counts.stop_token_ids for data in (*self._prepared, *self._tests))
-        return self.template.stop_token_ids.union(*seen)
+        return self.template.stop_token_ids | self._ready.stop_token_ids
 
     def probe_ids(self) -> list[int]:
         """Return the first tokens of a document, to compare a saved model with."""
         if self._config.streaming:
-            return next(iter(self._stream())).input_ids[0, :64].tolist()
+            return next(self._stream().examples()).input_ids[:64].tolist()
         return self.train_examples[0].input_ids[:64].tolist()
 
     @property
@@ -196,7 +163,6 @@ class FinetuneDataModule(lightning.LightningDataModule):
             self._seed,
             self._config.mixture,
             lengths=examples.lengths,
-            caps=[dataset.max_rows for dataset in datasets],
         )
 
     def mixture_report(self) -> list[MixtureRow]:
@@ -262,7 +228,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         above `sequence_len` tokens are left out, and logged.
         """
         found: dict[str, list[Prompt]] = {}
-        for name, items in self._items_to_ask(max_rows):
+        for name, items in self._ready.items_to_ask(max_rows):
             prompts = [p for item in items if (p := self.template.prompt(item))]
             fitting = [p for p in prompts if len(p.input_ids) <= self.sequence_len]
             if len(fitting) < len(prompts):
@@ -282,124 +248,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Move a batch; from page-locked memory to a GPU, while the GPU still works."""
         return batch.to(device, non_blocking=device.type == "cuda")
 
-    def _items_to_ask(self, max_rows: int) -> Iterator[tuple[str, list[Item]]]:
-        """Yield the items of the first rows of each test data set, or held-out share."""
-        config = self._config
-        if config.test_datasets:
-            names = dataset_names(config.test_datasets)
-            for name, dataset in zip(names, config.test_datasets, strict=True):
-                yield name, read_items(dataset, config, max_rows=max_rows)
-            return
-        for name, dataset, data, held_out in zip(
-            self.dataset_names, config.datasets, self._prepared, self._held_out, strict=True
-        ):
-            documents = np.flatnonzero(held_out)
-            _, firsts = np.unique(data.store.rows[documents], return_index=True)
-            places = documents[firsts[:max_rows]].tolist()
-            wanted = {data.store.origin(place) for place in places}
-            yield name, read_items(dataset, config, wanted=wanted)
-
-    def _prepare_all(self) -> None:
-        """Prepare every data set; the problems of all of them are listed together."""
-        problems: list[str] = []
-        tokenizer_hash = hash_of(self._tokenizer)
-
-        def prepare(dataset: DatasetConfig, config: DataConfig) -> list[Prepared]:
-            try:
-                return [
-                    prepare_dataset(
-                        dataset, config, self.template, self.sequence_len, tokenizer_hash
-                    )
-                ]
-            except DataError as error:
-                problems.extend(error.problems)
-                return []
-
-        for dataset in self._config.datasets:
-            if not self._config.streaming:
-                self._prepared += prepare(dataset, self._config)
-            elif self._config.val_set_size:
-                self._prepared += prepare(held_out_part(dataset, self._config), self._config)
-        # Whoever asks a long row is told so when it asks; its tokens are compared all the same.
-        lenient = dataclasses.replace(self._config, on_long="truncate_left", max_dropped_share=None)
-        for dataset in self._config.test_datasets:
-            self._tests += prepare(dataset, lenient)
-        if problems:
-            raise DataError(problems)
-
-    def _hold_out(self) -> list[npt.NDArray[np.bool_]]:
-        """Return for each data set which documents are for validation, bool [documents]."""
-        if self._config.streaming:
-            return [np.ones(len(data.store), np.bool_) for data in self._prepared]
-        size = self._config.val_set_size
-        return [
-            hold_out(data.store, size, self._seed, name)
-            for data, name in zip(self._prepared, self.dataset_names, strict=True)
-        ]
-
-    def _examples(self, held_out: bool) -> Examples:
-        stores = [data.store for data in self._prepared]
-        return Examples(stores, [np.flatnonzero(mask == held_out) for mask in self._held_out])
-
-    def _report(self) -> DataReport:
-        reports = []
-        prepared = zip(self._config.datasets, self._prepared, self.dataset_names, strict=False)
-        for index, (config, data, name) in enumerate(prepared):
-            rows, for_validation = data.store.rows, self._held_out[index]
-            learned = self.train_examples.datasets == index
-            reports.append(
-                DatasetReport(
-                    name=name,
-                    path=config.path,
-                    format=data.format,
-                    format_guessed=data.format_guessed,
-                    sha256=data.sha256,
-                    how=data.how,
-                    rows=data.counts.rows,
-                    train_rows=len(np.unique(rows[~for_validation])),
-                    validation_rows=len(np.unique(rows[for_validation])),
-                    tokens=int(self.train_examples.lengths[learned].sum()),
-                    trained_tokens=int(self.train_examples.trained[learned].sum()),
-                    is_streamed=self._config.streaming,
-                    rejected=data.counts.rejected,
-                )
-            )
-        several = len(reports) > 1 and not self._config.streaming
-        return DataReport(
-            datasets=reports,
-            mixture=describe_mixture(self.mixture_report()) if several else [],
-            template_note=self.template.note,
-            test_datasets=[
-                Fingerprint(name=name, path=config.path, sha256=data.sha256)
-                for name, config, data in zip(
-                    dataset_names(self._config.test_datasets),
-                    self._config.test_datasets,
-                    self._tests,
-                    strict=True,
-                )
-            ],
-        )
-
-    def _check_token_ids(self) -> None:
-        """Raise DataError where a token has no row in the embedding: a GPU would only crash."""
-        rows, pad = self._vocab_size, self._tokenizer.pad_token_id
-        if rows is None:
-            return
-        problems = []
-        found = [data.counts.largest_token for data in self._prepared]
-        largest, origin = max(found, default=(-1, ""))
-        if largest >= rows:
-            problems.append(
-                f"{origin} holds token id {largest:,}, the model's embedding has {rows:,} rows; "
-                "set model.tokenizer_path to the tokenizer that the model was made with"
-            )
-        if pad is not None and pad >= rows:
-            problems.append(
-                f"the tokenizer's pad token has id {pad:,}, the model's embedding has {rows:,} "
-                "rows; set pad_token in tokenizer_config.json to the tokenizer's eos_token"
-            )
-        if problems:
-            raise DataError(problems)
+    @property
+    def _ready(self) -> PreparedData:
+        if self._data is None:
+            raise RuntimeError("the data module is not set up")
+        return self._data
 
     def _loader(
         self, examples: Examples, sampler: Sequence[MicroBatch] | StepSampler
@@ -423,15 +276,31 @@ class FinetuneDataModule(lightning.LightningDataModule):
     def _stream(self) -> TokenStream:
         return TokenStream(
             self._config,
-            self.template,
+            self._encoders,
             self._collator,
-            sequence_len=self.sequence_len,
             method=self._packing.method,
             micro_batch_size=self._micro_batch_size,
             rank=self._rank,
             num_ranks=self._num_ranks,
             seed=self._seed,
+            vocab_size=self._vocab_size,
+            held_out=frozenset(self.val_examples.digests.tolist()),
         )
+
+    @cached_property
+    def _encoders(self) -> list[ChunkEncoder]:
+        """Return what encodes each data set of a stream: all ranks see the same format."""
+        config = self._config
+        return [
+            ChunkEncoder(
+                format=find_format(dataset, chunks_of(dataset, config))[0] or "",
+                columns=dataset.columns,
+                template=self.template,
+                sequence_len=self.sequence_len,
+                on_long=config.on_long,
+            )
+            for dataset in config.datasets
+        ]
 
     def _sum_over_ranks(self, number: float) -> float:
         if self._num_ranks == 1:
@@ -469,17 +338,6 @@ class _Batches(Dataset[Batch]):
     def __getitem__(self, micro_batch: MicroBatch) -> Batch:
         packs = [[self._examples[i] for i in pack] for pack in micro_batch.packs]
         return self._collator(packs, micro_batch.step_weight)
-
-
-def hold_out(store: TokenStore, val_set_size: float, seed: int, name: str) -> npt.NDArray[np.bool_]:
-    """Return which documents are for validation, bool [documents]; rows alike stay together."""
-    firsts = np.unique(store.rows, return_index=True)[1]
-    content = np.add.reduceat(store.digests, firsts)
-    _, first_rows, kinds = np.unique(content, return_index=True, return_inverse=True)
-    # Numbered as they come, so that without doubles the choice is one among the rows.
-    order = np.argsort(np.argsort(first_rows))
-    chosen = split_rows(len(first_rows), val_set_size, seed, name)[order[kinds]]
-    return chosen[store.rows]
 
 
 def choose_sequence_len(sequence_len: int | None, context_len: int | None) -> int:

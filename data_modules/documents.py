@@ -6,16 +6,16 @@ Decides what becomes of a row that is too long. Never reads or renders.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from data_modules.counts import Counts
 from data_modules.store import Documents
 from data_modules.types import Encoded, Origin
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from data_modules.prepare import Counts
 
 
 class Tokenising(Protocol):
@@ -39,16 +39,18 @@ class DocumentBuilder:
         self._lines: list[int] = []
         self.num_rows = 0
 
-    def add(self, encoded: Sequence[Encoded], origin: Origin, counts: Counts) -> None:
-        """Add what one row became: one result an item."""
+    def add(self, encoded: Sequence[Encoded], number: int, origin: Origin, counts: Counts) -> None:
+        """Add what row `number` of the chunk became: one result an item."""
         longest = max((_num_tokens(one) for one in encoded), default=0)
         counts.add_length(longest, str(origin))
         how = self._sequence_len, self._on_long, self._template.bos_token_id
         fitting = [piece for one in encoded for piece in fit(one, *how)]
         useful = [piece for piece in fitting if is_learned(piece)]
         if longest > self._sequence_len:
-            if not fitting:
+            if not fitting or self._on_long == "error":
                 counts.dropped += 1
+            elif self._on_long == "drop":
+                counts.add_note("branch_dropped", str(origin))
             elif self._on_long == "split":
                 counts.split += 1
             else:
@@ -63,7 +65,7 @@ class DocumentBuilder:
         for kind, seen in {note.kind: note.seen for one in encoded for note in one.notes}.items():
             counts.add_note(kind, f"{origin} {seen}".rstrip())
         self._pieces += useful
-        self._rows += [self.num_rows] * len(useful)
+        self._rows += [number] * len(useful)
         self._lines += [origin.line] * len(useful)
         self.num_rows += 1
 
@@ -102,7 +104,6 @@ def fit(one: Encoded, sequence_len: int, on_long: str, bos_token_id: int | None)
 
     What is cut from its left side keeps its BOS; encoder-decoder items are not split.
     """
-    import numpy as np
 
     if _num_tokens(one) <= sequence_len:
         return [one]
@@ -112,25 +113,28 @@ def fit(one: Encoded, sequence_len: int, on_long: str, bos_token_id: int | None)
     cut = slice(-sequence_len, None) if keeps_end else slice(sequence_len)
     if one.target_ids is not None:
         return [Encoded(one.input_ids[cut], one.weights[cut], one.target_ids[cut])]
+    bos = int(bos_token_id is not None and int(one.input_ids[0]) == bos_token_id)
     if on_long == "split":
-        return _split(one, sequence_len, 0 if bos_token_id is None else 1)
+        return _split(one, sequence_len, bos)
     ids, weights = one.input_ids[cut].copy(), one.weights[cut].copy()
-    if keeps_end and bos_token_id is not None:
-        ids[0], weights[0] = np.int32(bos_token_id), 0.0
+    if keeps_end and bos:
+        ids[0], weights[0] = one.input_ids[0], 0.0
     return [Encoded(ids, weights)]
 
 
 def _split(one: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
-    """Cut a document into pieces, each with the `bos` tokens that it begins with."""
+    """Cut a document into pieces of like length, each with the `bos` tokens that it begins with."""
     import numpy as np
 
-    width = sequence_len - bos
+    num_tokens = len(one.input_ids) - bos
+    num_pieces = -(-num_tokens // (sequence_len - bos))
+    cuts = [bos + num_tokens * piece // num_pieces for piece in range(num_pieces + 1)]
     return [
         Encoded(
-            np.concatenate([one.input_ids[:bos], one.input_ids[cut : cut + width]]),
-            np.concatenate([np.zeros(bos, np.float32), one.weights[cut : cut + width]]),
+            np.concatenate([one.input_ids[:bos], one.input_ids[start:end]]),
+            np.concatenate([np.zeros(bos, np.float32), one.weights[start:end]]),
         )
-        for cut in range(bos, len(one.input_ids), width)
+        for start, end in itertools.pairwise(cuts)
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from data_modules.types import seeded_generator
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WEIGHT_KINDS = ("epochs", "rows", "tokens")
 STOPS = ("all", "first")
+MANY_EPOCHS = 4
+"""times that a row may be seen in an epoch by the choice of others' sizes"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,6 +82,30 @@ class MixtureRow:
     share_of_rows: float
     share_of_tokens: float
     asked: float | None
+
+    HEADINGS: ClassVar[tuple[str, ...]] = (
+        "data set",
+        "rows",
+        "tokens",
+        "epochs",
+        "rows seen",
+        "of rows",
+        "of tokens",
+        "asked",
+    )
+
+    def cells(self) -> tuple[str, ...]:
+        """Return it as text, a cell a heading."""
+        return (
+            self.name,
+            f"{self.rows:,}",
+            f"{self.tokens:,}",
+            f"{self.epochs:.3g}",
+            f"{self.rows_seen:,}",
+            f"{self.share_of_rows:.2%}",
+            f"{self.share_of_tokens:.2%}",
+            "" if self.asked is None else f"{self.asked:.2%}",
+        )
 
 
 class Mixture:
@@ -190,45 +216,45 @@ class Mixture:
         """Return how many rows of a data set are seen before epoch `number`."""
         import numpy as np
 
-        # Rounded where 3 * 0.1 would be a little more than 0.3; then up, so that the first epoch
-        # has at least one row of every data set.
-        passes = number * self._passes[index]
         size = len(self._orders[index])
+        if not number or not self._passes[index]:
+            return 0
+        # Rounded where 3 * 0.1 would be a little more than 0.3; then up, to one row at least, so
+        # that the first epoch has a row of every data set.
+        passes = number * self._passes[index]
         if self._ends is None:
-            return math.ceil(round(passes * size, 6))
+            return max(1, math.ceil(round(passes * size, 6)))
         ends = self._ends[index]
         whole, target = divmod(round(passes * int(ends[-1]), 3), int(ends[-1]))
-        return int(whole) * size + (int(np.searchsorted(ends, target)) + 1 if target > 0 else 0)
+        rest = int(np.searchsorted(ends, target)) + 1 if target > 0 else 0
+        return max(1, int(whole) * size + rest)
 
     def _count_tokens(self, rows: Indices) -> int:
         return 0 if self._lengths is None else int(self._lengths[rows].sum())
 
 
 def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
-    """Return the report as a table, one line a data set under a line of headings."""
-    cells = [("data set", "rows", "tokens", "epochs", "rows seen", "of rows", "of tokens", "asked")]
-    for row in rows:
-        asked = "" if row.asked is None else f"{row.asked:.2%}"
-        cells.append(
-            (
-                row.name,
-                f"{row.rows:,}",
-                f"{row.tokens:,}",
-                f"{row.epochs:.3g}",
-                f"{row.rows_seen:,}",
-                f"{row.share_of_rows:.2%}",
-                f"{row.share_of_tokens:.2%}",
-                asked,
-            )
-        )
+    """Return the report as a table, one line a data set under a line of headings.
+
+    A last line warns of data sets that shares make an epoch repeat more than four times.
+    """
+    cells = [MixtureRow.HEADINGS, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
+    lines = [
         "  ".join(
             cell.rjust(width) if place else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in cells
     ]
+    repeated = [row for row in rows if row.asked is not None and row.epochs > MANY_EPOCHS]
+    if repeated:
+        named = ", ".join(f"{row.name} {row.epochs:.3g} times" for row in repeated)
+        lines.append(
+            f"warning: for their shares rows are seen in one epoch again and again: {named}; "
+            "data.mixture.stop=first ends an epoch before a data set repeats"
+        )
+    return lines
 
 
 def split_rows(num_rows: int, val_set_size: float, seed: int, name: str) -> npt.NDArray[np.bool_]:

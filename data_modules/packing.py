@@ -117,12 +117,19 @@ class StepPlan:
         """Say how the first epoch's rows become packs and steps, and how many steps there are."""
         packs, steps = self._epoch(0).packs, len(self._epoch(0).step_weights)
         tokens = int(self._lengths[packs.documents].sum())
-        return (
-            f"{len(packs.documents):,} documents in {len(packs):,} packs, "
+        line = (
+            f"{len(packs.documents):,} documents in {_count(len(packs), 'pack')}, "
             f"{tokens / (len(packs) * self._capacity):.1%} of {self._capacity:,} tokens full; "
-            f"{steps:,} steps of {self.packs_per_step:,} packs an epoch; "
-            f"{self.num_steps:,} steps = {self.num_steps / steps:.2f} epochs"
+            f"{_count(steps, 'step')} of {_count(self.packs_per_step, 'pack')} an epoch"
         )
+        if self.num_steps != steps:
+            line += f"; {_count(self.num_steps, 'step')} = {self.num_steps / steps:.2f} epochs"
+        if len(packs) < self.packs_per_step:
+            line += (
+                f"; {_count(len(packs), 'pack')} for a global batch of {self.packs_per_step:,}: "
+                "lower trainer.global_batch_size"
+            )
+        return line
 
     def step_weight(self, step: int) -> float:
         """Return the sum of the loss weights of all labels of a global step."""
@@ -219,6 +226,10 @@ def _even_out(totals: npt.NDArray[np.float64]) -> Indices:
             taken[step, rank] = share
             so_far[rank] += cost[share]
     return taken
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 class StepSampler:

@@ -18,30 +18,30 @@ class DatasetReport:
     rows: int
     train_rows: int
     validation_rows: int
+    repeated_rows: int
     tokens: int
     trained_tokens: int
     rejected: int
-    lost_tokens: int = 0
-    is_streamed: bool = False
+    is_streamed: bool
+    asks_validation: bool
 
     def line(self) -> str:
         """Return it in one line."""
         guessed = ", guessed" if self.format_guessed else ""
         if self.is_streamed:
             return (
-                f"{self.name}: streamed ({self.format}{guessed}), its first "
-                f"{self.validation_rows:,} rows are for validation"
+                f"{self.name}: streamed ({self.format}{guessed}), {self.validation_rows:,} of its "
+                "first rows are for validation"
             )
-        share = 100 * self.trained_tokens / max(1, self.tokens)
         parts = [
             f"{self.rows:,} rows ({self.format}{guessed})",
             f"{self.train_rows:,} train + {self.validation_rows:,} validation",
-            f"{self.tokens:,} tokens",
-            f"{share:.0f} % trained",
             self.how,
         ]
-        if self.lost_tokens:
-            parts.append(f"{self.lost_tokens:,} tokens lost with long rows")
+        if self.asks_validation and not self.validation_rows:
+            parts.append("none could be held out: too few that differ")
+        if self.repeated_rows:
+            parts.append(f"{self.repeated_rows:,} left out that stand in validation")
         if self.rejected:
             parts.append(f"{self.rejected:,} bad rows left out")
         return f"{self.name}: {', '.join(parts)}"
@@ -67,4 +67,5 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """Return what is said aloud: a line a data set, their shares, and how turns are written."""
-        return [*(report.line() for report in self.datasets), *self.mixture, self.template_note]
+        note = [self.template_note] if self.template_note else []
+        return [*(report.line() for report in self.datasets), *self.mixture, *note]

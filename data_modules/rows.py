@@ -109,6 +109,7 @@ def chunks_of(
         revision=dataset.revision,
         budget=budget,
         max_row_bytes=data.max_row_bytes,
+        streaming=data.streaming,
     )
 
 
@@ -116,26 +117,32 @@ def read_items(
     dataset: DatasetConfig,
     data: DataConfig,
     *,
-    wanted: Collection[Origin] | None = None,
+    wanted: Collection[int] | None = None,
     max_rows: int | None = None,
 ) -> list[Item]:
-    """Return the items of the first `max_rows` good rows, of those at `wanted` where given."""
+    """Return the items of the first `max_rows` good rows, or of the rows with numbers `wanted`.
+
+    Rows are numbered from 0 in the order of reading, bad ones too. Raises DataError where a row
+    that is wanted is not there.
+    """
     items: list[Item] = []
     if max_rows == 0 or (wanted is not None and not wanted):
         return items
+    most = len(wanted) if wanted is not None else max_rows
     format_name, chunks = find_format(dataset, chunks_of(dataset, data))
-    num_rows = 0
-    for chunk in chunks:
-        for row in chunk.rows():
-            if isinstance(row, source.BadRow) or (wanted is not None and row.origin not in wanted):
-                continue
-            found = convert(row, format_name or "", dataset.columns)
-            if isinstance(found, Rejected):
-                continue
-            items += found
-            num_rows += 1
-            if num_rows == max_rows or (wanted is not None and num_rows == len(wanted)):
-                return items
+    num_found = 0
+    for number, row in enumerate(row for chunk in chunks for row in chunk.rows()):
+        if isinstance(row, source.BadRow) or (wanted is not None and number not in wanted):
+            continue
+        found = convert(row, format_name or "", dataset.columns)
+        if isinstance(found, Rejected):
+            continue
+        items += found
+        num_found += 1
+        if num_found == most:
+            return items
+    if wanted is not None:
+        raise DataError(f"{dataset.path}: changed since it was tokenised; start again")
     return items
 
 
@@ -228,11 +235,13 @@ def _guess(dataset: DatasetConfig, first: Sequence[Row]) -> str:
             continue
         name = formats.guess_format(columns)
         if name is None:
+            suggestion = formats.suggest_settings(row.values)
+            example = "as in {instruction: question, output: answer}"
             unknown[number] = (
                 f"{row.origin} columns {list(row.values)} are of no known format"
                 f"{formats.near_field(columns)}; set data.datasets[].format to one of "
-                f"{', '.join(formats.FORMATS)}, and name the columns by data.datasets[].columns, "
-                "as in {instruction: question, output: answer}"
+                f"{', '.join(formats.FORMATS)}, and name the columns by data.datasets[].columns"
+                + (f"; try {suggestion}" if suggestion else f", {example}")
             )
         else:
             votes[name] += 1

@@ -120,11 +120,12 @@ class DataConfig:
 
 def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
     """Return a name for each data set, all different: as given, or made from the path."""
+    taken = {config.name for config in datasets if config.name}
     names: list[str] = []
     for config in datasets:
         base = config.name or source.name_of(config.path)
         name, number = base, 1
-        while name in names:
+        while name in names or (name in taken and not config.name):
             number += 1
             name = f"{base}-{number}"
         names.append(name)
@@ -175,20 +176,46 @@ def _check_settings(config: DataConfig) -> list[str]:
         problems.append(f"data.num_proc is {config.num_proc}; give 1 or more, or null")
     if config.max_row_bytes < 1:
         problems.append(f"data.max_row_bytes is {config.max_row_bytes}; give 1 or more")
-    if config.streaming and config.val_set_size < 1 and config.val_set_size > 0:
+    if config.streaming:
+        problems += _check_stream(config)
+    problems += check_mask(config.mask())
+    problems += check_mixture(config.mixture)
+    problems += check_audit(config.audit)
+    return problems
+
+
+def _check_stream(config: DataConfig) -> list[str]:
+    """Return what of the settings needs to know where the data ends."""
+    problems = []
+    if 0 < config.val_set_size < 1:
         problems.append(
             f"data.val_set_size={config.val_set_size} of a stream: nobody knows how long it is; "
             "give a number of rows (data.val_set_size=200), or 0"
         )
-    for index, dataset in enumerate(config.datasets if config.streaming else ()):
+    useless = {
+        "data.max_dropped_share": config.max_dropped_share is not None,
+        "data.mixture.temperature": config.mixture.temperature is not None,
+        "data.mixture.stop": config.mixture.stop != "all",
+    }
+    for index, dataset in enumerate(config.datasets):
+        key = f"data.datasets[{index}]"
+        useless[f"{key}.max_rows"] = dataset.max_rows is not None
         if "[" in dataset.split or "+" in dataset.split:
             problems.append(
-                f"data.datasets[{index}].split is '{dataset.split}': a stream takes a whole split; "
-                "set data.streaming=false"
+                f"{key}.split is '{dataset.split}': a stream takes a whole split; set "
+                "data.streaming=false"
             )
-    problems += check_mask(config.mask())
-    problems += check_mixture(config.mixture)
-    problems += check_audit(config.audit)
+    problems += [
+        f"{key} means nothing for a stream, whose length nobody knows; leave it out, or set "
+        "data.streaming=false"
+        for key, is_given in useless.items()
+        if is_given
+    ]
+    if len(config.datasets) > 1 and config.mixture.weights == "epochs":
+        problems.append(
+            "data.mixture.weights=epochs: streams have no epochs; set data.mixture.weights=rows or "
+            "tokens, and the data sets' weights as their shares"
+        )
     return problems
 
 
@@ -216,8 +243,15 @@ def _check_dataset_settings(dataset: DatasetConfig, key: str) -> list[str]:
 
 def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
     names = [dataset.name for dataset in datasets]
-    return [
+    problems = [
         f"{key}[{index}].name '{name}' is already that of {key}[{names.index(name)}]; give another"
         for index, name in enumerate(names)
         if name is not None and names.index(name) < index
     ]
+    # It is part of metrics' names and of files' names.
+    problems += [
+        f"{key}[{index}].name '{name}' holds a slash, or begins with a dot; give a plain word"
+        for index, name in enumerate(names)
+        if name is not None and (not name or "/" in name or name.startswith("."))
+    ]
+    return problems

@@ -5,7 +5,6 @@ Decides how documents lie on disk. Never decides which ones are learned, or when
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,8 @@ class Documents:
                    are targets
     target_ids     int32 [targets of all documents], None for causal models
     target_lengths int64 [documents], None for causal models
-    rows           int64 [documents], number of the row that the document comes from
+    rows           int64 [documents], number of the row that the document comes from, from 0, in
+                   the order of reading, bad rows counted
     lines          int64 [documents], its line in the chunk's file
     trained        int64 [documents], labels with a weight
     label_weights  float64 [documents], sum of the weights of the labels
@@ -58,6 +58,22 @@ class Documents:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def examples(self, dataset: int) -> Iterator[Example]:
+        """Yield the documents as examples of data set number `dataset`."""
+        import numpy as np
+
+        borders = np.cumsum(self.lengths)[:-1]
+        sources = np.split(self.input_ids, borders)
+        targets: list[Any] = [None] * len(self)
+        if self.target_ids is not None and self.target_lengths is not None:
+            borders = np.cumsum(self.target_lengths)[:-1]
+            targets = np.split(self.target_ids, borders)
+        labels = np.split(self.weights, borders)
+        for ids, weights, target_ids, line in zip(
+            sources, labels, targets, self.lines.tolist(), strict=True
+        ):
+            yield Example(ids, weights, dataset, Origin(self.file, line), target_ids)
+
     def largest_token(self) -> tuple[int, str]:
         """Return the largest token id, and where it stands."""
         sides = [(self.input_ids, self.lengths)]
@@ -77,8 +93,7 @@ class StoreWriter:
     def __init__(self, folder: Path) -> None:
         import pyarrow
 
-        self._file = folder / TOKENS_FILE
-        self._sink = pyarrow.OSFile(str(self._file), "wb")
+        self._sink = pyarrow.OSFile(str(folder / TOKENS_FILE), "wb")
         self._writer: Any = None
 
     def add(self, documents: Documents) -> None:
@@ -100,12 +115,10 @@ class StoreWriter:
         self._writer.write_batch(batch, custom_metadata={"file": documents.file})
 
     def close(self) -> None:
-        """Finish the file and force it to disk."""
+        """Finish the file."""
         if self._writer is not None:
             self._writer.close()
         self._sink.close()
-        with self._file.open("rb") as file:
-            os.fsync(file.fileno())
 
 
 class TokenStore:
@@ -167,6 +180,18 @@ class TokenStore:
             target_ids=None if part.target_ids is None else part.target_ids[place],
         )
 
+    def token_ids(
+        self, indices: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+        """Yield the ids of documents side by side, and how many each has, chunk by chunk."""
+        import numpy as np
+
+        parts = np.searchsorted(self._starts, indices, side="right") - 1
+        for run in np.split(np.arange(len(indices)), np.flatnonzero(np.diff(parts)) + 1):
+            if len(run):
+                number = int(parts[run[0]])
+                yield self._parts[number].input_ids.many(indices[run] - self._starts[number])
+
     def _locate(self, index: int) -> tuple[_Part, int]:
         number = bisect_right(self._starts, index) - 1
         return self._parts[number], int(index - self._starts[number])
@@ -181,6 +206,16 @@ class _Lists:
 
     def __getitem__(self, index: int) -> Any:
         return self._values[self.offsets[index] : self.offsets[index + 1]]
+
+    def many(self, places: npt.NDArray[np.int64]) -> tuple[Any, npt.NDArray[np.int64]]:
+        """Return many lists side by side, and their lengths."""
+        import numpy as np
+
+        starts = self.offsets[places].astype(np.int64)
+        lengths = self.offsets[places + 1] - starts
+        ends = np.cumsum(lengths)
+        where = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+        return self._values[where], lengths
 
 
 class _Part:
@@ -242,6 +277,23 @@ class Examples(Sequence[Example]):
 
     def __iter__(self) -> Iterator[Example]:
         return (self[index] for index in range(len(self)))
+
+    def token_ids(
+        self, indices: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return the ids of many examples side by side, and how many each has."""
+        import numpy as np
+
+        ids, sizes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+        datasets = self.datasets[indices]
+        # Neighbours of one store are copied together.
+        for run in np.split(indices, np.flatnonzero(np.diff(datasets)) + 1):
+            if len(run):
+                store = self._stores[int(self.datasets[run[0]])]
+                for own_ids, own_sizes in store.token_ids(self._places[run]):
+                    ids.append(own_ids)
+                    sizes.append(own_sizes)
+        return np.concatenate(ids), np.concatenate(sizes)
 
     def origin(self, index: int) -> Origin:
         """Return where example `index` comes from."""

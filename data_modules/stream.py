@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,15 +18,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from data_modules import source
 from data_modules.collator import Collator
-from data_modules.documents import fit, is_learned
+from data_modules.encode import ChunkEncoder, EncodedChunk
 from data_modules.packing import pack_documents
-from data_modules.rows import BadRows, Rejected, find_format, read_chunk
+from data_modules.rows import BadRows
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.template import ChatTemplate, RowProblem
 from data_modules.types import Batch, DataError, Example, seeded_generator
 
 WINDOW_PACKS = 512
-"""packs' worth of tokens that are shuffled and packed together"""
+MAX_WINDOW_TOKENS = 1 << 21
+"""tokens that are shuffled and packed together: so many packs, of long ones fewer"""
+MIN_WINDOW_PACKS = 8
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,67 +42,56 @@ class StreamPlan:
     def line(self) -> str:
         """Say it in words."""
         return (
-            f"streaming: rows are read, shuffled and packed in windows of {WINDOW_PACKS} packs; "
-            f"{self.num_steps:,} steps of {self.packs_per_step:,} packs"
+            f"streaming: {self.num_steps:,} steps of {self.packs_per_step:,} packs; rows are read, "
+            "shuffled and packed a window at a time"
         )
 
 
 class TokenStream(IterableDataset[Batch]):
     """Yield micro-batches without end: this rank's and this worker's share of the rows.
 
-    Data sets take turns so that their rows stand in proportion to their weights; one that ends
-    begins again. `step_weight` of a batch is its own; `StreamedSteps` makes it the global step's.
+    Data sets take turns so that their rows, or tokens, stand in proportion to their weights; one
+    that ends begins again. Each data set has its `encoder`. Documents whose digest is in `held_out`
+    are left out. `step_weight` of a batch is its own; `StreamedSteps` makes it the global step's.
     """
 
     def __init__(
         self,
         config: DataConfig,
-        template: ChatTemplate,
+        encoders: Sequence[ChunkEncoder],
         collator: Collator,
         *,
-        sequence_len: int,
         method: str,
         micro_batch_size: int,
         rank: int,
         num_ranks: int,
         seed: int,
+        vocab_size: int | None,
+        held_out: frozenset[int],
     ) -> None:
         super().__init__()
-        self._config, self._template, self._collator = config, template, collator
-        self._sequence_len, self._method = sequence_len, method
-        self._micro_batch_size = micro_batch_size
+        self._config, self._encoders, self._collator = config, encoders, collator
+        self._method, self._micro_batch_size = method, micro_batch_size
         self._rank, self._num_ranks, self._seed = rank, num_ranks, seed
+        self._vocab_size, self._held_out = vocab_size, held_out
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches; their order depends on the settings, rank and worker only."""
         worker = get_worker_info()
-        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        if worker is None:
+            yield from self._batches(0, 1)
+            return
+        # A tokenizer that has used its threads hangs in a forked process.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        try:
+            yield from self._batches(worker.id, worker.num_workers)
+        except DataError as error:
+            # Raised here, it would reach the trainer as the text of a traceback.
+            yield error  # type: ignore[misc]
+
+    def examples(self, worker_id: int = 0, num_workers: int = 1) -> Iterator[Example]:
+        """Yield this share's documents: the next one of the data set furthest behind its share."""
         shard = (self._rank * num_workers + worker_id, self._num_ranks * num_workers)
-        examples = self._mixed(shard)
-        seed = int(seeded_generator(self._seed, "stream", *shard).integers(1 << 31))
-        for number in itertools.count():
-            window = list(self._take_window(examples))
-            lengths = np.array([example.num_tokens for example in window], dtype=np.int64)
-            packs = pack_documents(lengths, self._sequence_len, seed, number, self._method)
-            for first in range(0, len(packs), self._micro_batch_size):
-                chosen = [
-                    [window[i] for i in packs[first + k]] for k in range(self._micro_batch_size)
-                ]
-                batch = self._collator(chosen, 1.0)
-                yield dataclasses.replace(batch, step_weight=float(batch.loss_weights.sum()))
-
-    def _take_window(self, examples: Iterator[Example]) -> Iterator[Example]:
-        wanted = WINDOW_PACKS * self._sequence_len * self._micro_batch_size
-        if self._method == "none":
-            wanted = min(wanted, 1 << 20)
-        taken = 0
-        while taken < wanted:
-            example = next(examples)
-            taken += example.num_tokens
-            yield example
-
-    def _mixed(self, shard: tuple[int, int]) -> Iterator[Example]:
-        """Take the next row from the data set that is furthest behind its share."""
         datasets = self._config.datasets
         streams = [self._repeated(index, shard) for index in range(len(datasets))]
         in_tokens = self._config.mixture.weights == "tokens"
@@ -109,51 +103,81 @@ class TokenStream(IterableDataset[Batch]):
             taken[chosen] += example.num_tokens if in_tokens else 1
             yield example
 
+    def _batches(self, worker_id: int, num_workers: int) -> Iterator[Batch]:
+        examples = self.examples(worker_id, num_workers)
+        keys = (self._rank, worker_id, num_workers)
+        seed = int(seeded_generator(self._seed, "stream", *keys).integers(1 << 31))
+        capacity = self._encoders[0].sequence_len
+        for number in itertools.count():
+            window = list(self._take_window(examples, capacity))
+            lengths = np.array([example.num_tokens for example in window], dtype=np.int64)
+            packs = pack_documents(lengths, capacity, seed, number, self._method)
+            for first in range(0, len(packs), self._micro_batch_size):
+                together = range(first, first + self._micro_batch_size)
+                chosen = [[window[i] for i in packs[pack]] for pack in together]
+                batch = self._collator(chosen, 1.0)
+                yield dataclasses.replace(batch, step_weight=float(batch.loss_weights.sum()))
+
+    def _take_window(self, examples: Iterator[Example], capacity: int) -> Iterator[Example]:
+        most = max(MIN_WINDOW_PACKS * capacity, MAX_WINDOW_TOKENS)
+        left = self._micro_batch_size * min(WINDOW_PACKS * capacity, most)
+        while left > 0:
+            example = next(examples)
+            left -= example.num_tokens
+            yield example
+
     def _repeated(self, index: int, shard: tuple[int, int]) -> Iterator[Example]:
-        dataset = self._config.datasets[index]
+        """Yield a data set's documents round after round."""
+        dataset, encoder = self._config.datasets[index], self._encoders[index]
         while True:
             num_examples = 0
-            for example in self._examples(dataset, index, shard):
-                num_examples += 1
-                yield example
+            for chunk in self._chunks(dataset, shard):
+                part = encoder(chunk)
+                self._judge(part)
+                if part.documents is None:
+                    continue
+                digests = part.documents.digests.tolist()
+                for digest, example in zip(digests, part.documents.examples(index), strict=True):
+                    if digest not in self._held_out:
+                        num_examples += 1
+                        yield example
             if not num_examples:
                 raise DataError(
                     f"{dataset.path}: no row to learn for rank {shard[0]} of {shard[1]}; it is too "
                     "small for a stream: set data.streaming=false"
                 )
 
-    def _examples(
-        self, dataset: DatasetConfig, index: int, shard: tuple[int, int]
-    ) -> Iterator[Example]:
-        chunks = source.read_chunks(
+    def _chunks(self, dataset: DatasetConfig, shard: tuple[int, int]) -> Iterator[source.Chunk]:
+        return source.read_chunks(
             dataset.path,
             split=dataset.split,
-            rows=(int(self._config.val_set_size), None),
             revision=dataset.revision,
+            rows=(int(self._config.val_set_size), None),
             max_row_bytes=self._config.max_row_bytes,
             shard=shard,
             streaming=True,
         )
-        format_name, chunks = find_format(dataset, chunks)
-        bos = self._template.bos_token_id
-        for chunk in chunks:
-            bad = BadRows(self._config)
-            items, origins = [], []
-            for found in read_chunk(chunk, format_name or "", dataset.columns):
-                if isinstance(found, Rejected):
-                    bad.add(found)
-                else:
-                    items += found
-                    origins += [one.origin for one in found]
-            bad.raise_if_any()
-            for encoded, origin in zip(self._template.encode(items), origins, strict=True):
-                if isinstance(encoded, RowProblem):
-                    bad.add(Rejected(encoded.origin, f"{encoded.origin} {encoded.reason}", ""))
-                    bad.raise_if_any()
-                    continue
-                for one in fit(encoded, self._sequence_len, self._config.on_long, bos):
-                    if is_learned(one):
-                        yield Example(one.input_ids, one.weights, index, origin, one.target_ids)
+
+    def _judge(self, part: EncodedChunk) -> None:
+        """Raise DataError for what stops a run; bad rows that a run goes on without are logged."""
+        bad = BadRows(self._config)
+        bad.add_all(part.rejected)
+        bad.raise_if_any()
+        if bad.kept:
+            more = f" and {len(bad.kept) - 1:,} more" if len(bad.kept) > 1 else ""
+            log.warning(f"data: left out: {bad.kept[0].problem}{more}")
+        if self._config.on_long == "error" and part.counts.dropped:
+            tokens, origin = part.counts.longest[0]
+            raise DataError(
+                f"{origin} has {tokens:,} tokens, more than data.sequence_len; raise it, or set "
+                "data.on_long=split, truncate_right or drop"
+            )
+        largest, origin = part.counts.largest_token
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise DataError(
+                f"{origin} holds token id {largest:,}, the model's embedding has "
+                f"{self._vocab_size:,} rows; set model.tokenizer_path to the model's own"
+            )
 
 
 def held_out_part(dataset: DatasetConfig, config: DataConfig) -> DatasetConfig:
@@ -186,7 +210,11 @@ class StreamedSteps:
         """Yield the micro-batches; those before the first step are read and left out."""
         batches = iter(self._batches)
         for step in range(self._num_steps):
-            window = list(itertools.islice(batches, self._accumulation_steps))
+            window = []
+            for batch in itertools.islice(batches, self._accumulation_steps):
+                if isinstance(batch, DataError):
+                    raise batch
+                window.append(batch)
             if step < self._first_step:
                 continue
             weight = self._total(sum(batch.step_weight for batch in window))

@@ -39,6 +39,9 @@ class DataError(ValueError):
         self.problems = [printable(problem) for problem in problems]
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
+        return DataError, (self.problems,)
+
 
 class Problems:
     """Collect problems: at most MAX_PROBLEMS lines, the last one says how many are left out."""

@@ -72,6 +72,12 @@ CLASHES = [
     ),
     (
         0,
+        ["evaluation.exact_match=true", "data.val_set_size=0"],
+        ["there are no rows to ask", "data.val_set_size=0.05"],
+        ["evaluation.exact_match=true"],
+    ),
+    (
+        0,
         ["data.streaming=true", "data.val_set_size=0"],
         ["a stream has no end", "trainer.max_steps=N"],
         ["data.streaming=true", "data.val_set_size=0", "trainer.max_steps=3"],

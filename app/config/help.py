@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import textwrap
+import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,8 @@ MOST_USED = {
         "output.dir",
     ),
 }
+DATA_PARTS = ("data", "packing")
+"""parts of which all settings are listed, where a verb learns from data"""
 WHAT = {
     "train": "fine-tune a causal language model; leaves a verified adapter in outputs/",
     "preview": "what a run would learn from: rows, loss mask, packs, audit; needs a tokenizer only",
@@ -129,7 +133,37 @@ def help_page(verb: str, top: type, parts: dict[str, dict[str, type]], conf: Pat
     lines += _two_columns(
         {key: _describe(key, top, parts, defaults) for key in MOST_USED[verb]}, width
     )
+    lines += [
+        "",
+        "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.test_datasets",
+    ]
+    lines += _two_columns(_keys_of_a_dataset(top), width)
+    if verb in ("train", "preview"):
+        lines += ["", "all else that can be said of the data: KEY=VALUE"]
+        rest = [key for key in _leaves(top, DATA_PARTS) if key not in MOST_USED[verb]]
+        lines += _two_columns({key: _describe(key, top, parts, defaults) for key in rest}, width)
     return "\n".join([*lines, "", *ENDING.splitlines()])
+
+
+def _leaves(top: type, names: Sequence[str]) -> list[str]:
+    """Return the full keys of all settings of some parts, without the keys of list elements."""
+    keys = [
+        key
+        for name in names
+        for key in schema.keys_of(schema.hints_of(top)[name], f"{name}.")
+        if "[]" not in key
+    ]
+    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+
+
+def _keys_of_a_dataset(top: type) -> dict[str, str]:
+    """Return the keys of one element of data.datasets, and what they mean."""
+    hint = schema.hints_of(schema.hints_of(top)["data"])["datasets"]
+    (element,) = typing.get_args(hint)
+    return {
+        field.name: _meaning(schema.docs_of(element)[field.name], schema.default_of(field))
+        for field in dataclasses.fields(element)
+    }
 
 
 def _first_comment(path: Path) -> str:
@@ -149,10 +183,16 @@ def _describe(
         hint = schema.hints_of(owner)[name]
         owner = parts[name][defaults[name]] if name in parts else hint
     field = next(field for field in dataclasses.fields(owner) if field.name == leaf)
-    default = schema.default_of(field)
-    words = {"None": "null", "True": "true", "False": "false", "[]": "none"}
-    shown = words.get(str(default), default)
-    return f"({shown}) {schema.docs_of(owner).get(leaf, '')}"
+    return _meaning(schema.docs_of(owner).get(leaf, ""), schema.default_of(field))
+
+
+def _meaning(text: str, default: Any) -> str:
+    """Return `(default) text`; without a default it must be given."""
+    if default is dataclasses.MISSING:
+        return f"(must be given) {text}"
+    words = {"None": "null", "True": "true", "False": "false", "[]": "none", "{}": "none"}
+    shown = ", ".join(default) if default and isinstance(default, list) else default
+    return f"({words.get(str(shown), shown)}) {text}"
 
 
 def _two_columns(rows: dict[str, str], width: int) -> list[str]:

@@ -146,6 +146,16 @@ COUPLINGS = (
         lambda s: "model.revision=COMMIT beside it (40 hex digits; branches and tags move)",
     ),
     Coupling(
+        "evaluation.exact_match data.val_set_size data.test_datasets",
+        lambda s: (
+            s.config.evaluation.exact_match
+            and not s.config.data.val_set_size
+            and not s.config.data.test_datasets
+        ),
+        lambda s: "evaluation.exact_match=true, but there are no rows to ask",
+        lambda s: "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
+    ),
+    Coupling(
         "data.streaming trainer.max_steps",
         lambda s: s.config.data.streaming and s.config.trainer.max_steps is None,
         lambda s: "data.streaming=true without trainer.max_steps: a stream has no end",

@@ -43,7 +43,7 @@ def check_files(config: Any, *, needs_weights: bool = True) -> list[str]:
         if "adapter_path" in names and config.adapter_path is not None:
             problems += check_adapter_folder(Path(config.adapter_path))
     problems += check_chat_template(config.data.chat_template)
-    if config.data.datasets:
+    if config.data.datasets or config.data.test_datasets:
         problems += check_datasets(config.data)
     return problems
 

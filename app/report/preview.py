@@ -7,7 +7,7 @@ printable here, so that no file can steer either of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PreTrainedTokenizerBase
 
-    from data_modules import Audit, DataConfig, Example, FinetuneDataModule, Origin
+    from data_modules import Audit, Example, FinetuneDataModule, Origin
 
 SHOWN_STEPS = 2
 MAX_PACKS = 10_000
 """packs that are looked at for the realised shares"""
+MAX_FILE = 32
+"""letters of a file's path that are shown as they are"""
 NUM_BINS = 32
 
 
@@ -89,29 +91,30 @@ class PackView:
         """Return the tokens that are no padding."""
         return sum(document.tokens for document in self.documents)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixtureView:
-    """Hold what a data set has of the steps that were looked at."""
-
-    name: str
-    asked: str
-    documents: int
-    tokens: int
-    learned: int
-    epochs: float
+    @property
+    def shades(self) -> list[bool]:
+        """Return which documents take their data set's other shade: no two neighbours are alike."""
+        shades: list[bool] = []
+        for number, document in enumerate(self.documents):
+            follows = number > 0 and self.documents[number - 1].dataset == document.dataset
+            shades.append(follows and not shades[-1])
+        return shades
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """Hold all that is shown, as printable text and numbers."""
+    """Hold all that is shown, as printable text and numbers.
+
+    `mixture` is the table that a run shows of its first epoch, here of the steps `mixture_of`:
+    headings, and a row a data set.
+    """
 
     title: str
     facts: list[str]
     datasets: list[DatasetView]
     longest: int
     packs: list[PackView]
-    mixture: list[MixtureView]
+    mixture: list[list[str]]
     mixture_of: str
     audit: Audit
 
@@ -120,36 +123,16 @@ class Preview:
         """Return the data sets' names."""
         return [dataset.name for dataset in self.datasets]
 
-    def mixture_cells(self) -> list[list[str]]:
-        """Return the mixture's table as text: headings, and a row a data set."""
-        documents = sum(view.documents for view in self.mixture)
-        tokens = sum(view.tokens for view in self.mixture)
-        headings = "data set,asked,documents,share,tokens,share,learned,epochs"
-        return [headings.split(",")] + [
-            [
-                view.name,
-                view.asked,
-                f"{view.documents:,}",
-                f"{view.documents / documents:.2%}",
-                f"{view.tokens:,}",
-                f"{view.tokens / tokens:.2%}",
-                f"{view.learned:,}",
-                f"{view.epochs:.2f}",
-            ]
-            for view in self.mixture
-        ]
-
 
 def collect_preview(
     config: ShownConfig,
-    data: DataConfig,
     datamodule: FinetuneDataModule,
     tokenizer: PreTrainedTokenizerBase,
     *,
     title: str,
     facts: Sequence[str],
 ) -> Preview:
-    """Look at the data module of settings `data`, which is set up and no stream."""
+    """Look at a data module that is set up and no stream."""
     examples = datamodule.train_examples
     longest = int(examples.lengths.max())
     speller = Speller(tokenizer)
@@ -157,10 +140,11 @@ def collect_preview(
         _dataset_view(config, datamodule, speller, index, longest)
         for index in range(len(datamodule.dataset_names))
     ]
-    mixture, mixture_of = _mixture_views(data, datamodule)
+    mixture, mixture_of = _mixture_cells(datamodule)
+    warned = [line for line in datamodule.report.mixture if line.startswith("warning:")]
     return Preview(
         title=visible(title),
-        facts=[visible(fact) for fact in (*facts, datamodule.plan.line())],
+        facts=[visible(fact) for fact in (*facts, datamodule.plan.line(), *warned)],
         datasets=datasets,
         longest=longest,
         packs=_pack_views(config, datamodule),
@@ -171,10 +155,14 @@ def collect_preview(
 
 
 def _place(origin: Origin) -> str:
-    """Return file:line as a person would type it: relative to here where it lies below."""
-    file = Path(origin.file)
-    here = Path.cwd()
-    shown = file.relative_to(here) if file.is_relative_to(here) else file
+    """Return file:line, relative to here where it lies below; of a long path its end."""
+    file, here = Path(origin.file), Path.cwd()
+    if file.is_relative_to(here):
+        shown = str(file.relative_to(here))
+    elif len(origin.file) > MAX_FILE and len(file.parts) > 2:
+        shown = str(Path("...", *file.parts[-2:]))
+    else:
+        shown = origin.file
     return visible(f"{shown}:{origin.line}")
 
 
@@ -253,9 +241,12 @@ def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[Pac
     return views
 
 
-def _mixture_views(
-    data: DataConfig, datamodule: FinetuneDataModule
-) -> tuple[list[MixtureView], str]:
+def count(number: int, what: str) -> str:
+    """Word a number of things."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str]:
     """Count what the packs of a run hold of each data set, and say of how much of the run."""
     import numpy as np
 
@@ -263,19 +254,24 @@ def _mixture_views(
     num_steps = min(plan.num_steps, max(1, MAX_PACKS // plan.packs_per_step))
     packs = [pack for step in range(num_steps) for pack in _packs_of(datamodule, step)]
     seen = np.concatenate(packs)
-    views = [
-        MixtureView(
+    datasets, tokens = examples.datasets[seen], examples.lengths[seen]
+    report = datamodule.mixture.report(datamodule.dataset_names)
+    rows_seen = np.bincount(datasets, minlength=len(report)).tolist()
+    tokens_seen = np.bincount(datasets, weights=tokens, minlength=len(report)).tolist()
+    rows = [
+        replace(
+            row,
             name=visible(row.name),
-            asked=f"each row {data.datasets[index].weight:g} x"
-            if row.asked is None
-            else f"{100 * row.asked:.2f} % of {data.mixture.weights}",
-            documents=len(own),
-            tokens=int(examples.lengths[own].sum()),
-            learned=int(examples.trained[own].sum()),
-            epochs=len(own) / row.rows,
+            rows_seen=rows_seen[index],
+            tokens_seen=int(tokens_seen[index]),
+            epochs=rows_seen[index] / max(1, row.rows),
+            share_of_rows=rows_seen[index] / len(seen),
+            share_of_tokens=tokens_seen[index] / int(tokens.sum()),
         )
-        for index, row in enumerate(datamodule.mixture.report(datamodule.dataset_names))
-        for own in [seen[examples.datasets[seen] == index]]
+        for index, row in enumerate(report)
     ]
     part = "all" if num_steps == plan.num_steps else "the first"
-    return views, f"{part} {num_steps:,} of {plan.num_steps:,} steps, {len(packs):,} packs"
+    of_all = "" if num_steps == plan.num_steps else f" of {plan.num_steps:,}"
+    over = f"{part} {num_steps:,}{of_all} steps" if plan.num_steps > 1 else "the only step"
+    cells = [list(rows[0].HEADINGS), *(list(row.cells()) for row in rows)]
+    return cells, f"{over} ({count(len(packs), 'pack')})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from app.report.preview import DatasetView, PackView, Preview, RowView
+from app.report.preview import DatasetView, PackView, Preview, RowView, count
 from app.report.spelling import Passage, Piece
 
 NUM_HUES = 6
@@ -35,6 +35,7 @@ th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid var(-
 .pack span { overflow: hidden; white-space: nowrap; padding-left: 2px; box-sizing: border-box;
   border-right: 1px solid var(--paper); color: #fff; }
 .h0 { background: #3358d4; } .h1 { background: #a144af; } .h2 { background: #96691d; }
+.pack .alt { filter: brightness(.72); }
 .h3 { background: #2a7e4f; } .h4 { background: #107d98; } .h5 { background: #c33a4b; }
 svg { display: block; width: 100%; height: 6rem; } svg rect { fill: var(--special); }
 .warning { color: #ad5700; } .problem { color: #ce2c31; font-weight: 600; }
@@ -65,7 +66,7 @@ def preview_page(preview: Preview) -> str:
             *(_histogram(dataset, preview.longest) for dataset in preview.datasets),
             '<h2 id="mixture">Mixture</h2>',
             f'<p class="dim">Over {_text(preview.mixture_of)}.</p>',
-            _table(preview.mixture_cells()),
+            _table(preview.mixture),
             '<h2 id="audit">Audit</h2>',
             _audit(preview),
         ]
@@ -135,15 +136,15 @@ def _piece(piece: Piece) -> str:
 
 def _pack(pack: PackView, names: Sequence[str]) -> str:
     documents = "".join(
-        f'<span class="h{document.dataset % NUM_HUES}" '
+        f'<span class="h{document.dataset % NUM_HUES}{" alt" * is_darker}" '
         f'style="width:{100 * document.tokens / pack.capacity:.3f}%" '
         f'title="{_text(names[document.dataset])}, {_text(document.origin)}: '
         f'{document.tokens:,} tokens, {document.learned:,} learned">'
         f"{_text(names[document.dataset])} {document.tokens:,}</span>"
-        for document in pack.documents
+        for document, is_darker in zip(pack.documents, pack.shades, strict=True)
     )
     return (
-        f"<h3>step {pack.step}, pack {pack.number}: {len(pack.documents):,} documents, "
+        f"<h3>step {pack.step}, pack {pack.number}: {count(len(pack.documents), 'document')}, "
         f"{pack.tokens:,} of {pack.capacity:,} tokens "
         f'({pack.tokens / pack.capacity:.1%} full)</h3>\n<div class="pack">{documents}</div>'
     )

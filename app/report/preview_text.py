@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from app.report.preview import DatasetView, PackView, Preview
+from app.report.preview import DatasetView, PackView, Preview, count
 from app.report.spelling import Passage, Piece
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def say_preview(preview: Preview, console: Console, max_tokens: int) -> None:
     for dataset in preview.datasets:
         say(_histogram_line(dataset, width, ascii_only=console.options.ascii_only))
     say(f"\nmixture over {preview.mixture_of}", style="bold")
-    for line in _aligned(preview.mixture_cells()):
+    for line in _aligned(preview.mixture):
         say(line)
     say("\naudit", style="bold")
     for line in preview.audit.lines():
@@ -64,26 +65,22 @@ def spell(passage: Passage, console: Console) -> Text:
 
     text = Text()
     opening, closing = _marks(console)
-    is_open = False
 
     def add(pieces: Sequence[Piece]) -> None:
-        nonlocal is_open
-        for piece in pieces:
-            if piece.is_learned != is_open:
-                text.append(opening if piece.is_learned else closing, style=LEARNED)
-                is_open = piece.is_learned
-            style = LEARNED if piece.is_learned else SPECIAL if piece.is_special else ""
-            text.append(piece.text, style=style)
+        # A run of tokens of one kind at a time: a mark, or a colour, is said once for all of them.
+        for is_learned, run in itertools.groupby(pieces, lambda piece: piece.is_learned):
+            if is_learned:
+                inside = "".join(piece.text for piece in run)
+                text.append(f"{opening}{inside}{closing}", style=LEARNED)
+                continue
+            for is_special, part in itertools.groupby(run, lambda piece: piece.is_special):
+                inside = "".join(piece.text for piece in part)
+                text.append(inside, style=SPECIAL if is_special else "")
 
     add(passage.head)
     if passage.left_out:
-        if is_open:
-            text.append(closing, style=LEARNED)
-        is_open = False
         text.append(f"\n[... {passage.left_out:,} tokens left out ...]\n", style="italic")
     add(passage.tail)
-    if is_open:
-        text.append(closing, style=LEARNED)
     return text
 
 
@@ -103,8 +100,10 @@ def _legend(console: Console) -> Text:
     opening, closing = _marks(console)
     text = Text("  below: ")
     text.append(f"{opening}learned{closing}", style=LEARNED)
-    text.append(", only seen, ")
-    text.append("special token", style=SPECIAL)
+    text.append(", only seen")
+    if _has_colours(console):
+        text.append(", ")
+        text.append("special token", style=SPECIAL)
     return text
 
 
@@ -114,7 +113,7 @@ def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str 
 
     fill = pack.tokens / pack.capacity
     lines: list[str | Text] = [
-        f"step {pack.step} pack {pack.number}: {_count(pack.documents)}, "
+        f"step {pack.step} pack {pack.number}: {count(len(pack.documents), 'document')}, "
         f"{pack.tokens:,} of {pack.capacity:,} tokens ({fill:.1%} full)"
     ]
     width = min(console.width, 100) - 4
@@ -123,7 +122,8 @@ def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str 
         start, at = at, at + document.tokens
         cells = round(at / pack.capacity * width) - round(start / pack.capacity * width)
         letter = PACK_LETTERS[number % len(PACK_LETTERS)]
-        bar.append(letter * cells, style=COLOURS[document.dataset % len(COLOURS)])
+        colour = COLOURS[document.dataset % len(COLOURS)]
+        bar.append(letter * cells, style=f"bright_{colour}" if pack.shades[number] else colour)
     bar.append(" " * (width - round(at / pack.capacity * width)) + "|")
     parts = [
         f"{PACK_LETTERS[number % len(PACK_LETTERS)]} {preview.names[document.dataset]} "
@@ -133,10 +133,6 @@ def _pack_lines(pack: PackView, preview: Preview, console: Console) -> list[str 
     if len(pack.documents) > len(parts):
         parts.append(f"and {len(pack.documents) - len(parts):,} more, which the page shows")
     return [*lines, bar, *(f"    {part}" for part in parts)]
-
-
-def _count(documents: Sequence[object]) -> str:
-    return f"{len(documents):,} document{'s' * (len(documents) != 1)}"
 
 
 def _histogram_line(dataset: DatasetView, width: int, *, ascii_only: bool) -> str:
@@ -154,12 +150,12 @@ def _histogram_line(dataset: DatasetView, width: int, *, ascii_only: bool) -> st
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: two columns to the left, numbers to the right."""
+    """Return the lines of a table: the first column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if place > 1 else cell.ljust(width)
+            cell.rjust(width) if place else cell.ljust(width)
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        ).rstrip()
         for row in cells
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit
+from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit, Warned
 from data_modules.audit.overlap import Columns, find_overlap
 from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts, check_audit, judge, of
 
@@ -86,6 +86,7 @@ def _count(
         each(train, train.trained),
         each(train, ~train.ends_in_stop),
         each(train, train.double_bos),
+        each(validation, validation.lengths),
         strict=True,
     )
     return [
@@ -100,14 +101,23 @@ def _count(
             bad_rows=fact.bad_rows,
             dropped=fact.dropped_long,
             truncated=fact.truncated,
+            lost_tokens=fact.lost_tokens,
+            lost_share=_share(
+                fact.lost_tokens,
+                tokens + held_out if fact.kept_tokens is None else fact.kept_tokens,
+            ),
             split=fact.split,
             empty=fact.empty,
             no_stop=no_stop,
             double_bos=double_bos,
             notes={kind: count for kind, (count, _) in fact.notes.items()},
         )
-        for fact, of_train, of_validation, tokens, trained, no_stop, double_bos in rows
+        for fact, of_train, of_validation, tokens, trained, no_stop, double_bos, held_out in rows
     ]
+
+
+def _share(part: int, rest: int) -> float:
+    return part / max(1, part + rest)
 
 
 def _longest(
@@ -126,20 +136,35 @@ def _longest(
 
 
 def _find_duplicates(audit: Audit, train: Columns) -> None:
-    """Count documents of training that stand there already, to the token."""
+    """Count documents of training that stand there already, to the token.
+
+    Pieces of one row that was split may be alike: they are no duplicates of each other.
+    """
     import numpy as np
 
     _, first, group = np.unique(train.digests, return_index=True, return_inverse=True)
     again = np.flatnonzero(first[group] != np.arange(len(train)))
+    others = [train.origin(one) != train.origin(int(first[group[one]])) for one in again.tolist()]
+    again = again[np.array(others, dtype=np.bool_)]
     for index, dataset in enumerate(audit.datasets):
         own = again[train.datasets[again] == index]
         dataset.duplicates = len(own)
         if len(own):
-            earlier = train.origin(int(first[group[own[0]]]))
-            audit.warnings.append(
-                f"{dataset.name}: {of(len(own), dataset.train)} training documents are there "
-                f"already, first {train.origin(int(own[0]))}, the same as {earlier}; remove them, "
-                "or type data.audit.max_duplicate_share=0 to stop on them"
+            place, earlier = train.origin(int(own[0])), train.origin(int(first[group[own[0]]]))
+            advice = "remove them, or type data.audit.max_duplicate_share=0 to stop on them"
+            audit.warned.append(
+                Warned(
+                    dataset=dataset.name,
+                    count=len(own),
+                    total=dataset.train,
+                    what="training documents",
+                    says="are there already",
+                    first=(str(place), str(earlier)),
+                    joint=", the same as ",
+                    advice="remove them",
+                    text=f"{dataset.name}: {of(len(own), dataset.train)} training documents are "
+                    f"there already, first {place}, the same as {earlier}; {advice}",
+                )
             )
 
 
@@ -156,11 +181,21 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
         own = found[validation.datasets[found] == index]
         dataset.repeated = len(own)
         if len(own):
-            there = train.origin(int(first[place[own[0]]]))
-            audit.warnings.append(
-                f"{dataset.name}: {of(len(own), dataset.validation)} validation documents also "
-                f"stand in training, first {validation.origin(int(own[0]))}, the same as {there}; "
-                "remove them: their loss does not show what is learned beyond the rows"
+            here, there = validation.origin(int(own[0])), train.origin(int(first[place[own[0]]]))
+            advice = "remove them: their loss does not show what is learned beyond the rows"
+            audit.warned.append(
+                Warned(
+                    dataset=dataset.name,
+                    count=len(own),
+                    total=dataset.validation,
+                    what="validation documents",
+                    says="also stand in training",
+                    first=(str(here), str(there)),
+                    joint=", the same as ",
+                    advice="remove them",
+                    text=f"{dataset.name}: {of(len(own), dataset.validation)} validation documents "
+                    f"also stand in training, first {here}, the same as {there}; {advice}",
+                )
             )
 
 
@@ -190,15 +225,26 @@ def _find_overlap(
         flagged = np.flatnonzero(found.flagged & own)
         counts.append(len(flagged))
         if len(flagged):
-            pairs = ", ".join(
-                f"{held_out.origin(one)} with {train.origin(int(found.partner[one]))}"
+            pairs = [
+                (str(held_out.origin(one)), str(train.origin(int(found.partner[one]))))
                 for one in flagged[:NUM_PAIRS].tolist()
-            )
-            audit.warnings.append(
-                f"{name}: {of(len(flagged), int(own.sum()))} {what} documents overlap with "
-                f"training (share {config.overlap_share:.0%} of their runs of {config.ngram} "
-                f"tokens), first {pairs}; look at these pairs, or type "
-                "data.audit.max_overlap_share=0 to stop on them"
+            ]
+            named = ", ".join(" with ".join(pair) for pair in pairs)
+            total = int(own.sum())
+            audit.warned.append(
+                Warned(
+                    dataset=name,
+                    count=len(flagged),
+                    total=total,
+                    what=f"{what} documents",
+                    says="overlap with training",
+                    first=pairs[0],
+                    advice="data.audit.max_overlap_share=0 stops on them",
+                    text=f"{name}: {of(len(flagged), total)} {what} documents overlap with "
+                    f"training (share {config.overlap_share:.0%} of their runs of {config.ngram} "
+                    f"tokens), first {named}; look at these pairs, or type "
+                    "data.audit.max_overlap_share=0 to stop on them",
+                )
             )
     return counts
 

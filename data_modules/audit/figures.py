@@ -1,4 +1,4 @@
-"""Hold what an audit has found, and lay it out: one aligned table, lines, audit.json.
+"""Hold what an audit has found, and lay it out: a table, lines for the screen, files for the run.
 
 Never counts and never judges.
 """
@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_modules.audit.places import relative, short_places
 from data_modules.types import DataError, printable
 
 HEADINGS = {
@@ -19,6 +20,7 @@ HEADINGS = {
     "validation": "validation",
     "tokens": "tokens",
     "trained": "learned",
+    "lost_tokens": "lost",
     "bad_rows": "bad",
     "dropped": "too long",
     "truncated": "truncated",
@@ -33,6 +35,10 @@ HEADINGS = {
 """count -> heading; a note on rows is headed by its kind"""
 ALWAYS = ("rows", "train", "validation", "tokens", "trained")
 """columns that are shown even where they are zero"""
+ON_SCREEN = (*ALWAYS, "lost_tokens")
+"""columns that a screen shows; warnings say the others"""
+MAX_LINE = 160
+"""letters of a line on the screen, where two data sets go into so many"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,6 +50,8 @@ class DatasetAudit:
     trained       learned tokens
     bad_rows      rows that could not be read, in quarantine
     dropped       rows above the sequence length that were left out
+    lost_tokens   tokens that were lost with long rows, left out or cut away
+    lost_share    these as a share of all tokens of the data set, from 0 to 1
     empty         rows with nothing to learn, left out
     no_stop       documents whose last learned token is no stop token
     duplicates    documents that stand in training already, to the token
@@ -62,6 +70,8 @@ class DatasetAudit:
     bad_rows: int = 0
     dropped: int = 0
     truncated: int = 0
+    lost_tokens: int = 0
+    lost_share: float = 0.0
     split: int = 0
     empty: int = 0
     no_stop: int = 0
@@ -89,9 +99,39 @@ class BenchmarkAudit:
     overlapping: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warned:
+    """Hold a warning about one data set: in parts for a screen, and whole in `text` for a file.
+
+    `count` of `total` `what` (rows, documents) `says`; `share` is that of the tokens, from 0 to 1;
+    `first` are the places of one example, `file:line`, joined by `joint`; `advice` what to do.
+    """
+
+    dataset: str
+    count: int
+    total: int
+    what: str
+    says: str
+    text: str
+    share: float | None = None
+    first: tuple[str, ...] = ()
+    joint: str = " with "
+    advice: str = ""
+
+    @property
+    def counted(self) -> str:
+        """Return the count and what it is a part of."""
+        return f"{self.count:,} of {self.total:,}"
+
+    @property
+    def example(self) -> str:
+        """Return the places of its example, short."""
+        return self.joint.join(short_places(self.first))
+
+
 @dataclass(kw_only=True, slots=True)
 class Audit:
-    """Hold what was found: `problems` stop a run, `warnings` are said, `facts` only explain.
+    """Hold what was found: `problems` stop a run, `warned` is said, `facts` only explain.
 
     `longest` are (tokens, file:line) of the longest rows, before any cut.
     """
@@ -100,22 +140,24 @@ class Audit:
     benchmarks: list[BenchmarkAudit] = field(default_factory=list)
     longest: list[tuple[int, str]] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warned: list[Warned] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def cells(self) -> list[list[str]]:
-        """Return the table as text: headings, a row a data set, their total where several are.
+    @property
+    def warnings(self) -> list[str]:
+        """Return the warnings in full, one a data set and kind."""
+        return [warned.text for warned in self.warned]
 
-        Columns that are zero everywhere are left out.
+    def cells(self) -> list[list[str]]:
+        """Return the whole table as text: headings, a row a data set, their total where several
+        are. Columns that are zero everywhere are left out.
         """
-        return _cells([asdict(dataset) for dataset in self.datasets])
+        return _cells([asdict(dataset) for dataset in self.datasets], on_screen=False)
 
     def notes(self) -> list[str]:
-        """Return what is said besides the table, a line each."""
-        lines = []
-        if self.longest:
-            longest = ", ".join(f"{origin} {tokens:,}" for tokens, origin in self.longest)
-            lines.append(f"longest rows, in tokens: {longest}")
+        """Return what is said besides the table, in full, a line each."""
+        longest = ", ".join(f"{origin} {tokens:,}" for tokens, origin in self.longest)
+        lines = [f"longest rows, in tokens: {longest}"] if longest else []
         lines += [
             f"test data {test.name}: {test.overlapping:,} of {test.rows:,} documents overlap with "
             f"training, {test.repeated:,} are the same to the token"
@@ -124,30 +166,90 @@ class Audit:
         lines += self.facts
         lines += [f"warning: {warning}" for warning in self.warnings]
         lines += [f"problem: {problem}" for problem in self.problems]
+        return [printable(relative(line)) for line in lines]
+
+    def remarks(self) -> list[str]:
+        """Return what a screen shows besides the table, a line a kind of warning."""
+        longest = [f"{origin} {tokens:,}" for tokens, origin in self.longest]
+        lines = [f"longest rows, in tokens: {', '.join(short_places(longest))}"] if longest else []
+        same = [
+            f"{test.name} {test.repeated:,} of {test.rows:,}"
+            for test in self.benchmarks
+            if test.repeated
+        ]
+        if same:
+            named = ", ".join(same)
+            lines.append(f"test documents are the same as one of training, to the token: {named}")
+        lines += self.facts
+        lines += [f"warning: {line}" for line in compact(self.warned)]
+        lines += [f"problem: {problem}" for problem in self.problems]
         return [printable(line) for line in lines]
 
     def lines(self) -> list[str]:
-        """Return the table, aligned, and all else that is to be said."""
-        return [*aligned(self.cells()), *self.notes()]
+        """Return what a screen shows: a narrow table, and the remarks."""
+        cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
+        return [*(aligned(cells) if self.datasets else []), *self.remarks()]
+
+    def full_lines(self) -> list[str]:
+        """Return the whole table, aligned, and all that is said, in full."""
+        return [*(aligned(self.cells()) if self.datasets else []), *self.notes()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return all of it as plain values."""
         values = asdict(self)
         for dataset, counts in zip(self.datasets, values["datasets"], strict=True):
             counts["trained_share"] = round(dataset.trained_share, 6)
+            counts["lost_share"] = round(dataset.lost_share, 6)
         values["longest"] = [{"tokens": t, "origin": origin} for t, origin in self.longest]
-        return values
+        del values["warned"]
+        return values | {"warnings": self.warnings}
 
     def write(self, folder: Path) -> None:
         """Write audit.json and audit.txt into the run's folder."""
         text = json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
         (folder / "audit.json").write_text(f"{text}\n", encoding="utf-8")
-        (folder / "audit.txt").write_text("\n".join(self.lines()) + "\n", encoding="utf-8")
+        (folder / "audit.txt").write_text("\n".join(self.full_lines()) + "\n", encoding="utf-8")
 
     def check(self) -> None:
         """Raise DataError with all problems, if there are any."""
         if self.problems:
             raise DataError(self.problems)
+
+
+def compact(warned: Sequence[Warned]) -> list[str]:
+    """Return a line a kind of warning: of one data set a sentence, of several their counts."""
+    kinds: dict[tuple[str, str, str], list[Warned]] = {}
+    for one in warned:
+        kinds.setdefault((one.what, one.says, one.advice), []).append(one)
+    return [_sentence(of[0]) if len(of) == 1 else _listing(of) for of in kinds.values()]
+
+
+def _sentence(one: Warned) -> str:
+    first = f", first {one.example}" if one.first else ""
+    amount = "" if one.share is None else f" ({one.share:.0%} of the tokens)"
+    advice = f"; {one.advice}" if one.advice else ""
+    return f"{one.dataset}: {one.counted} {one.what}{amount} {one.says}{first}{advice}"
+
+
+def _listing(several: Sequence[Warned]) -> str:
+    """Return the counts of several data sets in a line, the largest ones where it grows long."""
+    ordered = sorted(several, key=lambda one: (-(one.share or 0), -one.count))
+    first = ordered[0]
+    example = f" (first {first.example})" if first.first else ""
+    end = example + (f"; {first.advice}" if first.advice else "")
+    of_tokens = "" if first.share is None else " (tokens lost)"
+    start = f"{first.what} {first.says}{of_tokens}: "
+    for shown in range(len(ordered), 1, -1):
+        listed = [
+            f"{one.dataset} {one.counted}" + ("" if one.share is None else f" ({one.share:.0%})")
+            for one in ordered[:shown]
+        ]
+        if shown < len(ordered):
+            listed.append(f"and {len(ordered) - shown} more")
+        line = start + ", ".join(listed) + end
+        if len(line) <= MAX_LINE - len("warning: "):
+            break
+    return line
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -162,11 +264,12 @@ def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _cells(datasets: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def _cells(datasets: Sequence[Mapping[str, Any]], *, on_screen: bool) -> list[list[str]]:
     kinds = list(dict.fromkeys(kind for dataset in datasets for kind in dataset["notes"]))
     counts = [{**dataset, **dataset["notes"]} for dataset in datasets]
     headings = HEADINGS | {kind: kind.replace("_", " ") for kind in kinds}
-    shown = [key for key in headings if key in ALWAYS or any(each.get(key, 0) for each in counts)]
+    known = ON_SCREEN if on_screen else tuple(headings)
+    shown = [key for key in known if key in ALWAYS or any(each.get(key, 0) for each in counts)]
     if len(counts) > 1:
         total = {key: sum(each.get(key, 0) for each in counts) for key in shown}
         counts.append({"name": "all", **total})
@@ -179,4 +282,6 @@ def _cell(key: str, counts: Mapping[str, Any]) -> str:
     number = counts.get(key, 0)
     if key == "trained":
         return f"{number:,} ({number / max(1, counts['tokens']):.0%})"
+    if key == "lost_tokens" and "lost_share" in counts and number:
+        return f"{number:,} ({counts['lost_share']:.0%})"
     return f"{number:,}" if number or key in ALWAYS else "-"

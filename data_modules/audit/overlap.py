@@ -4,13 +4,19 @@ Decides what counts as the same words: n-grams of token ids that are no scaffold
 prompt, a template's header), and how many of them. One alone says little: of unrelated real data
 up to nine documents in ten share one, two or three in a hundred share a fifth of theirs. Never
 decides what it means for a run. Compares `input_ids`; a decoder's labels are not searched.
+
+Scaffolding is told by counting: it stands in many documents. Of few documents the count says
+little, so there the loss mask helps: what is learned was written for its row, while a prompt's
+words are scaffolding as soon as two rows share them (or there is one row alone).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from data_modules.audit.hashing import hash_grams
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +32,8 @@ CHUNK_TOKENS = 1 << 20
 """tokens that are hashed at a time: about 60 MB with what comes of them"""
 SCAFFOLDING_SHARE, SCAFFOLDING_DOCUMENTS = 0.10, 2
 """an n-gram in more documents of a data set than the larger of the two is scaffolding"""
-_BASE, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+FEW_DOCUMENTS = 20
+"""in data sets of up to so many documents of training the loss mask is looked at too"""
 _MAX_TABLE_BITS = 27
 
 
@@ -63,6 +70,14 @@ class Columns(Protocol):
 
     def origin(self, index: int) -> Origin:
         """Return where a document comes from."""
+
+
+@runtime_checkable
+class Bulk(Protocol):
+    """Offer the ids of many documents at once; one by one they take three times as long."""
+
+    def token_ids(self, indices: Indices) -> tuple[npt.NDArray[np.int32], Indices]:
+        """Return the ids of these documents one after the other, and how many each has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,22 +132,28 @@ def find_overlap(
 ) -> Overlap:
     """Find the held-out documents of whose n-grams at least `min_share` stand in training.
 
-    Documents shorter than `ngram` tokens are compared whole. N-grams in more than 10 % of the
-    documents of a data set of either side (and in more than 2) are scaffolding and do not count.
-    Above the maxima, evenly spread documents stand for all.
+    Documents shorter than `ngram` tokens are compared whole, and so are copies to the token.
+    N-grams in more than 10 % of the documents of a data set of either side (and in more than 2) are
+    scaffolding and do not count, wherever they stand. In data sets of up to 20 documents of
+    training those without a learned token are scaffolding already in the second document, or in
+    the only one. Above the maxima, evenly spread documents stand for all.
     """
     import numpy as np
 
     partner = np.full(len(held_out), -1, dtype=np.int64)
     searched, train_share = _spread(train.lengths, max_train_tokens)
     asked, held_out_share = _spread(held_out.lengths, max_held_out_tokens)
-    _match_short(train, held_out, ngram, partner)
+    _match_copies(train, held_out, partner)
     index = _index_grams(held_out, asked, ngram)
     known = np.full(len(index.grams), -1, dtype=np.int64)
+    scaffolding = np.zeros(len(index.grams), dtype=np.bool_)
     if len(index.grams):
         for dataset in np.unique(train.datasets[searched]):
             chosen = searched[train.datasets[searched] == dataset]
-            known = np.where(known < 0, _search(train, chosen, index, ngram), known)
+            first, is_common = _search(train, chosen, index, ngram)
+            known = np.where(known < 0, first, known)
+            scaffolding |= is_common
+    known[scaffolding] = -1
     _match_shares(index, known, min_share, len(train), partner)
     return Overlap(partner, train_share, held_out_share)
 
@@ -151,18 +172,16 @@ def _spread(lengths: Indices, max_tokens: int) -> tuple[Indices, float]:
     return chosen, int(lengths[chosen].sum()) / max(1, total)
 
 
-def _match_short(train: Columns, held_out: Columns, ngram: int, partner: Indices) -> None:
-    """Match documents that are shorter than an n-gram by their digests."""
+def _match_copies(train: Columns, held_out: Columns, partner: Indices) -> None:
+    """Match documents that are the same to the token, by their digests."""
     import numpy as np
 
-    asked = np.flatnonzero(held_out.lengths < ngram)
-    known = np.flatnonzero(train.lengths < ngram)
-    if not len(asked) or not len(known):
+    if not len(train) or not len(held_out):
         return
-    digests, first = np.unique(train.digests[known], return_index=True)
-    place = np.minimum(np.searchsorted(digests, held_out.digests[asked]), len(digests) - 1)
-    same = digests[place] == held_out.digests[asked]
-    partner[asked[same]] = known[first[place[same]]]
+    digests, first = np.unique(train.digests, return_index=True)
+    place = np.minimum(np.searchsorted(digests, held_out.digests), len(digests) - 1)
+    same = digests[place] == held_out.digests
+    partner[same] = first[place[same]]
 
 
 def _match_shares(
@@ -215,10 +234,10 @@ def _index_grams(held_out: Columns, asked: Indices, ngram: int) -> _Index:
     return _Index(each, np.append(starts, len(order)), owners[order], table)
 
 
-def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Indices:
+def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> tuple[Indices, Flags]:
     """Return for each gram of `index` a training document that has it, or -1.
 
-    Grams of too many of the `chosen` documents are scaffolding: -1.
+    And which of them stand in too many of the `chosen` documents, bool [grams].
     """
     import numpy as np
 
@@ -236,8 +255,32 @@ def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Indic
         unseen = first[grams] < 0
         # Written backwards, so that the first document of a gram is the one that stays.
         first[grams[unseen][::-1]] = owners[unseen][::-1]
-    first[counts > _most(len(chosen))] = -1
-    return first
+    is_common = counts > _most(len(chosen))
+    if len(chosen) <= FEW_DOCUMENTS:
+        is_prompt = ~_learned_grams(train, chosen, index, ngram)
+        first[is_prompt & (counts > min(1, len(chosen) - 1))] = -1
+    return first, is_common
+
+
+def _learned_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Flags:
+    """Return which grams of `index` hold a learned token in one of the `chosen` documents."""
+    import numpy as np
+
+    learned = np.zeros(len(index.grams), dtype=np.bool_)
+    for one in chosen[train.lengths[chosen] >= ngram].tolist():
+        example = train[one]
+        if len(example.input_ids) < ngram:
+            continue
+        # The weights of a decoder's labels belong to other tokens: all that is read may count.
+        weights = (
+            example.weights
+            if example.target_ids is None
+            else np.ones(len(example.input_ids), np.float32)
+        )
+        sums = np.concatenate([[0], np.cumsum(weights > 0)])
+        at, grams = index.find(hash_grams(example.input_ids, ngram))
+        learned[grams[(sums[ngram:] > sums[:-ngram])[at]]] = True
+    return learned
 
 
 def _most(num_documents: int) -> float:
@@ -265,10 +308,7 @@ def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes,
     ends = np.cumsum(side.lengths[chosen])
     cuts = np.searchsorted(ends, np.arange(CHUNK_TOKENS, ends[-1], CHUNK_TOKENS)) + 1
     for part in np.split(chosen, np.unique(cuts)):
-        # Encoder-decoder documents are as long as their longer side; here the ids alone count.
-        ids = [side[index].input_ids for index in part.tolist()]
-        sizes = np.array([len(each) for each in ids], dtype=np.int64)
-        flat = np.concatenate(ids) if ids else np.zeros(0, np.int32)
+        flat, sizes = _token_ids(side, part)
         if len(flat) < ngram:
             continue
         owners = np.repeat(part, sizes)
@@ -279,36 +319,15 @@ def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes,
         yield hashes[whole], owners[:count][whole]
 
 
-def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
-    """Return a hash of the `ngram` ids from each position on, uint64 [len(ids) - ngram + 1].
+def _token_ids(side: Columns, part: Indices) -> tuple[npt.NDArray[np.int32], Indices]:
+    """Return the ids of documents one after the other, and how many each has.
 
-    A polynomial in the mixed ids, mod 2^64; blocks of 1, 2, 4, ... ids are put together from the
-    halves, so that 13 ids cost 5 passes.
+    Encoder-decoder documents are as long as their longer side; here the ids alone count.
     """
     import numpy as np
 
-    blocks = _mixed(ids.astype(np.uint64))
-    hashes = np.zeros(len(ids) - ngram + 1, dtype=np.uint64)
-    width, covered, power = 1, 0, _BASE
-    while width <= ngram:
-        if ngram & width:
-            hashes *= np.uint64(power)
-            hashes += blocks[covered : covered + len(hashes)]
-            covered += width
-        if 2 * width <= ngram:
-            blocks = blocks[:-width] * np.uint64(power) + blocks[width:]
-        width, power = 2 * width, power * power & _WORD
-    return _mixed(hashes)
-
-
-def _mixed(words: Hashes) -> Hashes:
-    """Spread each word's bits over all 64 of them (splitmix64's finaliser)."""
-    import numpy as np
-
-    words = words + np.uint64(_BASE)
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
-    return words
+    if isinstance(side, Bulk):
+        return side.token_ids(part)
+    ids = [side[index].input_ids for index in part.tolist()]
+    sizes = np.array([len(each) for each in ids], dtype=np.int64)
+    return (np.concatenate(ids) if ids else np.zeros(0, np.int32)), sizes

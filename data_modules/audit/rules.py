@@ -9,22 +9,43 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from data_modules.audit.figures import Audit, DatasetAudit
+from data_modules.audit.figures import Audit, DatasetAudit, Warned
 
+SAID_ABOVE = 0.01
+"""share of a data set's tokens that may be lost with long rows unsaid"""
 NOTES = {
-    "lost_system": "the chat template drops their system turn; set data.chat_template to one that "
-    "writes it, or move its text into the first user turn",
-    "lost_tools": "the chat template drops their tools; set data.chat_template to one that writes "
-    "them",
-    "lost_tool_calls": "the chat template drops their tool calls; set data.chat_template to one "
-    "that writes them",
-    "lost_reasoning": "the chat template drops their reasoning; set data.chat_template to one that "
-    "writes it, or data.reasoning=strip",
-    "control_token": "control tokens stand in their text and act as such; set "
-    "data.control_tokens=escape, or remove them",
-    "cleaned": "control characters were removed from their text",
+    "lost_system": (
+        "the chat template drops their system turn",
+        "have a system turn that the chat template drops",
+        "set data.chat_template to one that writes it, or move its text into the first user turn",
+    ),
+    "lost_tools": (
+        "the chat template drops their tools",
+        "have tools that the chat template drops",
+        "set data.chat_template to one that writes them, such as qwen3",
+    ),
+    "lost_tool_calls": (
+        "the chat template drops their tool calls",
+        "have tool calls that the chat template drops",
+        "set data.chat_template to one that writes them, such as qwen3",
+    ),
+    "lost_reasoning": (
+        "the chat template drops their reasoning",
+        "have reasoning that the chat template drops",
+        "set data.chat_template to one that writes it, or data.reasoning=strip",
+    ),
+    "control_token": (
+        "control tokens stand in their text and act as such",
+        "have control tokens in their text that act as such",
+        "set data.control_tokens=escape, or remove them",
+    ),
+    "reasoning_in_tags": (
+        "their answers hold reasoning in tags, as part of the text",
+        "have answers with reasoning in tags, as part of the text",
+        "",
+    ),
 }
-"""kind of a note on a row -> what it means, and what to do"""
+"""kind of a note on a row -> what it means, the same after `rows`, and what to do"""
 SHARES = (
     "max_truncated_share",
     "max_duplicate_share",
@@ -77,8 +98,10 @@ def check_audit(config: AuditConfig) -> list[str]:
 class DatasetFacts:
     """Hold what became of a data set's rows before the audit sees them; origins are file:line.
 
-    `longest` are (tokens, origin) before anything was cut. `notes`: kind -> (rows, first origin
-    with what was seen). `is_chat`: its rows went through the chat template.
+    `lost_tokens` were lost with long rows, dropped or truncated (`on_long`); `kept_tokens` are all
+    that are left, None = those of both sides. `longest` are (tokens, origin) before anything was
+    cut. `notes`: kind -> (rows, first origin with what was seen). `is_chat`: its rows went through
+    the chat template.
     """
 
     name: str
@@ -89,6 +112,9 @@ class DatasetFacts:
     bad_rows: int = 0
     dropped_long: int = 0
     truncated: int = 0
+    lost_tokens: int = 0
+    kept_tokens: int | None = None
+    on_long: str = "drop"
     split: int = 0
     empty: int = 0
     empty_origins: Sequence[str] = ()
@@ -101,15 +127,20 @@ class Asked:
     """Hold what a run asked for that would else be taken for a mistake.
 
     `learns_prompts`: data.train_on_inputs, or data.roles_to_train beyond the assistant.
+    `sequence_len`: the tokens that a document may have; None = not said.
     """
 
     learns_prompts: bool = False
     train_on_eos: str = "turn"
     is_encoder_decoder: bool = False
+    sequence_len: int | None = None
 
 
 def judge(audit: Audit, facts: Sequence[DatasetFacts], config: AuditConfig, asked: Asked) -> None:
     """Add to `audit` what is to be said of its counts, and what stops the run."""
+    # What costs most is said first.
+    long = [_warn_of_long(*pair, asked) for pair in zip(audit.datasets, facts, strict=True)]
+    audit.warned[:0] = [warned for warned in long if warned is not None]
     for dataset, fact in zip(audit.datasets, facts, strict=True):
         _judge_rows(audit, dataset, fact)
         if fact.is_chat and dataset.train:
@@ -126,6 +157,37 @@ def of(count: int, total: int) -> str:
     return f"{count:,} of {total:,}"
 
 
+def _warn_of_long(dataset: DatasetAudit, fact: DatasetFacts, asked: Asked) -> Warned | None:
+    """Return what to say of the tokens that a data set loses with long rows."""
+    if dataset.lost_share <= SAID_ABOVE:
+        return None
+    if fact.on_long == "drop":
+        # Of a tree of conversations some may fit: the others are dropped.
+        count, done = dataset.dropped + dataset.truncated, "dropped"
+    else:
+        count, done = dataset.truncated, "cut"
+    limit = "" if asked.sequence_len is None else f"={asked.sequence_len}"
+    says = f"are longer than data.sequence_len{limit} and {done}"
+    if fact.is_chat or asked.is_encoder_decoder:
+        advice = "a larger data.sequence_len keeps them"
+    else:
+        advice = "data.on_long=split keeps them, or a larger data.sequence_len"
+    if fact.on_long == "drop":
+        advice += ", or data.on_long=truncate_right a part"
+    amount = f"({dataset.lost_share:.0%} of the tokens)"
+    longest = f"; the longest has {fact.longest[0][0]:,} tokens" if fact.longest else ""
+    return Warned(
+        dataset=fact.name,
+        count=count,
+        total=dataset.rows,
+        what="rows",
+        share=dataset.lost_share,
+        says=says,
+        advice=advice,
+        text=f"{fact.name}: {of(count, dataset.rows)} rows {amount} {says}; {advice}{longest}",
+    )
+
+
 def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None:
     if not dataset.train:
         audit.problems.append(
@@ -136,20 +198,53 @@ def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None
         )
     if dataset.empty:
         first = ", ".join(fact.empty_origins)
-        audit.warnings.append(
-            f"{dataset.name}: {of(dataset.empty, dataset.rows)} rows have nothing to learn and are "
-            f"left out ({first}: no answer, or it was cut away)"
+        audit.warned.append(
+            Warned(
+                dataset=dataset.name,
+                count=dataset.empty,
+                total=dataset.rows,
+                what="rows",
+                says="have nothing to learn (no answer, or it was cut away) and are left out",
+                first=tuple(fact.empty_origins),
+                joint=", ",
+                text=f"{dataset.name}: {of(dataset.empty, dataset.rows)} rows have nothing to "
+                f"learn and are left out ({first}: no answer, or it was cut away)",
+            )
         )
     for kind, (count, first) in fact.notes.items():
-        meaning = NOTES.get(kind, kind.replace("_", " "))
-        audit.warnings.append(
-            f"{dataset.name}: {of(count, dataset.rows)} rows, first {first}: {meaning}"
-        )
+        audit.warned.append(_warn_of_note(dataset, kind, count, first))
     if dataset.double_bos:
-        audit.warnings.append(
-            f"{dataset.name}: {of(dataset.double_bos, dataset.train)} documents begin with two BOS "
-            "tokens; remove the one that stands in the rows, or the chat template's"
+        says = "begin with two BOS tokens"
+        advice = "remove the one that stands in the rows, or the chat template's"
+        number = of(dataset.double_bos, dataset.train)
+        audit.warned.append(
+            Warned(
+                dataset=dataset.name,
+                count=dataset.double_bos,
+                total=dataset.train,
+                what="documents",
+                says=says,
+                advice=advice,
+                text=f"{dataset.name}: {number} documents {says}; {advice}",
+            )
         )
+
+
+def _warn_of_note(dataset: DatasetAudit, kind: str, count: int, first: str) -> Warned:
+    plain = kind.replace("_", " ")
+    meaning, says, advice = NOTES.get(kind, (plain, f"are noted: {plain}", ""))
+    what_to_do = f"; {advice}" if advice else ""
+    number = of(count, dataset.rows)
+    return Warned(
+        dataset=dataset.name,
+        count=count,
+        total=dataset.rows,
+        what="rows",
+        says=says,
+        first=(first,),
+        advice=advice,
+        text=f"{dataset.name}: {number} rows, first {first}: {meaning}{what_to_do}",
+    )
 
 
 def _judge_mask(audit: Audit, dataset: DatasetAudit, asked: Asked) -> None:
@@ -173,25 +268,41 @@ def _judge_mask(audit: Audit, dataset: DatasetAudit, asked: Asked) -> None:
 def _judge_stops(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None:
     if not dataset.no_stop or not dataset.trained:
         return
+    number = of(dataset.no_stop, dataset.train)
+    num_cut = dataset.truncated + dataset.split
     if train_on_eos == "none":
-        audit.warnings.append(
+        says = "teach no stop token (data.train_on_eos=none), so the model will not learn to end"
+        advice = "data.train_on_eos=turn learns it"
+        text = (
             f"{dataset.name}: no stop token is learned (data.train_on_eos=none), so the model will "
-            "not learn to end an answer; data.train_on_eos=turn learns it"
+            f"not learn to end an answer; {advice}"
         )
     elif dataset.no_stop < dataset.train:
-        audit.warnings.append(
-            f"{dataset.name}: in {of(dataset.no_stop, dataset.train)} documents the last learned "
-            f"token is no stop token ({dataset.truncated + dataset.split:,} rows were cut); raise "
-            "data.sequence_len, or look at them with python -m app.preview"
+        says = "end their learned tokens without a stop token"
+        advice = "raise data.sequence_len, or look at them with python -m app.preview"
+        text = (
+            f"{dataset.name}: in {number} documents the last learned token is no stop token "
+            f"({num_cut:,} rows were cut); {advice}"
         )
     else:
         audit.problems.append(
             f"{dataset.path}: no stop token is learned in any of the {dataset.train:,} documents "
             f"of data set {dataset.name}, so the model will not learn to end an answer "
-            f"({dataset.truncated + dataset.split:,} of {dataset.rows:,} rows were cut); raise "
-            "data.sequence_len, set data.train_on_eos=turn, or a data.chat_template that ends its "
-            "answers"
+            f"({num_cut:,} of {dataset.rows:,} rows were cut); raise data.sequence_len, set "
+            "data.train_on_eos=turn, or a data.chat_template that ends its answers"
         )
+        return
+    audit.warned.append(
+        Warned(
+            dataset=dataset.name,
+            count=dataset.no_stop,
+            total=dataset.train,
+            what="documents",
+            says=says,
+            advice=advice,
+            text=text,
+        )
+    )
 
 
 def _judge_shares(audit: Audit, dataset: DatasetAudit, config: AuditConfig) -> None:

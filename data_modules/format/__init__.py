@@ -1,5 +1,6 @@
 """Turn rows into conversations, documents or tokens, by the name of their format."""
 
+from data_modules.format.columns import suggest_settings
 from data_modules.format.format import (
     FORMATS,
     ROLES,
@@ -28,4 +29,5 @@ __all__ = [
     "convert_row",
     "guess_format",
     "near_field",
+    "suggest_settings",
 ]

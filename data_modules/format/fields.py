@@ -15,6 +15,8 @@ from data_modules.types import shown
 MAX_WEIGHT = 3.4e38
 """weights are float32 in a batch: what lies above would be infinite there"""
 
+LEAVE_OUT = "or leave such rows out by data.drop_empty=true or data.on_bad_row=quarantine"
+"""what can be done about an empty answer but mending it"""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CONTROLS = bytes(code for code in range(32) if chr(code) not in "\t\n\r")
 
@@ -80,7 +82,9 @@ def read_answer(value: Any, where: str) -> str:
     """Return the text of an answer; raise EmptyAnswerError when there is nothing in it."""
     text = read_text(value, where)
     if is_blank(text):
-        raise EmptyAnswerError(f"{where} is empty: there is no answer to learn; drop the row")
+        raise EmptyAnswerError(
+            f"{where} is empty: there is no answer to learn; drop the row, {LEAVE_OUT}"
+        )
     return text
 
 
@@ -106,7 +110,10 @@ def check_text(text: str, where: str) -> str:
 
 
 def _refuse_character(text: str, start: int, what: str, where: str) -> NoReturn:
-    raise RowError(f"{where} has {what}, {text[start]!r}, at character {start + 1}; remove it")
+    raise RowError(
+        f"{where} has {what}, {text[start]!r}, at character {start + 1}; remove it, or set such "
+        "rows aside by data.on_bad_row=quarantine"
+    )
 
 
 def read_text_part(part: Any, where: str) -> str:

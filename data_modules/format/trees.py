@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_modules.format.fields import (
+    LEAVE_OUT,
     EmptyAnswerError,
     RowError,
     is_blank,
@@ -33,23 +34,36 @@ class _Node:
 def read_tree(prompt: Any, origin: Origin, weight: float) -> list[Conversation]:
     """Return every path from the root to an answer that no further answer follows.
 
-    Each turn has its weight in the first path that holds it and weight 0 in the others. Replies
-    that are deleted or were refused in review are left out, with all that follows them. A tree
-    without an answer gives its prompt alone, in which there is nothing to learn.
+    Each turn has its weight in the shortest path that holds it, in characters, and weight 0 in the
+    others: where any of them is short enough to be learned, that one is. Replies that are deleted
+    or were refused in review are left out, with all that follows them. A tree without an answer
+    gives its prompt alone, in which there is nothing to learn.
     """
     nodes = _flatten(prompt)
     for node in reversed(nodes):
         if node.leads_to_answer and node.parent >= 0:
             nodes[node.parent].leads_to_answer = nodes[node.parent].goes_on = True
     ends = [i for i, node in enumerate(nodes) if node.leads_to_answer and not node.goes_on] or [0]
+    paths = [_path(nodes, end) for end in ends]
+    return [
+        Conversation(arrange(turns, "prompt"), origin, weight=weight)
+        for turns in _weighed(nodes, paths)
+    ]
+
+
+def _weighed(nodes: list[_Node], paths: list[list[int]]) -> list[list[Turn]]:
+    """Return the turns of each path, with their weight in one of the paths that share them."""
+    lengths = [sum(len(nodes[i].turn.content) for i in path) for path in paths]
     seen: set[int] = set()
-    found = []
-    for end in ends:
-        path = _path(nodes, end)
-        turns = [replace(nodes[i].turn, weight=0.0) if i in seen else nodes[i].turn for i in path]
-        seen.update(path)
-        found.append(Conversation(arrange(turns, "prompt"), origin, weight=weight))
-    return found
+    turns: dict[int, list[Turn]] = {}
+    # The shortest first: what is too long for it is too long for the others that hold it.
+    for number in sorted(range(len(paths)), key=lengths.__getitem__):
+        turns[number] = [
+            replace(nodes[i].turn, weight=0.0) if i in seen else nodes[i].turn
+            for i in paths[number]
+        ]
+        seen.update(paths[number])
+    return [turns[number] for number in range(len(paths))]
 
 
 def _path(nodes: list[_Node], end: int) -> list[int]:
@@ -97,6 +111,6 @@ def _read_message(value: dict[str, Any], where: str) -> Turn:
     text = read_text(value["text"], f"{where}.text")
     if role == "assistant" and is_blank(text):
         raise EmptyAnswerError(
-            f"{where} is an empty answer: there is nothing to learn; mark it deleted"
+            f"{where} is an empty answer: there is nothing to learn; mark it deleted, {LEAVE_OUT}"
         )
     return Turn(role, text)

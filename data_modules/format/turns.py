@@ -15,6 +15,7 @@ from typing import Any
 
 from data_modules.format.calls import read_call_fields, read_call_part, read_call_text
 from data_modules.format.fields import (
+    LEAVE_OUT,
     EmptyAnswerError,
     RowError,
     check_text,
@@ -83,7 +84,8 @@ def arrange(turns: list[Turn], name: str, system: str = "") -> tuple[Turn, ...]:
     for turn in joined:
         if turn.reasoning and is_blank(turn.content) and not turn.tool_calls and turn.weight != 0:
             raise EmptyAnswerError(
-                f"{name}: a turn thinks ('{shown(turn.reasoning)}') and says nothing; drop the row"
+                f"{name}: a turn thinks ('{shown(turn.reasoning)}') and says nothing; drop the "
+                f"row, {LEAVE_OUT}"
             )
     return tuple(joined)
 
@@ -122,7 +124,7 @@ def _check_empty(turn: Turn, where: str) -> None:
     if not turn.tool_calls and not turn.reasoning and turn.weight != 0:
         raise EmptyAnswerError(
             f"{where} is an empty answer: there is nothing to learn; drop the row, or set "
-            "'train: false' on the turn"
+            f"'train: false' on the turn, {LEAVE_OUT}"
         )
 
 

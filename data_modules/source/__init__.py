@@ -17,6 +17,7 @@ from data_modules.source.source import (
     name_of,
     read_chunks,
     read_rows,
+    resolved_revision,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "name_of",
     "read_chunks",
     "read_rows",
+    "resolved_revision",
 ]

@@ -5,12 +5,14 @@ Decides which files belong to a split and what is said where there is none. Neve
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import glob
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from data_modules.samples.corpus import CORPORA
 from data_modules.source.opening import File, Url, reason_of, stem_of
@@ -38,9 +40,16 @@ _REMOTE_MARKS = (
 
 
 def name_of(path: str) -> str:
-    """Return what a data set is called where it has no name: the file's without its suffix."""
+    """Return what a data set is called where it has no name: the file's without its suffix.
+
+    Of a pattern it is what stands before the first wildcard, unless that is a split's name.
+    """
     file = Path(str(Url(path)) if is_url(path) else path.removeprefix(SAMPLE_PREFIX))
     while glob.has_magic(file.name):
+        fixed = re.split(r"[*?[]", file.name)[0]
+        stem = (stem_of(fixed) if is_readable(fixed) else fixed).rstrip("-_.")
+        if stem and stem not in SPLITS:
+            return stem
         file = file.parent
     if is_readable(file.name):
         return stem_of(file.name)
@@ -136,10 +145,26 @@ def _remote(address: str, ask: Callable[[Any, str], Any]) -> Any:
             "pip install 'loft[remote]'"
         ) from error
     except FileNotFoundError as error:
-        raise DataError(f"{url}: no such file") from error
+        raise DataError(f"{url}: {_why_not_found(url, error.__cause__)}") from error
     except Exception as error:
         # Each remote file system has errors of its own.
         raise DataError(f"{url}: cannot be read: {reason_of(error)}") from error
+
+
+def _why_not_found(url: Url, cause: BaseException | None) -> str:
+    """Say what fsspec calls a missing file: it does so whatever goes wrong over http."""
+    if cause is not None and url.address.startswith(("http://", "https://")):
+        import aiohttp
+
+        if isinstance(cause, aiohttp.ClientResponseError) and cause.status != 404:
+            return f"cannot be read: the server says {cause.status} {cause.message}"
+        if isinstance(cause, (aiohttp.ClientConnectionError, asyncio.TimeoutError)):
+            reason = reason_of(cause) if isinstance(cause, Exception) else ""
+            return (
+                f"host {urlsplit(str(url)).netloc} cannot be reached ({reason}; no network?); "
+                "check the address, or give a local file"
+            )
+    return "no such file"
 
 
 def _check_readable(path: str, name: str) -> None:

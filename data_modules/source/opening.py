@@ -22,6 +22,7 @@ CHUNK_BYTES = 1 << 20
 _SNIFFED_BYTES = 1 << 16
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_SECRETS = re.compile(r"(?<=://)[^/@\s'\"]*@|\?[\w.~%-]+=[^\s'\")]*")
 _COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 _COMPRESSION_NAMES = {".gz": "gzip-compressed", ".zst": "zstd-compressed"}
 _NO_TEXT = {
@@ -117,7 +118,9 @@ def stem_of(name: str) -> str:
 def reason_of(error: Exception) -> str:
     """Return in one line what an error of a library says."""
     strerror = error.strerror if isinstance(error, OSError) else None
-    return strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
+    said = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
+    # A library may quote an address, with the password or the token in it.
+    return _SECRETS.sub("", said)
 
 
 @contextmanager

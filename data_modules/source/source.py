@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import re
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from data_modules.samples.corpus import CORPORA, read_corpus
-from data_modules.source.chunks import MAX_RAW, BadRow, BatchChunk, Chunk, grouped
+from data_modules.source.chunks import MAX_RAW, BadRow, Chunk, grouped
+from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.locating import (
     SAMPLE_PREFIX,
     SAMPLES,
@@ -31,7 +30,7 @@ from data_modules.source.locating import (
 )
 from data_modules.source.opening import Budget, File, Url, reason_of
 from data_modules.source.readers import MAX_ROW_BYTES, count_rows, read_file
-from data_modules.source.splits import Part, check_split
+from data_modules.source.splits import Part, check_split, rows_of, take
 from data_modules.types import MAX_PROBLEMS, DataError, Origin, Problems, Row
 
 __all__ = [
@@ -51,10 +50,8 @@ __all__ = [
     "name_of",
     "read_chunks",
     "read_rows",
+    "resolved_revision",
 ]
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_HUB_TIMEOUT = 10.0
-_HUB_ROWS = 1000
 _SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
 
 
@@ -88,11 +85,11 @@ def read_chunks(
         # Its files can be dealt out only where all rows of them are wanted.
         is_whole = streaming and rows == (0, None) and split == parts[0].name
         dealt, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
-        hub = functools.partial(_read_hub, path, revision, max_row_bytes, dealt, streaming)
+        hub = functools.partial(read_hub, path, revision, max_row_bytes, dealt, streaming)
         chunks = map(hub, parts)
     else:
         chunks = map(functools.partial(_read_files, path, budget, max_row_bytes), parts)
-    yield from _take(itertools.chain.from_iterable(chunks), *rows, shard)
+    yield from take(itertools.chain.from_iterable(chunks), *rows, shard)
 
 
 def read_rows(
@@ -128,27 +125,60 @@ def find_files(path: str, split: str = "train") -> list[File]:
     return list(files.values())
 
 
-def fingerprint(path: str, split: str = "train", revision: str | None = None) -> str:
-    """Return the sha256 of the bytes behind `path`.
+def resolved_revision(path: str, revision: str | None = None) -> str | None:
+    """Return the commit that a hub id means now; None for files, and where that is not known.
+
+    Where the hub does not answer it is that of the copy that was downloaded before. Given to
+    `read_chunks` as `revision` it makes sure that no other commit is read.
+    """
+    return commit_of(path, revision) if is_hub_id(path) else None
+
+
+def fingerprint(
+    path: str, split: str = "train", revision: str | None = None, *, by_stamp: bool = False
+) -> str:
+    """Return the sha256 of the files behind `path`: of the name and the bytes of each.
 
     For remote files it is that of their etags, or of size and time; for a hub id it is the commit
-    that `revision` means now, and "" where the hub does not answer.
+    of `resolved_revision`, "" where that is not known. `by_stamp` reads no bytes: files on disk
+    count by name, size and time.
     """
     if is_hub_id(path):
-        return _commit_of(path, revision)
-    files: Sequence[File]
-    files = sorted(SAMPLES.glob("*.py")) if is_generated(path) else find_files(path, split)
+        return commit_of(path, revision) or ""
     digest = hashlib.sha256()
-    for file in files:
-        if isinstance(file, Url) and (stamp := stamp_of(file)) is not None:
-            digest.update(f"{file} {stamp}\n".encode())
-            continue
-        try:
-            with file.open("rb") as stream:
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {reason_of(error)}") from error
+    if is_generated(path):
+        for code in sorted(SAMPLES.glob("*.py")):
+            digest.update(repr((code.name, _sha256_of(code))).encode())
+        return digest.hexdigest()
+    for file in find_files(path, split):
+        digest.update(repr((str(file), _mark_of(file, by_stamp))).encode())
+    return digest.hexdigest()
+
+
+def _mark_of(file: File, by_stamp: bool) -> object:
+    """Return what a file counts by."""
+    if isinstance(file, Url):
+        stamp = stamp_of(file)
+        if stamp is None:
+            stamp = size_of(file) if by_stamp else _sha256_of(file)
+        return stamp
+    if not by_stamp:
+        return _sha256_of(file)
+    try:
+        stat = file.stat()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {reason_of(error)}") from error
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _sha256_of(file: File) -> str:
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {reason_of(error)}") from error
     return digest.hexdigest()
 
 
@@ -159,34 +189,6 @@ def _parts(path: str, split: str) -> list[Part]:
         raise DataError(f"{path}: {error}") from error
 
 
-def _take(
-    chunks: Iterator[Chunk], start: int, stop: int | None, shard: tuple[int, int] = (0, 1)
-) -> Generator[Chunk, None, int]:
-    """Yield the rows from `start` to `stop`, and of those every count-th; return how many passed.
-
-    Nothing is counted where all rows are taken.
-    """
-    index, count = shard
-    position = 0
-    if start == 0 and stop is None and count == 1:
-        yield from chunks
-        return position
-    for chunk in chunks:
-        num_rows = chunk.count()
-        first = max(start - position, 0)
-        last = num_rows if stop is None else min(stop - position, num_rows)
-        offset = (index - (position + first - start)) % count
-        kept = range(num_rows)[first:last][offset::count]
-        position += num_rows
-        if len(kept) == num_rows:
-            yield chunk
-        elif kept:
-            yield chunk.select(kept)
-        if stop is not None and position >= stop:
-            break
-    return position
-
-
 def _read_sample(path: str, part: Part) -> Iterator[Chunk]:
     if part.name != "train":
         raise DataError(only_train(path, part.name))
@@ -195,16 +197,7 @@ def _read_sample(path: str, part: Part) -> Iterator[Chunk]:
         (_SAMPLE_ROW_BYTES, Row(dict(values), Origin(path, number)))
         for number, values in enumerate(read_corpus(path.removeprefix(SAMPLE_PREFIX)), 1)
     )
-    yield from _take(grouped(rows, path), *_resolved(path, part, num_documents))
-
-
-def _resolved(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
-    """Return the slice's rows; raises DataError where it has none."""
-    start, stop = part.resolve(total)
-    if part.is_sliced and (start == total or (stop is not None and stop <= start)):
-        rows = "" if total is None else f" of {total:,} rows"
-        raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
-    return start, stop
+    yield from take(grouped(rows, path), *rows_of(path, part, num_documents))
 
 
 def _read_files(
@@ -222,10 +215,10 @@ def _read_files(
             part = Part(part.name)
         else:
             total = sum(count_rows(file, max_row_bytes) for file in files)
-    start, stop = _resolved(path, part, total)
+    start, stop = rows_of(path, part, total)
     try:
         chunks = _read_each(files, budget, max_row_bytes)
-        num_rows = yield from _take(chunks, start, stop)
+        num_rows = yield from take(chunks, start, stop)
     except DataError as error:
         _check_unchanged(files, stamps, error)
         raise
@@ -255,89 +248,3 @@ def _check_unchanged(
             f"{file}: changed while it was read; start again when it is written" for file in changed
         ]
         raise DataError(problems[:MAX_PROBLEMS]) from cause
-
-
-def _read_hub(
-    path: str,
-    revision: str | None,
-    max_row_bytes: int,
-    shard: tuple[int, int],
-    streaming: bool,
-    part: Part,
-) -> Iterator[Chunk]:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(path, split=part.name, revision=revision, streaming=streaming)
-        if streaming:
-            yield from _stream_hub(path, part, rows, shard)
-        else:
-            yield from _load_hub(path, part, rows, max_row_bytes)
-    except DataError:
-        raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        asked = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
-        raise DataError(
-            f"{path}: no such file here, and the hub gave no data set of that name "
-            f"({asked}): {reason_of(error)}"
-        ) from error
-
-
-def _load_hub(path: str, part: Part, rows: Any, max_row_bytes: int) -> Iterator[Chunk]:
-    if not len(rows):
-        raise DataError(f"{path}: 0 rows in split '{part.name}'; give one with at least one row")
-    tables = rows.with_format("arrow").iter(batch_size=_HUB_ROWS)
-    # Its types say which text is JSON; see BatchChunk.
-    described = rows.features.arrow_schema.metadata
-    tables = (table.replace_schema_metadata(described) for table in tables)
-    chunks = _hub_chunks(path, tables, max_row_bytes)
-    yield from _take(chunks, *_resolved(path, part, len(rows)))
-
-
-def _hub_chunks(path: str, tables: Iterator[Any], max_row_bytes: int) -> Iterator[Chunk]:
-    first = 1
-    for table in tables:
-        for batch in table.combine_chunks().to_batches():
-            numbers = range(first, first + batch.num_rows)
-            first = numbers.stop
-            yield BatchChunk(path, batch.nbytes, numbers, batch, max_row_bytes)
-
-
-def _stream_hub(path: str, part: Part, rows: Any, shard: tuple[int, int]) -> Iterator[Chunk]:
-    index, count = shard
-    name = path
-    if count > 1 and rows.num_shards % count == 0:
-        # Its files are dealt out: nobody fetches what another one reads.
-        from datasets.distributed import split_dataset_by_node
-
-        rows = split_dataset_by_node(rows, rank=index, world_size=count)
-        name, shard = f"{path} (part {index + 1} of {count})", (0, 1)
-    total = None
-    if part.needs_total:
-        infos = rows.info.splits or {}
-        if part.name not in infos or not infos[part.name].num_examples:
-            raise DataError(
-                f"{path}: how many rows split '{part.name}' has is not known while it is streamed; "
-                f"give '{part}' in numbers of rows, or set data.streaming=false"
-            )
-        total = int(infos[part.name].num_examples)
-    start, stop = _resolved(path, part, total)
-    numbered = (
-        (_SAMPLE_ROW_BYTES, Row(dict(values), Origin(name, number)))
-        for number, values in enumerate(rows, 1)
-    )
-    num_rows = yield from _take(grouped(numbered, name), start, stop, shard)
-    if start and num_rows <= start:
-        raise DataError(f"{path}: 0 rows in '{part}' of {num_rows:,} rows; give another slice")
-
-
-def _commit_of(path: str, revision: str | None) -> str:
-    if revision is not None and _COMMIT.fullmatch(revision):
-        return revision
-    import huggingface_hub
-
-    try:
-        info = huggingface_hub.HfApi().dataset_info(path, revision=revision, timeout=_HUB_TIMEOUT)
-    except (OSError, ValueError):
-        return ""
-    return info.sha or ""

@@ -6,8 +6,12 @@ Decides which rows a slice has. Never reads a row.
 from __future__ import annotations
 
 import re
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+
+from data_modules.source.chunks import Chunk
+from data_modules.types import DataError
 
 _BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
 _PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
@@ -71,6 +75,43 @@ class Part:
 def check_split(split: str) -> list[Part]:
     """Return the parts of `split`, as in `train[:90%]+validation`; raises ValueError."""
     return [_parse_part(part) for part in split.split("+")]
+
+
+def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
+    """Return first row of the slice, from 0, and the row after its last; raises DataError."""
+    start, stop = part.resolve(total)
+    if part.is_sliced and (start == total or (stop is not None and stop <= start)):
+        rows = "" if total is None else f" of {total:,} rows"
+        raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
+    return start, stop
+
+
+def take(
+    chunks: Iterator[Chunk], start: int, stop: int | None, shard: tuple[int, int] = (0, 1)
+) -> Generator[Chunk, None, int]:
+    """Yield the rows from `start` to `stop`, and of those every count-th; return how many passed.
+
+    Nothing is counted where all rows are taken.
+    """
+    index, count = shard
+    position = 0
+    if start == 0 and stop is None and count == 1:
+        yield from chunks
+        return position
+    for chunk in chunks:
+        num_rows = chunk.count()
+        first = max(start - position, 0)
+        last = num_rows if stop is None else min(stop - position, num_rows)
+        offset = (index - (position + first - start)) % count
+        kept = range(num_rows)[first:last][offset::count]
+        position += num_rows
+        if len(kept) == num_rows:
+            yield chunk
+        elif kept:
+            yield chunk.select(kept)
+        if stop is not None and position >= stop:
+            break
+    return position
 
 
 def _parse_part(text: str) -> Part:

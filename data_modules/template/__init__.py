@@ -2,6 +2,7 @@
 
 from data_modules.template.template import (
     TEMPLATE_NAMES,
+    TEMPLATES_WITH_TOOLS,
     ChatTemplate,
     MaskConfig,
     RowProblem,
@@ -9,6 +10,7 @@ from data_modules.template.template import (
 )
 
 __all__ = [
+    "TEMPLATES_WITH_TOOLS",
     "TEMPLATE_NAMES",
     "ChatTemplate",
     "MaskConfig",

@@ -56,35 +56,56 @@ class PairEncoder:
 
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         """Yield the encoder's ids of each item, and the decoder's with their weights."""
-        pairs = [self._pair_or_refusal(item) for item in items]
+        pairs = self._pairs(items)
         encoded = iter(self._encode([pair for pair in pairs if isinstance(pair, Pair)]))
         for pair in pairs:
             yield next(encoded) if isinstance(pair, Pair) else pair
 
     def prompt_ids(self, item: Item) -> list[int]:
         """Return the encoder's ids of an item, none where it has not both sides."""
-        pair = self._pair_or_refusal(item)
+        (pair,) = self._pairs([item])
         return self._source_ids([pair.source])[0] if isinstance(pair, Pair) else []
 
-    def _pair_or_refusal(self, item: Item) -> Pair | RowRefusedError:
+    def _pairs(self, items: Sequence[Item]) -> list[Pair | RowRefusedError]:
+        """Return the texts of both sides of each item, all sources rendered together."""
+        given = [self._given(item) for item in items]
+        asked = [Chat(one.turns[:-1], one.tools) for one in given if isinstance(one, Chat)]
+        sources = iter(self._renderer.render(asked, True))
+        pairs: list[Pair | RowRefusedError] = []
+        for item, one in zip(items, given, strict=True):
+            pair = self._pair_of_chat(item, one, next(sources)) if isinstance(one, Chat) else one
+            pairs.append(self._noted(item, pair) if isinstance(pair, Pair) else pair)
+        return pairs
+
+    def _noted(self, item: Item, pair: Pair) -> Pair | RowRefusedError:
+        token = self._layer.control_token(item)
         try:
-            pair = self._pair(item)
-            token = self._layer.control_token(item)
             notes, _ = self._layer.control_in([(token, 0, 0)] if token else [], "")
         except RowRefusedError as refused:
             return refused
         return pair._replace(notes=(*pair.notes, *notes))
 
-    def _pair(self, item: Item) -> Pair:
-        """Return the texts of both sides; raises RowRefusedError where there is only one."""
+    def _given(self, item: Item) -> Chat | Pair | RowRefusedError:
+        """Return a chat up to its last answer, or the pair that a document is."""
         if isinstance(item, Tokens):
-            raise RowRefusedError(
+            return RowRefusedError(
                 "an encoder-decoder model needs a prompt and an answer, and this row is tokenised "
                 "already; give it as text"
             )
         if isinstance(item, Document):
             return _pair_of_document(item)
-        return self._pair_of_chat(item)
+        given = self._renderer.given(item, self._mask.reasoning)
+        last = max((i for i, t in enumerate(given.turns) if t.role == "assistant"), default=0)
+        if not last:
+            return RowRefusedError(
+                "an encoder-decoder model needs a prompt and an answer; this row has no answer"
+            )
+        if given.turns[last].tool_calls:
+            return RowRefusedError(
+                "the last answer calls a tool, which no encoder-decoder template writes; remove "
+                "the row, or write the call into its content"
+            )
+        return Chat(given.turns[: last + 1], given.tools)
 
     def _encode(self, pairs: Sequence[Pair]) -> list[Encoded]:
         import numpy as np
@@ -123,42 +144,32 @@ class PairEncoder:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=True)
         return [encoding.ids for encoding in encodings]
 
-    def _pair_of_chat(self, chat: Conversation) -> Pair:
-        given = self._renderer.given(chat, self._mask.reasoning)
-        last = max((i for i, t in enumerate(given.turns) if t.role == "assistant"), default=0)
-        if not last:
-            raise RowRefusedError(
-                "an encoder-decoder model needs a prompt and an answer; this row has no answer"
-            )
-        turn = given.turns[last]
-        if turn.tool_calls:
-            raise RowRefusedError(
-                "the last answer calls a tool, which no encoder-decoder template writes; remove "
-                "the row, or write the call into its content"
-            )
-        source = self._renderer.render([Chat(given.turns[:last], given.tools)], True)[0]
+    def _pair_of_chat(
+        self, item: Item, given: Chat, source: str | RowRefusedError
+    ) -> Pair | RowRefusedError:
         if isinstance(source, RowRefusedError):
-            raise source
+            return source
+        turn = given.turns[-1]
         target = turn.content
         if turn.reasoning:
             target = f"<think>\n{turn.reasoning}\n</think>\n\n{target}"
         thought = THOUGHT.match(target) if self._mask.reasoning == "mask" else None
-        first = chat.turns[0]
+        first = given.turns[0]
         is_lost = first.role == "system" and first.content.strip() not in source
         weight = 1.0 if turn.weight is None else turn.weight
         return Pair(
             source,
             target,
-            weight * chat.weight,
+            weight * (item.weight if isinstance(item, Conversation) else 1.0),
             thought.end() if thought else 0,
             (Note("lost_system"),) if is_lost else (),
         )
 
 
-def _pair_of_document(document: Document) -> Pair:
+def _pair_of_document(document: Document) -> Pair | RowRefusedError:
     source = "".join(segment.text for segment in document.segments[:-1])
     if not source:
-        raise RowRefusedError(
+        return RowRefusedError(
             "an encoder-decoder model needs a prompt and an answer; this row is one text: give it "
             "as prompt and completion"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from data_modules.template.rendering import RowRefusedError
@@ -67,7 +67,7 @@ class Tokeniser:
         self._backend.no_padding()
         spelled: list[Spelled | RowRefusedError]
         if self._widths is None:
-            encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._encode(texts, self._backend.encode_batch)
             spelled = [_Offsets(encoding) for encoding in encodings]
         else:
             spelled = self._spell_bytes(texts, self._widths)
@@ -85,7 +85,7 @@ class Tokeniser:
             self._words = None
             return self._spell_bytes(texts, widths)
         left = [text for text, known in zip(texts, ids, strict=True) if known is None]
-        encodings = iter(self._backend.encode_batch_fast(left, add_special_tokens=False))
+        encodings = iter(self._encode(left, self._backend.encode_batch_fast))
         spelled: list[Spelled | RowRefusedError] = []
         for text, known in zip(texts, ids, strict=True):
             own = np.array(next(encodings).ids if known is None else known, np.int32)
@@ -98,6 +98,12 @@ class Tokeniser:
             else:
                 spelled.append(_Bytes(own, ends, "" if is_ascii else text))
         return spelled
+
+    def _encode(self, texts: Sequence[str], batch: Callable[..., Any]) -> Sequence[Any]:
+        """Encode texts as a batch, which takes threads; none are taken for one text."""
+        if len(texts) > 1:
+            return list(batch(list(texts), add_special_tokens=False))
+        return [self._backend.encode(text, add_special_tokens=False) for text in texts]
 
     def _agrees(self, texts: Sequence[str], ids: Sequence[list[int] | None]) -> bool:
         """Ask the tokenizer for one text of each batch: what is spelled here must never differ."""

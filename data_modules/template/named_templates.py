@@ -1,6 +1,6 @@
 """Find the text of a chat template: by its name, in a file, or in a tokenizer.
 
-Decides which tokens a tokenizer needs for the named ones, each a file in `templates/`. Never
+Decides which tokens a tokenizer needs for the named ones, each a file in `named/`. Never
 renders: that is the renderer's.
 """
 
@@ -31,6 +31,8 @@ _NEEDED = {
 }
 """the control tokens that each template writes; without any it ends answers with the EOS"""
 TEMPLATE_NAMES = tuple(_NEEDED)
+TEMPLATES_WITH_TOOLS = ("plain", "qwen3")
+"""those that write tools, the calls of an answer and what the tools gave back"""
 MAX_TEMPLATE_BYTES = 1 << 20
 _FOLDER = Path(__file__).parent / "named"
 
@@ -56,8 +58,15 @@ def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> N
         )
 
 
-def read_template(file: Path, name: str) -> str:
-    """Return the text of a .jinja file; raises DataError where it is no text, or too long."""
+def read_template(name: str) -> str:
+    """Return the text of the .jinja file `name`; raises DataError where it is no template."""
+    file = Path(name).expanduser()
+    if file.suffix != ".jinja" or not file.is_file():
+        what = "no such file" if file.suffix == ".jinja" else "unknown chat template"
+        raise DataError(
+            f"data.chat_template={name}: {what}; use {', '.join(TEMPLATE_NAMES)}, a .jinja "
+            "file, or null for the tokenizer's own"
+        )
     if file.stat().st_size > MAX_TEMPLATE_BYTES:
         raise DataError(
             f"data.chat_template={name}: {file.stat().st_size:,} bytes are no chat template; give "

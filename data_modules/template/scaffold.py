@@ -72,7 +72,8 @@ class Layout:
     def of(cls, text: str, special: re.Pattern[str]) -> Layout | None:
         """Take a marked text apart; None where a content stands twice, or a gap has no end.
 
-        A gap ends at the next special token, which no call and no tool changes.
+        A gap ends at the next special token, which no call and no tool changes; where there is
+        none, at the next line.
         """
         slots: list[Slot] = []
         for mark in MARK.finditer(text):
@@ -85,9 +86,10 @@ class Layout:
             if slot.part in _GAPS:
                 until = slots[index + 1].start if index + 1 < len(slots) else len(text)
                 ends = special.search(text, slot.end, until)
-                if not ends:
+                end = ends.start() if ends else text.find("\n", slot.end, until)
+                if end < 0:
                     return None
-                slots[index] = slot._replace(end=ends.start())
+                slots[index] = slot._replace(end=end)
         starts = [0, *(slot.end for slot in slots)]
         ends_at = [*(slot.start for slot in slots), len(text)]
         pieces = [text[start:end] for start, end in zip(starts, ends_at, strict=True)]

@@ -6,20 +6,22 @@ tokenise. A row that cannot be encoded becomes a RowProblem; nothing is raised f
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_modules.template.answer_spans import SpanFinder
+from data_modules.template.bos import begun_with_bos
 from data_modules.template.encoder_decoder import PairEncoder
 from data_modules.template.encoding import Spelled, Tokeniser, control_texts, stop_texts
 from data_modules.template.laying import Laid, Layer
 from data_modules.template.masking import MaskConfig as MaskConfig
 from data_modules.template.masking import check_mask as check_mask
 from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
+from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
 from data_modules.template.named_templates import (
     check_named,
     default_of,
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 256
 RENDER_SECONDS = 5.0
-_PLAIN_LOOKS = "### User: / ### Assistant: turns"
 _SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
 
 
@@ -69,8 +70,8 @@ class ChatTemplate:
     """Encode conversations through a chat template, and documents without one.
 
     The template chosen is written to `tokenizer.chat_template`, so that it is saved with the
-    model. `note` says in words which one it is and why; `bos_token_id` is what every document
-    begins with, if anything.
+    model: a chat's tokens are those of `tokenizer.apply_chat_template`. `note` says in words which
+    one it is and why; `bos_token_id` is what every document begins with, if anything.
     """
 
     def __init__(
@@ -118,37 +119,35 @@ class ChatTemplate:
         """
         own = tokenizer.chat_template
         if name is None and own:
-            note = "the tokenizer's own chat template"
-            template = cls(tokenizer, default_of(own), note, mask, is_encoder_decoder)
-            template._check_renders(note)
-            return template
-        if name is None:
-            name, looks = ("t5", "contents only") if is_encoder_decoder else ("plain", _PLAIN_LOOKS)
-            note = (
-                f"the tokenizer has no chat template: `{name}` is used ({looks}); set "
-                "data.chat_template to choose another"
-            )
+            note = checked = "the tokenizer's own chat template"
+            text = default_of(own)
+        elif name is None or name in TEMPLATE_NAMES:
+            checked = ""
+            chosen = name or ("t5" if is_encoder_decoder else "plain")
+            check_named(tokenizer, chosen)
+            text = named_template(chosen)
+            note = f"chat template `{chosen}`" if name else _note_of_default(chosen)
         else:
-            note = f"chat template `{name}`"
-        if name in TEMPLATE_NAMES:
-            check_named(tokenizer, name)
-            return cls(tokenizer, named_template(name), note, mask, is_encoder_decoder)
-        file = Path(name).expanduser()
-        if file.suffix != ".jinja" or not file.is_file():
-            what = "no such file" if file.suffix == ".jinja" else "unknown chat template"
-            raise DataError(
-                f"data.chat_template={name}: {what}; use {', '.join(TEMPLATE_NAMES)}, a .jinja "
-                "file, or null for the tokenizer's own"
-            )
-        text = read_template(file, name)
-        template = cls(tokenizer, text, f"chat template {name}", mask, is_encoder_decoder)
-        template._check_renders(f"data.chat_template={name}")
+            note, checked = f"chat template {name}", f"data.chat_template={name}"
+            text = read_template(name)
+        template = cls(tokenizer, text, note, mask, is_encoder_decoder)
+        if checked:
+            template._check_renders(checked)
+        template._write_bos()
         return template
 
     @property
     def hash(self) -> str:
         """Return the sha256 of the template's text."""
         return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def date_key(self) -> str:
+        """Return today's date for a template that writes it: the tokens hold for that day only.
+
+        "" for all others.
+        """
+        return datetime.date.today().isoformat() if "strftime_now" in self.text else ""
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -197,12 +196,26 @@ class ChatTemplate:
         if isinstance(spelled, RowRefusedError):
             return None
         asked_ids = spelled.ids[: spelled.first(start, len(text))]
-        ids = self._with_bos(asked_ids).tolist()
+        is_document = isinstance(item, Document)
+        ids = (self._with_bos(asked_ids) if is_document else asked_ids).tolist()
         return Prompt(ids, _last_answer(item), item.origin) if ids else None
 
     def control_token(self, item: Item) -> str | None:
         """Return the first control token that stands in an item's own text, None without one."""
         return self._layer.control_token(item)
+
+    def _write_bos(self) -> None:
+        """Let the template write the BOS that the tokenizer adds to texts, where it does not."""
+        if self.bos_token_id is None or self._pairs:
+            return
+        bos = str(self._tokenizer.bos_token)
+        text = begun_with_bos(self.text, bos, self._renderer)
+        if text != self.text:
+            self.text = self._tokenizer.chat_template = text
+            self.note += (
+                f"; `{bos}`, which this tokenizer puts before every text, is written in front of "
+                "it, in the saved template too"
+            )
 
     def _check_renders(self, name: str) -> None:
         """Render a small chat; a template that never ends would hang the run without a word."""
@@ -282,7 +295,8 @@ class ChatTemplate:
         if isinstance(item, Document) and eos is not None and (not len(ids) or ids[-1] != eos):
             ids = np.append(ids, np.int32(eos))
             weights = np.append(weights, np.float32(_last_weight(item) or learned.base))
-        ids = self._with_bos(ids)
+        if isinstance(item, Document):
+            ids = self._with_bos(ids)
         if len(ids) > len(weights):
             weights = np.concatenate([np.full(1, learned.base, np.float32), weights])
         learned_at = weights.nonzero()[0]
@@ -301,6 +315,14 @@ class ChatTemplate:
         if self.bos_token_id is None or (len(ids) and ids[0] == self.bos_token_id):
             return ids
         return np.concatenate([np.full(1, self.bos_token_id, np.int32), ids])
+
+
+def _note_of_default(name: str) -> str:
+    looks = "contents only" if name == "t5" else "### User: / ### Assistant: turns"
+    return (
+        f"the tokenizer has no chat template: `{name}` is used ({looks}); set "
+        "data.chat_template to choose another"
+    )
 
 
 def _last_answer(item: Conversation | Document) -> str:

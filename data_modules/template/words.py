@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any
@@ -53,7 +54,15 @@ class WordSpeller:
         added = backend.get_added_tokens_decoder().values()
         if pattern not in _KNOWN or backend.model.dropout or backend.encode_special_tokens:
             return None
-        if any(token.single_word or not token.content for token in added):
+        if any(
+            token.single_word
+            or token.lstrip
+            or token.rstrip
+            or not token.content
+            # It is sought as the normalizer writes it, in another form than its own.
+            or (token.normalized and not unicodedata.is_normalized("NFC", token.content))
+            for token in added
+        ):
             return None
         return cls(backend, pattern)
 

@@ -59,7 +59,7 @@ def problems_of(folder: Path, *files: Path | DatasetConfig, **settings: Any) -> 
 
 def said(module: FinetuneDataModule) -> str:
     """Return what a run says of its data."""
-    return "\n".join([*module.report.lines(), *module.audit.lines()])
+    return "\n".join([*module.report.lines(), *module.audit.full_lines()])
 
 
 def test_rows_with_nothing_to_learn(tmp_path: Path, base: Any) -> None:
@@ -100,7 +100,9 @@ def test_long_rows_are_counted_with_the_tokens_lost(
     if on_long == "error":
         (problem,) = problems_of(tmp_path, file, tokenizer=base, on_long=on_long)
         assert problem.startswith("d.jsonl: 1 rows are longer than 64 tokens; the longest, d.jsonl")
-        assert "raise data.sequence_len, or set data.on_long=drop or truncate_right" in problem
+        assert (
+            "raise data.sequence_len, or set data.on_long=split, truncate_right or drop" in problem
+        )
     else:
         counts = prepare(file, base, on_long=on_long, sequence_len=64).counts
         tokens = counts.longest[0][0]

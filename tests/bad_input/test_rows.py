@@ -300,7 +300,8 @@ def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> 
     assert counts.empty_origins == [f"{file}:2"]
     assert problems_of(file, base) == [
         "data.jsonl:2 messages[1] is an empty answer: there is nothing to learn; drop the row, or "
-        "set 'train: false' on the turn"
+        "set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
+        "data.on_bad_row=quarantine"
     ]
 
 
@@ -339,7 +340,7 @@ def test_a_slip_in_every_row_is_seen(tmp_path: Path, base: Any) -> None:
         "data.jsonl:1 columns ['message'] are of no known format; 'message' is near: did you mean "
         "'messages'?; set data.datasets[].format to one of messages, sharegpt, alpaca,"
     )
-    assert "data.datasets[].columns, as in {instruction: question, output: answer}" in problem
+    assert problem.endswith("columns; try format: messages, columns: {messages: message}")
     # No guess where the columns only resemble one that is known.
     row = '{"context": "a", "question": "b", "answers": "c"}'
     assert "did you mean" not in problems_of(write(tmp_path, row), base)[0]

@@ -26,7 +26,9 @@ from data_modules.audit import (
     check_audit,
     overlap,
 )
-from data_modules.audit.overlap import find_overlap, hash_grams
+from data_modules.audit.hashing import hash_grams
+from data_modules.audit.overlap import find_overlap
+from data_modules.audit.places import short_file, short_places
 from data_modules.types import Example, Origin
 
 STOP = 2
@@ -110,7 +112,7 @@ def test_clean_data_says_nothing_and_shows_a_small_table() -> None:
     heading, row, longest = found.lines()
     assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "learned"]
     assert row.split() == ["a", "8", "6", "2", "180", "120", "(67%)"]
-    assert longest.startswith("longest rows, in tokens: train.jsonl:1 30, train.jsonl:2 30")
+    assert longest == "longest rows, in tokens: train.jsonl:1 30, :2 30, :3 30, :4 30, :5 30"
 
 
 def test_every_count_has_its_column_and_the_total_adds_up() -> None:
@@ -121,7 +123,7 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
     shared = chat()
     train = [shared, chat(), shared, chat(dataset=1), chat(dataset=1, double_bos=True)]
     found = run_audit(train, [replace(shared, dataset=1)], datasets=both)
-    table = [line.split("  ") for line in found.lines()[:4]]
+    table = [line.split("  ") for line in found.full_lines()[:4]]
     columns = [" ".join(c.split()) for c in table[0] if c]
     rows = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in table[1:]}
     assert columns[1:] == [
@@ -173,6 +175,7 @@ def test_a_mask_that_cannot_be_meant_stops_the_run(docs: list[Doc], problem: str
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(f"a.jsonl: {problem}")
     assert any(line.startswith("problem: a.jsonl: ") for line in found.lines())
+    assert found.full_lines()[-1] == f"problem: {caught.value.problems[0]}"
     if docs:  # the same tokens are right where they went through no template
         raw = facts(is_chat=False, format="completion")
         assert run_audit(docs, [chat()], datasets=[raw]).problems == []
@@ -249,10 +252,15 @@ def test_shared_words_are_found_wherever_they_stand() -> None:
     assert found.datasets[0].overlapping == 1
     assert (found.benchmarks[0].overlapping, found.benchmarks[0].rows) == (1, 3)
     assert found.benchmarks[0].repeated == 0
-    said = "\n".join(found.lines())
+    said = "\n".join(found.full_lines())
     for what, side in (("validation", "val"), ("test", "bench")):
         assert f"1 of 3 {what} documents overlap with training" in said
         assert f"first {side}.jsonl:2 with train.jsonl:2" in said
+    # A screen names the test data of which rows are learned as they stand.
+    assert not any("the same as one of training" in line for line in found.lines())
+    found = run_audit(train, held_out, benchmarks=[train[0], train[2], chat()])
+    wanted = "test documents are the same as one of training, to the token: bench 2 of 3"
+    assert wanted in found.lines()
     found = run_audit(train, held_out, config=AuditConfig(overlap=False))
     assert (found.datasets[0].overlapping, found.warnings) == (0, [])
 
@@ -283,6 +291,52 @@ def test_words_that_many_documents_share_are_scaffolding() -> None:
     assert run_audit(prompted[:5], [copied, *prompted[6:]]).datasets[0].overlapping == 1
 
 
+HEADER = list(range(40_000, 40_030))
+"""what a chat template writes before every prompt"""
+
+
+def answered(asked: Sequence[int], answer: Sequence[int], dataset: int = 0) -> Doc:
+    """A document as a template writes it: header, prompt, a few words more, and a learned answer"""
+    prompt = [*HEADER, *asked, *range(41_000, 41_005)]
+    return Doc([*prompt, *answer, STOP], [0] * len(prompt) + [1] * (len(answer) + 1), dataset)
+
+
+def words(num: int) -> list[int]:
+    return RANDOM.integers(100, 30_000, num).tolist()
+
+
+@pytest.mark.parametrize("num_train", [1, 2, 3, 19, 21, 60])
+def test_a_template_is_no_overlap_however_few_the_documents(num_train: int) -> None:
+    train = [answered([7, i], [9, i, 10]) for i in range(num_train)]
+    for num_held_out in (1, 2, 5):
+        held_out = [answered([7, 500 + i], [9, 500 + i, 10]) for i in range(num_held_out)]
+        found = run_audit(train, held_out, benchmarks=held_out)
+        assert found.datasets[0].overlapping == 0, (num_train, num_held_out)
+        assert found.benchmarks[0].overlapping == 0
+    # Nor is it one for a large data set beside a small one.
+    several = [facts("a"), facts("b")]
+    mixed = [*train, *(answered(words(8), words(30), 1) for _ in range(60))]
+    held_out = [answered([7, 800 + i], [9, i, 8], i % 2) for i in range(4)]
+    found = run_audit(mixed, held_out, datasets=several)
+    assert [dataset.overlapping for dataset in found.datasets] == [0, 0]
+
+
+@pytest.mark.parametrize("num_train", [1, 2, 3, 8, 21, 60])
+def test_a_planted_leak_is_found_however_few_the_documents(num_train: int) -> None:
+    asked, answer = words(25), words(40)
+    others = [answered(words(25), words(40)) for _ in range(num_train - 1)]
+    held_out = [answered(words(25), words(40)), answered(asked, [*answer[:-1], 5])]
+    for leaked in (answered(asked, answer), answered(words(10), answer)):
+        assert run_audit([*others, leaked], held_out).datasets[0].overlapping == 1
+    # A question with another answer is told from the header when there is another row.
+    same_question = answered(asked, words(40))
+    wanted = int(num_train > 1)
+    assert run_audit([*others, same_question], held_out).datasets[0].overlapping == wanted
+    # To the token it is found at any length and in any number.
+    short = answered([7], [8])
+    assert run_audit([*others, short], [short]).datasets[0].overlapping == 1
+
+
 def test_documents_shorter_than_the_words_are_compared_whole() -> None:
     short = Doc([5, 6, 7, STOP], [0, 0, 1, 1])
     longer = Doc([5, 6, 7, *range(200, 230)], [0, 0] + [1] * 31)
@@ -290,47 +344,85 @@ def test_documents_shorter_than_the_words_are_compared_whole() -> None:
     assert run_audit([longer], [short]).datasets[0].overlapping == 0
 
 
+def grams_of(doc: Doc, ngram: int) -> dict[tuple[int, ...], bool]:
+    """Return a document's n-grams, and whether any of each holds a learned token."""
+    found: dict[tuple[int, ...], bool] = {}
+    for i in range(len(doc.ids) - ngram + 1):
+        gram = tuple(doc.ids[i : i + ngram])
+        found[gram] = found.get(gram, False) or any(doc.weights[i : i + ngram])
+    return found
+
+
 def reference(
-    train: list[list[int]], held_out: list[list[int]], ngram: int, min_share: float
+    train: list[Doc], held_out: list[Doc], ngram: int, min_share: float, few: int
 ) -> list[bool]:
     """Which held-out documents share enough n-grams that are no scaffolding, by Python sets."""
+    known: set[tuple[int, ...]] = set()
+    common: set[tuple[int, ...]] = set()
+    for side in ([doc for doc in train if doc.dataset == number] for number in (0, 1)):
+        grams = [grams_of(doc, ngram) for doc in side]
+        counts = Counter(gram for each in grams for gram in each)
+        learned = {gram for each in grams for gram in each if each[gram]}
+        common |= {gram for gram, count in counts.items() if count > max(2, 0.1 * len(side))}
+        most_prompts = min(1, len(side) - 1) if len(side) <= few else len(side)
+        known |= {g for g, count in counts.items() if g in learned or count <= most_prompts}
+    of_held_out = Counter(gram for doc in held_out for gram in grams_of(doc, ngram))
+    common_here = {g for g, count in of_held_out.items() if count > max(2, 0.1 * len(held_out))}
+    copies = {tuple(doc.ids) for doc in train}
+    flagged = []
+    for doc in held_out:
+        own = grams_of(doc, ngram).keys() - common_here
+        shared = own & (known - common)
+        is_copy = tuple(doc.ids) in copies
+        is_near = bool(shared) and len(shared) >= min_share * len(own)
+        flagged.append(is_copy or is_near)
+    return flagged
 
-    def grams(ids: list[int]) -> set[tuple[int, ...]]:
-        return {tuple(ids[i : i + ngram]) for i in range(len(ids) - ngram + 1)}
 
-    def common(side: list[list[int]]) -> set[tuple[int, ...]]:
-        counts = Counter(gram for ids in side for gram in grams(ids))
-        return {gram for gram, count in counts.items() if count > max(2, 0.1 * len(side))}
-
-    known = {gram for ids in train for gram in grams(ids)} - common(train)
-    short = {tuple(ids) for ids in train if len(ids) < ngram}
-    own = [grams(ids) - common(held_out) for ids in held_out]
-    return [
-        bool(each & known) and len(each & known) >= min_share * len(each)
-        if len(ids) >= ngram
-        else tuple(ids) in short
-        for ids, each in zip(held_out, own, strict=True)
-    ]
-
-
-DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=8)
+@st.composite
+def documents(draw: st.DrawFn, num_datasets: int) -> list[Doc]:
+    docs = []
+    for ids in draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=8)):
+        asked = draw(st.integers(0, len(ids)))
+        weights = [0.0] * asked + [1.0] * (len(ids) - asked)
+        docs.append(Doc(ids, weights, draw(st.integers(0, num_datasets - 1))))
+    return docs
 
 
 @given(
-    DOCUMENTS,
-    DOCUMENTS,
+    documents(2),
+    documents(1),
     st.integers(2, 9),
     st.sampled_from([0, 0.25, 0.5, 1]),
     st.sampled_from([8, 1 << 20]),
+    st.sampled_from([0, 3, 20]),
 )
 def test_overlap_is_that_of_plain_sets(
-    train: list[list[int]], held_out: list[list[int]], ngram: int, min_share: float, chunk: int
+    train: list[Doc], held_out: list[Doc], ngram: int, min_share: float, chunk: int, few: int
 ) -> None:
-    sides = [Side([Doc(ids, [1.0] * len(ids)) for ids in docs], "f") for docs in (train, held_out)]
+    sides = [Side(docs, "f") for docs in (train, held_out)]
     limits = {"max_train_tokens": 10**9, "max_held_out_tokens": 10**9}
-    with mock.patch.object(overlap, "CHUNK_TOKENS", chunk):
+    with (
+        mock.patch.object(overlap, "CHUNK_TOKENS", chunk),
+        mock.patch.object(overlap, "FEW_DOCUMENTS", few),
+    ):
         found = find_overlap(*sides, ngram, min_share=min_share, **limits)
-    assert found.flagged.tolist() == reference(train, held_out, ngram, min_share)
+        bulk = find_overlap(*map(BulkSide.of, sides), ngram, min_share=min_share, **limits)
+    assert found.flagged.tolist() == reference(train, held_out, ngram, min_share, few)
+    assert bulk.partner.tolist() == found.partner.tolist()
+
+
+class BulkSide(Side):
+    """A side that gives the ids of many documents at once."""
+
+    @classmethod
+    def of(cls, side: Side) -> BulkSide:
+        return cls(side.docs, side.file)
+
+    def token_ids(self, indices: Any) -> tuple[Any, Any]:
+        chosen = [np.array(self.docs[index].ids, np.int32) for index in indices.tolist()]
+        flat = np.concatenate([np.zeros(0, np.int32), *chosen])
+        return flat, np.array([len(ids) for ids in chosen], np.int64)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=40), st.integers(2, 20))
@@ -348,12 +440,152 @@ def test_hashes_depend_on_the_words_alone(ids: list[int], ngram: int) -> None:
     assert len(set(hashes.tolist())) == len(set(words))
 
 
+def test_pieces_of_one_row_are_no_duplicates_of_each_other() -> None:
+    piece = chat()
+    train, validation = Side([piece, piece, chat(), piece], "t.jsonl"), Side([], "v.jsonl")
+    lines = [1, 1, 2, 3]
+    with mock.patch.object(train, "origin", lambda index: Origin("t.jsonl", lines[index])):
+        found = audit_documents(AuditConfig(), [facts()], train, validation)
+    assert found.datasets[0].duplicates == 1
+    assert "first t.jsonl:3, the same as t.jsonl:1" in found.warnings[0]
+    (line,) = [line for line in found.lines() if line.startswith("warning")]
+    wanted = "warning: a: 1 of 4 training documents are there already, first t.jsonl:3, the same as"
+    assert line == f"{wanted} :1; remove them"
+
+
+def long_rows(name: str = "a", **changes: Any) -> DatasetFacts:
+    given = {"rows": 1160, "dropped_long": 419, "lost_tokens": 9_300, "kept_tokens": 700} | changes
+    return facts(name, longest=[(2201, f"{name}.jsonl:7")], **given)
+
+
+LOST: list[tuple[DatasetFacts, bool, str]] = [
+    (
+        long_rows(is_chat=False),
+        False,
+        "are longer than data.sequence_len=512 and dropped; data.on_long=split keeps them, or a "
+        "larger data.sequence_len, or data.on_long=truncate_right a part",
+    ),
+    (
+        long_rows(),
+        False,
+        "are longer than data.sequence_len=512 and dropped; a larger data.sequence_len keeps them, "
+        "or data.on_long=truncate_right a part",
+    ),
+    (
+        long_rows(is_chat=False, on_long="truncate_left", dropped_long=0, truncated=419),
+        False,
+        "are longer than data.sequence_len=512 and cut; data.on_long=split keeps them, or a larger "
+        "data.sequence_len",
+    ),
+    (
+        long_rows(is_chat=False),
+        True,
+        "are longer than data.sequence_len=512 and dropped; a larger data.sequence_len keeps them, "
+        "or data.on_long=truncate_right a part",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("lost", "is_pair", "said"), LOST, ids=["text", "chat", "cut", "encoder-decoder"]
+)
+def test_tokens_lost_with_long_rows_are_said_first(
+    lost: DatasetFacts, is_pair: bool, said: str
+) -> None:
+    noted = replace(lost, notes={"lost_system": (3, "a.jsonl:2")})
+    asked = Asked(sequence_len=512, is_encoder_decoder=is_pair)
+    found = run_audit([chat(), chat()], [chat()], datasets=[noted], asked=asked)
+    sentence = f"a: 419 of 1,160 rows (93% of the tokens) {said}"
+    assert found.warnings[0] == f"{sentence}; the longest has 2,201 tokens"
+    lines = found.lines()
+    assert lines[2:] == found.remarks()
+    assert lines[3] == f"warning: {sentence}"
+    assert lines[0].split()[-1] == "lost"
+    assert lines[1].split()[-2:] == ["9,300", "(93%)"]
+    assert found.as_dict()["datasets"][0]["lost_share"] == 0.93
+    assert "9,300 (93%)" in found.full_lines()[1]
+
+
+def test_rows_of_which_a_part_is_dropped_count_as_dropped() -> None:
+    tree = long_rows(dropped_long=2, truncated=21)
+    found = run_audit([chat()], [chat()], datasets=[tree])
+    assert found.warnings[0].startswith(
+        "a: 23 of 1,160 rows (93% of the tokens) are longer than data.sequence_len and dropped; "
+    )
+
+
+def test_a_few_lost_tokens_are_only_counted() -> None:
+    for lost, is_said in ((long_rows(lost_tokens=7), False), (long_rows(lost_tokens=8), True)):
+        found = run_audit([chat()], [chat()], datasets=[replace(lost, kept_tokens=693)])
+        assert bool(found.warnings) == is_said
+        assert found.full_lines()[0].split()[-3:] == ["lost", "too", "long"]
+    # Unless it is said otherwise, what both sides hold is what is kept.
+    found = run_audit([chat()], [chat()], datasets=[long_rows(lost_tokens=60, kept_tokens=None)])
+    assert found.datasets[0].lost_share == 0.5
+
+
+def test_many_data_sets_take_a_line_a_kind() -> None:
+    names = [f"data_set_number_{number}" for number in range(11)]
+    held_out = [chat(dataset=number) for number in range(11) for _ in range(number)]
+    train = [replace(doc, ids=[7, *doc.ids[1:]]) for doc in held_out]
+    train += [chat(dataset=number) for number in range(11)]
+    several = [long_rows(name, is_chat=name.endswith("0")) for name in names]
+    several = [replace(one, notes={"lost_tools": (2, f"{one.path}:5")}) for one in several]
+    found = run_audit(train, held_out, datasets=several, asked=Asked(sequence_len=512))
+    lines = [line for line in found.lines() if line.startswith("warning")]
+    assert len(lines) == 4, "too long: chat and text; tools; overlap"
+    assert max(map(len, lines)) <= 280, "these names are long"
+    assert lines[0] == (
+        "warning: rows are longer than data.sequence_len=512 and dropped (tokens lost): "
+        "data_set_number_0 419 of 1,160 (93%), data_set_number_10 419 of 1,160 (93%); a larger "
+        "data.sequence_len keeps them, or data.on_long=truncate_right a part"
+    )
+    (overlapping,) = [line for line in lines if "overlap" in line]
+    assert overlapping == (
+        "warning: validation documents overlap with training: data_set_number_10 10 of 10, "
+        "data_set_number_9 9 of 9, and 8 more (first val.jsonl:46 with train.jsonl:46); "
+        "data.audit.max_overlap_share=0 stops on them"
+    )
+    # In full, each data set has a line of its own.
+    assert len(found.warnings) == 11 + 11 + 10
+    assert all(any(name in line for line in found.full_lines()) for name in names)
+
+
+def test_places_are_short_and_a_file_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = f"{tmp_path}/data/orders.jsonl"
+    deep = f"{tmp_path}/a/folder/below/the/working/directory/d.jsonl"
+    assert short_file(deep) == "a/folder/below/the/working/directory/d.jsonl"
+    far = "/somewhere/that/is/far/away/from/here/or/there/text/c4 demo.jsonl"
+    assert short_places([f"{here}:23 68", f"{here}:27 68", f"{far}:3 <s>:1", f"{here}:1"]) == [
+        *("data/orders.jsonl:23 68", ":27 68", ".../text/c4 demo.jsonl:3 <s>:1"),
+        "data/orders.jsonl:1",
+    ]
+    assert short_places(["/a/b/c.json:1", "no place", "s3://bucket/x.json:2"]) == [
+        *("/a/b/c.json:1", "no place", "s3://bucket/x.json:2")
+    ]
+    longest = [(90, f"{far}:7"), (80, f"{far}:9"), (70, f"{here}:1")]
+    found = run_audit([chat()], datasets=[facts(longest=longest)])
+    assert (
+        "longest rows, in tokens: .../text/c4 demo.jsonl:7 90, :9 80, data/orders.jsonl:1 70, "
+        "train.jsonl:1 30"
+    ) in found.lines()
+    assert f"{far}:9 80, data/orders.jsonl:1 70" in found.full_lines()[2]
+
+
+def test_of_nothing_there_is_no_table() -> None:
+    assert audit.Audit(datasets=[]).lines() == audit.Audit(datasets=[]).full_lines() == []
+
+
 def test_too_many_tokens_are_searched_in_part_and_this_is_said() -> None:
     train = [chat(50) for _ in range(40)]
     with mock.patch.object(audit, "MAX_TRAIN_TOKENS", 1000):
-        found = run_audit([*train, chat(50)], [train[0], train[1]])
+        near = [replace(doc, ids=[7, *doc.ids[1:]]) for doc in train[:2]]
+        found = run_audit([*train, chat(50)], [train[0], train[1], *near])
     assert found.datasets[0].repeated == 2, "digests are compared all the same"
-    assert found.datasets[0].overlapping == 1, "every third document is searched"
+    assert found.datasets[0].overlapping == 3, "every third document, and copies in all of them"
     (said,) = found.facts
     assert "searched in 34% of the training tokens" in said
 
@@ -370,7 +602,7 @@ def test_what_a_file_says_cannot_steer_the_terminal() -> None:
 def test_it_is_kept_beside_the_run(tmp_path: Path) -> None:
     found = run_audit([chat(), chat(weights=[0.0] * 29 + [1.0])], [chat()])
     found.write(tmp_path)
-    assert (tmp_path / "audit.txt").read_text().splitlines() == found.lines()
+    assert (tmp_path / "audit.txt").read_text().splitlines() == found.full_lines()
     kept = json.loads((tmp_path / "audit.json").read_text())
     assert kept == found.as_dict()
     assert kept["datasets"][0]["trained_share"] == pytest.approx(21 / 60)

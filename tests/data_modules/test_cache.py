@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import multiprocessing
 import os
 import signal
@@ -128,3 +129,22 @@ def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
 
 def test_the_code_version_is_stable() -> None:
     assert code_version() == code_version()
+
+
+def test_a_damaged_entry_is_made_again(tmp_path: Path) -> None:
+    folder, _ = open_or_make(tmp_path, KEY, make)
+    for damage in ("cut", "gone", "no key"):
+        if damage == "cut":
+            (folder / "tokens").write_text("who")
+        else:
+            (folder / ("tokens" if damage == "gone" else "key.json")).unlink()
+        assert open_or_make(tmp_path, KEY, make) == (folder, "prepared (the entry was damaged)")
+        assert (folder / "tokens").read_text() == "whole"
+
+
+def test_an_error_that_is_not_about_room_is_not_worded_so(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(errno.EAGAIN, "cannot fork")
+
+    with pytest.raises(OSError, match="cannot fork"):
+        open_or_make(tmp_path, KEY, fail)

@@ -356,14 +356,42 @@ def test_loaders_leave_the_global_random_numbers_alone(
 def test_rows_alike_stay_on_one_side(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"instruction": f"q {i % 10}", "output": "a"} for i in range(40)]
     (tmp_path / "d.json").write_text(json.dumps(rows))
-    path = str(tmp_path / "d.json")
-    module = build([DatasetConfig(path=path)], tokenizer, data={"val_set_size": 0.3})
+    (tmp_path / "e.json").write_text(json.dumps(rows[:10]))
+    files = [DatasetConfig(path=str(tmp_path / name)) for name in ("d.json", "e.json")]
+    module = build(files, tokenizer, data={"val_set_size": 0.3})
     sides = [
         {example.input_ids.tobytes() for example in examples}
         for examples in (module.train_examples, module.val_examples)
     ]
     assert not sides[0] & sides[1]
-    assert (len(module.train_examples), len(module.val_examples)) == (28, 12)
+    assert [one.validation_rows for one in module.report.datasets] == [12, 3]
+    assert "left out that stand in validation" in " ".join(module.report.lines())
+
+
+def test_a_cap_is_what_the_report_and_the_audit_count(
+    files: list[DatasetConfig], tokenizer: Any
+) -> None:
+    files[0].max_rows = 7
+    module = build(files, tokenizer)
+    assert module.report.datasets[0].train_rows == 7
+    assert module.audit.datasets[0].train == 7
+    assert module.mixture_report()[0].rows == 7
+
+
+def test_prompts_are_of_rows_held_out_wherever_they_stand(tmp_path: Path, tokenizer: Any) -> None:
+    # All rows on one line and a row that is dropped: neither line nor count names a row alone.
+    rows = [{"instruction": f"q {i}", "output": "a " * (1 + 500 * (i == 3))} for i in range(20)]
+    (tmp_path / "d.json").write_text(
+        "["
+        + ",\n".join(", ".join(json.dumps(row) for row in rows[i : i + 2]) for i in range(0, 20, 2))
+        + "]"
+    )
+    module = build(
+        [DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data={"val_set_size": 6}
+    )
+    held_out = {tokenizer.decode(e.input_ids).split("\n")[1] for e in module.val_examples}
+    asked = {tokenizer.decode(p.input_ids).split("\n")[1] for p in module.prompts(9)["d"]}
+    assert asked == held_out and len(asked) == 6
 
 
 def test_what_the_template_loses_is_said(
@@ -379,8 +407,8 @@ def test_what_the_template_loses_is_said(
     tokenizer = make_tokenizer(["</s>"], eos="</s>")
     data = {"val_set_size": 3, "chat_template": str(template)}
     module = build([DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data=data)
-    told = [line for line in module.audit.lines() if "drops their system turn" in line]
-    assert len(told) == 1 and "d: 10 of 10 rows, first " in told[0] and "d.json:1" in told[0]
+    told = [line for line in module.audit.lines() if "system turn" in line]
+    assert len(told) == 1 and "10 of 10 rows" in told[0] and "d.json:1" in told[0]
 
 
 def test_the_audit_and_the_quarantine_are_written_beside_the_run(

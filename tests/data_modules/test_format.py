@@ -161,7 +161,7 @@ def test_prompt_and_completion_as_turns() -> None:
     ],
 )
 def test_an_empty_answer_is_told_apart(values: dict[str, Any]) -> None:
-    with pytest.raises(EmptyAnswerError):
+    with pytest.raises(EmptyAnswerError, match=r"data\.drop_empty=true or .*=quarantine$"):
         convert(values)
 
 

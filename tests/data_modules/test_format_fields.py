@@ -102,8 +102,8 @@ def test_text_passes_unless_it_has_a_control_character(text: str) -> None:
     place, character = bad[0]
     with pytest.raises(RowError) as caught:
         check_text(text, "output")
-    told = f"output has a control character, {character!r}, at character {place + 1}; remove it"
-    assert str(caught.value) == told
+    told = f"output has a control character, {character!r}, at character {place + 1}; remove it, "
+    assert str(caught.value) == told + "or set such rows aside by data.on_bad_row=quarantine"
 
 
 @given(st.text(), st.characters(categories=["Cs"]), st.text())

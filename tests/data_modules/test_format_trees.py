@@ -42,11 +42,20 @@ def told(items: list[Conversation]) -> list[list[tuple[str, float | None]]]:
 def test_each_path_is_a_conversation_and_each_turn_has_its_weight_once() -> None:
     tree = ask("q", say("a", ask("r", say("b"), say("c"))), say("d", ask("s")))
     assert told(convert(tree)) == [
-        [("q", None), ("a", None), ("r", None), ("b", None)],
+        [("q", 0.0), ("a", None), ("r", None), ("b", None)],
         [("q", 0.0), ("a", 0.0), ("r", 0.0), ("c", None)],
-        [("q", 0.0), ("d", None)],
+        [("q", None), ("d", None)],
     ]
     assert {item.weight for item in convert(tree, weight=0.5)} == {0.5}
+
+
+def test_a_shared_answer_is_learned_in_its_shortest_path() -> None:
+    tree = ask("q", say("a", ask("r", say("long " * 9)), ask("s", say("b"), say("long"))))
+    assert told(convert(tree)) == [
+        [("q", 0.0), ("a", 0.0), ("r", None), ("long " * 9, None)],
+        [("q", None), ("a", None), ("s", None), ("b", None)],
+        [("q", 0.0), ("a", 0.0), ("s", 0.0), ("long", None)],
+    ]
 
 
 def test_what_is_deleted_or_refused_is_left_out_with_its_replies() -> None:
@@ -74,8 +83,8 @@ def trees(answers: bool) -> st.SearchStrategy[dict[str, Any]]:
     return grow(4, answers)
 
 
-@given(trees(answers=False))
-def test_every_answer_is_learned_exactly_once(tree: dict[str, Any]) -> None:
+@given(trees(answers=False), st.lists(st.integers(0, 30), min_size=1))
+def test_every_answer_is_learned_exactly_once(tree: dict[str, Any], sizes: list[int]) -> None:
     kept: dict[str, set[str]] = {"user": set(), "assistant": set()}
     pairs = set()
     todo = [(tree, "", not tree.get("deleted") and tree.get("review_result", True))]
@@ -83,7 +92,7 @@ def test_every_answer_is_learned_exactly_once(tree: dict[str, Any]) -> None:
     while todo:
         node, parent, stays = todo.pop()
         count += 1
-        node["text"] = f"text {count}"
+        node["text"] = f"text {count}" + "x" * sizes[count % len(sizes)]
         if stays:
             kept["assistant" if node["role"] == "assistant" else "user"].add(node["text"])
             pairs.add((parent, node["text"]))
@@ -97,6 +106,18 @@ def test_every_answer_is_learned_exactly_once(tree: dict[str, Any]) -> None:
     assert answers == kept["assistant"]
     assert all(learned[text] == 1 for text in answers)
     assert max(learned.values(), default=1) == 1
+    # Whatever is too long is dropped: what could be learned then is.
+    for limit in {sum(len(turn.content) for turn in item.turns) for item in items}:
+        short = [
+            turn
+            for item in items
+            if sum(len(turn.content) for turn in item.turns) <= limit
+            for turn in item.turns
+            if turn.role == "assistant"
+        ]
+        assert {turn.content for turn in short} == {
+            turn.content for turn in short if turn.weight != 0
+        }
     for item in items:
         texts = [turn.content for turn in item.turns]
         assert item.turns[-1].role == "assistant" or not answers
@@ -122,5 +143,7 @@ def test_what_is_told_about_a_tree(tree: Any, error: str) -> None:
 
 
 def test_an_empty_answer_in_a_tree_is_told() -> None:
-    with pytest.raises(EmptyAnswerError, match=r"prompt.replies\[1\] is an empty answer"):
+    with pytest.raises(
+        EmptyAnswerError, match=r"prompt.replies\[1\] is an empty.*drop_empty=true or"
+    ):
         convert(ask("q", say("a"), say(" ")))

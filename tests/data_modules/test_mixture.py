@@ -157,6 +157,17 @@ def test_small_weight_is_seen_in_the_first_epoch() -> None:
     assert [sum(mixture.epoch(epoch) < 10) for epoch in range(11)] == [1, *[0] * 9, 1]
 
 
+@pytest.mark.parametrize("kind", ["epochs", "rows", "tokens"])
+@pytest.mark.parametrize("weight", [1e-9, 1e-300])
+def test_the_smallest_weight_gives_one_row(kind: str, weight: float) -> None:
+    """Also where no data set has a larger one."""
+    config = MixtureConfig(weights=kind, stop="all" if kind == "epochs" else "first")
+    mixture = Mixture(GROUPS, [weight, 1.0], 0, config, lengths=np.full(31, 7))
+    assert [sum(mixture.epoch(epoch) < 10) for epoch in range(4)] == [1, 0, 0, 0]
+    alone = Mixture(GROUPS[:1], [weight], 0, lengths=np.full(31, 7))
+    assert [len(alone.epoch(epoch)) for epoch in range(3)] == [1, 0, 0]
+
+
 def test_data_set_without_rows_or_weight_gives_nothing() -> None:
     groups = [np.arange(10), np.zeros(0, dtype=np.int64), np.arange(10, 20)]
     for kind in ("epochs", "rows", "tokens"):
@@ -210,3 +221,16 @@ def test_report_is_a_table() -> None:
         "lists       10   1,000       1         10   25.00%     25.00%  25.00%",
         "orders      21   2,100    1.43         30   75.00%     75.00%  75.00%",
     ]
+
+
+@pytest.mark.parametrize(("times", "is_said"), [(4, False), (5, True)])
+def test_a_data_set_that_repeats_for_its_share_is_named(times: int, is_said: bool) -> None:
+    groups = make_groups([10, 10 * times])
+    report = Mixture(groups, [1, 1], 0, MixtureConfig(weights="rows")).report(["small", "large"])
+    last = describe_mixture(report)[-1]
+    assert last.startswith("warning: ") == is_said
+    assert (f"small {times} times; data.mixture.stop=first" in last) == is_said
+    # The first one ends the epoch, and a weight in epochs was meant.
+    for config in (MixtureConfig(weights="rows", stop="first"), MixtureConfig()):
+        report = Mixture(groups, [9, 1], 0, config).report(["small", "large"])
+        assert not describe_mixture(report)[-1].startswith("warning")

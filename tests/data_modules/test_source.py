@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import http.server
 import io
 import itertools
 import json
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +31,8 @@ from data_modules.source import (
     opening,
     read_chunks,
     read_rows,
+    resolved_revision,
+    source,
 )
 from data_modules.types import DataError, Row
 
@@ -212,6 +219,57 @@ def test_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
     assert before == fingerprint(str(file)) and len(before) == 64
     rows_of(file, '{"a": 2}\n')
     assert fingerprint(str(file)) != before
+
+
+def test_fingerprint_follows_names_and_borders(tmp_path: Path) -> None:
+    def prints() -> tuple[str, str]:
+        return fingerprint(str(tmp_path)), fingerprint(str(tmp_path / "*"))
+
+    (tmp_path / "a.jsonl").write_text(lines(0, 1))
+    (tmp_path / "b.jsonl").write_text(lines(2))
+    seen = [prints()]
+    (tmp_path / "b.jsonl").rename(tmp_path / "c.jsonl")
+    seen.append(prints())
+    (tmp_path / "c.jsonl").rename(tmp_path / "b.txt")
+    seen.append(prints())
+    (tmp_path / "b.txt").rename(tmp_path / "b.jsonl")
+    (tmp_path / "a.jsonl").write_text(lines(0))
+    (tmp_path / "b.jsonl").write_text(lines(1, 2))
+    seen.append(prints())
+    assert len({one for pair in zip(*seen, strict=True) for one in pair}) == 4
+
+
+def test_fingerprint_by_stamp_reads_no_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", 3)
+
+    def stamp() -> str:
+        return fingerprint(str(tmp_path), by_stamp=True)
+
+    bytes_of_all = fingerprint(str(tmp_path))
+    monkeypatch.setattr(Path, "open", lambda *_, **__: pytest.fail("opened"))
+    before = stamp()
+    assert before == stamp() != bytes_of_all and len(before) == 64
+    os.utime(tmp_path / "a.jsonl", ns=(0, 0))
+    later = stamp()
+    (tmp_path / "b.jsonl").rename(tmp_path / "c.jsonl")
+    assert len({before, later, stamp()}) == 3
+    os.truncate(tmp_path / "a.jsonl", 1)
+    os.utime(tmp_path / "a.jsonl", ns=(0, 0))
+    (tmp_path / "c.jsonl").rename(tmp_path / "b.jsonl")
+    assert stamp() not in (before, later)
+
+
+def test_fingerprint_of_samples_is_that_of_every_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint("sample:list_corpus")
+    for code in source.SAMPLES.glob("*.py"):
+        (tmp_path / code.name).write_bytes(code.read_bytes())
+    monkeypatch.setattr(source, "SAMPLES", tmp_path)
+    assert fingerprint("sample:list_corpus") == before
 
 
 def test_check_reads_the_beginning_only(tmp_path: Path) -> None:
@@ -524,7 +582,7 @@ def test_json_in_what_datasets_saves_or_loads_is_read(
     saved = datasets.Dataset.from_list(MIXED, features=features)
     saved.save_to_disk(tmp_path / "saved")
     saved.to_parquet(tmp_path / "d.parquet")
-    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: saved)
+    Hub(monkeypatch, saved)
     for path in (tmp_path / "saved", tmp_path / "d.parquet", "owner/name"):
         assert [row.values for row in read_rows(str(path))] == MIXED, path
 
@@ -651,9 +709,57 @@ def test_url_without_its_package_names_what_to_install(monkeypatch: pytest.Monke
         numbers("s3://bucket/d.jsonl")
 
 
+@pytest.fixture
+def server() -> Iterator[str]:
+    """Return the address of a server that answers with the status in the path."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(int(self.path.split("/")[1]))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+        thread.join()
+
+
+def test_what_a_server_says_is_told(server: str) -> None:
+    for status, told in (
+        (404, "no such file"),
+        (403, "cannot be read: the server says 403 Forbidden"),
+        (500, "cannot be read: the server says 500 Internal Server Error"),
+    ):
+        address = f"{server}/{status}/d.jsonl"
+        for ask in (numbers, fingerprint):
+            with pytest.raises(DataError) as caught:
+                ask(f"{address}?token=secret")
+            assert caught.value.problems == [f"{address}: {told}"]
+
+
+def test_host_that_cannot_be_reached_is_named() -> None:
+    for address, host in (
+        ("http://127.0.0.1:1/d.jsonl?token=secret", "127.0.0.1:1"),
+        ("https://user:word@example.invalid/d.jsonl", "example.invalid"),
+    ):
+        with pytest.raises(DataError, match=rf"d\.jsonl: host {host} cannot be reached") as caught:
+            numbers(address)
+        assert "secret" not in str(caught.value) and "word@" not in str(caught.value)
+
+
 def test_url_never_tells_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     address = "https://user:word@host/data/d.jsonl.gz?token=secret"
     assert str(opening.Url(address)) == "https://host/data/d.jsonl.gz"
+    said = opening.reason_of(ValueError(f"403, url='{address}'. What now? ..."))
+    assert said == "403, url='https://host/data/d.jsonl.gz'. What now? ..."
     assert name_of(address) == "d"
     assert is_url(address) and is_remote(address) and not is_url("data/d.jsonl")
 
@@ -690,39 +796,73 @@ def test_change_is_seen_though_the_remote_side_remembers_its_files(
         list(chunks)
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
 class Hub:
-    """Stand in for the hub: data sets by name, and what was asked for."""
+    """Stand in for the hub: what it has, and what was asked for."""
 
-    def __init__(self, num_rows: int, num_shards: int = 1) -> None:
-        self.num_rows, self.num_shards = num_rows, num_shards
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: Any, num_shards: int = 1) -> None:
+        self.rows, self.num_shards = rows, num_shards
+        self.commit = self.given = COMMIT
         self.asked: list[tuple[Any, ...]] = []
+        monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", self.dataset_info)
+        monkeypatch.setattr("datasets.load_dataset_builder", self.load_dataset_builder)
 
-    def load_dataset(self, path: str, *, split: str, revision: str | None, streaming: bool) -> Any:
-        """Return rows that count from 0."""
-        import datasets
+    def dataset_info(self, path: str, *, revision: str | None, timeout: float) -> Any:
+        """Return what the hub knows."""
+        return SimpleNamespace(sha=self.commit)
 
-        self.asked.append((path, split, revision, streaming))
-        if split != "train":
+    def load_dataset_builder(self, path: str, *, revision: str | None) -> Any:
+        """Return what gives the rows."""
+        self.asked.append((path, revision))
+        return SimpleNamespace(
+            hash=self.given,
+            download_and_prepare=lambda: None,
+            as_dataset=self.as_dataset,
+            as_streaming_dataset=self.as_streaming_dataset,
+        )
+
+    def as_dataset(self, split: str) -> Any:
+        """Return the rows of a split."""
+        if split not in ("train", "test"):
             raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].\nMore")
-        rows = datasets.Dataset.from_dict({"a": list(range(self.num_rows))})
-        return rows.to_iterable_dataset(num_shards=self.num_shards) if streaming else rows
+        return self.rows
+
+    def as_streaming_dataset(self, split: str) -> Any:
+        """Return the rows of a split, one by one."""
+        return self.as_dataset(split).to_iterable_dataset(num_shards=self.num_shards)
+
+
+def counted(num_rows: int) -> Any:
+    """Return rows that count from 0."""
+    import datasets
+
+    return datasets.Dataset.from_dict({"a": list(range(num_rows))})
+
+
+def origins(path: str, **settings: Any) -> list[str]:
+    """Return the places of all rows."""
+    return [
+        str(row.origin)
+        for chunk in read_chunks(path, **settings)
+        for row in chunk.rows()
+        if isinstance(row, Row)
+    ]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shards: int) -> None:
-    hub = Hub(2500, num_shards)
-    monkeypatch.setattr("datasets.load_dataset", hub.load_dataset)
+    hub = Hub(monkeypatch, counted(2500), num_shards)
     settings: dict[str, Any] = {"revision": "v1", "streaming": streaming}
     assert numbers("owner/name", **settings) == list(range(2500))
-    assert hub.asked == [("owner/name", "train", "v1", streaming)]
+    assert hub.asked == [("owner/name", "v1")]
     assert numbers("owner/name", "train[2400:]", **settings) == list(range(2400, 2500))
-    chunks = read_chunks("owner/name", split="train[5:7]", **settings)
-    assert [
-        str(row.origin) for chunk in chunks for row in chunk.rows() if isinstance(row, Row)
-    ] == [
-        "owner/name:6",
-        "owner/name:7",
+    assert origins("owner/name", split="train[5:7]+test[:1]", **settings) == [
+        "owner/name (train):6",
+        "owner/name (train):7",
+        "owner/name (test):1",
     ]
     held_out = numbers("owner/name", rows=(0, 100), **settings)
     for split, rows in (("train", (0, None)), ("train[:100]", (0, None)), ("train", (100, None))):
@@ -744,22 +884,118 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shar
 
 
 def test_rows_of_a_dealt_out_stream_have_a_place_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.load_dataset", Hub(100, 2).load_dataset)
-    origins = {
-        row.origin
+    Hub(monkeypatch, counted(100), 2)
+    places = [
+        place
         for index in range(2)
-        for chunk in read_chunks("owner/name", shard=(index, 2), streaming=True)
-        for row in chunk.rows()
-        if isinstance(row, Row)
-    }
-    assert len(origins) == 100
+        for place in origins("owner/name", shard=(index, 2), streaming=True)
+    ]
+    assert len(set(places)) == 100
+    assert places[0] == "owner/name (train, part 1 of 2):1"
+
+
+def test_row_of_the_hub_above_the_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [{"turns": [{"role": "user", "content": "x" * size}]} for size in (5, 500)]
+    Hub(monkeypatch, datasets.Dataset.from_list(rows))
+    for streaming, said in ((True, "504 or more bytes"), (False, "bytes")):
+        (chunk,) = read_chunks("owner/name", max_row_bytes=100, streaming=streaming)
+        good, bad = chunk.rows()
+        assert isinstance(good, Row) and isinstance(bad, BadRow)
+        assert bad.problem.startswith("owner/name (train):2 row of ")
+        assert f"{said}; data.max_row_bytes is 100" in bad.reason
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_commit_that_was_not_asked_for_is_told(
+    monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    hub = Hub(monkeypatch, counted(3))
+    assert resolved_revision("owner/name") == fingerprint("owner/name") == COMMIT
+    assert numbers("owner/name", streaming=streaming) == [0, 1, 2]
+    # As where the network breaks off, and `datasets` takes what was downloaded before.
+    hub.given = COMMIT[::-1]
+    for revision in (None, "v1", COMMIT):
+        with pytest.raises(DataError, match=f"commit {COMMIT[::-1]} was given where {COMMIT}"):
+            numbers("owner/name", revision=revision, streaming=streaming)
+
+
+def unreachable(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+    """Let the hub not answer, with the error that its library raises where there is no network."""
+    from huggingface_hub.errors import HTTPError
+
+    def fail(*_: object, **__: object) -> None:
+        raise error or HTTPError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", fail)
+    # It tries again and again: it must not be asked.
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_, **__: pytest.fail("asked"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hub_that_cannot_be_reached_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    import huggingface_hub.errors
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    offline = huggingface_hub.errors.OfflineModeIsEnabled("offline mode is enabled")
+    for error, said in (
+        (None, r"Name or service not known; no network\?"),
+        (offline, "HF_HUB_OFFLINE is set"),
+        (TimeoutError("timed out"), "timed out; no network"),
+    ):
+        unreachable(monkeypatch, error)
+        told = r"^owner/name: no such file here, and the Hugging Face hub cannot be reached .*"
+        with pytest.raises(DataError, match=told + said + r".*; give a local file.*HF_HOME"):
+            numbers("owner/name", streaming=streaming)
+        assert resolved_revision("owner/name") is None
+        assert fingerprint("owner/name") == ""
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_copy_downloaded_before_is_read_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    from datasets.packaged_modules.json.json import Json
+
+    files = [str(write(tmp_path / "rows.jsonl", 5))]
+    builder = Json(
+        dataset_name="name",
+        data_files={"train": files, "test": files},
+        cache_dir=str(tmp_path / "made"),
+    )
+    # Where `datasets` keeps what it has fetched from the hub.
+    cache = tmp_path / "cache"
+    builder.download_and_prepare(str(cache / "owner___name" / "default" / "0.0.0" / COMMIT))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    unreachable(monkeypatch)
+    for revision in (None, "main", COMMIT):
+        settings: dict[str, Any] = {"revision": revision, "streaming": streaming}
+        assert numbers("owner/name", **settings) == [0, 1, 2, 3, 4]
+        assert numbers("owner/name", "train[3:]+test[:1]", **settings) == [3, 4, 0]
+        assert resolved_revision("owner/name", revision) == COMMIT
+    assert fingerprint("owner/name") == COMMIT
+    assert resolved_revision("owner/name", "v1") is None
+    for revision in ("v1", COMMIT[::-1]):
+        with pytest.raises(DataError, match=f"is of commit {COMMIT}, revision '{revision}'"):
+            numbers("owner/name", revision=revision, streaming=streaming)
+
+
+def test_name_that_no_hub_data_set_can_have_is_told() -> None:
+    for ask in (numbers, fingerprint, resolved_revision):
+        with pytest.raises(DataError, match=r"a-/b: .*no name of a hub data set: Repo id must"):
+            ask("a-/b")
 
 
 def test_revision_belongs_to_hub_data_sets(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="revision 'v1' is given, which only a hub data set has"):
         numbers(write(tmp_path / "d.jsonl", 1), revision="v1")
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    assert fingerprint("owner/name", revision=commit) == commit
+    assert fingerprint("owner/name", revision=COMMIT) == COMMIT
+    assert resolved_revision("owner/name", COMMIT) == COMMIT
+    assert resolved_revision(str(tmp_path / "d.jsonl")) is None
+    assert resolved_revision("sample:list_corpus") is None
 
 
 @pytest.mark.parametrize(
@@ -768,6 +1004,12 @@ def test_revision_belongs_to_hub_data_sets(tmp_path: Path) -> None:
         ("data/rows.jsonl.zst", "rows"),
         ("data/Rows.JSONL.GZ", "Rows"),
         ("data/train-*.parquet", "data"),
+        ("data/train*", "data"),
+        ("data/g.jsonl*", "g"),
+        ("data/gsm8k-*.jsonl.gz", "gsm8k"),
+        ("data/rows[0-9].json", "rows"),
+        ("data/**/*.json", "data"),
+        ("data/set*/*.json", "set"),
         ("s3://bucket/set/rows.csv", "rows"),
         ("s3://bucket/set/*.csv", "set"),
         ("owner/name", "name"),

@@ -105,6 +105,10 @@ def test_examples_choose_from_several_stores(tmp_path: Path) -> None:
     assert str(examples.origin(2)) == "b.jsonl:2"
     assert str(examples[-1].origin) == "b.jsonl:2"
     assert not Examples([], [])
+    ids, sizes = examples.token_ids(np.array([2, 0, 1, 0]))
+    assert ids.tolist() == [5] * 5 + [3] * 3 + [1] + [3] * 3 and sizes.tolist() == [5, 3, 1, 3]
+    ids, sizes = examples.token_ids(np.zeros(0, np.int64))
+    assert len(ids) == len(sizes) == 0
 
 
 def test_the_largest_token_is_named_with_its_line() -> None:

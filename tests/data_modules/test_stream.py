@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +16,9 @@ import torch
 
 from data_modules import Batch, DataConfig, DataError, DatasetConfig, PackingConfig
 from data_modules.datamodule import FinetuneDataModule
+from data_modules.mixture import MixtureConfig
 from data_modules.settings import check_datasets
+from tests.conftest import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +131,12 @@ def test_the_order_follows_from_the_seed_and_a_later_start_is_its_rest(
 def test_weights_are_shares_of_rows(tmp_path: Path, tokenizer: Any) -> None:
     files = [write(tmp_path / "a.jsonl", 300), write(tmp_path / "b.jsonl", 300, "two")]
     files[0].weight, files[1].weight = 3.0, 1.0
-    seen = texts(stream_of(build(files, tokenizer), 30), tokenizer)
-    share = sum("one" in text for text in seen) / len(seen)
-    assert abs(share - 0.75) < 0.05
+    for weights in ("rows", "tokens"):
+        module = build(files, tokenizer, mixture=MixtureConfig(weights=weights))
+        seen = texts(stream_of(module, 30), tokenizer)
+        sizes = [len(tokenizer(text)["input_ids"]) if weights == "tokens" else 1 for text in seen]
+        ours = sum(size for size, text in zip(sizes, seen, strict=True) if "one" in text)
+        assert abs(ours / sum(sizes) - 0.75) < 0.05
 
 
 def test_rows_for_validation_are_never_learned(tmp_path: Path, tokenizer: Any) -> None:
@@ -136,7 +144,60 @@ def test_rows_for_validation_are_never_learned(tmp_path: Path, tokenizer: Any) -
     held_out = {tokenizer.decode(example.input_ids) for example in module.val_examples}
     seen = set(texts(stream_of(module, 60), tokenizer))
     assert len(held_out) == 10 and len(seen) == 90 and not held_out & seen
-    assert "its first 10 rows are for validation" in module.report.lines()[0]
+    assert "10 of its first rows are for validation" in module.report.lines()[0]
+    assert [one.train for one in module.audit.datasets] == [10]
+
+
+def test_a_row_held_out_that_comes_again_is_not_learned(tmp_path: Path, tokenizer: Any) -> None:
+    dataset = write(tmp_path / "a.jsonl", 60)
+    lines = Path(dataset.path).read_text().splitlines(keepends=True)
+    Path(dataset.path).write_text("".join(lines + lines[:20]))
+    module = build([dataset], tokenizer, val_set_size=10)
+    seen = set(texts(stream_of(module, 60), tokenizer))
+    held_out = {tokenizer.decode(example.input_ids) for example in module.val_examples}
+    assert len(seen) == 50 and not held_out & seen
+
+
+def test_all_ranks_read_one_format(tmp_path: Path, tokenizer: Any) -> None:
+    kinds = [{"prompt": "q", "completion": "a"}, {"text": "one"}]
+    rows = kinds * 20
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [DatasetConfig(path=str(tmp_path / "a.jsonl"))]
+    with pytest.raises(DataError, match="missing"):
+        for rank in range(2):
+            stream_of(build(files, tokenizer, rank=rank, num_ranks=2), 3)
+
+
+def test_nothing_is_asked_of_a_stream_without_validation(tmp_path: Path, tokenizer: Any) -> None:
+    module = build([write(tmp_path / "a.jsonl", 30)], tokenizer)
+    assert module.prompts(5) == {} and not module.val_dataloader()
+    module.write_reports(tmp_path)
+    assert len(module.probe_ids()) > 3
+
+
+def test_tokens_beyond_the_embedding_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    module = build([write(tmp_path / "a.jsonl", 30)], tokenizer)
+    module._vocab_size = 50
+    with pytest.raises(DataError, match=r"a\.jsonl:\d+ holds token id .* embedding has 50 rows"):
+        stream_of(module, 1)
+
+
+def test_long_rows_can_stop_a_stream(tmp_path: Path, tokenizer: Any) -> None:
+    dataset = write(tmp_path / "a.jsonl", 30)
+    with Path(dataset.path).open("a") as file:
+        file.write(json.dumps({"prompt": "q", "completion": "one " * 99}) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl:31 has \d+ tokens"):
+        stream_of(build([dataset], tokenizer, on_long="error"), 99)
+    assert len(stream_of(build([dataset], tokenizer), 30)) == 30
+
+
+def test_an_error_of_a_worker_is_said_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
+    dataset = write(tmp_path / "a.jsonl", 30)
+    with Path(dataset.path).open("a") as file:
+        file.write('{"prompt": 3, "completion": "x"}\n')
+    with pytest.raises(DataError) as caught:
+        list(build([dataset], tokenizer, max_steps=99, num_workers=1).train_dataloader())
+    assert len(caught.value.problems) == 1 and "a.jsonl:31 prompt" in caught.value.problems[0]
 
 
 def test_a_stream_without_an_end_needs_max_steps(tmp_path: Path, tokenizer: Any) -> None:
@@ -162,8 +223,33 @@ def test_too_few_rows_for_the_ranks(tmp_path: Path, tokenizer: Any) -> None:
 
 
 def test_settings_that_a_stream_cannot_have(tmp_path: Path) -> None:
-    dataset = write(tmp_path / "a.jsonl", 3)
-    dataset.split = "train[:90%]"
-    found = check_datasets(DataConfig(datasets=[dataset], streaming=True))
-    assert "data.val_set_size=0.05 of a stream" in found[0]
-    assert "data.datasets[0].split is 'train[:90%]': a stream takes a whole split" in found[1]
+    datasets = [write(tmp_path / "a.jsonl", 3), write(tmp_path / "b.jsonl", 3)]
+    datasets[0].split, datasets[1].max_rows = "train[:90%]", 5
+    found = check_datasets(DataConfig(datasets=datasets, streaming=True, max_dropped_share=0.1))
+    assert [problem.split(" ")[0].split("=")[0] for problem in found] == [
+        "data.val_set_size",
+        "data.datasets[0].split",
+        "data.max_dropped_share",
+        "data.datasets[1].max_rows",
+        "data.mixture.weights",
+    ]
+
+
+def test_a_run_learns_from_a_stream_with_workers(tmp_path: Path, stories: Path) -> None:
+    # In a process of its own: a tokenizer that used its threads before the fork hung the workers.
+    rows = [{"prompt": f"Once upon a time {index}", "completion": " yes"} for index in range(400)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [
+        f"model.path={stories}",
+        f"data.datasets=[{{path: {tmp_path / 'a.jsonl'}}}]",
+        "data.streaming=true",
+        "data.val_set_size=20",
+        "data.num_workers=2",
+        "trainer.max_steps=3",
+        f"output.dir={tmp_path / 'run'}",
+        "logger=csv",
+    ]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, "-m", "app.train", *words]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120)
+    assert (tmp_path / "run/metrics.json").exists()

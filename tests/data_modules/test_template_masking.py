@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.template import ChatTemplate, MaskConfig, check_mask
+from data_modules.template import (
+    TEMPLATE_NAMES,
+    TEMPLATES_WITH_TOOLS,
+    ChatTemplate,
+    MaskConfig,
+    check_mask,
+)
 from data_modules.template.named_templates import named_template
 from data_modules.types import (
     Conversation,
     Document,
+    Encoded,
     Note,
     Origin,
     Segment,
@@ -21,7 +29,7 @@ from data_modules.types import (
     ToolCall,
     Turn,
 )
-from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
 
 ORIGIN = Origin("rows.json", 7)
@@ -259,11 +267,103 @@ def test_a_tool_call_is_learned_whole(content: str) -> None:
     assert ids == expected[: len(ids)]
 
 
+PLAIN_CALL = '<tool_call>{"name": "weather", "arguments": {"city": "<b>\u00e9"}}</tool_call>'
+
+
+@pytest.mark.parametrize("content", ["", "let me look", "it may hold </s> too"])
+def test_plain_writes_tools_calls_and_results(content: str) -> None:
+    template = template_of("plain")
+    item = calling(content)
+    said = f"{content}\n{PLAIN_CALL}" if content else PLAIN_CALL
+    text = text_of(template, item)
+    tools = json.dumps([WEATHER], ensure_ascii=False)
+    assert text == (
+        f"### Tools:\n{tools}\n\n### User:\nwhat is it?\n\n### Assistant:\n{said}</s>\n\n"
+        "### Tool:\nsun\n\n### Assistant:\nit is sun</s>"
+    )
+    assert runs(template, item) == [said + "</s>", "it is sun</s>"]
+    assert [note.kind for note in encode(template, item).notes if note.kind[:4] == "lost"] == []
+
+
+def test_plain_writes_arguments_that_are_a_string_as_they_are() -> None:
+    tokenizer = template_of("plain")._tokenizer
+    call = {"function": {"name": 'a"b', "arguments": '{"x": 1}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call, call]}]
+    written = '<tool_call>{"name": "a\\"b", "arguments": {"x": 1}}</tool_call>'
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        f"### Assistant:\n{written}\n{written}</s>\n\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "learned", "seen"),
+    [
+        ("keep", THOUGHT + "two</s>", THOUGHT),
+        ("mask", "two</s>", THOUGHT),
+        ("strip", "two</s>", ""),
+    ],
+)
+def test_plain_writes_thoughts(reasoning: str, learned: str, seen: str) -> None:
+    template = template_of("plain", reasoning=reasoning)
+    for item in (THINKS, INLINE):
+        assert text_of(template, item).endswith(f"### Assistant:\n{seen}two</s>")
+        assert runs(template, item) == [learned]
+        assert encode(template, item).notes == ()
+
+
+@pytest.mark.parametrize("name", ["chat/glaive_toolcall_en.json"])
+def test_real_tool_data_loses_nothing_in_plain(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (SHARED / name).is_file():
+        pytest.skip("needs the shared data")
+    from data_modules.format import convert_row
+    from data_modules.source import read_rows
+
+    rows = read_rows(str(SHARED / name))
+    items = [item for row in rows for item in convert_row(row, "sharegpt", {})]
+    template = template_of("plain")
+    monkeypatch.setattr(template._finder, "search", None)  # the slow way
+    called = 0
+    for item, encoded in zip(items, template.encode(items), strict=True):
+        assert isinstance(encoded, Encoded) and isinstance(item, Conversation)
+        assert encoded.notes == ()
+        text = template._tokenizer.decode(encoded.input_ids)
+        learned = template._tokenizer.decode(encoded.input_ids[encoded.weights > 0])
+        wanted = ""
+        for tool in item.tools:
+            assert json.dumps(tool, ensure_ascii=False) in text
+        for turn in item.turns:
+            if turn.role != "assistant":
+                assert turn is item.turns[-1] or turn.content in text
+                continue
+            calls = [
+                f'<tool_call>{{"name": "{call.name}", "arguments": '
+                f"{json.dumps(call.arguments, ensure_ascii=False)}}}</tool_call>"
+                for call in turn.tool_calls
+            ]
+            called += len(calls)
+            wanted += "\n".join([turn.content] * bool(turn.content) + calls) + "</s>"
+        assert learned == wanted
+    assert called > 100
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+def test_templates_with_tools_are_those_that_lose_nothing(name: str) -> None:
+    specials = [
+        *("</s>", *IM, "<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|eot_id|>"),
+        *("<|end_header_id|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    ]
+    template = ChatTemplate.resolve(build_tokenizer(specials, eos="</s>"), name)
+    (encoded,) = template.encode([calling("look")])
+    keeps = isinstance(encoded, Encoded) and not any("lost" in n.kind for n in encoded.notes)
+    assert keeps == (name in TEMPLATES_WITH_TOOLS)
+
+
+@pytest.mark.parametrize("name", TEMPLATES_WITH_TOOLS)
 @pytest.mark.parametrize("system", [(), (Turn("system", "be brief"),)])
 def test_rows_with_tools_are_rendered_once(
-    system: tuple[Turn, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, system: tuple[Turn, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    template = template_of("qwen3")
+    template = template_of(name)
 
     def row(number: int) -> Conversation:
         tool = {"type": "function", "function": {"name": f"tool {number}", "description": "}"}}

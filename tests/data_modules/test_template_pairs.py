@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.types import Conversation, Document, Note, Origin, Segment, Tokens, Turn
+from data_modules.types import Conversation, Document, Encoded, Note, Origin, Segment, Tokens, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import encode, problem
 
@@ -124,6 +124,27 @@ def test_rows_without_two_sides_are_named(item: Any, told: str) -> None:
         "RowProblem",
         "Encoded",
     ]
+
+
+def test_rows_are_rendered_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = t5_like()
+    template = resolve(tokenizer)
+    rows = [CHAT, ASKED, Conversation((Turn("system", "one"), *CHAT.turns[:2]), ORIGIN), CHAT]
+    alone = [encode(template, row) for row in rows]
+    calls = []
+    render = tokenizer.apply_chat_template
+
+    def count(chats: list[Any], **options: Any) -> Any:
+        calls.append(len(chats))
+        return render(chats, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", count)
+    for one, encoded in zip(alone, template.encode(rows), strict=True):
+        assert isinstance(encoded, Encoded)
+        assert encoded.input_ids.tolist() == one.input_ids.tolist()
+        assert encoded.target_ids is not None and one.target_ids is not None
+        assert encoded.target_ids.tolist() == one.target_ids.tolist()
+    assert calls == [3]
 
 
 def test_thoughts_of_the_target_are_kept_masked_or_stripped() -> None:

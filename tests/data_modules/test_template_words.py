@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import unicodedata
 from functools import cache
@@ -46,6 +47,121 @@ LLAMA3 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN = LLAMA3.replace("{1,3}", "")
+
+
+@cache
+def merging_nothing() -> Any:
+    """Build a tokenizer as Llama 3's: words of its vocabulary are taken whole, without merges."""
+    import tokenizers
+
+    tokenizer = build_tokenizer(["<|im_end|>", "</s>"], eos="</s>")
+    backend = tokenizer.backend_tokenizer
+    described = json.loads(backend.to_str())
+    vocab = described["model"]["vocab"]
+    for word in (
+        "abc",
+        "the",
+        "\u0120123",
+        "12",
+        "\u0120fox\u0120",
+        "\u00c3\u00a9t\u00c3\u00a9",
+        "'ll",
+    ):
+        vocab.setdefault(word, max(vocab.values()) + 1)
+    described["model"]["merges"] = described["model"]["merges"][:40]
+    described["model"]["ignore_merges"] = True
+    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3), "isolated")
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, level])
+    return tokenizer
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(text=texts)
+def test_words_of_the_vocabulary_are_taken_whole_where_merges_are_ignored(text: str) -> None:
+    tokenizer = merging_nothing()
+    backend = tokenizer.backend_tokenizer
+    whole = [backend.token_to_id(word) for word in ("abc", "'ll")]
+    assert backend.encode("abc'll", add_special_tokens=False).ids == whole
+    tokeniser = Tokeniser(tokenizer)
+    for one in (text, f"the abc 123 \u00e9t\u00e9{text}"):
+        expected = backend.encode(one, add_special_tokens=False).ids
+        assert tokeniser._words is not None and tokeniser._words.ids(one) in (None, expected)
+        (spelled,) = tokeniser.spell([one], {})
+        assert spelled.ids.tolist() == expected
+
+
+@pytest.mark.parametrize("normalizer", ["", "NFC"])
+@pytest.mark.parametrize(
+    ("content", "options"),
+    [
+        ("<mark>", {"lstrip": True}),
+        ("<mark>", {"rstrip": True}),
+        ("<mark>", {"single_word": True}),
+        ("mark", {"single_word": True}),
+        ("mark", {"normalized": True}),
+        ("<mark>", {"normalized": True, "lstrip": True, "rstrip": True}),
+        ("<e\u0301>", {"normalized": True}),
+        ("<e\u0301>", {"normalized": False}),
+        ("<e\u0301>", {"special": True}),
+        ("  ", {"normalized": True}),
+        ("", {}),
+    ],
+)
+def test_added_tokens_of_all_kinds_are_spelled_as_by_the_tokenizer(
+    normalizer: str, content: str, options: dict[str, bool]
+) -> None:
+    import tokenizers
+
+    tokenizer = build_tokenizer(["</s>"], eos="</s>")
+    if normalizer:
+        tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.add_tokens([tokenizers.AddedToken(content, **options)])
+    tokeniser = Tokeniser(tokenizer)
+    held = [content, "<e\u0301>", "<\u00e9>"]
+    texts = [
+        f"{a}{one}{b}" for one in held for a in ("", "a", "a ", " \n") for b in ("", "b", "  b")
+    ]
+    for text in [*texts, " ".join(texts)]:
+        expected = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        # Asked first: words that differ are given up as soon as a text is spelled.
+        assert tokeniser._words is None or tokeniser._words.ids(text) in (None, expected)
+        (spelled,) = tokeniser.spell([text], {})
+        assert spelled.ids.tolist() == expected
+
+
+def test_byte_fallback_is_left_to_the_tokenizer() -> None:
+    tokenizer = build_tokenizer(["</s>"], eos="</s>")
+    tokenizer.backend_tokenizer.model.byte_fallback = True
+    tokeniser = Tokeniser(tokenizer)
+    assert tokeniser._words is None and tokeniser._widths is None
+
+
+def test_one_text_takes_no_threads() -> None:
+    import tokenizers
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("threads are taken")
+
+    for tokenizer in (tokenizer_of(LLAMA3, ""), tokenizer_of("", "NFC")):
+        tokeniser = Tokeniser(tokenizer)
+        texts = ["the quick", "\u4e00 \u2603"]
+        expected = [one.ids.tolist() for one in tokeniser.spell(texts, {})]
+
+        class Alone:
+            encode_batch = encode_batch_fast = staticmethod(refuse)
+
+            def __init__(self, backend: tokenizers.Tokenizer) -> None:
+                self._backend = backend
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._backend, name)
+
+        tokeniser._backend = Alone(tokeniser._backend)
+        assert [tokeniser.spell([text], {})[0].ids.tolist() for text in texts] == expected
+        tokeniser._widths = None
+        assert [tokeniser.spell([text], {})[0].ids.tolist() for text in texts] == expected
 
 
 @cache

@@ -12,6 +12,8 @@ from app.model.build import ModelConfig
 from app.model.tokenizer import build_tokenizer
 from tests.tiny import TINY_BASE
 
+SHARED = Path(__file__).parents[2] / ".." / "shared" / "data" / "tokenizers"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -54,3 +56,46 @@ def test_another_tokenizer_can_be_named(folder: Path, tmp_path: Path) -> None:
     empty.mkdir()
     config = ModelConfig(path=str(empty), tokenizer_path=str(folder))
     assert build_tokenizer(config).eos_token == "<|im_end|>"
+
+
+def shared(name: str) -> Path:
+    if not (SHARED / name).is_dir():
+        pytest.skip("needs the shared tokenizers")
+    return SHARED / name
+
+
+def test_a_config_that_is_not_there_is_to_be_written(tmp_path: Path) -> None:
+    shutil.copy(shared("olmo-gpt-neox") / "tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match="has no eos_token") as error:
+        build_tokenizer(ModelConfig(path=str(tmp_path)))
+    written = '{"eos_token": "<|endoftext|>"}'
+    assert str(error.value).endswith(
+        f"write a tokenizer_config.json with {written} into that folder"
+    )
+    (tmp_path / "tokenizer_config.json").write_text(written)
+    assert build_tokenizer(ModelConfig(path=str(tmp_path))).eos_token == "<|endoftext|>"
+
+
+def test_a_sentencepiece_file_of_t5_is_read_as_such() -> None:
+    import sentencepiece
+
+    folder = shared("t5")
+    tokenizer = build_tokenizer(ModelConfig(path="none", tokenizer_path=str(folder)))
+    own = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
+    text = "Translate to German:  \u00e9t\u00e9 \u2603 is  good."
+    assert tokenizer.is_fast and len(tokenizer) == 32100
+    assert tokenizer(text)["input_ids"] == [*own.encode(text), tokenizer.eos_token_id]
+
+
+def test_a_sentencepiece_file_of_unknown_kind_is_refused() -> None:
+    folder = shared("mistral-7b-v0.1")
+    with pytest.raises(ValueError, match=r"tokenizer.model alone does not say how") as error:
+        build_tokenizer(ModelConfig(path=str(folder)))
+    assert "set model.tokenizer_path to a folder with tokenizer.json" in str(error.value)
+
+
+def test_a_folder_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
+    shutil.copy(TINY_BASE / "config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"it has no tokenizer.json") as error:
+        build_tokenizer(ModelConfig(path=str(tmp_path)))
+    assert "\n" not in str(error.value) and "from one of" not in str(error.value)

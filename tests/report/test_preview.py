@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from transformers import AutoTokenizer
 
 from app.config import load_config
 from app.preview import preview
+from app.report.preview import PackedDocument, PackView
+from app.report.preview_page import _pack
 from app.report.preview_text import spell
 from app.report.spelling import MAX_TOKENS, Passage, Piece, Speller, visible
 from data_modules import DataError
@@ -163,7 +166,7 @@ def test_a_tokenizer_without_a_model_is_enough(
     words += [f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
     _, _, printed = run_preview(*words, "trainer.devices=2", "preview.rows=1")
     assert "sequence length: 2,048 tokens (the model's context is not known" in printed
-    assert "ranks: 2, as typed" in printed
+    assert "ranks: 2, as typed (trainer.devices=2, trainer.num_nodes=1)" in printed
 
 
 def test_numbers_of_a_gated_base_come_from_its_settings(
@@ -202,11 +205,12 @@ def test_shares_and_packs_are_those_of_the_steps(
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{sets}]", "data.val_set_size=0"]
     _, page, printed = run_preview(*words, "data.sequence_len=32", "data.audit.overlap=false")
     lines = [line.split() for line in printed.splitlines()]
-    assert next(line for line in lines if line[:3] == ["a", "each", "row"])[5:7] == [
-        "120",
-        "75.00%",
-    ]
-    assert next(line for line in lines if line[:3] == ["b", "each", "row"])[5:7] == ["40", "25.00%"]
+    heading = next(
+        line for line in lines if line[:5] == ["data", "set", "rows", "tokens", "epochs"]
+    )
+    table = lines[lines.index(heading) + 1 :]
+    assert [*table[0][:2], *table[0][3:6]] == ["a", "40", "3", "120", "75.00%"]
+    assert [*table[1][:2], *table[1][3:6]] == ["b", "40", "1", "40", "25.00%"]
     packs = [a for tag, a in page.tags if tag == "div" and a.get("class") == "pack"]
     assert len(packs) == 4, "two of each of the first two steps"
     styles = [a["style"] or "" for a in page.tags_of("span") if "style" in a]
@@ -225,8 +229,36 @@ def test_shares_that_were_asked_for_stand_beside_those_of_the_steps(
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{sets}]", "data.val_set_size=0"]
     _, _, printed = run_preview(*words, "data.sequence_len=32", "data.mixture.weights=rows")
     lines = [line.split() for line in printed.splitlines()]
-    wanted = ["a", "75.00", "%", "of", "rows", "120", "75.00%"]
-    assert next(line for line in lines if line[:2] == wanted[:2])[:7] == wanted
+    row = next(line for line in lines if line[:2] == ["a", "40"] and len(line) == 8)
+    assert (row[4], row[5], row[7]) == ("120", "75.00%", "75.00%")
+
+
+def test_a_run_that_ends_early_shows_its_steps_alone(
+    run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [{"text": f"number {i}"} for i in range(40)]
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
+    words += ["data.val_set_size=0", "data.sequence_len=32", "packing=none"]
+    words += ["trainer.gradient_accumulation_steps=5"]
+    for steps, epochs, over in ((1, "0.125", "the only step (5 packs)"), (8, "1", "all 8 steps")):
+        _, _, printed = run_preview(*words, f"trainer.max_steps={steps}")
+        assert f"mixture over {over}" in printed
+        (row,) = [line.split() for line in printed.splitlines() if line.startswith("a  ")][:1]
+        assert row[3:5] == [epochs, str(5 * steps)]
+
+
+def test_shares_that_repeat_a_data_set_are_warned_of(
+    run_preview: Callable[..., Any], tmp_path: Path
+) -> None:
+    files = [
+        write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(size)])
+        for name, size in (("small", 8), ("large", 48))
+    ]
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{', '.join(files)}]"]
+    words += ["data.val_set_size=0", "data.sequence_len=32", "data.mixture.weights=rows"]
+    _, page, printed = run_preview(*words)
+    for shown in (printed, page.shown):
+        assert "small 6 times; data.mixture.stop=first" in shown
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "olmo-gpt-neox"])
@@ -285,20 +317,46 @@ def test_of_long_rows_the_beginning_and_the_end_are_shown() -> None:
         ({}, "ask «yes»</s>\n[... 7 tokens left out ...]\n«no»"),
         ({"force_terminal": True, "color_system": None}, "ask «yes»</s>"),
         ({"force_terminal": True, "no_color": True, "color_system": "standard"}, "«"),
-        ({"force_terminal": True, "color_system": "standard"}, "\x1b[1;32myes\x1b[0m"),
+        (
+            {"force_terminal": True, "color_system": "standard"},
+            "ask \x1b[1;32myes\x1b[0m\x1b[36m</s>\x1b[0m\n",
+        ),
     ],
     ids=["file", "dumb", "NO_COLOR", "colours"],
 )
 def test_learned_tokens_are_marked_with_and_without_colours(
     console: dict[str, Any], wanted: str
 ) -> None:
-    head = [Piece("ask ", (1,), 0.0, False), Piece("yes", (2,), 1.0, False)]
+    head = [Piece("a", (1,), 0.0, False), Piece("sk ", (6,), 0.0, False)]
+    head += [Piece("y", (2,), 1.0, False), Piece("es", (5,), 0.5, False)]
     head.append(Piece("</s>", (3,), 0.0, True))
     passage = Passage(head, 7, [Piece("no", (4,), 0.5, False)])
     screen = Console(file=io.StringIO(), highlight=False, **console)
     screen.print(spell(passage, screen), soft_wrap=True)
     assert isinstance(screen.file, io.StringIO)
     assert wanted in screen.file.getvalue()
+
+
+def test_neighbours_in_a_pack_differ() -> None:
+    documents = [PackedDocument(dataset=d, origin="", tokens=8, learned=4) for d in (0, 0, 0, 1, 0)]
+    pack = PackView(step=0, number=0, capacity=64, documents=documents)
+    assert pack.shades == [False, True, False, False, False]
+    page = _pack(pack, ["a", "b"])
+    kinds = re.findall(r'<span class="([^"]*)"', page)
+    assert kinds == ["h0", "h0 alt", "h0", "h1", "h0"]
+    assert all(before != after for before, after in itertools.pairwise(kinds))
+
+
+def test_what_is_not_marked_is_not_in_the_legend(
+    run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
+    words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
+    assert "  below: «learned», only seen\n" in run_preview(*words)[2]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "only seen, \x1b[36mspecial token\x1b[0m" in run_preview(*words)[2]
 
 
 def test_colours_are_there_where_they_are_forced(

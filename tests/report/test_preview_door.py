@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 
 from app.config import conf_files, load_config
 from app.config.verbs import PreviewConfig
-from app.preview import beginning_of, plan_as_typed
+from app.preview import beginning_of, describe_ranks, describe_stream, plan_as_typed
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig, DatasetConfig
 from tests.conftest import ROOT
@@ -150,11 +151,34 @@ def test_steps_are_planned_for_the_ranks_that_were_typed() -> None:
     assert plan_as_typed(typed) == (4, 3)
 
 
-def test_of_a_stream_the_beginning_is_shown() -> None:
-    sets = [DatasetConfig(path="a"), DatasetConfig(path="b", split="test[5:9]")]
-    data = beginning_of(DataConfig(datasets=sets, streaming=True))
-    assert [dataset.split for dataset in data.datasets] == ["train[:2000]", "test[5:9]"]
-    assert not data.streaming
+def test_ranks_that_nobody_typed_are_not_called_typed() -> None:
+    assert describe_ranks(TrainerConfig(), 1) == (
+        "ranks: 1, with trainer.devices=auto taken as 1; type the number of GPUs that the run will "
+        "have"
+    )
+    typed = TrainerConfig(devices=4, num_nodes=2)
+    assert describe_ranks(typed, 8) == (
+        "ranks: 8, as typed (trainer.devices=4, trainer.num_nodes=2)"
+    )
+
+
+def test_of_a_stream_the_beginning_is_shown_and_what_it_holds_out() -> None:
+    sets = [DatasetConfig(path="a"), DatasetConfig(path="b", split="test")]
+    tests = [DatasetConfig(path="c")]
+    typed = DataConfig(datasets=sets, test_datasets=tests, streaming=True, val_set_size=50)
+    data = beginning_of(typed)
+    assert [dataset.split for dataset in data.datasets] == ["train[50:2050]", "test[50:2050]"]
+    compared = [(dataset.path, dataset.split) for dataset in data.test_datasets]
+    assert compared == [("c", "train"), ("a", "train[:50]"), ("b", "test[:50]")]
+    assert (data.streaming, data.val_set_size) == (False, 0)
+    assert describe_stream(typed) == [
+        "a stream: only its first 2,000 rows after the 50 that are held out for validation were "
+        "read; steps, epochs and shares below are of these alone"
+    ]
+    none_out = replace(typed, val_set_size=0, test_datasets=[])
+    assert beginning_of(none_out).test_datasets == []
+    assert "only its first 2,000 rows were read" in describe_stream(none_out)[0]
+    assert describe_stream(replace(typed, streaming=False)) == []
 
 
 def test_errors_and_help_never_wait_for_torch() -> None:

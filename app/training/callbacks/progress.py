@@ -23,7 +23,7 @@ FIGURES = {
 
 
 class ProgressBar(L.Callback):
-    """Show progress on a terminal as a live bar, in a file as ten lines a run."""
+    """Show progress on a terminal as a live bar, in a file as ten lines a run and its last step."""
 
     def __init__(self, curves: Curves) -> None:
         self.curves = curves
@@ -65,10 +65,9 @@ class ProgressBar(L.Callback):
         step, total = trainer.global_step, trainer.max_steps
         if self.progress is not None:
             self.progress.update(self.task, completed=step, what="train", figures=self.figures())
-        elif self.curves.latest_step == step and (step >= self.next_line or step == total):
+        elif self.curves.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / LINES_PER_RUN
-            left = (time.monotonic() - self.started) / step * (total - step)
-            print(f"step {step}/{total}  {self.figures()}  {left:.0f} s left", flush=True)
+            self._say(step, total)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Say that a validation runs."""
@@ -84,7 +83,9 @@ class ProgressBar(L.Callback):
         )
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Close the bar."""
+        """Close the bar; in a file, say how the last step went, with its validation."""
+        if trainer.is_global_zero and self.progress is None and trainer.global_step:
+            self._say(trainer.global_step, trainer.max_steps)
         self._close()
 
     def on_exception(
@@ -92,6 +93,11 @@ class ProgressBar(L.Callback):
     ) -> None:
         """Give the terminal back before an error is printed."""
         self._close()
+
+    def _say(self, step: int, total: int) -> None:
+        seconds = time.monotonic() - self.started
+        left = f"{seconds / step * (total - step):.0f} s left" if step < total else "done"
+        print(f"step {step}/{total}  {self.figures()}  {left}", flush=True)
 
     def _close(self) -> None:
         if self.progress is not None:

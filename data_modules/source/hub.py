@@ -1,0 +1,220 @@
+"""Read a data set of the Hugging Face hub, or the copy of it that was downloaded before.
+
+Decides which commit is read, and what is said where the hub does not answer: it is asked once, not
+again and again. Never looks at what a row means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from data_modules.source.chunks import BadRow, BatchChunk, Chunk, grouped, too_large
+from data_modules.source.opening import reason_of
+from data_modules.source.splits import Part, rows_of, take
+from data_modules.types import DataError, Origin, Row
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NEWEST = (None, "main")
+_TIMEOUT = 5.0
+_BATCH_ROWS = 1000
+_VALUE_BYTES = 8
+
+
+class _UnreachableError(Exception):
+    """Say why the hub does not answer."""
+
+
+def commit_of(path: str, revision: str | None) -> str | None:
+    """Return the commit that `revision` means: on the hub, or of the copy downloaded before.
+
+    None where the hub has no such data set, and where it does not answer and there is no copy.
+    """
+    if revision is not None and _COMMIT.fullmatch(revision):
+        return revision
+    try:
+        return _ask(path, revision)
+    except _UnreachableError:
+        if revision not in _NEWEST:
+            return None
+    try:
+        return str(_copy_of(path).hash)
+    except ValueError:
+        return None
+
+
+def read_hub(
+    path: str,
+    revision: str | None,
+    max_row_bytes: int,
+    shard: tuple[int, int],
+    streaming: bool,
+    part: Part,
+) -> Iterator[Chunk]:
+    """Yield the rows of a slice of a hub data set; of a stream those of `shard`.
+
+    The place of a row names the split: `owner/name (train):7`. Raises DataError where the hub does
+    not give them.
+    """
+    import datasets
+
+    try:
+        builder = _builder_of(path, revision)
+        if streaming:
+            rows = builder.as_streaming_dataset(split=part.name)
+            yield from _stream(path, part, rows, shard, max_row_bytes)
+        else:
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=part.name)
+            chunks = _load(path, part, rows, max_row_bytes)
+            yield from take(chunks, *rows_of(path, part, len(rows)))
+    except DataError:
+        raise
+    except _errors(ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
+        cause = e.__cause__ if isinstance(e, datasets.exceptions.DatasetGenerationError) else None
+        asked = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
+        raise DataError(
+            f"{path}: no such file here, and the hub gave no data set of that name "
+            f"({asked}): {reason_of(cause if isinstance(cause, Exception) else e)}"
+        ) from e
+
+
+def _ask(path: str, revision: str | None) -> str | None:
+    """Return the commit on the hub, None where the hub says that there is none."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    try:
+        info = huggingface_hub.HfApi().dataset_info(path, revision=revision, timeout=_TIMEOUT)
+    except HFValidationError as error:
+        raise DataError(
+            f"{path}: no such file here, and no name of a hub data set: {reason_of(error)}"
+        ) from error
+    except HfHubHTTPError:
+        return None
+    except OfflineModeIsEnabled as error:
+        raise _UnreachableError("HF_HUB_OFFLINE is set") from error
+    except _errors(ValueError) as error:
+        raise _UnreachableError(f"{reason_of(error)}; no network?") from error
+    return info.sha
+
+
+def _errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
+    """Return `more` and what is raised where a network fails."""
+    # Which library's error it is hangs on the version of huggingface_hub: httpx, httpx2, requests.
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+
+    return OSError, HTTPError, *more
+
+
+def _builder_of(path: str, revision: str | None) -> Any:
+    """Return what `datasets` builds the rows with, of the commit that is asked for.
+
+    Where the hub does not answer `datasets` is not asked: it would try for half a minute.
+    """
+    import datasets
+
+    try:
+        commit = _ask(path, revision)
+    except _UnreachableError as error:
+        return _copy_instead(path, revision, error)
+    builder = datasets.load_dataset_builder(path, revision=revision)
+    # It takes what was downloaded before, of any commit, where the network breaks off.
+    asked = commit or (builder.hash if revision in _NEWEST else revision)
+    if builder.hash != asked:
+        raise DataError(
+            f"{path}: commit {builder.hash} was given where {asked} is asked for; start again"
+        )
+    return builder
+
+
+def _copy_instead(path: str, revision: str | None, why: _UnreachableError) -> Any:
+    unreachable = f"the Hugging Face hub cannot be reached ({why})"
+    try:
+        builder = _copy_of(path)
+    except ValueError as error:
+        raise DataError(
+            f"{path}: no such file here, and {unreachable}, nor is there a copy downloaded before "
+            f"({reason_of(error)}); give a local file or folder, check the name, or download the "
+            "data set where there is a network and bring the cache (HF_HOME) here"
+        ) from error
+    if revision not in (*_NEWEST, builder.hash):
+        raise DataError(
+            f"{path}: {unreachable}; the copy downloaded before is of commit {builder.hash}, "
+            f"revision '{revision}' is asked for; give revision: {builder.hash} to take it"
+        )
+    return builder
+
+
+def _copy_of(path: str) -> Any:
+    """Return the newest copy downloaded before; raises ValueError where there is none."""
+    from datasets.packaged_modules.cache.cache import Cache
+
+    return Cache(repo_id=path, dataset_name=path.rpartition("/")[2], version="auto", hash="auto")
+
+
+def _load(path: str, part: Part, rows: Any, max_row_bytes: int) -> Iterator[Chunk]:
+    if not len(rows):
+        raise DataError(f"{path}: 0 rows in split '{part.name}'; give one with at least one row")
+    # Its types say which text is JSON; see BatchChunk.
+    described = rows.features.arrow_schema.metadata
+    name, first = f"{path} ({part.name})", 1
+    for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+        for batch in table.replace_schema_metadata(described).combine_chunks().to_batches():
+            numbers = range(first, first + batch.num_rows)
+            first = numbers.stop
+            yield BatchChunk(name, batch.nbytes, numbers, batch, max_row_bytes)
+
+
+def _stream(
+    path: str,
+    part: Part,
+    rows: Any,
+    shard: tuple[int, int],
+    max_row_bytes: int,
+) -> Iterator[Chunk]:
+    index, count = shard
+    name = f"{path} ({part.name})"
+    if count > 1 and rows.num_shards % count == 0:
+        # Its files are dealt out: nobody fetches what another one reads.
+        from datasets.distributed import split_dataset_by_node
+
+        rows = split_dataset_by_node(rows, rank=index, world_size=count)
+        name, shard = f"{path} ({part.name}, part {index + 1} of {count})", (0, 1)
+    total = None
+    if part.needs_total:
+        infos = rows.info.splits or {}
+        if part.name not in infos or not infos[part.name].num_examples:
+            raise DataError(
+                f"{path}: how many rows split '{part.name}' has is not known while it is streamed; "
+                f"give '{part}' in numbers of rows, or set data.streaming=false"
+            )
+        total = int(infos[part.name].num_examples)
+    read = (
+        _sized(dict(values), Origin(name, number), max_row_bytes)
+        for number, values in enumerate(rows, 1)
+    )
+    start, stop = rows_of(path, part, total)
+    num_rows = yield from take(grouped(read, name), start, stop, shard)
+    if start and num_rows <= start:
+        raise DataError(f"{path}: 0 rows in '{part}' of {num_rows:,} rows; give another slice")
+
+
+def _sized(values: dict[str, Any], origin: Origin, max_row_bytes: int) -> tuple[int, Row | BadRow]:
+    """Return a row and its size; in characters, of which each takes a byte or more."""
+    size = _size_of(values)
+    if size <= max_row_bytes:
+        return size, Row(values, origin)
+    raw = ", ".join(str(name) for name in values)
+    return size, too_large(origin, f"{size:,} or more", max_row_bytes, raw)
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_size_of, value.values()))
+    if isinstance(value, list):
+        return sum(map(_size_of, value))
+    return _VALUE_BYTES

@@ -1,0 +1,163 @@
+"""What training sees is what whoever serves the saved tokenizer sees, with exactly one BOS."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules.template import TEMPLATE_NAMES, ChatTemplate
+from data_modules.types import Conversation, Document, Origin, Segment, Turn
+from tests.data_modules.conftest import SHARED, build_tokenizer
+from tests.data_modules.test_template import (
+    GEMMA,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    ZEPHYR,
+    chat,
+    encode,
+    runs,
+    text_of,
+)
+
+ORIGIN = Origin("rows.json", 7)
+SPECIALS = [
+    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"),
+    *("<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|user|>", "<|system|>"),
+    *("<|assistant|>", "<|end|>"),
+]
+TURNS = (
+    "{% for m in messages %}{{ m.role + ':\n' + m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "llama3": LLAMA3,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+    "zephyr": ZEPHYR,
+    "qwen3": QWEN3,
+    "turns": TURNS,
+    "newline": f"\n\n{TURNS}\n",
+    "blanks before a block": f"  {TURNS}",
+    "newline and blanks before a block": f"\n   {TURNS}\r\n",
+    "blanks before text": f"  to {TURNS}",
+    "blanks that stay": "  {%+ if true %}" + TURNS + "{% endif %}  ",
+    "whitespace control": f"  \n {{%- set x = 1 -%}} \n {TURNS}",
+    "where a system turn stands": "{% if messages[0].role == 'system' %}{{ bos_token }}"
+    + "{% endif %}"
+    + TURNS,
+    "by its text where a system turn stands": "  {% if messages[0].role == 'system' %}<s>"
+    "{% endif %}\n\n " + TURNS + " \n\n",
+    "blanks at the end where a system turn stands": "{% if messages[0].role == 'system' %}"
+    "{{ bos_token }}{% endif %}" + TURNS + "x\n  ",
+    "macro": "{% set sep = ':\n' %}{% macro one(m) %}{{ m.role + sep + m.content }}{{ eos_token }}"
+    "{% endmacro %}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{{ one(m) }}{% endfor %}{% if messages[0].role == 'system' and bos_token %}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}",
+    "not in prompts": "{% if not add_generation_prompt %}{{ bos_token }}{% endif %}" + TURNS,
+}
+TALK = chat("yes, one?", "yes", "one two", "two")
+SYSTEM = Conversation((Turn("system", "be brief"), *TALK.turns), ORIGIN)
+NO_SYSTEM = ("gemma", "mistral")
+
+
+def messages(item: Conversation) -> list[dict[str, str]]:
+    return [{"role": turn.role, "content": turn.content} for turn in item.turns]
+
+
+def served(tokenizer: Any, item: Conversation, prompt: bool = False) -> list[int]:
+    ids: list[int] = tokenizer.apply_chat_template(
+        messages(item), add_generation_prompt=prompt, return_dict=False
+    )
+    return ids
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("template_name", [*TEMPLATES, *(f"= {name}" for name in TEMPLATE_NAMES)])
+def test_tokens_are_those_of_the_saved_tokenizer(
+    template_name: str, adds_bos: bool, tmp_path: Path
+) -> None:
+    import transformers
+
+    tokenizer = build_tokenizer(SPECIALS, bos="<s>", eos="</s>", adds_bos=adds_bos)
+    named = template_name.removeprefix("= ") if template_name.startswith("=") else None
+    original = None if named else TEMPLATES[template_name]
+    tokenizer.chat_template = original
+    before = tokenizer.apply_chat_template(messages(TALK), tokenize=False) if original else ""
+    template = ChatTemplate.resolve(tokenizer, named)
+    tokenizer.save_pretrained(tmp_path)
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path)
+
+    assert template.text == tokenizer.chat_template
+    assert template.hash == hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    bos = tokenizer.bos_token_id
+    for item in [TALK] if (named or template_name) in NO_SYSTEM else [TALK, SYSTEM]:
+        ids = encode(template, item).input_ids.tolist()
+        prompt = template.prompt(item)
+        asked = Conversation(item.turns[:-1], ORIGIN)
+        assert prompt is not None
+        for other in (tokenizer, saved):
+            expected = served(other, item)
+            assert ids == expected[: len(ids)]
+            assert prompt.input_ids == served(other, asked, prompt=True)
+        if adds_bos and named != "llama2":
+            assert ids[0] == bos and ids.count(bos) == 1
+            assert prompt.input_ids[0] == bos and prompt.input_ids.count(bos) == 1
+    if original:
+        # Nothing else is changed.
+        after = tokenizer.apply_chat_template(messages(TALK), tokenize=False)
+        adds = adds_bos and not before.startswith("<s>")
+        assert after == ("<s>" if adds else "") + before
+        written = adds_bos and template_name not in ("llama3", "mistral", "gemma")
+        assert (template.text != original) == written == ("`<s>`, which" in template.note)
+
+    again = ChatTemplate.resolve(saved, None)
+    assert again.note == "the tokenizer's own chat template"
+    assert again.text == saved.chat_template
+    assert encode(again, TALK).input_ids.tolist() == encode(template, TALK).input_ids.tolist()
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_documents_begin_as_the_tokenizer_begins_texts(adds_bos: bool) -> None:
+    tokenizer = build_tokenizer(SPECIALS, bos="<s>", eos="</s>", adds_bos=adds_bos)
+    template = ChatTemplate.resolve(tokenizer, None)
+    item = Document((Segment("what: ", 0.0), Segment("one two", 1.0)), ORIGIN)
+    expected = [*tokenizer("what: one two")["input_ids"], tokenizer.eos_token_id]
+    assert encode(template, item).input_ids.tolist() == expected
+    prompt = template.prompt(item)
+    assert prompt is not None and prompt.input_ids == expected[: len(prompt.input_ids)]
+    assert template.bos_token_id == (tokenizer.bos_token_id if adds_bos else None)
+
+
+def test_encoder_decoder_sources_get_one_bos() -> None:
+    tokenizer = build_tokenizer(SPECIALS, bos="<s>", eos="</s>", adds_bos=True)
+    template = ChatTemplate.resolve(tokenizer, "plain", is_encoder_decoder=True)
+    ids = encode(template, TALK).input_ids.tolist()
+    assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
+
+
+def test_real_tokenizer_with_a_bos_of_its_own() -> None:
+    folder = SHARED / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip("needs the shared model")
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    template = ChatTemplate.resolve(tokenizer, None)
+    item = chat("Who are you?", "I am \u2603 9.", "And you?", "Lily.")
+    ids = encode(template, item).input_ids.tolist()
+    assert ids == served(tokenizer, item)[: len(ids)]
+    assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
+    assert runs(template, item) == ["I am \u2603 9.</s>", "Lily.</s>"]
+
+
+def test_a_template_that_writes_the_date_says_which(tokenizer: Any) -> None:
+    assert ChatTemplate.resolve(tokenizer, "plain").date_key == ""
+    tokenizer.chat_template = "{{ strftime_now('%Y-%m-%d') }}\n" + TURNS
+    template = ChatTemplate.resolve(tokenizer, None)
+    assert template.date_key == datetime.date.today().isoformat()
+    assert text_of(template, TALK).startswith(template.date_key)

@@ -1,0 +1,56 @@
+"""What a person sees of a run's progress where there is no terminal."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.training.callbacks.progress import ProgressBar
+from app.training.curves import Curves
+
+
+def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:
+    """Take the steps of a run as a trainer would: curves write the first and every n-th."""
+    curves = Curves(["a"], [], every_steps)
+    bar = ProgressBar(curves)
+    trainer: Any = SimpleNamespace(
+        is_global_zero=rank == 0, accumulate_grad_batches=1, max_steps=total, global_step=0
+    )
+    module: Any = None
+    bar.on_fit_start(trainer, module)
+    for step in range(1, total + 1):
+        trainer.global_step = step
+        if step == 1 or step % every_steps == 0:
+            curves.write(step, {"train/loss": 10.0 - step, "train/lr": 1e-3})
+        bar.on_train_batch_end(trainer, module, None, None, step - 1)
+    curves.write(total, {"train/loss": 10.0 - total})
+    curves.write(total, {"val/loss": 0.25})
+    bar.on_fit_end(trainer, module)
+
+
+@pytest.mark.parametrize(
+    ("total", "every", "steps"),
+    [
+        (1, 10, [1]),
+        (5, 10, [1, 5]),
+        (20, 10, [1, 10, 20]),
+        (100, 10, [1, *range(20, 101, 10)]),
+        (103, 1, [1, 12, 23, 34, 45, 56, 67, 78, 89, 100, 103]),
+    ],
+)
+def test_the_last_step_is_always_said(
+    total: int, every: int, steps: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_steps(total, every)
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == steps
+    assert lines[-1].startswith(f"step {total}/{total}  loss {10 - total:.4f}  val 0.2500  ")
+    assert lines[-1].endswith("done")
+    assert all(line.endswith("s left") for line in lines[:-1])
+
+
+def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run_steps(5, 10, rank=1)
+    assert capsys.readouterr().out == ""
