@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from data_modules.audit.hashing import hash_grams
 
@@ -70,11 +70,6 @@ class Columns(Protocol):
 
     def origin(self, index: int) -> Origin:
         """Return where a document comes from."""
-
-
-@runtime_checkable
-class Bulk(Protocol):
-    """Offer the ids of many documents at once; one by one they take three times as long."""
 
     def token_ids(self, indices: Indices) -> tuple[npt.NDArray[np.int32], Indices]:
         """Return the ids of these documents one after the other, and how many each has."""
@@ -308,7 +303,7 @@ def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes,
     ends = np.cumsum(side.lengths[chosen])
     cuts = np.searchsorted(ends, np.arange(CHUNK_TOKENS, ends[-1], CHUNK_TOKENS)) + 1
     for part in np.split(chosen, np.unique(cuts)):
-        flat, sizes = _token_ids(side, part)
+        flat, sizes = side.token_ids(part)
         if len(flat) < ngram:
             continue
         owners = np.repeat(part, sizes)
@@ -317,17 +312,3 @@ def _grams(side: Columns, chosen: Indices, ngram: int) -> Iterator[tuple[Hashes,
         count = len(hashes)
         whole = numbers[:count] == numbers[ngram - 1 :]
         yield hashes[whole], owners[:count][whole]
-
-
-def _token_ids(side: Columns, part: Indices) -> tuple[npt.NDArray[np.int32], Indices]:
-    """Return the ids of documents one after the other, and how many each has.
-
-    Encoder-decoder documents are as long as their longer side; here the ids alone count.
-    """
-    import numpy as np
-
-    if isinstance(side, Bulk):
-        return side.token_ids(part)
-    ids = [side[index].input_ids for index in part.tolist()]
-    sizes = np.array([len(each) for each in ids], dtype=np.int64)
-    return (np.concatenate(ids) if ids else np.zeros(0, np.int32)), sizes

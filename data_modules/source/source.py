@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from data_modules.samples.corpus import CORPORA, read_corpus
 from data_modules.source.chunks import MAX_RAW, BadRow, Chunk, grouped
@@ -137,11 +139,11 @@ def resolved_revision(path: str, revision: str | None = None) -> str | None:
 def fingerprint(
     path: str, split: str = "train", revision: str | None = None, *, by_stamp: bool = False
 ) -> str:
-    """Return the sha256 of the files behind `path`: of the name and the bytes of each.
+    """Return the sha256 of a file's bytes, or of names and bytes where `path` means several.
 
-    For remote files it is that of their etags, or of size and time; for a hub id it is the commit
-    of `resolved_revision`, "" where that is not known. `by_stamp` reads no bytes: files on disk
-    count by name, size and time.
+    A copy of the data elsewhere has the same one. For remote files it is that of their etags, or
+    of size and time; for a hub id it is the commit of `resolved_revision`, "" where that is not
+    known. `by_stamp` reads no bytes: files on disk count by name, size and time.
     """
     if is_hub_id(path):
         return commit_of(path, revision) or ""
@@ -150,9 +152,21 @@ def fingerprint(
         for code in sorted(SAMPLES.glob("*.py")):
             digest.update(repr((code.name, _sha256_of(code))).encode())
         return digest.hexdigest()
-    for file in find_files(path, split):
-        digest.update(repr((str(file), _mark_of(file, by_stamp))).encode())
+    files = find_files(path, split)
+    if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
+        return _sha256_of(files[0])
+    for file, name in zip(files, _names_of(files), strict=True):
+        digest.update(repr((name, _mark_of(file, by_stamp))).encode())
     return digest.hexdigest()
+
+
+def _names_of(files: Sequence[File]) -> list[str]:
+    """Return the files' names below the folder that all of them are in."""
+    local = [file.absolute() for file in files if isinstance(file, Path)]
+    if len(local) < len(files):
+        return [str(file) for file in files]
+    root = os.path.commonpath([file.parent for file in local])
+    return [str(file.relative_to(root)) for file in local]
 
 
 def _mark_of(file: File, by_stamp: bool) -> object:

@@ -72,6 +72,11 @@ class Side:
     def origin(self, index: int) -> Origin:
         return Origin(self.file, index + 1)
 
+    def token_ids(self, indices: Any) -> tuple[Any, Any]:
+        lists = [self.docs[index].ids for index in indices.tolist()]
+        flat = [token for ids in lists for token in ids]
+        return np.array(flat, np.int32), np.array([len(ids) for ids in lists], np.int64)
+
 
 def chat(num: int = 30, dataset: int = 0, **changes: Any) -> Doc:
     """A prompt of 10 tokens that is not learned, an answer that is, and its stop token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import http.server
 import io
 import itertools
@@ -237,6 +238,18 @@ def test_fingerprint_follows_names_and_borders(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(lines(1, 2))
     seen.append(prints())
     assert len({one for pair in zip(*seen, strict=True) for one in pair}) == 4
+
+
+def test_fingerprint_of_a_copy_is_the_same(tmp_path: Path) -> None:
+    for folder in (tmp_path / "a", tmp_path / "b" / "c"):
+        folder.mkdir(parents=True)
+        (folder / "x.jsonl").write_text('{"text": "one"}\n')
+        (folder / "y.jsonl").write_text('{"text": "two"}\n')
+    one, other = str(tmp_path / "a"), str(tmp_path / "b" / "c")
+    for end in ("", "/*.jsonl", "/x.jsonl"):
+        assert fingerprint(one + end) == fingerprint(other + end)
+    plain = hashlib.sha256((tmp_path / "a/x.jsonl").read_bytes()).hexdigest()
+    assert fingerprint(f"{one}/x.jsonl") == plain
 
 
 def test_fingerprint_by_stamp_reads_no_bytes(
