@@ -117,8 +117,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         )
         self.train_examples, self.val_examples = data.train_examples, data.val_examples
         self._data, self.report = data, data.report()
-        if len(self.report.datasets) > 1:
-            self.report.mixture = describe_mixture(self.mixture_report())
+        if len(mixture := self.mixture_report()) > 1:
+            self.report.mixture = describe_mixture(mixture)
 
     def write_reports(self, folder: Path) -> None:
         """Write audit, mixture and the rows that a quarantine took into a run's folder."""

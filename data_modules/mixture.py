@@ -68,7 +68,7 @@ def check_mixture(config: MixtureConfig) -> list[str]:
 class MixtureRow:
     """Say what one data set gives to an epoch.
 
-    `rows` and `tokens` are there (after the cap), `rows_seen` and `tokens_seen` are in the epoch;
+    `rows` and `tokens` are there, `rows_seen` and `tokens_seen` are in the epoch;
     `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `asked` is
     the share that was asked for, None with weights in epochs. Tokens are 0 without lengths.
     """
@@ -112,8 +112,7 @@ class Mixture:
     """Choose the rows of each epoch.
 
     `groups` are the example indices of each data set, `weights` one number each, `lengths` the
-    tokens of each example (for weights in tokens, and for the report), `caps` how many rows of each
-    data set are used at all (a seeded choice, the same in every epoch; None = all).
+    tokens of each example (for weights in tokens, and for the report).
 
     Every data set goes round and round in one fixed seeded order of its rows. An epoch goes on
     where the one before ended, so that all rows are seen equally often (give or take one) and a
@@ -129,17 +128,15 @@ class Mixture:
         config: MixtureConfig | None = None,
         *,
         lengths: Indices | None = None,
-        caps: Sequence[int | None] | None = None,
     ) -> None:
         import numpy as np
 
         self._config = config or MixtureConfig()
         if self._config.weights == "tokens" and lengths is None:
             raise ValueError("weights in tokens need the lengths of the examples")
-        caps = caps or [None] * len(groups)
         self._orders = [
-            seeded_generator(seed, "mixture", index).permutation(group)[:cap]
-            for index, (group, cap) in enumerate(zip(groups, caps, strict=True))
+            seeded_generator(seed, "mixture", index).permutation(group)
+            for index, group in enumerate(groups)
         ]
         self._lengths = lengths
         self._ends = None
@@ -255,19 +252,3 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
             "data.mixture.stop=first ends an epoch before a data set repeats"
         )
     return lines
-
-
-def split_rows(num_rows: int, val_set_size: float, seed: int, name: str) -> npt.NDArray[np.bool_]:
-    """Return which rows of data set `name` are for validation, bool [num_rows].
-
-    `val_set_size` is a share below 1, else a number of rows; at least one row goes to each side
-    when there are two.
-    """
-    import numpy as np
-
-    chosen = np.zeros(num_rows, dtype=np.bool_)
-    if val_set_size > 0 and num_rows > 1:
-        wanted = val_set_size if val_set_size >= 1 else round(val_set_size * num_rows)
-        count = min(max(1, int(wanted)), num_rows - 1)
-        chosen[seeded_generator(seed, "split", name).permutation(num_rows)[:count]] = True
-    return chosen

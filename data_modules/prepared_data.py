@@ -86,7 +86,7 @@ class PreparedData:
         is_stream = config.streaming
         stores = [data.store for data in self._tests.values()]
         nothing = Examples([], [])
-        return audit_documents(
+        audit = audit_documents(
             config.audit,
             [_facts(one, config.on_long) for one in self.datasets],
             self.val_examples if is_stream else self.train_examples,
@@ -100,6 +100,9 @@ class PreparedData:
                 is_encoder_decoder=self._template.is_encoder_decoder,
             ),
         )
+        if is_stream:
+            audit.facts.append("a stream: only the rows held out were looked at")
+        return audit
 
     def report(self) -> DataReport:
         """Return what was read, a report a data set."""

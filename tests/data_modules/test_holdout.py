@@ -97,3 +97,20 @@ def test_more_rows_than_there_are_is_an_error() -> None:
         sides_of(store(list(range(20))), size=20)
     (side,) = sides_of(store([1]), size=1)
     assert side.training.all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "count"),
+    [(100, 0.05, 5), (100, 0, 0), (3, 0.05, 1), (2, 0.9, 1), (1, 0.5, 0), (100, 7, 7)],
+)
+def test_sizes(rows: int, size: float, count: int) -> None:
+    (side,) = sides_of(store(list(range(rows))), size=size)
+    assert side.validation.sum() == count
+
+
+def test_the_choice_depends_on_seed_and_name_only() -> None:
+    one = store(list(range(100)))
+    chosen, other_name = sides_of(one, one, size=0.1)
+    assert (chosen.validation == sides_of(one, size=0.1)[0].validation).all()
+    assert (chosen.validation != other_name.validation).any()
+    assert (chosen.validation != sides_of(one, size=0.1, seed=1)[0].validation).any()

@@ -14,7 +14,6 @@ from data_modules.mixture import (
     MixtureConfig,
     check_mixture,
     describe_mixture,
-    split_rows,
 )
 
 GROUPS = [np.arange(10), np.arange(10, 31)]
@@ -54,21 +53,6 @@ def test_epochs_depend_on_the_seed_only() -> None:
     first = Mixture(GROUPS, [0.5, 1.0], 0).epoch(3)
     assert np.array_equal(first, Mixture(GROUPS, [0.5, 1.0], 0).epoch(3))
     assert not np.array_equal(first, Mixture(GROUPS, [0.5, 1.0], 1).epoch(3))
-
-
-@pytest.mark.parametrize(
-    ("rows", "size", "count"),
-    [(100, 0.05, 5), (100, 0, 0), (3, 0.05, 1), (2, 0.9, 1), (1, 0.5, 0), (100, 7, 7), (5, 9, 4)],
-)
-def test_split_sizes(rows: int, size: float, count: int) -> None:
-    assert split_rows(rows, size, 0, "a").sum() == count
-
-
-def test_split_depends_on_seed_and_name_only() -> None:
-    chosen = split_rows(100, 0.1, 0, "a")
-    assert np.array_equal(chosen, split_rows(100, 0.1, 0, "a"))
-    assert not np.array_equal(chosen, split_rows(100, 0.1, 0, "b"))
-    assert not np.array_equal(chosen, split_rows(100, 0.1, 1, "a"))
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,24 +116,6 @@ def test_tokens_are_shared_where_rows_differ_in_length() -> None:
     assert long.epochs == 1.0 and long.rows_seen == 400
     assert short.tokens_seen == pytest.approx(280_000 * 7 / 3, abs=20)
     assert short.epochs == pytest.approx(short.rows_seen / 5000)
-
-
-def test_cap_takes_the_same_rows_in_every_epoch() -> None:
-    mixture = Mixture(GROUPS, [1.0, 1.0], 0, caps=[4, None])
-    epochs = [sorted(mixture.epoch(epoch).tolist()) for epoch in range(3)]
-    assert epochs[0] == epochs[1] == epochs[2]
-    assert sum(row < 10 for row in epochs[0]) == 4 and len(epochs[0]) == 25
-    other = Mixture(GROUPS, [1.0, 1.0], 1, caps=[4, None]).epoch(0)
-    assert sorted(other.tolist()) != epochs[0]
-    larger = Mixture(GROUPS, [1.0, 1.0], 0, caps=[6, None]).epoch(0)
-    assert set(epochs[0]) < set(larger.tolist())
-
-
-def test_cap_counts_as_the_size() -> None:
-    config = MixtureConfig(weights="rows", temperature=1.0)
-    rows = Mixture(GROUPS, [1, 1], 0, config, caps=[5, 15]).report(["a", "b"])
-    assert [row.share_of_rows for row in rows] == [0.25, 0.75]
-    assert [row.rows for row in rows] == [5, 15]
 
 
 def test_small_weight_is_seen_in_the_first_epoch() -> None:
