@@ -1,16 +1,9 @@
 """Say before training what will be learned, and what is wrong with it."""
 
-from data_modules.audit.audit import (
-    Asked,
-    Audit,
-    AuditConfig,
-    BenchmarkAudit,
-    Columns,
-    DatasetAudit,
-    DatasetFacts,
-    audit_documents,
-    check_audit,
-)
+from data_modules.audit.audit import audit_documents
+from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit
+from data_modules.audit.overlap import Columns
+from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts, check_audit
 
 __all__ = [
     "Asked",

@@ -11,24 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit, Warned
 from data_modules.audit.overlap import Columns, find_overlap
-from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts, check_audit, judge, of
+from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts, judge, of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from data_modules.audit.overlap import Overlap
 
-__all__ = [
-    "Asked",
-    "Audit",
-    "AuditConfig",
-    "BenchmarkAudit",
-    "Columns",
-    "DatasetAudit",
-    "DatasetFacts",
-    "audit_documents",
-    "check_audit",
-]
 
 NUM_LONGEST = 5
 NUM_PAIRS = 3

@@ -1,13 +1,10 @@
 """Turn rows into conversations, documents or tokens, by the name of their format."""
 
 from data_modules.format.columns import suggest_settings
+from data_modules.format.fields import EmptyAnswerError, MissingColumnError, RowError
 from data_modules.format.format import (
     FORMATS,
-    ROLES,
-    EmptyAnswerError,
     Format,
-    MissingColumnError,
-    RowError,
     apply_columns,
     check_columns,
     check_format,
@@ -15,6 +12,7 @@ from data_modules.format.format import (
     guess_format,
     near_field,
 )
+from data_modules.format.turns import ROLES
 
 __all__ = [
     "FORMATS",

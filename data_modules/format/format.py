@@ -17,7 +17,6 @@ from typing import Any
 
 from data_modules.format.calls import read_tools
 from data_modules.format.fields import (
-    EmptyAnswerError,
     MissingColumnError,
     RowError,
     kind,
@@ -32,22 +31,8 @@ from data_modules.format.fields import (
 )
 from data_modules.format.pretokenized import read_tokens
 from data_modules.format.trees import read_tree
-from data_modules.format.turns import ROLES, arrange, read_turns
+from data_modules.format.turns import arrange, read_turns
 from data_modules.types import Conversation, Document, Item, Origin, Row, Segment, Turn
-
-__all__ = [
-    "FORMATS",
-    "ROLES",
-    "EmptyAnswerError",
-    "Format",
-    "MissingColumnError",
-    "RowError",
-    "apply_columns",
-    "check_columns",
-    "check_format",
-    "convert_row",
-    "guess_format",
-]
 
 _ANSWERS = ("output", "response", "completion")
 _COMPLETIONS = ("completion", "response", "output")

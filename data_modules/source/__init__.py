@@ -1,24 +1,17 @@
 """Read rows from files, folders, URLs, the hub and the samples; each keeps file and line."""
 
+from data_modules.source.chunks import MAX_RAW, BadRow, Chunk
+from data_modules.source.locating import is_generated, is_hub_id, is_remote, is_url, name_of
+from data_modules.source.opening import Budget
+from data_modules.source.readers import MAX_ROW_BYTES
 from data_modules.source.source import (
-    MAX_RAW,
-    MAX_ROW_BYTES,
-    BadRow,
-    Budget,
-    Chunk,
-    Part,
-    check_split,
     find_files,
     fingerprint,
-    is_generated,
-    is_hub_id,
-    is_remote,
-    is_url,
-    name_of,
     read_chunks,
     read_rows,
     resolved_revision,
 )
+from data_modules.source.splits import Part, check_split
 
 __all__ = [
     "MAX_RAW",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data_modules.samples.corpus import CORPORA, read_corpus
-from data_modules.source.chunks import MAX_RAW, BadRow, Chunk, grouped
+from data_modules.source.chunks import BadRow, Chunk, grouped
 from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.locating import (
     SAMPLE_PREFIX,
@@ -23,9 +23,6 @@ from data_modules.source.locating import (
     files_of,
     is_generated,
     is_hub_id,
-    is_remote,
-    is_url,
-    name_of,
     only_train,
     size_of,
     stamp_of,
@@ -35,25 +32,6 @@ from data_modules.source.readers import MAX_ROW_BYTES, count_rows, read_file
 from data_modules.source.splits import Part, check_split, rows_of, take
 from data_modules.types import MAX_PROBLEMS, DataError, Origin, Problems, Row
 
-__all__ = [
-    "MAX_RAW",
-    "MAX_ROW_BYTES",
-    "BadRow",
-    "Budget",
-    "Chunk",
-    "Part",
-    "check_split",
-    "find_files",
-    "fingerprint",
-    "is_generated",
-    "is_hub_id",
-    "is_remote",
-    "is_url",
-    "name_of",
-    "read_chunks",
-    "read_rows",
-    "resolved_revision",
-]
 _SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
 
 

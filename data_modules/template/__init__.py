@@ -1,13 +1,8 @@
 """Turn conversations and documents into token ids, and say which of them are learned."""
 
-from data_modules.template.template import (
-    TEMPLATE_NAMES,
-    TEMPLATES_WITH_TOOLS,
-    ChatTemplate,
-    MaskConfig,
-    RowProblem,
-    check_mask,
-)
+from data_modules.template.masking import MaskConfig, check_mask
+from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
+from data_modules.template.template import ChatTemplate, RowProblem
 
 __all__ = [
     "TEMPLATES_WITH_TOOLS",
