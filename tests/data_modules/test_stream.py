@@ -194,10 +194,11 @@ def test_long_rows_can_stop_a_stream(tmp_path: Path, tokenizer: Any) -> None:
 def test_an_error_of_a_worker_is_said_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
     dataset = write(tmp_path / "a.jsonl", 30)
     with Path(dataset.path).open("a") as file:
-        file.write('{"prompt": 3, "completion": "x"}\n')
+        file.write('{"prompt": 3, "completion": "x"}\n' * 2)
     with pytest.raises(DataError) as caught:
         list(build([dataset], tokenizer, max_steps=99, num_workers=1).train_dataloader())
-    assert len(caught.value.problems) == 1 and "a.jsonl:31 prompt" in caught.value.problems[0]
+    told = [problem.split("/")[-1][:17] for problem in caught.value.problems]
+    assert told == ["a.jsonl:31 prompt", "a.jsonl:32 prompt"]
 
 
 def test_a_stream_without_an_end_needs_max_steps(tmp_path: Path, tokenizer: Any) -> None:
