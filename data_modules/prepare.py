@@ -222,7 +222,7 @@ class _Progress:
         self._bar = Progress(
             *columns, console=console, transient=True, disable=not console.is_terminal
         )
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("", total=source.num_bytes(dataset.path, dataset.split))
 
     def __enter__(self) -> _Progress:
         self._bar.start()

@@ -7,6 +7,7 @@ from data_modules.source.readers import MAX_ROW_BYTES
 from data_modules.source.source import (
     find_files,
     fingerprint,
+    num_bytes,
     read_chunks,
     read_rows,
     resolved_revision,
@@ -28,6 +29,7 @@ __all__ = [
     "is_remote",
     "is_url",
     "name_of",
+    "num_bytes",
     "read_chunks",
     "read_rows",
     "resolved_revision",

@@ -23,6 +23,7 @@ from data_modules.source.locating import (
     files_of,
     is_generated,
     is_hub_id,
+    is_remote,
     only_train,
     size_of,
     stamp_of,
@@ -32,6 +33,7 @@ from data_modules.source.readers import MAX_ROW_BYTES, count_rows, read_file
 from data_modules.source.splits import Part, check_split, rows_of, take
 from data_modules.types import MAX_PROBLEMS, DataError, Origin, Problems, Row
 
+_PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 _SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
 
 
@@ -103,6 +105,16 @@ def find_files(path: str, split: str = "train") -> list[File]:
     for part in _parts(path, split):
         files |= {str(file): file for file in files_of(path, part.name)}
     return list(files.values())
+
+
+def num_bytes(path: str, split: str = "train") -> int | None:
+    """Return how many bytes of text are read for `path`; None where only reading tells."""
+    if is_remote(path) or is_generated(path) or "[" in split:
+        return None
+    files = find_files(path, split)
+    if any(file.suffix not in _PLAIN_TEXT for file in files):
+        return None
+    return sum(map(size_of, files))
 
 
 def resolved_revision(path: str, revision: str | None = None) -> str | None:

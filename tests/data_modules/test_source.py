@@ -29,6 +29,7 @@ from data_modules.source import (
     is_remote,
     is_url,
     name_of,
+    num_bytes,
     opening,
     read_chunks,
     read_rows,
@@ -1057,3 +1058,14 @@ def test_shared_data_is_read() -> None:
     }
     for name, count in counts.items():
         assert len(list(read_rows(str(shared / name)))) == count, name
+
+
+def test_bytes_to_read_are_known_of_plain_text_only(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.txt").write_text("two\n")
+    assert num_bytes(str(tmp_path)) == 16 + 4
+    assert num_bytes(str(tmp_path), "train[:1]") is None
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
+        file.write('{"text": "three"}\n')
+    for path in (str(tmp_path), "owner/name", "sample:list_corpus"):
+        assert num_bytes(path) is None
