@@ -78,6 +78,12 @@ CLASHES = [
     ),
     (
         0,
+        ["data.streaming=true", "data.val_set_size=0", "trainer.max_steps=3", "packing.window=9"],
+        ["packing.window=9 means nothing", "packing.window=null"],
+        ["data.streaming=true", "data.val_set_size=0", "trainer.max_steps=3"],
+    ),
+    (
+        0,
         ["data.streaming=true", "data.val_set_size=0"],
         ["a stream has no end", "trainer.max_steps=N"],
         ["data.streaming=true", "data.val_set_size=0", "trainer.max_steps=3"],

@@ -162,6 +162,15 @@ COUPLINGS = (
         lambda s: "trainer.max_steps=N, or data.streaming=false",
     ),
     Coupling(
+        "data.streaming packing.window",
+        lambda s: s.config.data.streaming and s.config.packing.window is not None,
+        lambda s: (
+            f"packing.window={s.config.packing.window} means nothing for data.streaming=true, "
+            "which packs windows of its own"
+        ),
+        lambda s: "packing.window=null",
+    ),
+    Coupling(
         "model.from_scratch adapter.name",
         lambda s: s.config.model.from_scratch and s.config.adapter.name != "full",
         lambda s: (

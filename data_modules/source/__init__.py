@@ -9,7 +9,6 @@ from data_modules.source.source import (
     fingerprint,
     num_bytes,
     read_chunks,
-    read_rows,
     resolved_revision,
 )
 from data_modules.source.splits import Part, check_split
@@ -31,6 +30,5 @@ __all__ = [
     "name_of",
     "num_bytes",
     "read_chunks",
-    "read_rows",
     "resolved_revision",
 ]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data_modules.samples.corpus import CORPORA, read_corpus
-from data_modules.source.chunks import BadRow, Chunk, grouped
+from data_modules.source.chunks import Chunk, grouped
 from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.locating import (
     SAMPLE_PREFIX,
@@ -31,7 +31,7 @@ from data_modules.source.locating import (
 from data_modules.source.opening import Budget, File, Url, reason_of
 from data_modules.source.readers import MAX_ROW_BYTES, count_rows, read_file
 from data_modules.source.splits import Part, check_split, rows_of, take
-from data_modules.types import MAX_PROBLEMS, DataError, Origin, Problems, Row
+from data_modules.types import MAX_PROBLEMS, DataError, Origin, Row
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 _SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
@@ -72,31 +72,6 @@ def read_chunks(
     else:
         chunks = map(functools.partial(_read_files, path, budget, max_row_bytes), parts)
     yield from take(itertools.chain.from_iterable(chunks), *rows, shard)
-
-
-def read_rows(
-    path: str,
-    split: str = "train",
-    budget: Budget | None = None,
-    *,
-    revision: str | None = None,
-    max_row_bytes: int = MAX_ROW_BYTES,
-) -> Iterator[Row]:
-    """Yield the rows of `read_chunks`; raises DataError with all problems after the good rows."""
-    problems = Problems()
-    try:
-        for chunk in read_chunks(
-            path, split=split, revision=revision, budget=budget, max_row_bytes=max_row_bytes
-        ):
-            for row in chunk.rows():
-                if isinstance(row, BadRow):
-                    problems.add(row.problem)
-                else:
-                    yield row
-    except DataError as error:
-        for problem in error.problems:
-            problems.add(problem)
-    problems.raise_if_any()
 
 
 def find_files(path: str, split: str = "train") -> list[File]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from data_modules.source import MAX_ROW_BYTES, BadRow, Budget, read_chunks
+from data_modules.types import DataError, Problems, Row
 
 # The same examples in every run and no folder of them in the tree: what fails here fails anywhere.
 hypothesis.settings.register_profile("loft", derandomize=True, database=None, deadline=None)
@@ -44,6 +47,31 @@ def build_tokenizer(
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=bos, eos_token=eos
     )
+
+
+def read_rows(
+    path: str,
+    split: str = "train",
+    budget: Budget | None = None,
+    *,
+    revision: str | None = None,
+    max_row_bytes: int = MAX_ROW_BYTES,
+) -> Iterator[Row]:
+    """Yield the rows of `read_chunks`; raises DataError with all problems after the good rows."""
+    problems = Problems()
+    try:
+        for chunk in read_chunks(
+            path, split=split, revision=revision, budget=budget, max_row_bytes=max_row_bytes
+        ):
+            for row in chunk.rows():
+                if isinstance(row, BadRow):
+                    problems.add(row.problem)
+                else:
+                    yield row
+    except DataError as error:
+        for problem in error.problems:
+            problems.add(problem)
+    problems.raise_if_any()
 
 
 @pytest.fixture

@@ -32,11 +32,11 @@ from data_modules.source import (
     num_bytes,
     opening,
     read_chunks,
-    read_rows,
     resolved_revision,
     source,
 )
 from data_modules.types import DataError, Row
+from tests.data_modules.conftest import read_rows
 
 
 def rows_of(file: Path, content: str | bytes) -> list[Row]:

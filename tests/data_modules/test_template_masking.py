@@ -316,7 +316,7 @@ def test_real_tool_data_loses_nothing_in_plain(name: str, monkeypatch: pytest.Mo
     if not (SHARED / name).is_file():
         pytest.skip("needs the shared data")
     from data_modules.format import convert_row
-    from data_modules.source import read_rows
+    from tests.data_modules.conftest import read_rows
 
     rows = read_rows(str(SHARED / name))
     items = [item for row in rows for item in convert_row(row, "sharegpt", {})]
