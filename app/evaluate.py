@@ -30,6 +30,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.model.attention import attention_implementation, choose_backend
     from app.model.build import (
         context_len,
+        decoder_start_token_id,
         load_architecture,
         load_base,
         load_tuned,
@@ -51,7 +52,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         config.packing,
         tokenizer,
         context_len=context_len(architecture),
-        vocab_size=architecture.get_text_config().vocab_size,
+        vocab_size=max(architecture.get_text_config().vocab_size, len(tokenizer)),
+        decoder_start_token_id=decoder_start_token_id(architecture),
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=1,
         num_epochs=1,
@@ -78,10 +80,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     dtype = weight_dtype(placement.precision, kind)
     implementation = attention_implementation(backend)
     metrics: dict[str, float] = {}
+    how = (implementation, dtype, config.quantization, len(tokenizer))
     if not config.model.from_scratch:
-        metrics |= named("base", measure(load_base(config.model, implementation, dtype)))
+        metrics |= named("base", measure(load_base(config.model, *how)))
     if tuned is not None:
-        metrics |= named("tuned", measure(load_tuned(config.model, tuned, implementation, dtype)))
+        metrics |= named("tuned", measure(load_tuned(config.model, tuned, *how)))
     save_config(config, folder / "config.yaml")
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     say_comparison(metrics, names)

@@ -38,7 +38,7 @@ def preview(config: PreviewConfig) -> Path:
     # Imported here and not above: --help and a config error must not wait for torch.
     from rich.console import Console
 
-    from app.model.build import context_len
+    from app.model.build import context_len, decoder_start_token_id
     from app.model.tokenizer import build_tokenizer
     from app.report.preview import collect_preview
     from app.report.preview_page import preview_page
@@ -54,22 +54,19 @@ def preview(config: PreviewConfig) -> Path:
     else:
         context = context_len(architecture)
         context_fact = f"the model's context: {context:,}" if context else "no limit is known"
-    decoder_start = None
-    if architecture is not None and architecture.is_encoder_decoder:
-        decoder_start = architecture.decoder_start_token_id
     datamodule = FinetuneDataModule(
         data,
         config.packing,
         tokenizer,
         context_len=context,
-        vocab_size=architecture and architecture.get_text_config().vocab_size,
+        vocab_size=architecture and max(architecture.get_text_config().vocab_size, len(tokenizer)),
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=accumulation,
         num_ranks=num_ranks,
         num_epochs=config.trainer.num_epochs,
         max_steps=config.trainer.max_steps,
         seed=config.seed,
-        decoder_start_token_id=decoder_start,
+        decoder_start_token_id=architecture and decoder_start_token_id(architecture),
     )
     datamodule.setup("fit")
     shown = collect_preview(

@@ -39,8 +39,15 @@ def train(config: TrainConfig) -> float | None:
     from app.evaluation.comparison import say_comparison
     from app.model.adapter import DEFAULT_LR
     from app.model.attention import choose_backend
-    from app.model.build import build_model, context_len, load_architecture, save_model
+    from app.model.build import (
+        build_model,
+        context_len,
+        decoder_start_token_id,
+        load_architecture,
+        save_model,
+    )
     from app.model.tokenizer import build_tokenizer
+    from app.model.tokens import trained_token_ids
     from app.strategy.build import build_strategy
     from app.training.callbacks.progress import ProgressBar
     from app.training.curves import Curves
@@ -64,7 +71,8 @@ def train(config: TrainConfig) -> float | None:
         config.packing,
         tokenizer,
         context_len=context_len(architecture),
-        vocab_size=architecture.get_text_config().vocab_size,
+        vocab_size=max(architecture.get_text_config().vocab_size, len(tokenizer)),
+        decoder_start_token_id=decoder_start_token_id(architecture),
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=placement.accumulation,
         num_ranks=placement.num_ranks,
@@ -85,7 +93,17 @@ def train(config: TrainConfig) -> float | None:
     loggers = build_loggers(config.logger, folder, datamodule.dataset_names)
     curves = Curves(datamodule.dataset_names, loggers, config.trainer.log_every_steps)
     module = FinetuneModule(
-        partial(build_model, config.model, backend, config.adapter, config.recompute, precision),
+        partial(
+            build_model,
+            config.model,
+            config.quantization,
+            backend,
+            config.adapter,
+            config.recompute,
+            precision,
+            num_tokens=len(tokenizer),
+            token_ids=trained_token_ids(tokenizer, config.model.added_tokens, config.adapter),
+        ),
         backend=backend,
         optimizer=config.optimizer,
         schedule=config.schedule,
@@ -122,9 +140,8 @@ def train(config: TrainConfig) -> float | None:
 
     # What is left of it: saved, reopened and checked, compared with its base.
     model = module.model.to(trainer.strategy.root_device)
-    probe_ids = datamodule.probe_ids()
     with placement.autocast():
-        saved = save_model(model, config.adapter, architecture, folder, probe_ids)
+        saved = save_model(model, config.adapter, architecture, folder, datamodule.probe())
         metrics = compare(
             model, config, datamodule, tokenizer, prompts, backend, curves.validations
         )
@@ -148,26 +165,27 @@ def compare(
     """Measure what was saved against its base, as `app.evaluate` does on the run's folder."""
     from app.evaluation.comparison import adapter_switched_off, named
     from app.evaluation.generation import exact_match
+    from app.model.adapter import saves_whole_model
     from app.model.build import load_base
     from app.training.loss import validate
 
-    is_full = config.adapter.name == "full"
+    is_whole = saves_whole_model(config.adapter)
     metrics: dict[str, float] = {}
     if validations:
         # Saving rounds a full model to its base's dtype: its last validation was another model's.
         batches, names = datamodule.whole_val_dataloader(), datamodule.dataset_names
-        tuned = validate(model, batches, backend, names) if is_full else validations[-1]
+        tuned = validate(model, batches, backend, names) if is_whole else validations[-1]
         metrics |= named("base", validations[0]) | named("tuned", tuned)
     if config.evaluation.exact_match:
         stops = datamodule.stop_token_ids | {tokenizer.eos_token_id}
         asked = (tokenizer, prompts, stops)
         metrics |= named("tuned", exact_match(model, *asked, config.evaluation))
-        if not is_full:
+        if not is_whole:
             with adapter_switched_off(model):
                 metrics |= named("base", exact_match(model, *asked, config.evaluation))
         elif not config.model.from_scratch:
-            base = load_base(config.model, "sdpa", model.dtype).to(model.device)
-            metrics |= named("base", exact_match(base, *asked, config.evaluation))
+            base = load_base(config.model, "sdpa", model.dtype, num_tokens=len(tokenizer))
+            metrics |= named("base", exact_match(base.to(model.device), *asked, config.evaluation))
     return metrics
 
 

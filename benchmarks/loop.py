@@ -70,10 +70,12 @@ def builder() -> Callable[[], Any]:
     """What makes the model: the same for both loops."""
     from app.model.adapter import LoraConfig
     from app.model.build import ModelConfig, build_model
+    from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
 
     config = ModelConfig(path=str(SAMPLES / "tiny_base"))
-    return partial(build_model, config, "sdpa", LoraConfig(), RecomputeConfig(), "fp32")
+    parts = (QuantizationConfig(), "sdpa", LoraConfig(), RecomputeConfig(), "fp32")
+    return partial(build_model, config, *parts)
 
 
 def plain_step_seconds() -> list[float]:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     import transformers
 
 DEFAULT_SEQUENCE_LEN = 2048
+PROBE_TOKENS = 64
 
 log = logging.getLogger(__name__)
 
@@ -142,11 +143,19 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return the tokens that end answers, as the template and the rows have them."""
         return self.template.stop_token_ids | self._ready.stop_token_ids
 
-    def probe_ids(self) -> list[int]:
-        """Return the first tokens of a document, to compare a saved model with."""
-        if self._config.streaming:
-            return next(self._stream().examples()).input_ids[:64].tolist()
-        return self.train_examples[0].input_ids[:64].tolist()
+    def probe(self) -> dict[str, list[int]]:
+        """Return the first tokens of a document, by the names of a model's arguments.
+
+        They are what a saved model is compared with.
+        """
+        example = (
+            next(self._stream().examples()) if self._config.streaming else self.train_examples[0]
+        )
+        probe = {"input_ids": example.input_ids[:PROBE_TOKENS].tolist()}
+        if self._decoder_start is not None and example.target_ids is not None:
+            targets = example.target_ids[: PROBE_TOKENS - 1].tolist()
+            probe["decoder_input_ids"] = [self._decoder_start, *targets]
+        return probe
 
     @property
     def total_steps(self) -> int:

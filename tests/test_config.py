@@ -357,7 +357,7 @@ def test_the_runs_name_is_the_experiments_unless_typed() -> None:
 def test_cfg_prints_settings_that_load_again() -> None:
     printed = ask("experiment=tiny_base", "adapter=full", "--cfg", "job").printed
     values = yaml.safe_load(printed)
-    assert values["adapter"] == {"name": "full"}
+    assert values["adapter"] == {"name": "full", "neftune_alpha": None}
     assert set(values) == set(schema.hints_of(VERBS["train"]))
 
 
@@ -431,7 +431,7 @@ def test_a_runs_damaged_config_is_named_with_its_line(tmp_path: Path) -> None:
         ("  r: ", "  rr: ", "unknown key adapter.rr="),
         ("seed: 42", "seed: x", "seed=x: expected a whole number"),
         ("seed: 42", "seed: ${oc.env:HOME}", "resolvers"),
-        ("name: lora", "name: lore", "adapter.name: expected one of lora, full"),
+        ("name: lora", "name: lore", "adapter.name: expected one of lora, ia3, freeze, full"),
     ):
         (tmp_path / "config.yaml").write_text(text.replace(old, new))
         with pytest.raises(UserError, match=r"config\.yaml") as caught:

@@ -71,3 +71,8 @@ def tiny_llama(*, seed: int = 0, **numbers: Any) -> LlamaForCausalLM:
 def random_ids(rows: int = 1, tokens: int = 16) -> torch.Tensor:
     """Token ids [rows, tokens] of `tiny_llama`, the same in every call."""
     return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def probe(rows: int = 1, tokens: int = 16) -> dict[str, torch.Tensor]:
+    """`random_ids` by the name of the model's argument."""
+    return {"input_ids": random_ids(rows, tokens)}

@@ -10,10 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.evaluation.generation import EvaluationConfig
-from app.model import attention, recompute
-from app.model.adapter import AdapterConfig, FullConfig, LoraConfig
+from app.model import attention, quantization, recompute
+from app.model.adapter import (
+    INITS,
+    AdapterConfig,
+    FreezeConfig,
+    FullConfig,
+    Ia3Config,
+    LoraConfig,
+)
 from app.model.attention import AttentionConfig
 from app.model.build import ModelConfig
+from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.output import OutputConfig, saved_folder
 from app.report.preview import ShownConfig
@@ -32,6 +40,7 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -75,6 +84,7 @@ class EvaluateConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter_path: str | None = None
     """folder of an adapter on top of model.path, where there is no run"""
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
@@ -98,14 +108,17 @@ VERBS: dict[str, type] = {
     "preview": PreviewConfig,
 }
 PARTS: dict[str, dict[str, type]] = {
-    "adapter": {"lora": LoraConfig, "full": FullConfig},
+    "adapter": {"lora": LoraConfig, "ia3": Ia3Config, "freeze": FreezeConfig, "full": FullConfig},
     "optimizer": {"adamw": AdamWConfig, "muon": MuonConfig},
 }
 """the parts whose settings depend on the option: group -> option -> schema"""
 CHOICES: dict[str, Sequence[str]] = {
+    "adapter.init": INITS,
+    "quantization.method": quantization.METHODS,
     "attention.backend": attention.BACKENDS,
     "recompute.mode": recompute.MODES,
     "packing.method": PACKING_METHODS,
+    "optimizer.scale_lr": ("none", "linear", "sqrt"),
     "schedule.shape": ("cosine", "linear", "constant"),
     "trainer.precision": trainer.PRECISIONS,
     "trainer.accelerator": ("auto", "cpu", "gpu"),

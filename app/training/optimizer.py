@@ -18,7 +18,11 @@ class OptimizerConfig:
     name: str = "adamw"
     """adamw, or muon (orthogonalised updates for matrices, AdamW for the rest)"""
     lr: float | None = None
-    """peak learning rate; null = by what is trained: LoRA 2e-4, full 2e-5"""
+    """peak learning rate; null = by what is trained: LoRA 2e-4, IA3 3e-3, freeze and full 2e-5"""
+    scale_lr: str = "none"
+    """none, linear or sqrt: how `lr` grows with the global batch over `base_batch_size`"""
+    base_batch_size: int = 8
+    """packs a global step (rows when not packing) that `lr` is meant for; only with scale_lr"""
     weight_decay: float = 0.0
     """decoupled decay of matrices; vectors (norms, biases) never decay"""
     beta1: float = 0.9

@@ -172,7 +172,7 @@ def test_nothing_is_asked_of_a_stream_without_validation(tmp_path: Path, tokeniz
     module = build([write(tmp_path / "a.jsonl", 30)], tokenizer)
     assert module.prompts(5) == {} and not module.val_dataloader()
     module.write_reports(tmp_path)
-    assert len(module.probe_ids()) > 3
+    assert len(module.probe()["input_ids"]) > 3
 
 
 def test_tokens_beyond_the_embedding_are_named(tmp_path: Path, tokenizer: Any) -> None:

@@ -15,7 +15,7 @@ from app.evaluation.comparison import (
     say_comparison,
 )
 from app.model.adapter import LoraConfig, apply_adapter, probe_logits
-from tests.tiny import random_ids, tiny_llama
+from tests.tiny import probe, tiny_llama
 
 METRICS = {
     "base/val/loss/lists": 7.01,
@@ -90,8 +90,8 @@ def test_an_adapter_switched_off_is_the_base_and_comes_back() -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.fill_(0.1)
-    tuned, base = probe_logits(model, random_ids()), probe_logits(tiny_llama(), random_ids())
+    tuned, base = probe_logits(model, probe()), probe_logits(tiny_llama(), probe())
     assert not tuned.equal(base)
     with adapter_switched_off(model) as off:
-        assert probe_logits(off, random_ids()).equal(base)
-    assert probe_logits(model, random_ids()).equal(tuned)
+        assert probe_logits(off, probe()).equal(base)
+    assert probe_logits(model, probe()).equal(tuned)

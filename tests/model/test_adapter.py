@@ -23,7 +23,7 @@ from app.model.adapter import (
     save_adapter,
     verify_adapter,
 )
-from tests.tiny import random_ids, tiny_llama
+from tests.tiny import probe, tiny_llama
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 FILE = "adapter_model.safetensors"
@@ -103,8 +103,8 @@ def test_lora_freezes_the_base() -> None:
 
 
 def test_a_new_adapter_changes_no_logit() -> None:
-    plain, ids = probe_logits(tiny_llama(), random_ids()), random_ids()
-    assert torch.equal(probe_logits(adapted(), ids), plain)
+    plain = probe_logits(tiny_llama(), probe())
+    assert torch.equal(probe_logits(adapted(), probe()), plain)
 
 
 def test_numbers_of_the_settings_reach_peft() -> None:
@@ -168,13 +168,13 @@ def test_saved_verified_and_loaded_gives_the_same_logits(
 ) -> None:
     model = adapted(LoraConfig(r=4, **options), half=half)
     learn_something(model)
-    in_memory = probe_logits(model, random_ids())
+    in_memory = probe_logits(model, probe())
     save_adapter(model, tmp_path)
-    assert verify_adapter(model, tmp_path, random_ids()) == 0.0
+    assert verify_adapter(model, tmp_path, probe()) == 0.0
     dtype = torch.bfloat16 if half else torch.float32
     loaded = load_adapter(tiny_llama().to(dtype), tmp_path)
-    assert torch.equal(probe_logits(loaded, random_ids()), in_memory)
-    assert not torch.equal(probe_logits(tiny_llama().to(dtype), random_ids()), in_memory)
+    assert torch.equal(probe_logits(loaded, probe()), in_memory)
+    assert not torch.equal(probe_logits(tiny_llama().to(dtype), probe()), in_memory)
     assert not loaded.training
 
 
@@ -183,17 +183,17 @@ def test_an_fp32_adapter_on_a_bf16_base_is_not_rounded_when_it_is_read(tmp_path:
     model = apply_adapter(base, LoraConfig(r=4), half_precision=False)
     learn_something(model)
     save_adapter(model, tmp_path)
-    in_memory = probe_logits(model, random_ids())
-    assert verify_adapter(model, tmp_path, random_ids()) == 0.0
+    in_memory = probe_logits(model, probe())
+    assert verify_adapter(model, tmp_path, probe()) == 0.0
     loaded = load_adapter(tiny_llama().to(torch.bfloat16), tmp_path)
     assert {p.dtype for name, p in loaded.named_parameters() if "lora_" in name} == {torch.float32}
-    assert torch.equal(probe_logits(loaded, random_ids()), in_memory)
+    assert torch.equal(probe_logits(loaded, probe()), in_memory)
 
 
 def test_verifying_leaves_the_model_as_it_was(trained: Any, saved: Path) -> None:
     before = {name: parameter.requires_grad for name, parameter in trained.named_parameters()}
     trained.train()
-    verify_adapter(trained, saved, random_ids())
+    verify_adapter(trained, saved, probe())
     assert list(trained.peft_config) == ["default"]
     assert trained.active_adapters == ["default"]
     assert {name: p.requires_grad for name, p in trained.named_parameters()} == before
@@ -254,7 +254,7 @@ def test_a_damaged_adapter_file_is_refused_by_whoever_reads_it(
     with pytest.raises(ValueError, match=said):
         check_adapter_file(trained, saved, trained=False)
     with pytest.raises(ValueError, match=said):
-        verify_adapter(trained, saved, random_ids())
+        verify_adapter(trained, saved, probe())
     with pytest.raises(ValueError, match=said):
         load_adapter(tiny_llama(), saved)
 
@@ -273,7 +273,7 @@ def test_an_adapter_that_learned_nothing_is_refused_after_training(tmp_path: Pat
     with pytest.raises(ValueError, match="every lora_B is zero"):
         check_adapter_file(model, tmp_path, trained=True)
     with pytest.raises(ValueError, match="every lora_B is zero"):
-        verify_adapter(model, tmp_path, random_ids())
+        verify_adapter(model, tmp_path, probe())
 
 
 def test_a_file_of_other_values_is_refused(trained: Any, saved: Path) -> None:
@@ -284,4 +284,4 @@ def test_a_file_of_other_values_is_refused(trained: Any, saved: Path) -> None:
     rewrite(saved, scale)
     check_adapter_file(trained, saved, trained=True)
     with pytest.raises(ValueError, match="its logits differ by"):
-        verify_adapter(trained, saved, random_ids())
+        verify_adapter(trained, saved, probe())

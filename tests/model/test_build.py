@@ -25,11 +25,12 @@ from app.model.build import (
     save_model,
     weight_dtype,
 )
+from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from tests.tiny import random_ids, tiny_llama
+from tests.tiny import probe, random_ids, tiny_llama
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PROBE = random_ids()[0].tolist()
+PROBE = {"input_ids": random_ids()[0].tolist()}
 
 
 @pytest.fixture
@@ -53,6 +54,7 @@ def built(
     torch.manual_seed(3)
     return build_model(
         ModelConfig(path=str(base)),
+        QuantizationConfig(),
         backend,
         adapter or LoraConfig(r=4, dropout=0.0),
         RecomputeConfig(mode=recompute),
@@ -113,9 +115,9 @@ def test_a_built_model_has_the_dtypes_of_its_precision(
 
 def test_a_built_model_computes_what_transformers_computes(base: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=FP32)
-    expected = probe_logits(plain, random_ids())
+    expected = probe_logits(plain, probe())
     for backend in ("sdpa", "eager"):
-        ours = probe_logits(built(base, backend=backend), random_ids())
+        ours = probe_logits(built(base, backend=backend), probe())
         assert torch.allclose(ours, expected, atol=1e-5), backend
 
 
@@ -256,7 +258,7 @@ def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_t
     assert model.model.rotary_emb.inv_freq.dtype is FP32
     assert torch.equal(model.model.rotary_emb.inv_freq, exact)
     loaded = load_tuned(ModelConfig(path=str(base)), saved, attention_implementation("sdpa"), FP32)
-    assert torch.equal(probe_logits(loaded, random_ids()), probe_logits(model, random_ids()))
+    assert torch.equal(probe_logits(loaded, probe()), probe_logits(model, probe()))
 
 
 def test_an_adapter_is_saved_beside_no_base_and_found_again(base: Path, tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_an_adapter_is_saved_beside_no_base_and_found_again(base: Path, tmp_path
     config = json.loads((saved / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base)
     loaded = load_tuned(ModelConfig(path=str(base)), saved, attention_implementation("sdpa"), FP32)
-    assert torch.equal(probe_logits(loaded, random_ids()), probe_logits(model, random_ids()))
+    assert torch.equal(probe_logits(loaded, probe()), probe_logits(model, probe()))
 
 
 def spoil(file: Path) -> None:

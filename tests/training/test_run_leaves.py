@@ -30,7 +30,7 @@ from app.output import OutputConfig, decide_run_dir
 from app.train import train
 from tests.conftest import TrainRun, read_column
 from tests.door import ask
-from tests.tiny import SAMPLES, TINY_BASE, random_ids, small_run
+from tests.tiny import SAMPLES, TINY_BASE, probe, small_run
 
 ORDERS = SAMPLES / "orders_test.jsonl"
 DATASETS = ("capital", "orders")
@@ -98,9 +98,9 @@ def test_the_folder_holds_what_was_promised_and_nothing_else(run: Run) -> None:
 
 def test_the_adapter_opens_with_peft_alone_and_moves_the_base(run: Run) -> None:
     base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
-    before = probe_logits(base, random_ids())
+    before = probe_logits(base, probe())
     tuned = PeftModel.from_pretrained(base, str(run.folder / "adapter"))
-    assert (probe_logits(tuned, random_ids()) - before).abs().max() > 0.1
+    assert (probe_logits(tuned, probe()) - before).abs().max() > 0.1
 
 
 def test_the_tokenizer_and_its_template_lie_beside_the_adapter(run: Run) -> None:

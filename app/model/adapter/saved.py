@@ -1,113 +1,18 @@
-"""What is trained of the base, and how it is kept: the only file that knows peft."""
+"""An adapter on disk: written, read back, and refused when it is not what it should be."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from app.model.adapter.settings import ADAPTER_FILE
 
 if TYPE_CHECKING:
     import peft
     import torch
     from transformers import PreTrainedModel
-
-DEFAULT_LR = {"lora": 2e-4, "full": 2e-5}
-ADAPTER_FILE = "adapter_model.safetensors"
-
-
-@dataclass(kw_only=True, slots=True)
-class AdapterConfig:
-    name: str = "lora"
-    """what is trained: lora (small matrices beside frozen weights) or full (every weight)"""
-
-
-@dataclass(kw_only=True, slots=True)
-class LoraConfig(AdapterConfig):
-    name: str = "lora"
-    r: int = 16
-    """rank; more capacity, more memory"""
-    alpha: float = 32.0
-    """the update is scaled by alpha / r (alpha / sqrt(r) with use_rslora)"""
-    dropout: float = 0.05
-    """share of the adapter's inputs dropped in training"""
-    target_modules: Any = "all-linear"
-    """all-linear, a list of module name endings, or a regular expression over full names"""
-    use_dora: bool = False
-    """learn each weight's magnitude apart from its direction (slower; arXiv 2402.09353)"""
-    use_rslora: bool = False
-    """scale by alpha / sqrt(r), stable at high ranks (arXiv 2312.03732)"""
-
-
-@dataclass(kw_only=True, slots=True)
-class FullConfig(AdapterConfig):
-    name: str = "full"
-
-
-def apply_adapter(
-    model: PreTrainedModel, config: AdapterConfig, *, half_precision: bool
-) -> PreTrainedModel | peft.PeftModel:
-    """Freeze the base and put the adapter's weights beside it; `full` leaves all weights trainable.
-
-    Adapter weights are fp32 unless `half_precision`. ValueError for a pattern that matches nothing.
-    """
-    if not isinstance(config, LoraConfig):
-        return model
-    import peft
-
-    patterns = config.target_modules
-    if isinstance(patterns, list):
-        _check_every_pattern_matches(model, patterns)
-    lora = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=config.r,
-        lora_alpha=config.alpha,
-        lora_dropout=config.dropout,
-        target_modules=patterns,
-        use_dora=config.use_dora,
-        use_rslora=config.use_rslora,
-    )
-    return peft.get_peft_model(model, lora, autocast_adapter_dtype=not half_precision)
-
-
-def _check_every_pattern_matches(model: PreTrainedModel, patterns: list[str]) -> None:
-    """peft is content when one pattern of several matches; a misspelt one would go unnoticed."""
-    names = [name for name, _ in model.named_modules()]
-    for pattern in patterns:
-        if not any(name == pattern or name.endswith(f".{pattern}") for name in names):
-            leaves = sorted({name.rpartition(".")[2] for name in names} - {""})
-            raise ValueError(
-                f"adapter.target_modules: {pattern!r} matches no module; "
-                f"the model has {', '.join(leaves)}"
-            )
-
-
-@dataclass(slots=True)
-class TrainableReport:
-    """What trains: numbers of weights, and their dtypes."""
-
-    num_trainable: int
-    num_total: int
-    dtypes: dict[str, int]
-
-    def __str__(self) -> str:
-        share = self.num_trainable / self.num_total
-        dtypes = ", ".join(f"{count:,} in {name}" for name, count in sorted(self.dtypes.items()))
-        counts = f"{self.num_trainable:,} of {self.num_total:,}"
-        return f"{counts} weights train ({share:.2%}); kept: {dtypes}"
-
-
-def report_trainable(model: torch.nn.Module) -> TrainableReport:
-    """Count what trains; ValueError when nothing does."""
-    dtypes: dict[str, int] = {}
-    trainable = 0
-    for parameter in model.parameters():
-        name = str(parameter.dtype).removeprefix("torch.")
-        dtypes[name] = dtypes.get(name, 0) + parameter.numel()
-        trainable += parameter.numel() if parameter.requires_grad else 0
-    if not trainable:
-        raise ValueError("no weight would be trained: look at adapter.target_modules")
-    return TrainableReport(trainable, sum(dtypes.values()), dtypes)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -180,11 +85,11 @@ def check_adapter_file(model: peft.PeftModel, folder: Path, *, trained: bool) ->
         raise ValueError(f"{file}: every lora_B is zero, nothing was learned")
 
 
-def verify_adapter(model: peft.PeftModel, folder: Path, probe: torch.Tensor) -> float:
+def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torch.Tensor]) -> float:
     """Reopen a saved adapter beside the one in memory and compare their logits.
 
-    probe [1, tokens] are token ids; returns the largest difference of two logits. ValueError when
-    they differ by more than the file's rounding.
+    `probe` is what `probe_logits` takes; returns the largest difference of two logits. ValueError
+    when they differ by more than the file's rounding.
     """
     check_adapter_file(model, folder, trained=True)
     in_memory = probe_logits(model, probe)
@@ -200,14 +105,17 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: torch.Tensor) -> 
     return check_same_logits(in_memory, reopened, folder)
 
 
-def probe_logits(model: torch.nn.Module, probe: torch.Tensor) -> torch.Tensor:
-    """Logits [tokens, vocabulary] of one row of token ids, without dropout or gradient."""
+def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of one row, without dropout or gradient.
+
+    `probe`: `input_ids` [1, tokens], and `decoder_input_ids` for an encoder-decoder model.
+    """
     import torch
 
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        logits = model(input_ids=probe, use_cache=False).logits[0].float()
+        logits = model(**probe, use_cache=False).logits[0].float()
     model.train(was_training)
     return logits
 

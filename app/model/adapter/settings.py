@@ -1,0 +1,87 @@
+"""What can be said of an adapter; needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ADAPTER_FILE = "adapter_model.safetensors"
+INITS = ("default", "gaussian", "pissa", "olora")
+
+
+@dataclass(kw_only=True, slots=True)
+class AdapterConfig:
+    name: str = "lora"
+    """what is trained: lora (small matrices), ia3 (vectors), freeze (a part), full (every weight)"""
+    neftune_alpha: float | None = None
+    """noise on the input embeddings while training; 5 to 15 is usual (NEFTune, arXiv 2310.05914)"""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig(AdapterConfig):
+    name: str = "lora"
+    path: str | None = None
+    """folder of an adapter to go on with; its own settings are kept"""
+    r: int = 16
+    """rank; more capacity, more memory"""
+    alpha: float = 32.0
+    """the update is scaled by alpha / r (alpha / sqrt(r) with use_rslora)"""
+    dropout: float = 0.05
+    """share of the adapter's inputs dropped in training"""
+    target_modules: Any = "all-linear"
+    """all-linear, a list of module name endings, or a regular expression over full names"""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """other ranks by module name ending or regular expression, as {down_proj: 32}"""
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """other alphas by module name ending or regular expression"""
+    layers: Any = "all"
+    """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
+    init: str = "default"
+    """default, gaussian, pissa (principal components, arXiv 2404.02948), olora (2406.01775)"""
+    use_dora: bool = False
+    """learn each weight's magnitude apart from its direction (slower; arXiv 2402.09353)"""
+    use_rslora: bool = False
+    """scale by alpha / sqrt(r), stable at high ranks (arXiv 2312.03732)"""
+    trainable_tokens: list[str] = field(default_factory=list)
+    """tokens whose rows of embedding and head are trained too, as [<|im_start|>, <|im_end|>]"""
+    modules_to_save: list[str] = field(default_factory=list)
+    """modules trained whole and kept with the adapter, as [embed_tokens, lm_head]"""
+    lora_plus_ratio: float | None = None
+    """learning rate of every B over that of every A; 16 is usual (LoRA+, arXiv 2402.12354)"""
+    lora_plus_weight_decay: float | None = None
+    """decay of every B with lora_plus_ratio; null = optimizer.weight_decay"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Ia3Config(AdapterConfig):
+    name: str = "ia3"
+    path: str | None = None
+    """folder of an adapter to go on with; its own settings are kept"""
+    target_modules: Any = "auto"
+    """auto = key, value and feed-forward by architecture; or a list of module name endings"""
+    feedforward_modules: Any = "auto"
+    """those of target_modules whose input is scaled instead of their output"""
+    layers: Any = "all"
+    """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
+
+
+@dataclass(kw_only=True, slots=True)
+class FreezeConfig(AdapterConfig):
+    name: str = "freeze"
+    layers: Any = "top 2"
+    """decoder layers that are trained: `top 2` (the last two), a list of numbers, all, or none"""
+    modules: list[str] = field(default_factory=list)
+    """modules trained besides: name endings or regular expressions, as [lm_head, 'norm']"""
+
+
+@dataclass(kw_only=True, slots=True)
+class FullConfig(AdapterConfig):
+    name: str = "full"
+
+
+DEFAULT_LR = {"lora": 2e-4, "ia3": 3e-3, "freeze": 2e-5, "full": 2e-5}
+
+
+def saves_whole_model(config: AdapterConfig) -> bool:
+    """Say whether what is trained is kept as a whole model rather than beside its base."""
+    return isinstance(config, (FullConfig, FreezeConfig))
