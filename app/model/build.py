@@ -209,7 +209,7 @@ def save_model(
     """Save what was trained under `folder`, reopen it and compare; return the written folder.
 
     Adapters go to `adapter/` in peft's format, full models to `model/` as a Hugging Face folder in
-    the dtype the base came in. The logits of `probe` (token ids by the name of the model's argument)
+    the dtype the base came in. The logits of `probe`, token ids by name of the model's argument,
     are compared. TrainingFault when what is on disk is not what is in memory.
     """
     import torch

@@ -12,7 +12,7 @@ INITS = ("default", "gaussian", "pissa", "olora")
 @dataclass(kw_only=True, slots=True)
 class AdapterConfig:
     name: str = "lora"
-    """what is trained: lora (small matrices), ia3 (vectors), freeze (a part), full (every weight)"""
+    """lora (small matrices are trained), ia3 (vectors), freeze (a part), full (every weight)"""
     neftune_alpha: float | None = None
     """noise on the input embeddings while training; 5 to 15 is usual (NEFTune, arXiv 2310.05914)"""
 
