@@ -36,7 +36,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         load_tuned,
         weight_dtype,
     )
-    from app.model.tokenizer import build_tokenizer
+    from app.model.chat import stop_token_ids, with_chat_template
+    from app.model.tokenizer import build_tokenizer, new_token_ids
+    from app.model.tokens import num_rows
     from app.training.loss import validate
     from app.training.trainer import place_on_one_device
     from data_modules import FinetuneDataModule
@@ -47,12 +49,13 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         config.attention, architecture, placement.accelerator, placement.precision
     )
     tokenizer = build_tokenizer(config.model)
+    new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))
     datamodule = FinetuneDataModule(
-        config.data,
+        with_chat_template(config.data, config.model, tokenizer),
         config.packing,
         tokenizer,
         context_len=context_len(architecture),
-        vocab_size=max(architecture.get_text_config().vocab_size, len(tokenizer)),
+        vocab_size=num_rows(architecture, new_ids),
         decoder_start_token_id=decoder_start_token_id(architecture),
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=1,
@@ -62,7 +65,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     )
     datamodule.setup("validate")
     names, prompts = datamodule.dataset_names, datamodule.prompts(config.evaluation.max_rows)
-    stops = datamodule.stop_token_ids | {tokenizer.eos_token_id}
+    stops = datamodule.stop_token_ids | stop_token_ids(tokenizer, config.model.stop_tokens)
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
         model.to(placement.torch_device)
@@ -80,7 +83,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     dtype = weight_dtype(placement.precision, kind)
     implementation = attention_implementation(backend)
     metrics: dict[str, float] = {}
-    how = (implementation, dtype, config.quantization, len(tokenizer))
+    how = (implementation, dtype, config.quantization, new_ids)
     if not config.model.from_scratch:
         metrics |= named("base", measure(load_base(config.model, *how)))
     if tuned is not None:

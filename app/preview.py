@@ -39,7 +39,9 @@ def preview(config: PreviewConfig) -> Path:
     from rich.console import Console
 
     from app.model.build import context_len, decoder_start_token_id
-    from app.model.tokenizer import build_tokenizer
+    from app.model.chat import with_chat_template
+    from app.model.tokenizer import build_tokenizer, new_token_ids
+    from app.model.tokens import num_rows
     from app.report.preview import collect_preview
     from app.report.preview_page import preview_page
     from app.report.preview_text import say_preview
@@ -48,6 +50,9 @@ def preview(config: PreviewConfig) -> Path:
     data = beginning_of(config.data) if config.data.streaming else config.data
     tokenizer = build_tokenizer(config.model)
     architecture = find_architecture(config.model)
+    # Where nothing is known of the base, each token that its tokenizer has is taken to have a row.
+    rows = num_rows(architecture) if architecture else len(tokenizer)
+    new_ids = new_token_ids(config.model, tokenizer, rows)
     num_ranks, accumulation = plan_as_typed(config.trainer)
     if architecture is None:
         context, context_fact = context_of_tokenizer(tokenizer, config.data.sequence_len)
@@ -55,11 +60,11 @@ def preview(config: PreviewConfig) -> Path:
         context = context_len(architecture)
         context_fact = f"the model's context: {context:,}" if context else "no limit is known"
     datamodule = FinetuneDataModule(
-        data,
+        with_chat_template(data, config.model, tokenizer),
         config.packing,
         tokenizer,
         context_len=context,
-        vocab_size=architecture and max(architecture.get_text_config().vocab_size, len(tokenizer)),
+        vocab_size=architecture and num_rows(architecture, new_ids),
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=accumulation,
         num_ranks=num_ranks,

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from app.quiet import is_offline, quiet_libraries
 from app.sweep import run_sweep
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from data_modules import FinetuneDataModule, Prompt
 
@@ -37,22 +38,26 @@ def train(config: TrainConfig) -> float | None:
     import lightning as L
 
     from app.evaluation.comparison import say_comparison
-    from app.model.adapter import DEFAULT_LR
-    from app.model.attention import choose_backend
+    from app.model.attention import attention_implementation, choose_backend
     from app.model.build import (
         build_model,
         context_len,
         decoder_start_token_id,
         load_architecture,
+        load_base,
         save_model,
+        weight_dtype,
     )
-    from app.model.tokenizer import build_tokenizer
-    from app.model.tokens import trained_token_ids
+    from app.model.chat import stop_token_ids, with_chat_template
+    from app.model.tokenizer import build_tokenizer, new_token_ids
+    from app.model.tokens import num_rows, trained_token_ids
     from app.strategy.build import build_strategy
     from app.training.callbacks.progress import ProgressBar
     from app.training.curves import Curves
+    from app.training.learning_rate import resolve_lr
     from app.training.logger import build_loggers
     from app.training.module import FinetuneModule
+    from app.training.optimizer import build_optimizer
     from app.training.trainer import build_trainer, resolve_placement
     from data_modules import FinetuneDataModule
 
@@ -61,17 +66,25 @@ def train(config: TrainConfig) -> float | None:
     precision = placement.precision
     architecture = load_architecture(config.model)
     backend = choose_backend(config.attention, architecture, placement.accelerator, precision)
-    lr = config.optimizer.lr or DEFAULT_LR[config.adapter.name]
+    lr = resolve_lr(
+        config.optimizer,
+        config.adapter,
+        config.trainer.micro_batch_size * placement.accumulation * placement.num_ranks,
+        from_scratch=config.model.from_scratch,
+    )
     L.seed_everything(config.seed, verbose=False)
 
     # What it learns from: the whole plan of the run is known before a weight is read.
     tokenizer = build_tokenizer(config.model)
+    new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))
+    token_ids = trained_token_ids(tokenizer, config.model.added_tokens, config.adapter)
+    stop_ids = stop_token_ids(tokenizer, config.model.stop_tokens)
     datamodule = FinetuneDataModule(
-        config.data,
+        with_chat_template(config.data, config.model, tokenizer),
         config.packing,
         tokenizer,
         context_len=context_len(architecture),
-        vocab_size=max(architecture.get_text_config().vocab_size, len(tokenizer)),
+        vocab_size=num_rows(architecture, new_ids),
         decoder_start_token_id=decoder_start_token_id(architecture),
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=placement.accumulation,
@@ -86,7 +99,9 @@ def train(config: TrainConfig) -> float | None:
         for line in (*datamodule.report.lines(), *datamodule.audit.lines()):
             log.info("data: %s", line)
         datamodule.audit.check()
-    log.info("plan: %s; lr %g", datamodule.plan.line(), lr)
+    log.info("plan: %s; %s", datamodule.plan.line(), lr.sentence)
+    if lr.warning is not None and is_first_rank():
+        log.warning(lr.warning)
     log.info("device: %s, attention %s", placement, backend)
 
     # How it learns.
@@ -101,15 +116,19 @@ def train(config: TrainConfig) -> float | None:
             config.adapter,
             config.recompute,
             precision,
-            num_tokens=len(tokenizer),
-            token_ids=trained_token_ids(tokenizer, config.model.added_tokens, config.adapter),
+            new_ids=new_ids,
+            token_ids=token_ids,
         ),
         backend=backend,
-        optimizer=config.optimizer,
+        build_optimizer=partial(
+            build_optimizer,
+            config=config.optimizer,
+            adapter=config.adapter,
+            lr=lr.value,
+            # Lightning clips nothing itself, yet refuses fused optimizers beside a loss scaler.
+            fused=precision != "fp16",
+        ),
         schedule=config.schedule,
-        lr=lr,
-        # Lightning clips nothing itself here, yet refuses fused optimizers beside a loss scaler.
-        fused_optimizer=precision != "fp16",
         total_steps=datamodule.total_steps,
         is_packed=config.packing.method != "none",
         curves=curves,
@@ -123,13 +142,14 @@ def train(config: TrainConfig) -> float | None:
         callbacks=[ProgressBar(curves)],
         folder=folder,
     )
+    base = describe_base(config.model)
     if trainer.is_global_zero:
         save_config(config, folder / "config.yaml")
         datamodule.write_reports(folder)
         save_manifest(
             folder,
             seed=config.seed,
-            base=describe_base(config.model),
+            base=base,
             data=[asdict(dataset) for dataset in datamodule.report.datasets],
             test_data=[asdict(dataset) for dataset in datamodule.report.test_datasets],
             template_sha256=datamodule.template_hash,
@@ -139,11 +159,37 @@ def train(config: TrainConfig) -> float | None:
         return None
 
     # What is left of it: saved, reopened and checked, compared with its base.
-    model = module.model.to(trainer.strategy.root_device)
+    trained = module.model.to(trainer.strategy.root_device)
+    dtype = weight_dtype(precision, config.adapter)
+    reload_base = partial(
+        load_base,
+        config.model,
+        attention_implementation(backend),
+        dtype,
+        config.quantization,
+        new_ids,
+    )
     with placement.autocast():
-        saved = save_model(model, config.adapter, architecture, folder, datamodule.probe())
+        saved, model = save_model(
+            trained,
+            config.adapter,
+            architecture,
+            folder,
+            datamodule.probe(),
+            base=base,
+            reload_base=reload_base,
+        )
         metrics = compare(
-            model, config, datamodule, tokenizer, prompts, backend, curves.validations
+            model,
+            config,
+            datamodule,
+            tokenizer,
+            prompts,
+            backend,
+            curves.validations,
+            reload_base,
+            stop_ids=stop_ids,
+            is_as_trained=model is trained,
         )
     tokenizer.save_pretrained(saved)
     metrics |= curves.summary()
@@ -161,31 +207,43 @@ def compare(
     prompts: dict[str, list[Prompt]],
     backend: str,
     validations: list[dict[str, float]],
+    reload_base: Callable[[], PreTrainedModel],
+    *,
+    stop_ids: set[int],
+    is_as_trained: bool,
 ) -> dict[str, float]:
-    """Measure what was saved against its base, as `app.evaluate` does on the run's folder."""
+    """Measure what was saved against its base, as `app.evaluate` does on the run's folder.
+
+    `is_as_trained`: the model is the one that was trained, not one that was read again.
+    """
     from app.evaluation.comparison import adapter_switched_off, named
     from app.evaluation.generation import exact_match
-    from app.model.adapter import saves_whole_model
-    from app.model.build import load_base
+    from app.model.adapter import goes_on, saves_whole_model
     from app.training.loss import validate
 
     is_whole = saves_whole_model(config.adapter)
     metrics: dict[str, float] = {}
     if validations:
-        # Saving rounds a full model to its base's dtype: its last validation was another model's.
         batches, names = datamodule.whole_val_dataloader(), datamodule.dataset_names
-        tuned = validate(model, batches, backend, names) if is_whole else validations[-1]
-        metrics |= named("base", validations[0]) | named("tuned", tuned)
+        measure = partial(validate, model, batches, backend, names)
+        # Saving rounds a full model to its base's dtype: its last validation was another model's.
+        tuned = validations[-1] if is_as_trained and not is_whole else measure()
+        if is_whole or (is_as_trained and not goes_on(config.adapter)):
+            base = validations[0]
+        else:  # the run did not start as its base
+            with adapter_switched_off(model):
+                base = measure()
+        metrics |= named("base", base) | named("tuned", tuned)
     if config.evaluation.exact_match:
-        stops = datamodule.stop_token_ids | {tokenizer.eos_token_id}
+        stops = datamodule.stop_token_ids | stop_ids
         asked = (tokenizer, prompts, stops)
         metrics |= named("tuned", exact_match(model, *asked, config.evaluation))
         if not is_whole:
             with adapter_switched_off(model):
                 metrics |= named("base", exact_match(model, *asked, config.evaluation))
         elif not config.model.from_scratch:
-            base = load_base(config.model, "sdpa", model.dtype, num_tokens=len(tokenizer))
-            metrics |= named("base", exact_match(base.to(model.device), *asked, config.evaluation))
+            untrained = reload_base().to(model.device)
+            metrics |= named("base", exact_match(untrained, *asked, config.evaluation))
     return metrics
 
 

@@ -118,11 +118,12 @@ def our_step_seconds(folder: Path) -> list[float]:
     """Seconds from the end of one step to the end of the next, under our trainer."""
     import lightning as L
 
+    from app.model.adapter import LoraConfig
     from app.training.callbacks.progress import ProgressBar
     from app.training.curves import Curves
     from app.training.logger import LoggerConfig, build_loggers
     from app.training.module import FinetuneModule
-    from app.training.optimizer import AdamWConfig, ScheduleConfig
+    from app.training.optimizer import AdamWConfig, ScheduleConfig, build_optimizer
     from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
 
     class Clock(L.Callback):
@@ -139,10 +140,10 @@ def our_step_seconds(folder: Path) -> list[float]:
     module = FinetuneModule(
         builder(),
         backend="sdpa",
-        optimizer=AdamWConfig(),
+        build_optimizer=partial(
+            build_optimizer, config=AdamWConfig(), adapter=LoraConfig(), lr=1e-4, fused=True
+        ),
         schedule=ScheduleConfig(shape="constant"),
-        lr=1e-4,
-        fused_optimizer=True,
         total_steps=STEPS,
         is_packed=True,
         curves=curves,

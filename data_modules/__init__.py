@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.types import Batch as Batch
     from data_modules.types import DataError as DataError
+    from data_modules.types import DecoderInputs as DecoderInputs
     from data_modules.types import Example as Example
     from data_modules.types import Origin as Origin
     from data_modules.types import Prompt as Prompt
@@ -32,6 +33,7 @@ _HOMES = {
     "DataError": "types",
     "DataReport": "report",
     "DatasetConfig": "settings",
+    "DecoderInputs": "types",
     "Example": "types",
     "FinetuneDataModule": "datamodule",
     "Origin": "types",

@@ -93,8 +93,8 @@ class DataConfig:
     max_row_bytes: int = source.MAX_ROW_BYTES
     """a larger row is refused"""
     chat_template: str | None = None
-    """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, or plain where it
-    has none"""
+    """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one that
+    is named for the model, else plain"""
     mixture: MixtureConfig = field(default_factory=MixtureConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     streaming: bool = False

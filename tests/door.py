@@ -100,8 +100,15 @@ def make_data(file: Path, num_rows: int = 4) -> Path:
     return file
 
 
-def make_adapter(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    write_safetensors(folder / "adapter_model.safetensors", {"a": [1, 2]})
+def make_adapter(folder: Path, *, r: int = 4, hidden: int = 32, **settings: Any) -> Path:
+    """Write a folder that looks like a LoRA of `make_model`'s q_proj: right headers, all zeros."""
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": r, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+    shapes = {}
+    for layer in range(2):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        shapes[f"{name}.lora_A.weight"] = [r, hidden]
+        shapes[f"{name}.lora_B.weight"] = [hidden, r]
+    write_safetensors(folder / "adapter_model.safetensors", shapes)
     return folder

@@ -90,6 +90,24 @@ CLASHES = [
     ),
     (
         0,
+        ["adapter.init=pissa", "adapter.use_dora=true"],
+        ["adapter.init=pissa takes its start", "type adapter.init=default"],
+        ["adapter.init=gaussian", "adapter.use_dora=true"],
+    ),
+    (
+        0,
+        ["adapter.init=olora", "quantization=nf4"],
+        ["adapter.init=olora takes its start", "quantization=nf4", "or quantization=none"],
+        ["adapter.init=olora"],
+    ),
+    (
+        0,
+        ["adapter=ia3", "model.added_tokens=[<|new|>]"],
+        ["adapter=ia3 trains vectors alone", "type adapter=lora or adapter=full"],
+        ["adapter=lora", "model.added_tokens=[<|new|>]"],
+    ),
+    (
+        0,
         ["trainer.global_batch_size=4", "trainer.gradient_accumulation_steps=4"],
         ["decide the same thing"],
         ["trainer.gradient_accumulation_steps=4"],
@@ -99,6 +117,24 @@ CLASHES = [
         ["schedule.warmup_steps=10", "trainer.max_steps=10"],
         ["schedule.warmup_steps=10 leaves nothing"],
         ["schedule.warmup_steps=5", "trainer.max_steps=10"],
+    ),
+    (
+        0,
+        ["optimizer=muon", "adapter.lora_plus_ratio=16"],
+        ["adapter.lora_plus_ratio=16 sets", "optimizer=muon", "type optimizer=adamw"],
+        ["optimizer=adamw", "adapter.lora_plus_ratio=16"],
+    ),
+    (
+        0,
+        ["adapter.lora_plus_weight_decay=0.1"],
+        ["means nothing without adapter.lora_plus_ratio", "adapter.lora_plus_ratio=16"],
+        ["adapter.lora_plus_weight_decay=0.1", "adapter.lora_plus_ratio=16"],
+    ),
+    (
+        0,
+        ["optimizer=muon", "adapter=ia3"],
+        ["adapter=ia3 trains vectors", "type optimizer=adamw"],
+        ["optimizer=muon"],
     ),
 ]
 
@@ -125,6 +161,10 @@ RANGES: list[tuple[str, list[Any], Any]] = [
     ("adapter.r", [0, -4], 1),
     ("adapter.alpha", [0.0, NAN], 8.0),
     ("adapter.dropout", [1.0, -0.1, NAN], 0.0),
+    ("adapter.neftune_alpha", [0.0, -5.0, NAN, INF], 5.0),
+    ("adapter.lora_plus_ratio", [0.0, -1.0, NAN, INF], 16.0),
+    ("adapter.lora_plus_weight_decay", [-0.1, NAN], 0.0),
+    ("optimizer.base_batch_size", [0, -8], 16),
     ("schedule.warmup_ratio", [1.0, -0.1, 2.0, NAN], 0.5),
     ("schedule.warmup_steps", [-1], 0),
     ("trainer.micro_batch_size", [0, -1], 1),
@@ -158,7 +198,9 @@ def test_numbers_out_of_range_are_named_with_the_range(
 
 @pytest.fixture(scope="module")
 def right() -> config.TrainConfig:
-    loaded = config.load_config("train", ["model=tiny", "data=skills"])
+    # The decay of LoRA+ is refused without its ratio.
+    words = ["model=tiny", "data=skills", "adapter.lora_plus_ratio=16"]
+    loaded = config.load_config("train", words)
     assert isinstance(loaded, config.TrainConfig)
     return loaded
 

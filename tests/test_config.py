@@ -101,7 +101,7 @@ BAD_WORDS = [
     ),
     (
         ["+experiment=nothing"],
-        ["llama8b_full, mistral7b"],
+        ["llama8b_qlora, mistral7b"],
         ["+experiment=llama8b", "data.sequence_len=64"],
     ),
     (["model=llama8"], ["model=llama8: no such option", "llama8b?"], ["model=llama8b"]),

@@ -8,7 +8,8 @@ import pytest
 
 from app.model.build import ModelConfig
 from app.preflight import describe_base
-from app.preflight.base_model import read_shapes, shapes_of_architecture
+from app.preflight.base_model import read_shapes
+from app.preflight.shapes import shapes_of_architecture
 from tests.door import ask, make_adapter, make_data, make_model, write_safetensors
 
 
@@ -194,7 +195,37 @@ def test_a_base_is_known_by_its_config_and_headers(model: Path) -> None:
         "path": "org/name",
         "revision": "v1",
         "fingerprint": None,
+        "weights": None,
     }
+
+
+def test_a_base_is_known_by_the_bytes_of_its_weights(tmp_path: Path) -> None:
+    one, two = (make_model(tmp_path / name) for name in ("one", "two"))
+    same = [describe_base(ModelConfig(path=str(folder))) for folder in (one, two)]
+    assert same[0] | {"path": None} == same[1] | {"path": None}
+    file = two / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    trained = describe_base(ModelConfig(path=str(two)))
+    assert trained["fingerprint"] == same[0]["fingerprint"]
+    assert trained["weights"] != same[0]["weights"]
+
+
+def test_blocks_are_spread_over_a_large_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    write_safetensors(file, {"a.weight": [1024, 4096]})
+    (tmp_path / "config.json").write_text("{}")
+    seen = set()
+    size = file.stat().st_size
+    # A training moves every weight: change a hundredth of the file in each of many places.
+    for place in range(0, 100, 7):
+        content = bytearray(file.read_bytes())
+        start = 200 + (size - 200) * place // 100
+        content[start : start + size // 50] = b"\1" * (size // 50)
+        file.write_bytes(content[:size])
+        seen.add(describe_base(ModelConfig(path=str(tmp_path)))["weights"])
+    assert len(seen) == 15
 
 
 def test_trusted_code_passes(model: Path, words: list[str]) -> None:

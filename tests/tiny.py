@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tests.conftest import ROOT
 
@@ -68,6 +78,78 @@ def tiny_llama(*, seed: int = 0, **numbers: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(shape | numbers))).eval()
 
 
+def tiny_gpt2(*, seed: int = 0, **numbers: Any) -> GPT2LMHeadModel:
+    """A random GPT-2 (its matrices are transposed) of two layers and a tied head, in fp32."""
+    shape = {
+        "vocab_size": 64,
+        "n_embd": 32,
+        "n_inner": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+        "initializer_range": 0.2,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(GPT2Config(**(shape | numbers))).eval()
+
+
+def tiny_t5(*, seed: int = 0, **numbers: Any) -> T5ForConditionalGeneration:
+    """A random T5 of two encoder and two decoder layers, 64 tokens and a tied head, in fp32."""
+    shape = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 16,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(seed)
+    return T5ForConditionalGeneration(T5Config(**(shape | numbers))).eval()
+
+
+def tiny_bart(*, seed: int = 0, **numbers: Any) -> BartForConditionalGeneration:
+    """A random BART of two encoder and two decoder layers, 64 tokens and a tied head, in fp32."""
+    shape = {
+        "vocab_size": 64,
+        "d_model": 32,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "max_position_embeddings": 128,
+        "init_std": 0.2,
+        "dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": None,
+    }
+    torch.manual_seed(seed)
+    return BartForConditionalGeneration(BartConfig(**(shape | numbers))).eval()
+
+
+def save_with_tokenizer(model: Any, folder: Path) -> Path:
+    """Save a model of 768 tokens as a base, with the shipped tokenizer."""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY_BASE).save_pretrained(folder)
+    return folder
+
+
 def random_ids(rows: int = 1, tokens: int = 16) -> torch.Tensor:
     """Token ids [rows, tokens] of `tiny_llama`, the same in every call."""
     return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
@@ -76,3 +158,11 @@ def random_ids(rows: int = 1, tokens: int = 16) -> torch.Tensor:
 def probe(rows: int = 1, tokens: int = 16) -> dict[str, torch.Tensor]:
     """`random_ids` by the name of the model's argument."""
     return {"input_ids": random_ids(rows, tokens)}
+
+
+def probe_of(model: Any) -> dict[str, torch.Tensor]:
+    """`probe`, with what a decoder reads where the model has one."""
+    row = probe()
+    if model.config.is_encoder_decoder:
+        row["decoder_input_ids"] = random_ids()[:, :8]
+    return row

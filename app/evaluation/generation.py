@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.model.attention import generation_attention
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from data_modules import Prompt
@@ -72,24 +74,19 @@ def answer_prompts(
     stops = sorted(stop_ids)
     was_training = model.training
     model.eval()
-    with torch.no_grad(), generation_attention(model):
+    pad = tokenizer.pad_token_id
+    pairs = model.config.is_encoder_decoder
+    with torch.no_grad(), generation_attention(model), _greedy(model, stops, pad, config):
         for chosen in _batches(order, config.batch_size):
             ids = [prompts[i].input_ids for i in chosen]
-            longest = max(len(row) for row in ids)
-            padded = [[tokenizer.pad_token_id] * (longest - len(row)) + row for row in ids]
-            mask = [[0] * (longest - len(row)) + [1] * len(row) for row in ids]
+            padded, mask = _pad(ids, pad, on_the_right=pairs)
             generated = model.generate(
                 input_ids=torch.tensor(padded, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
-                max_new_tokens=config.max_new_tokens,
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-                eos_token_id=stops,
-                pad_token_id=tokenizer.pad_token_id,
-            )[:, longest:]
-            for i, row in zip(chosen, generated.tolist(), strict=True):
+            )
+            # It stands behind the prompt, or behind the one token that a decoder starts with.
+            new = generated[:, 1 if pairs else len(padded[0]) :].tolist()
+            for i, row in zip(chosen, new, strict=True):
                 end = next((n for n, token in enumerate(row) if token in stops), None)
                 if end is not None:
                     answers[i] = tokenizer.decode(row[:end], skip_special_tokens=True)
@@ -100,3 +97,48 @@ def answer_prompts(
 def _batches(order: list[int], size: int) -> Iterator[list[int]]:
     for start in range(0, len(order), size):
         yield order[start : start + size]
+
+
+def _pad(ids: list[list[int]], pad: int, *, on_the_right: bool) -> tuple[list[list[int]], ...]:
+    """Pad rows to one length, and say where they are real.
+
+    A decoder goes on from where its row ends; an encoder counts from where its row begins.
+    """
+    longest = max(len(row) for row in ids)
+    gaps = [longest - len(row) for row in ids]
+    if on_the_right:
+        padded = [row + [pad] * gap for row, gap in zip(ids, gaps, strict=True)]
+        return padded, [[1] * (longest - gap) + [0] * gap for gap in gaps]
+    padded = [[pad] * gap + row for row, gap in zip(ids, gaps, strict=True)]
+    return padded, [[0] * gap + [1] * (longest - gap) for gap in gaps]
+
+
+@contextmanager
+def _greedy(
+    model: torch.nn.Module, stops: list[int], pad_token_id: int, config: EvaluationConfig
+) -> Iterator[None]:
+    """Let `model.generate` take the likeliest token each time, whatever its own settings say.
+
+    Those of a base may sample, search, punish repetition, or force an end on what has none.
+    """
+    from transformers import GenerationConfig, GenerationMixin
+
+    # Under an adapter it is the base that generates.
+    generator: Any = next(part for part in model.modules() if isinstance(part, GenerationMixin))
+    own, numbers = generator.generation_config, generator.config
+    start = own.decoder_start_token_id
+    if numbers.is_encoder_decoder and start is None:
+        start = numbers.decoder_start_token_id
+    generator.generation_config = GenerationConfig(
+        max_new_tokens=config.max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=stops,
+        pad_token_id=pad_token_id,
+        decoder_start_token_id=start,
+        forced_bos_token_id=own.forced_bos_token_id,
+    )
+    try:
+        yield
+    finally:
+        generator.generation_config = own

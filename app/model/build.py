@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,18 +13,31 @@ from app.model.adapter import (
     AdapterConfig,
     FullConfig,
     apply_adapter,
+    changed_its_base,
     check_same_logits,
     is_adapter,
     load_adapter,
     probe_logits,
+    reopen_converted,
     report_trainable,
+    rows_needed,
     save_adapter,
+    save_converted,
     saves_whole_model,
     verify_adapter,
+    write_origin,
 )
 from app.model.attention import attention_implementation
 from app.model.neftune import apply_neftune
-from app.model.quantization import QuantizationConfig, prepare_quantized, quantization_settings
+from app.model.quantization import (
+    QuantizationConfig,
+    cast_unquantized,
+    find_stored_problem,
+    prepare_quantized,
+    quantizable_layers,
+    quantization_settings,
+    stored_settings,
+)
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.tokens import resize_embeddings
 
@@ -51,6 +64,12 @@ class ModelConfig:
     """start from random weights of `architecture` instead of a trained base"""
     architecture: dict[str, Any] = field(default_factory=dict)
     """the config.json numbers of this model: lets checks and plans run without a download"""
+    chat_template: str | None = None
+    """template by name for a tokenizer that has none; null where the base learned no chat tokens"""
+    stop_tokens: list[str] = field(default_factory=list)
+    """tokens that end an answer besides the EOS and the template's own, as [<|eot_id|>]"""
+    wrap_class: str | None = None
+    """layer class that sharding strategies wrap; null = what the model itself names"""
 
 
 def build_model(
@@ -61,18 +80,23 @@ def build_model(
     recompute: RecomputeConfig,
     precision: str,
     *,
-    num_tokens: int = 0,
+    new_ids: Sequence[int] = (),
     token_ids: Sequence[int] = (),
 ) -> torch.nn.Module:
     """Build base + adapter, ready to train on the CPU; `precision` is a resolved name.
 
-    The embedding gets at least `num_tokens` rows; the rows `token_ids` train with an adapter.
+    Tokens `new_ids` get rows in embedding and head; the rows `token_ids` train with an adapter.
     """
     # 1. Attention is named while loading: the model's layers look it up in their config.
     implementation = attention_implementation(backend)
     # 2. Weights, in the dtype they are kept in while training, quantized as they are read.
     dtype = weight_dtype(precision, adapter)
-    model = load_base(config, implementation, dtype, quantization, num_tokens)
+    model = load_base(config, implementation, dtype, quantization, new_ids)
+    stored, trains_base = stored_settings(model.config), saves_whole_model(adapter)
+    if stored and (
+        problem := find_stored_problem(stored, quantization, config.path, trains_base=trains_base)
+    ):
+        raise UserError(problem)
     # 3. Recompute before the adapter: it switches on the base's layers, which peft then wraps.
     apply_recompute(model, recompute)
     # 4. The adapter last: it freezes what is there and adds what trains.
@@ -81,7 +105,7 @@ def build_model(
     )
     apply_neftune(adapted, adapter.neftune_alpha)
     adapted.train()
-    log.info("model: %s", report_trainable(adapted))
+    report_trainable(adapted)  # refuses a model of which nothing trains
     return adapted
 
 
@@ -101,11 +125,11 @@ def load_base(
     implementation: str,
     dtype: torch.dtype,
     quantization: QuantizationConfig | None = None,
-    num_tokens: int = 0,
+    new_ids: Sequence[int] = (),
 ) -> PreTrainedModel:
     """Load a base model's weights, or make random ones of `config.architecture`.
 
-    The embedding gets at least `num_tokens` rows.
+    Tokens `new_ids`, which the base never learned, get rows in embedding and head.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -116,19 +140,25 @@ def load_base(
         model = auto_class.from_config(
             architecture, attn_implementation=implementation, dtype=dtype
         )
-        resize_embeddings(model, num_tokens)
+        resize_embeddings(model, new_ids)
         return model
     quantization = quantization or QuantizationConfig()
-    model, loading = auto_class.from_pretrained(
-        config.path,
-        revision=config.revision,
-        trust_remote_code=config.trust_remote_code,
-        attn_implementation=implementation,
-        dtype=dtype,
-        quantization_config=quantization_settings(quantization, dtype),
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    stored = stored_settings(architecture)
+    if stored and (problem := find_stored_problem(stored, quantization, config.path)):
+        raise UserError(problem)
+    # Also a setting that is None would replace the files' own, and their bits be read as numbers.
+    how = {} if stored else {"quantization_config": quantization_settings(quantization, dtype)}
+    with quantizable_layers(architecture.model_type):
+        model, loading = auto_class.from_pretrained(
+            config.path,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation=implementation,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **how,
+        )
     # transformers fills what a file lacks with random numbers and goes on.
     for problem in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loading[problem])):
@@ -136,9 +166,14 @@ def load_base(
                 f"model.path={config.path}: {problem.replace('_keys', '')} tensors in its files: "
                 f"{len(names)}, first {names[0]}; copy or download the model again"
             )
-    resize_embeddings(model, num_tokens)
-    if quantization.method != "none":
-        prepare_quantized(model)
+    # transformers calls every T5 tied, and would tie FLAN-T5's own head to a resized embedding.
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False
+    resize_embeddings(model, new_ids)
+    if stored:
+        cast_unquantized(model, dtype)
+    if stored or quantization.method != "none":
+        prepare_quantized(model, dtype)
     return model
 
 
@@ -155,13 +190,18 @@ def load_tuned(
     implementation: str,
     dtype: torch.dtype,
     quantization: QuantizationConfig | None = None,
-    num_tokens: int = 0,
+    new_ids: Sequence[int] = (),
 ) -> torch.nn.Module:
-    """Load what a run saved in `tuned`: an adapter on the base of `config`, or a whole model."""
+    """Load what a run saved in `tuned`: an adapter on the base of `config`, or a whole model.
+
+    The embedding gets the rows that an adapter was made with, also where `new_ids` names none.
+    """
     if is_adapter(tuned):
-        base = load_base(config, implementation, dtype, quantization, num_tokens)
+        base = load_base(config, implementation, dtype, quantization, new_ids)
+        rows = base.get_input_embeddings().num_embeddings
+        resize_embeddings(base, range(rows, rows_needed(base, tuned)))
         return load_adapter(base, tuned)
-    return load_base(ModelConfig(path=str(tuned)), implementation, dtype)
+    return load_base(ModelConfig(path=str(tuned)), implementation, dtype, quantization)
 
 
 def load_architecture(config: ModelConfig) -> PretrainedConfig:
@@ -181,21 +221,48 @@ def load_architecture(config: ModelConfig) -> PretrainedConfig:
             f"model.path={config.path}: transformers {transformers.__version__} does not know "
             f"its model_type {model_type!r}; take a newer transformers, or another base"
         )
-    return AutoConfig.from_pretrained(
+    architecture = AutoConfig.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
+    if architecture.is_encoder_decoder and (
+        getattr(architecture, "decoder_start_token_id", None) is None
+    ):
+        architecture.decoder_start_token_id = _start_of_generation(config)
+    return architecture
+
+
+def _start_of_generation(config: ModelConfig) -> int | None:
+    """Read what a decoder begins with from generation_config.json, where config.json lacks it."""
+    from transformers import GenerationConfig
+
+    try:
+        numbers = GenerationConfig.from_pretrained(str(config.path), revision=config.revision)
+    except OSError:  # there is no such file
+        return None
+    start: int | None = numbers.decoder_start_token_id
+    return start
 
 
 def context_len(architecture: PretrainedConfig) -> int | None:
     """Tokens that a model was made for; None where its positions have no end (BLOOM, MPT)."""
-    return architecture.get_text_config().to_dict().get("max_position_embeddings")
+    # Not by `to_dict`: GPT-2 keeps it under another name, which only the attribute knows.
+    return getattr(architecture.get_text_config(), "max_position_embeddings", None)
 
 
 def decoder_start_token_id(architecture: PretrainedConfig) -> int | None:
-    """Return what a decoder begins each answer with; None for causal models."""
+    """Return what a decoder begins each answer with; None for causal models.
+
+    UserError where neither config.json nor generation_config.json names it.
+    """
     if not architecture.is_encoder_decoder:
         return None
-    start: int = architecture.decoder_start_token_id
+    start: int | None = getattr(architecture, "decoder_start_token_id", None)
+    if start is None:
+        raise UserError(
+            f"{architecture.name_or_path or 'model.architecture'}: no decoder_start_token_id, with "
+            f"which {architecture.model_type} models begin each answer; write it into config.json "
+            "(T5 and its kin take the pad token, BART the EOS)"
+        )
     return start
 
 
@@ -205,12 +272,17 @@ def save_model(
     architecture: PretrainedConfig,
     folder: Path,
     probe: Mapping[str, Sequence[int]],
-) -> Path:
-    """Save what was trained under `folder`, reopen it and compare; return the written folder.
+    *,
+    base: Mapping[str, str | None],
+    reload_base: Callable[[], PreTrainedModel],
+) -> tuple[Path, Any]:
+    """Save what was trained under `folder`, reopen it and compare; return where, and the model.
 
-    Adapters go to `adapter/` in peft's format, full models to `model/` as a Hugging Face folder in
-    the dtype the base came in. The logits of `probe`, token ids by name of the model's argument,
-    are compared. TrainingFault when what is on disk is not what is in memory.
+    Adapters go to `adapter/` in peft's format with `base`, which says what they were made on; full
+    models to `model/` as a Hugging Face folder in the dtype the base came in. The logits of
+    `probe`, token ids by name of the model's argument, are compared. The returned model is what is
+    on disk: another one than `model` where the adapter had changed its base, which is then read
+    again. TrainingFault when what is on disk is not what is in memory.
     """
     import torch
 
@@ -221,12 +293,25 @@ def save_model(
             difference = _save_whole(model, architecture, saved, rows)
         else:
             saved = folder / "adapter"
-            save_adapter(model, saved)
-            difference = verify_adapter(model, saved, rows)
+            difference, model = _save_adapter(model, saved, rows, reload_base)
+            write_origin(saved, base)
     except ValueError as error:
         raise TrainingFault(f"what was saved does not read back: {error}") from error
     log.info("saved and reopened: same logits (largest difference %.1e)", difference)
-    return saved
+    return saved, model
+
+
+def _save_adapter(
+    model: Any,
+    folder: Path,
+    probe: Mapping[str, torch.Tensor],
+    reload_base: Callable[[], PreTrainedModel],
+) -> tuple[float, Any]:
+    if changed_its_base(model):
+        save_converted(model, folder)
+        return reopen_converted(model, folder, probe, reload_base)
+    save_adapter(model, folder)
+    return verify_adapter(model, folder, probe), model
 
 
 def _save_whole(
@@ -235,8 +320,9 @@ def _save_whole(
     folder: Path,
     probe: Mapping[str, torch.Tensor],
 ) -> float:
-    kept = model.dtype
-    _cast_weights(model, architecture.dtype or kept)
+    kept = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    widest = max(kept.values(), key=lambda dtype: dtype.itemsize)
+    _cast_weights(model, dict.fromkeys(kept, architecture.dtype or widest))
     model.save_pretrained(folder)
     reopened = (
         model_class(architecture)
@@ -251,7 +337,7 @@ def _save_whole(
     return check_same_logits(in_memory, on_disk, folder)
 
 
-def _cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def _cast_weights(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
     """Cast the parameters alone: `model.to` would round the rotary frequencies as well."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])

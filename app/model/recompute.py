@@ -19,6 +19,17 @@ class RecomputeConfig:
 
 def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
     """Switch non-reentrant gradient checkpointing on for every decoder layer."""
-    if config.mode == "full":
-        # Reentrant checkpointing loses the gradients of adapters whose layer input is frozen.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.mode != "full":
+        return
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    # Reentrant checkpointing loses the gradients of adapters whose layer input is frozen. It alone
+    # needs gradients to flow into the first layer; with them the backward pass would go below the
+    # lowest layer that trains. T5's attention asks for them once more, by its own switch.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.disable_input_require_grads()
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for module in layer.modules():
+                if module is not layer and "gradient_checkpointing" in vars(module):
+                    module.gradient_checkpointing = False

@@ -20,15 +20,11 @@ _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 
 
 def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer; ValueError if it cannot be read or cannot end an answer."""
-    path = str(config.tokenizer_path or config.path)
-    try:
-        tokenizer = _load(path, config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"the tokenizer in {path} cannot be read: {_told(path, error)}; set "
-            "model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
-        ) from error
+    """Load the model's tokenizer with `config.added_tokens` beside its own.
+
+    ValueError if it cannot be read or cannot end an answer.
+    """
+    path, tokenizer = _path(config), _load(config)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"the tokenizer in {path} has no eos_token, so no answer could ever end: "
@@ -38,10 +34,60 @@ def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         # Only fills unused positions: what is learned is decided by position, never by token id.
         tokenizer.pad_token = tokenizer.eos_token
         log.info("tokenizer: no pad token, %r fills unused positions", tokenizer.eos_token)
+    if config.added_tokens:
+        _add(tokenizer, config.added_tokens)
     return tokenizer
 
 
-def _load(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
+def new_token_ids(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
+) -> list[int]:
+    """Return the ids of `config.added_tokens` that the base never learned.
+
+    These are new to the tokenizer, or have no row among the `vocab_size` of the base's embedding.
+    ValueError when rows would be needed for other tokens as well.
+    """
+    if not config.added_tokens:
+        return []
+    ids, known = tokenizer.get_vocab(), _load(config).get_vocab()
+    new = {ids[t] for t in config.added_tokens if t not in known or ids[t] >= vocab_size}
+    last = max(new, default=0)
+    without = sorted(t for t, index in ids.items() if vocab_size <= index < last)
+    if without := [token for token in without if token not in config.added_tokens]:
+        raise ValueError(
+            f"the tokenizer in {_path(config)} has {without[0]!r} with id {ids[without[0]]:,}, the "
+            f"model's embedding has {vocab_size:,} rows; name it in model.added_tokens too, or set "
+            "model.tokenizer_path to the tokenizer that the model was made with"
+        )
+    return sorted(new)
+
+
+def _add(tokenizer: PreTrainedTokenizerBase, added: list[str]) -> None:
+    """Make each of `added` one special token; one that is there keeps its id."""
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens(added, special_tokens=True)
+    if new := [token for token in added if token not in known]:
+        log.info("tokenizer: added %s", ", ".join(new))
+    if there := [token for token in added if token in known]:
+        log.info("tokenizer: %s was there already, and keeps its row", ", ".join(there))
+
+
+def _path(config: ModelConfig) -> str:
+    return str(config.tokenizer_path or config.path)
+
+
+def _load(config: ModelConfig) -> PreTrainedTokenizerBase:
+    path = _path(config)
+    try:
+        return _read(path, config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"the tokenizer in {path} cannot be read: {_told(path, error)}; set "
+            "model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
+        ) from error
+
+
+def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     import transformers
 
     bare = _bare_model(path)

@@ -1,10 +1,9 @@
 """Everything that can be known before torch is imported: what is wrong, where, and what to type.
 
 `compatibility` is the table of settings that do not go together, `files` looks at what they name,
-`base_model` reads a base's headers.
+`base_model` reads a base's headers, `targets` and `adapters` compare with them what is put on it.
 """
 
-from app.preflight.base_model import describe_base
 from app.preflight.compatibility import (
     check_compatibility,
     check_devices,
@@ -12,6 +11,7 @@ from app.preflight.compatibility import (
     num_ranks,
 )
 from app.preflight.files import check_files
+from app.preflight.fingerprint import describe_base
 
 __all__ = [
     "check_compatibility",

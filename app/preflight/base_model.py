@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from app.model.build import ModelConfig
+from app.model.quantization import QuantizationConfig, find_stored_problem, stored_method
+from app.preflight.shapes import Shapes, shapes_of_architecture
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 MAX_HEADER_BYTES = 100 << 20
@@ -24,10 +25,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.j
 NOT_LINEAR = re.compile(
     r"(^|\.)(embed\w*|wte|wpe|word_embeddings|lm_head|embed_out|\w*norm\w*|ln_\w+)$"
 )
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-
-Shapes = dict[str, tuple[int, ...]]
-"""weight name without `.weight` -> shape"""
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,6 +34,8 @@ class BaseModel:
     name: str
     numbers: dict[str, Any] | None = None
     shapes: Shapes | None = None
+    modules: list[str] | None = None
+    """full names of the modules that have weights, and of those around them"""
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -112,13 +111,29 @@ def _look_at_folder(folder: Path, model: ModelConfig) -> BaseModel:
     ]
     if not model.trust_remote_code:
         base.problems += _check_code("model.path", folder)
-    base.shapes, problems = read_shapes(folder)
+    tensors, problems = _read_tensors(folder)
     base.problems += problems
+    base.shapes = None if problems else _matrices(tensors)
+    base.modules = None if problems else _modules(tensors, base.shapes)
+    stored = numbers.get("quantization_config")
+    if stored and stored_method(stored) != "int8":
+        base.shapes = shapes_of_architecture(numbers)  # the headers have those of packed weights
     if model.tokenizer_path is None:
         base.problems += _check_tokenizer_files(folder)
     else:
         base.problems += _check_tokenizer(model)
     return base
+
+
+def check_quantization(
+    quantization: QuantizationConfig, base: BaseModel, *, trains_base: bool
+) -> list[str]:
+    """Compare what was typed with how the base's files are quantized."""
+    stored = (base.numbers or {}).get("quantization_config")
+    if not stored:
+        return []
+    problem = find_stored_problem(stored, quantization, base.name, trains_base=trains_base)
+    return [problem] if problem else []
 
 
 def _problem_of_missing(key: str, path: str) -> str | None:
@@ -208,37 +223,13 @@ def _check_tokenizer_files(folder: Path) -> list[str]:
     return []
 
 
-def shapes_of_architecture(numbers: dict[str, Any]) -> Shapes | None:
-    """Work out the matrices of a Llama-like model from its numbers; None for other types."""
-    needed = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-    )
-    if numbers.get("model_type") not in LLAMA_LIKE or not set(needed) <= set(numbers):
-        return None
-    hidden, inner, layers, heads, vocab = (int(numbers[name]) for name in needed)
-    head = int(numbers.get("head_dim") or hidden // heads)
-    queries, keys = heads * head, int(numbers.get("num_key_value_heads") or heads) * head
-    layer = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    shapes: Shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
-    for index in range(layers):
-        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
 def read_shapes(folder: Path) -> tuple[Shapes | None, list[str]]:
     """Read the matrices of a folder's safetensors from their headers; None where there are none."""
+    tensors, problems = _read_tensors(folder)
+    return (None if problems else _matrices(tensors)), problems
+
+
+def _read_tensors(folder: Path) -> tuple[Shapes, list[str]]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         weight_map, problems = _read_index(index)
@@ -247,8 +238,8 @@ def read_shapes(folder: Path) -> tuple[Shapes | None, list[str]]:
         weight_map, problems = {}, []
         files = [folder / "model.safetensors"]
         if not files[0].exists():
-            return None, [_why_no_weights(folder)]
-    shapes: dict[str, tuple[int, ...]] = {}
+            return {}, [_why_no_weights(folder)]
+    shapes: Shapes = {}
     for file in files:
         header, wrong = read_header(file)
         shapes |= header
@@ -259,40 +250,25 @@ def read_shapes(folder: Path) -> tuple[Shapes | None, list[str]]:
             f"{index}: {len(missing)} tensors are in no file, {missing[0]} is the first; "
             "download the model again"
         )
+    return shapes, problems
+
+
+def _matrices(tensors: Shapes) -> Shapes:
     matrices: Shapes = {
         name.removesuffix(".weight"): shape
-        for name, shape in shapes.items()
+        for name, shape in tensors.items()
         if len(shape) == 2 and name.endswith(".weight")
     }
     embeddings = [shape for name, shape in matrices.items() if NOT_LINEAR.search(name)]
     if embeddings and "lm_head" not in matrices:
         matrices["lm_head"] = embeddings[0]  # tied weights are saved once
-    return (None if problems else matrices), problems
+    return matrices
 
 
-def describe_base(model: ModelConfig) -> dict[str, str | None]:
-    """Say which base this is: path, revision, and a fingerprint of a folder's files.
-
-    The fingerprint is of config.json and of the safetensors' headers, which is names, shapes, types
-    and sizes: it tells models apart, not two trainings of one.
-    """
-    fingerprint = None
-    if model.path is not None and (folder := Path(model.path)).is_dir():
-        digest = hashlib.sha256()
-        for file in (folder / "config.json", *sorted(folder.glob("*.safetensors"))):
-            if file.exists():
-                digest.update(_start_of(file))
-        fingerprint = digest.hexdigest()
-    return {"path": model.path, "revision": model.revision, "fingerprint": fingerprint}
-
-
-def _start_of(file: Path) -> bytes:
-    """Return a JSON file whole, of a safetensors file its header."""
-    with file.open("rb") as stream:
-        if file.suffix != ".safetensors":
-            return stream.read()
-        length = stream.read(8)
-        return length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+def _modules(tensors: Shapes, matrices: Shapes | None) -> list[str]:
+    names = {name.rpartition(".")[0] for name in tensors} | set(matrices or ())
+    parts = [name.split(".") for name in names]
+    return sorted({".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)})
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:

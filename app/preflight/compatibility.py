@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+WHOLE = ("full", "freeze")
+"""adapters that train weights of the base"""
+CHANGE_BASE = ("pissa", "olora")
+"""values of adapter.init that take what they start from out of the base's weights"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,6 +175,77 @@ COUPLINGS = (
         lambda s: "packing.window=null",
     ),
     Coupling(
+        "quantization.method adapter.name",
+        lambda s: s.config.quantization.method != "none" and s.config.adapter.name in WHOLE,
+        lambda s: (
+            f"quantization={s.config.quantization.method} freezes the weights in few bits, but "
+            f"adapter={s.config.adapter.name} trains them"
+        ),
+        lambda s: "quantization=none, or adapter=lora",
+    ),
+    Coupling(
+        "quantization.method model.from_scratch",
+        lambda s: s.config.quantization.method != "none" and s.config.model.from_scratch,
+        lambda s: (
+            f"quantization={s.config.quantization.method} freezes the weights in few bits, but "
+            "model.from_scratch=true starts from random ones, which have to be trained"
+        ),
+        lambda s: "quantization=none",
+    ),
+    Coupling(
+        "optimizer.name adapter.lora_plus_ratio",
+        lambda s: (
+            s.config.optimizer.name == "muon" and s.config.adapter.lora_plus_ratio is not None
+        ),
+        lambda s: (
+            f"adapter.lora_plus_ratio={s.config.adapter.lora_plus_ratio:g} sets the learning rate "
+            "of every B, which optimizer=muon sets by the matrix's own size"
+        ),
+        lambda s: "optimizer=adamw, or adapter.lora_plus_ratio=null",
+    ),
+    Coupling(
+        "adapter.lora_plus_weight_decay adapter.lora_plus_ratio",
+        lambda s: (
+            s.config.adapter.lora_plus_weight_decay is not None
+            and s.config.adapter.lora_plus_ratio is None
+        ),
+        lambda s: "adapter.lora_plus_weight_decay means nothing without adapter.lora_plus_ratio",
+        lambda s: "adapter.lora_plus_ratio=16 beside it, or optimizer.weight_decay",
+    ),
+    Coupling(
+        "optimizer.name adapter.name",
+        lambda s: s.config.optimizer.name == "muon" and s.config.adapter.name == "ia3",
+        lambda s: "optimizer=muon moves matrices, and adapter=ia3 trains vectors alone",
+        lambda s: "optimizer=adamw",
+    ),
+    Coupling(
+        "adapter.init adapter.use_dora",
+        lambda s: s.config.adapter.init in CHANGE_BASE and s.config.adapter.use_dora,
+        lambda s: (
+            f"adapter.init={s.config.adapter.init} takes its start out of the base's weights, and "
+            "adapter.use_dora=true learns the magnitudes of weights that are whole"
+        ),
+        lambda s: "adapter.init=default, or adapter.use_dora=false",
+    ),
+    Coupling(
+        "adapter.init quantization.method",
+        lambda s: s.config.adapter.init in CHANGE_BASE and s.config.quantization.method != "none",
+        lambda s: (
+            f"adapter.init={s.config.adapter.init} takes its start out of the base's weights, and "
+            f"weights of quantization={s.config.quantization.method} cannot hold what is left"
+        ),
+        lambda s: "adapter.init=default, or quantization=none",
+    ),
+    Coupling(
+        "adapter.name model.added_tokens",
+        lambda s: s.config.adapter.name == "ia3" and bool(s.config.model.added_tokens),
+        lambda s: (
+            f"model.added_tokens={s.config.model.added_tokens} need rows that train, and "
+            "adapter=ia3 trains vectors alone"
+        ),
+        lambda s: "adapter=lora or adapter=full",
+    ),
+    Coupling(
         "model.from_scratch adapter.name",
         lambda s: s.config.model.from_scratch and s.config.adapter.name != "full",
         lambda s: (
@@ -205,9 +280,17 @@ RANGES = (
     Range("adapter.alpha", lambda v: 0 < v < math.inf, "above 0 (the rank or twice it is usual)"),
     Range("adapter.dropout", _share, "0 or more, below 1"),
     Range(
+        "adapter.neftune_alpha", lambda v: 0 < v < math.inf, "above 0 (5 to 15 is usual), or null"
+    ),
+    Range(
+        "adapter.lora_plus_ratio", lambda v: 0 < v <= 1000, "above 0, at most 1000 (16 is usual)"
+    ),
+    Range("adapter.lora_plus_weight_decay", lambda v: 0 <= v <= 10, "from 0 to 10"),
+    Range(
         "optimizer.lr", lambda v: 0 < v <= 10, "above 0, at most 10 (2e-4 for LoRA, 2e-5 for full)"
     ),
     Range("optimizer.weight_decay", lambda v: 0 <= v <= 10, "from 0 to 10 (0 to 0.1 is usual)"),
+    Range("optimizer.base_batch_size", _at_least_one, "1 or more"),
     Range("optimizer.beta1", _share, "0 or more, below 1"),
     Range("optimizer.beta2", _share, "0 or more, below 1"),
     Range("optimizer.eps", lambda v: 0 < v < 1, "above 0, below 1"),

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.attention import attention_inputs
-from data_modules import Batch
+from app.model.attention import attention_inputs, pair_inputs
+from data_modules import Batch, DecoderInputs
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -48,21 +48,52 @@ class DatasetSums:
 
 def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Tensor:
     """Sum of loss times weight over a micro-batch; its parts are added to `sums`."""
-    shape = (batch.input_ids.shape[0], batch.input_ids.shape[1])
-    inputs = attention_inputs(model, backend, batch.document_lengths, shape)
-    columns = batch.trained_columns
-    # The head runs only where something is learned: prompts cost no logits.
-    logits = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        logits_to_keep=columns,
-        **inputs,
-    ).logits
+    columns: Tensor | slice = slice(None)  # nearly all that a decoder writes is learned
+    if batch.decoder is None:
+        columns = batch.trained_columns
+        logits = _causal_logits(model, batch, backend)
+    else:
+        logits = _decoder_logits(model, batch, batch.decoder, backend)
     losses = token_losses(logits, batch.labels[:, columns])
     weights = batch.loss_weights[:, columns]
     sums.add(losses.detach().flatten(), weights.flatten(), batch.dataset_ids[:, columns].flatten())
     return (losses * weights).sum()
+
+
+def _causal_logits(model: Any, batch: Batch, backend: str) -> Tensor:
+    """Logits [rows, trained columns, vocabulary]."""
+    # The head runs only where something is learned: prompts cost no logits.
+    logits: Tensor = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=batch.trained_columns,
+        **attention_inputs(model, backend, batch.document_lengths, _shape(batch.input_ids)),
+    ).logits
+    return logits
+
+
+def _decoder_logits(model: Any, batch: Batch, decoder: DecoderInputs, backend: str) -> Tensor:
+    """Logits [rows, targets, vocabulary] of an encoder-decoder model."""
+    inputs = pair_inputs(
+        model,
+        backend,
+        batch.document_lengths,
+        decoder.document_lengths,
+        _shape(batch.input_ids),
+        _shape(decoder.input_ids),
+    )
+    logits: Tensor = model(
+        input_ids=batch.input_ids,
+        decoder_input_ids=decoder.input_ids,
+        use_cache=False,
+        **inputs,
+    ).logits
+    return logits
+
+
+def _shape(ids: Tensor) -> tuple[int, int]:
+    return ids.shape[0], ids.shape[1]
 
 
 @torch.no_grad()

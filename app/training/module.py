@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,23 +9,17 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from app.model.attention import check_isolation
+from app.model.attention import check_isolation, check_pair_isolation
+from app.model.quantization import tokens_quantized_alone
 from app.training.curves import Curves, StepRecord
 from app.training.loss import DatasetSums, batch_loss
-from app.training.optimizer import (
-    OptimizerConfig,
-    ScheduleConfig,
-    build_optimizer,
-    build_schedule,
-    describe_groups,
-)
+from app.training.optimizer import ScheduleConfig, base_lr, build_schedule
+from app.training.what_trains import say_what_trains
 from data_modules import Batch
-
-log = logging.getLogger(__name__)
 
 
 class FinetuneModule(L.LightningModule):
-    """A causal language model, trained on the mean loss over all trained tokens of a global step.
+    """A language model, trained on the mean loss over all trained tokens of a global step.
 
     `build` makes the model inside `configure_model`, where a strategy may shard while it loads.
     """
@@ -36,10 +29,8 @@ class FinetuneModule(L.LightningModule):
         build: Callable[[], torch.nn.Module],
         *,
         backend: str,
-        optimizer: OptimizerConfig,
+        build_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer],
         schedule: ScheduleConfig,
-        lr: float,
-        fused_optimizer: bool,
         total_steps: int,
         is_packed: bool,
         curves: Curves,
@@ -47,10 +38,8 @@ class FinetuneModule(L.LightningModule):
         super().__init__()
         self.build = build
         self.backend = backend
-        self.optimizer_config = optimizer
+        self.build_optimizer = build_optimizer
         self.schedule_config = schedule
-        self.lr = lr
-        self.fused_optimizer = fused_optimizer
         self.total_steps = total_steps
         self.is_packed = is_packed
         self.curves = curves
@@ -67,10 +56,9 @@ class FinetuneModule(L.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Build the optimizer over what trains, and a schedule that moves once a step."""
-        optimizer = build_optimizer(
-            self.model, self.optimizer_config, lr=self.lr, fused=self.fused_optimizer
-        )
-        log.info("optimizer: %s", describe_groups(optimizer))
+        optimizer = self.build_optimizer(self.model)
+        if self.global_rank == 0:
+            say_what_trains(self.model, optimizer)
         schedule = build_schedule(optimizer, self.schedule_config, self.total_steps)
         return {
             "optimizer": optimizer,
@@ -78,9 +66,12 @@ class FinetuneModule(L.LightningModule):
         }
 
     def on_fit_start(self) -> None:
-        """Refuse to train a model whose packed documents see each other."""
-        if self.is_packed:
-            with self.trainer.precision_plugin.forward_context():
+        """Refuse to train a model whose documents see each other, or their padding."""
+        alone = tokens_quantized_alone(self.model)
+        with self.trainer.precision_plugin.forward_context(), alone:
+            if self.model.config.is_encoder_decoder:
+                check_pair_isolation(self.model, self.backend, is_packed=self.is_packed)
+            elif self.is_packed:
                 check_isolation(self.model, self.backend)
         # From here on only dropout is random, and ranks must not drop the same.
         torch.manual_seed(torch.initial_seed() + self.global_rank)
@@ -105,7 +96,7 @@ class FinetuneModule(L.LightningModule):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:
         """Step, then keep the step's row for the curves."""
-        lr = optimizer.param_groups[-1]["lr"]
+        lr = base_lr(optimizer)
         super().optimizer_step(epoch, batch_idx, optimizer, *args)
         record = StepRecord(
             step=self.trainer.global_step + 1,

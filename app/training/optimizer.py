@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from app.model.adapter import AdapterConfig, LoraConfig, TrainedWeight, trained_weights
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,7 +25,7 @@ class OptimizerConfig:
     base_batch_size: int = 8
     """packs a global step (rows when not packing) that `lr` is meant for; only with scale_lr"""
     weight_decay: float = 0.0
-    """decoupled decay of matrices; vectors (norms, biases) never decay"""
+    """decoupled decay of matrices; vectors (norms, biases, IA3) and token rows never decay"""
     beta1: float = 0.9
     """decay of the running mean of gradients"""
     beta2: float = 0.999
@@ -60,34 +61,126 @@ class ScheduleConfig:
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, *, lr: float, fused: bool
+    model: torch.nn.Module,
+    config: OptimizerConfig,
+    adapter: AdapterConfig,
+    *,
+    lr: float,
+    fused: bool,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over what trains; no group is ever empty."""
+    """Build the optimizer over what trains; no group is ever empty.
+
+    Each group has a `name`, and as `lr_ratio` its learning rate over `lr`.
+    """
+    weights = trained_weights(model)
+    if isinstance(config, MuonConfig):
+        optimizer = _build_muon(model, weights, config, adapter, lr, fused)
+    else:
+        optimizer = _build_adamw(parameter_groups(weights, config, adapter, lr), config, fused)
+    _check_every_weight_is_in_one_group(weights, optimizer)
+    return optimizer
+
+
+def parameter_groups(
+    weights: Sequence[TrainedWeight], config: OptimizerConfig, adapter: AdapterConfig, lr: float
+) -> list[dict[str, Any]]:
+    """Divide weights by how fast they move and whether they decay.
+
+    With `adapter.lora_plus_ratio` every B of a linear layer moves faster than all else (LoRA+,
+    arXiv 2402.12354); in LoRA of an embedding, where A starts at zero instead of B, none does.
+    """
+    matrices = _group("matrices", lr, config.weight_decay)
+    no_decay = _group("no decay", lr, 0.0)
+    lora_b = _lora_plus_group(config, adapter, lr)
+    for weight in weights:
+        # A token's row would shrink in every step, also in all those that never see the token.
+        if weight.is_vector or weight.kind == "token rows":
+            no_decay["params"].append(weight.parameter)
+        elif lora_b is not None and weight.kind == "lora B":
+            lora_b["params"].append(weight.parameter)
+        else:
+            matrices["params"].append(weight.parameter)
+    # An empty group crashes DeepSpeed's schedulers later on (OpenRLHF #1225).
+    return [group for group in (matrices, lora_b, no_decay) if group and group["params"]]
+
+
+def _lora_plus_group(
+    config: OptimizerConfig, adapter: AdapterConfig, lr: float
+) -> dict[str, Any] | None:
+    if not isinstance(adapter, LoraConfig) or adapter.lora_plus_ratio is None:
+        return None
+    weight_decay = adapter.lora_plus_weight_decay
+    if weight_decay is None:
+        weight_decay = config.weight_decay
+    return _group("lora B", lr, weight_decay, lr_ratio=adapter.lora_plus_ratio)
+
+
+def _group(name: str, lr: float, weight_decay: float, *, lr_ratio: float = 1.0) -> dict[str, Any]:
+    return {
+        "name": name,
+        "params": [],
+        "lr": lr * lr_ratio,
+        "lr_ratio": lr_ratio,
+        "weight_decay": weight_decay,
+    }
+
+
+def _build_adamw(
+    groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool
+) -> torch.optim.Optimizer:
     import torch
 
-    adamw = {"lr": lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": fused}
-    if isinstance(config, MuonConfig):
-        from app.training.muon import MuonWithAdamW
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.eps, fused=fused)
 
-        embeddings = {id(p) for p in _embedding_weights(model)}
-        matrices = [p for p in _trainable(model) if p.ndim == 2 and id(p) not in embeddings]
-        chosen = {id(p) for p in matrices}
-        others = [p for p in _trainable(model) if id(p) not in chosen]
-        return MuonWithAdamW(
-            torch.optim.Muon(
-                matrices,
-                lr=lr * config.matrix_lr_ratio,
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(_decay_groups(others, 0.0), **adamw),
+
+def _build_muon(
+    model: torch.nn.Module,
+    weights: Sequence[TrainedWeight],
+    config: MuonConfig,
+    adapter: AdapterConfig,
+    lr: float,
+    fused: bool,
+) -> torch.optim.Optimizer:
+    """Build Muon for matrices and AdamW for the rest, or one of them where that is all there is."""
+    import torch
+
+    from app.training.muon import MuonWithAdamW
+
+    looked_up = {id(parameter) for parameter in _embedding_weights(model)}
+    matrices = _group("muon matrices", lr, config.weight_decay, lr_ratio=config.matrix_lr_ratio)
+    others = []
+    for weight in weights:
+        if weight.parameter.ndim != 2 or weight.is_vector or id(weight.parameter) in looked_up:
+            others.append(weight)
+        else:
+            matrices["params"].append(weight.parameter)
+    parts: list[torch.optim.Optimizer] = []
+    if matrices["params"]:
+        parts.append(
+            torch.optim.Muon([matrices], momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
         )
-    return torch.optim.AdamW(_decay_groups(_trainable(model), config.weight_decay), **adamw)
+    if others:
+        groups = parameter_groups(others, replace(config, weight_decay=0.0), adapter, lr)
+        parts.append(_build_adamw(groups, config, fused))
+    return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
 
 
-def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _check_every_weight_is_in_one_group(
+    weights: Sequence[TrainedWeight], optimizer: torch.optim.Optimizer
+) -> None:
+    grouped = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
+    for weight in weights:
+        if (count := grouped.pop(id(weight.parameter), 0)) != 1:
+            raise ValueError(f"{weight.module} ({weight.kind}) is in {count} parameter groups")
+    if grouped:
+        raise ValueError(f"the optimizer holds {len(grouped)} weights that do not train")
+
+
+def base_lr(optimizer: torch.optim.Optimizer) -> float:
+    """Return the learning rate of now, without the ratios that LoRA+ and Muon put on it."""
+    group = optimizer.param_groups[-1]
+    return float(group["lr"] / group["lr_ratio"])
 
 
 def _embedding_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -98,24 +191,6 @@ def _embedding_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     vocabulary = {weight.shape for weight in weights}
     heads = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     return weights + [weight for weight in heads if weight.shape in vocabulary]
-
-
-def _decay_groups(
-    parameters: list[torch.nn.Parameter], weight_decay: float
-) -> list[dict[str, Any]]:
-    matrices = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay}
-    vectors = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
-    # An empty group crashes DeepSpeed's schedulers later on (OpenRLHF #1225).
-    return [group for group in (matrices, vectors) if group["params"]]
-
-
-def describe_groups(optimizer: torch.optim.Optimizer) -> str:
-    """Say what each parameter group holds: weights, peak learning rate, decay."""
-    return "; ".join(
-        f"{sum(p.numel() for p in group['params']):,} weights at lr {group['lr']:g}, "
-        f"decay {group['weight_decay']:g}"
-        for group in optimizer.param_groups
-    )
 
 
 def build_schedule(

@@ -17,16 +17,17 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from app.model import attention
 from app.model.attention import (
     AttentionConfig,
+    attend,
     attention_implementation,
     attention_inputs,
     check_isolation,
     choose_backend,
     generation_attention,
-    group_documents,
+    inputs,
 )
+from app.model.attention.documents import group_documents
 
 ON_CPU = ["sdpa", "eager"]
 SHAPE = {
@@ -75,6 +76,23 @@ def test_each_document_of_a_pack_has_the_logits_it_has_alone(backend: str) -> No
             start += length
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_each_padded_row_has_the_logits_it_has_alone(backend: str, window: int | None) -> None:
+    torch.manual_seed(0)
+    name = attention_implementation(backend)
+    config = MistralConfig(**SHAPE, sliding_window=window, attn_implementation=name)
+    model, ids = MistralForCausalLM(config).eval(), torch.randint(0, 64, (3, 20))
+    lengths = [[20], [13], [1]]
+    inputs = attention_inputs(model, backend, lengths, (3, 20))
+    position_ids = positions(lengths, 20)
+    padded = model(input_ids=ids, position_ids=position_ids, use_cache=False, **inputs).logits
+    for row, (length,) in enumerate(lengths):
+        alone = model(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0]
+        assert torch.allclose(padded[row, :length], alone, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ON_CPU)
 def test_editing_one_document_changes_no_logit_of_another(backend: str) -> None:
     model, ids = llama(backend), torch.randint(0, 64, (1, TOKENS))
@@ -101,7 +119,7 @@ def test_the_probe_accepts_isolated_documents(backend: str) -> None:
 def test_the_probe_refuses_a_model_that_does_not_hand_documents_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "group_documents", lambda *_: None)
+    monkeypatch.setattr(inputs, "group_documents", lambda *_: None)
     with pytest.raises(ValueError, match="see each other"):
         check_isolation(llama("sdpa"), "sdpa")
 
@@ -161,7 +179,7 @@ def test_generation_uses_an_attention_that_knows_caches() -> None:
 def test_a_variant_that_it_cannot_compute_is_refused(tmp_path: Path) -> None:
     part = torch.zeros(1, 4, 6, 8)
     with pytest.raises(ValueError, match="attention=eager"):
-        attention.attend_by_document(torch.nn.Identity(), part, part, part, None, softcap=50.0)
+        attend.attend_by_document(torch.nn.Identity(), part, part, part, None, softcap=50.0)
 
 
 def test_layers_of_two_kinds_get_a_mask_each() -> None:

@@ -62,6 +62,22 @@ def built(
     )
 
 
+def save(model: Any, adapter: AdapterConfig, base: Path, folder: Path) -> Path:
+    """Save and verify what was built on `base`."""
+    config = ModelConfig(path=str(base))
+    saved, kept = save_model(
+        model,
+        adapter,
+        load_architecture(config),
+        folder,
+        PROBE,
+        base={"path": str(base)},
+        reload_base=lambda: load_base(config, attention_implementation("sdpa"), FP32),
+    )
+    assert kept is model
+    return saved
+
+
 def move(model: torch.nn.Module) -> None:
     """Change everything that trains, as a training would."""
     torch.manual_seed(5)
@@ -228,8 +244,7 @@ def test_a_full_model_is_saved_as_a_folder_in_the_dtype_of_its_base(
     model = built(base, FullConfig(), precision=precision)
     move(model)
     trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    architecture = load_architecture(ModelConfig(path=str(base)))
-    saved = save_model(model, FullConfig(), architecture, tmp_path, PROBE)
+    saved = save(model, FullConfig(), base, tmp_path)
     assert saved == tmp_path / "model"
 
     tensors = load_file(saved / "model.safetensors")
@@ -251,8 +266,7 @@ def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_t
     model = built(base, FullConfig(), precision="bf16")
     move(model)
     exact = model.model.rotary_emb.inv_freq.clone()
-    architecture = load_architecture(ModelConfig(path=str(base)))
-    saved = save_model(model, FullConfig(), architecture, tmp_path, PROBE)
+    saved = save(model, FullConfig(), base, tmp_path)
     assert {parameter.dtype for parameter in model.parameters()} == {FP32}
     # Rotary frequencies are no weights: rounded to bf16 they would move every position.
     assert model.model.rotary_emb.inv_freq.dtype is FP32
@@ -264,8 +278,7 @@ def test_after_saving_the_model_in_memory_is_the_saved_one_in_the_dtype_of_its_t
 def test_an_adapter_is_saved_beside_no_base_and_found_again(base: Path, tmp_path: Path) -> None:
     model = built(base)
     move(model)
-    architecture = load_architecture(ModelConfig(path=str(base)))
-    saved = save_model(model, LoraConfig(), architecture, tmp_path, PROBE)
+    saved = save(model, LoraConfig(), base, tmp_path)
     assert saved == tmp_path / "adapter"
     assert not (tmp_path / "model").exists()
     config = json.loads((saved / "adapter_config.json").read_text())
@@ -292,9 +305,8 @@ def test_a_full_model_that_does_not_read_back_is_a_training_fault(
         spoil(Path(folder) / "model.safetensors")
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", write_badly)
-    architecture = load_architecture(ModelConfig(path=str(base)))
     with pytest.raises(TrainingFault, match=r"does not read back.*logits differ"):
-        save_model(model, FullConfig(), architecture, tmp_path, PROBE)
+        save(model, FullConfig(), base, tmp_path)
 
 
 def test_an_adapter_that_does_not_read_back_is_a_training_fault(
@@ -309,12 +321,10 @@ def test_an_adapter_that_does_not_read_back_is_a_training_fault(
         spoil(folder / "adapter_model.safetensors")
 
     monkeypatch.setattr(build, "save_adapter", write_badly)
-    architecture = load_architecture(ModelConfig(path=str(base)))
     with pytest.raises(TrainingFault, match=r"does not read back.*logits differ"):
-        save_model(model, LoraConfig(), architecture, tmp_path, PROBE)
+        save(model, LoraConfig(), base, tmp_path)
 
 
 def test_an_adapter_that_learned_nothing_is_a_training_fault(base: Path, tmp_path: Path) -> None:
-    architecture = load_architecture(ModelConfig(path=str(base)))
     with pytest.raises(TrainingFault, match="every lora_B is zero"):
-        save_model(built(base), LoraConfig(), architecture, tmp_path, PROBE)
+        save(built(base), LoraConfig(), base, tmp_path)

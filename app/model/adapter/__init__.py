@@ -1,12 +1,20 @@
 """What is trained of the base, and how it is kept: the only folder that knows peft."""
 
 from app.model.adapter.apply import apply_adapter
+from app.model.adapter.converted import (
+    changed_its_base,
+    remember_start,
+    reopen_converted,
+    save_converted,
+)
+from app.model.adapter.origin import ORIGIN_FILE, write_origin
 from app.model.adapter.saved import (
     check_adapter_file,
     check_same_logits,
     is_adapter,
     load_adapter,
     probe_logits,
+    rows_needed,
     save_adapter,
     verify_adapter,
 )
@@ -19,27 +27,39 @@ from app.model.adapter.settings import (
     FullConfig,
     Ia3Config,
     LoraConfig,
+    goes_on,
     saves_whole_model,
 )
 from app.model.adapter.trained import report_trainable
+from app.model.adapter.weights import TrainedWeight, trained_weights
 
 __all__ = [
     "ADAPTER_FILE",
     "DEFAULT_LR",
     "INITS",
+    "ORIGIN_FILE",
     "AdapterConfig",
     "FreezeConfig",
     "FullConfig",
     "Ia3Config",
     "LoraConfig",
+    "TrainedWeight",
     "apply_adapter",
+    "changed_its_base",
     "check_adapter_file",
     "check_same_logits",
+    "goes_on",
     "is_adapter",
     "load_adapter",
     "probe_logits",
+    "remember_start",
+    "reopen_converted",
     "report_trainable",
+    "rows_needed",
     "save_adapter",
+    "save_converted",
     "saves_whole_model",
+    "trained_weights",
     "verify_adapter",
+    "write_origin",
 ]

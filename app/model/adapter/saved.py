@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.model.adapter.origin import ORIGIN_FILE
 from app.model.adapter.settings import ADAPTER_FILE
+from app.model.adapter.wrap import wrap
 
 if TYPE_CHECKING:
     import peft
     import torch
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = 1e-3
+"""of the largest logit: how far a reopened model may be from the one in memory"""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -20,32 +29,47 @@ def is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").exists()
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> peft.PeftModel:
-    """Put a saved adapter on its base, for use and not for training.
+def load_adapter(
+    model: PreTrainedModel, folder: Path, *, trainable: bool = False, half_precision: bool = False
+) -> peft.PeftModel:
+    """Put a saved adapter on its base, for use or, `trainable`, to go on with; its settings hold.
 
-    ValueError when the file lacks tensors or was made for other shapes: peft itself says nothing
-    when a file holds none of the adapter's tensors, and the model then answers like its base.
+    To go on with, its weights are fp32 unless `half_precision`. ValueError when the file is not
+    this base's or changes nothing: peft itself says nothing when a file holds none of the
+    adapter's tensors, and the model then answers like its base.
     """
     import peft
 
-    # What does not fit is left out while loading, and refused by the check below in one sentence.
-    wrapped = peft.PeftModel.from_pretrained(
-        model,
-        str(folder),
-        autocast_adapter_dtype=_is_fp32(folder),
-        ignore_mismatched_sizes=True,
-    )
-    check_adapter_file(wrapped, folder, trained=False)
-    wrapped.eval()
-    return wrapped
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    _note_other_base(folder, config.base_model_name_or_path, model.name_or_path)
+    config.base_model_name_or_path = model.name_or_path or None
+    config.inference_mode = False
+    wrapped = wrap(model, config, autocast_adapter_dtype=False)
+    in_fp32 = not half_precision if trainable else _is_fp32(folder)
+    _read_into(wrapped, folder, "default", in_fp32=in_fp32)
+    if trainable:
+        log.info("adapter: going on from %s, whose settings hold", folder)
+        return wrapped.train()
+    config.inference_mode = True
+    return wrapped.requires_grad_(False).eval()
 
 
-def _is_fp32(folder: Path) -> bool:
-    """Say whether the adapter is kept in fp32; on a half-precision base peft would round it."""
+def rows_needed(model: PreTrainedModel, folder: Path) -> int:
+    """Count the rows of the embedding that a saved adapter was made with, as far as it says."""
     from safetensors import safe_open
 
+    trained = json.loads((folder / "adapter_config.json").read_text()).get(
+        "trainable_token_indices"
+    )
+    lists = trained.values() if isinstance(trained, dict) else [trained or []]
+    rows = max((index + 1 for indices in lists for index in indices), default=0)
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding)
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
-        return any(file.get_slice(name).get_dtype() == "F32" for name in file.keys())  # noqa: SIM118
+        whole = f"base_model.model.{name}.weight"
+        if whole in file.keys():  # noqa: SIM118
+            rows = max(rows, file.get_slice(whole).get_shape()[0])
+    return rows
 
 
 def save_adapter(model: peft.PeftModel, folder: Path) -> None:
@@ -53,16 +77,20 @@ def save_adapter(model: peft.PeftModel, folder: Path) -> None:
     model.save_pretrained(str(folder), save_embedding_layers=False)
 
 
-def check_adapter_file(model: peft.PeftModel, folder: Path, *, trained: bool) -> None:
+def check_adapter_file(
+    model: peft.PeftModel, folder: Path, *, adapter_name: str = "default"
+) -> None:
     """Raise ValueError unless the file holds each adapter tensor, finite, of the right shape.
 
-    `trained` also demands that something was learned.
+    An adapter that changes nothing is refused as well.
     """
     import peft
     import torch
     from safetensors.torch import load_file
 
-    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    expected = peft.get_peft_model_state_dict(
+        model, adapter_name=adapter_name, save_embedding_layers=False
+    )
     file = folder / ADAPTER_FILE
     saved = load_file(file)
     if saved.keys() != expected.keys():
@@ -72,6 +100,11 @@ def check_adapter_file(model: peft.PeftModel, folder: Path, *, trained: bool) ->
             f"{sorted(missing)[:3]}, {len(unknown)} are unknown {sorted(unknown)[:3]}"
         )
     for name, tensor in saved.items():
+        if not tensor.numel():
+            raise ValueError(
+                f"{file}: {name} is empty (shape {list(tensor.shape)}), as a save of sharded "
+                f"weights leaves it; this base needs {list(expected[name].shape)}"
+            )
         if tensor.shape != expected[name].shape:
             raise ValueError(
                 f"{file}: {name} has shape {list(tensor.shape)}, "
@@ -79,10 +112,22 @@ def check_adapter_file(model: peft.PeftModel, folder: Path, *, trained: bool) ->
             )
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{file}: {name} holds NaN or infinity")
-    # lora_B starts at zero: if every one still is, the adapter changes nothing.
-    updates = [tensor for name, tensor in saved.items() if "lora_B" in name]
-    if trained and updates and not any(tensor.any() for tensor in updates):
-        raise ValueError(f"{file}: every lora_B is zero, nothing was learned")
+    _check_changes_something(file, saved)
+
+
+def _check_changes_something(file: Path, saved: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that leave the base as it is, or wipe out what they scale."""
+
+    def all_of(kind: str, holds: Callable[[torch.Tensor], bool]) -> bool:
+        tensors = [tensor for name, tensor in saved.items() if kind in name]
+        return bool(tensors) and all(map(holds, tensors))
+
+    # lora_B starts at zero and the vectors of IA3 at one: if every one still is, nothing changes.
+    for kind in ("lora_A", "lora_B", "ia3_l", "trainable_tokens_delta"):
+        if all_of(kind, lambda tensor: not tensor.any()):
+            raise ValueError(f"{file}: every {kind} is zero, nothing was learned")
+    if all_of("ia3_l", lambda tensor: bool((tensor == 1).all())):
+        raise ValueError(f"{file}: every ia3_l is one, nothing was learned")
 
 
 def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torch.Tensor]) -> float:
@@ -91,18 +136,55 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torc
     `probe` is what `probe_logits` takes; returns the largest difference of two logits. ValueError
     when they differ by more than the file's rounding.
     """
-    check_adapter_file(model, folder, trained=True)
+    import peft
+
     in_memory = probe_logits(model, probe)
-    was_training = model.training  # peft switches to eval when it loads
-    model.load_adapter(
-        str(folder), adapter_name="reopened", autocast_adapter_dtype=_is_fp32(folder)
-    )
-    model.set_adapter("reopened")
-    reopened = probe_logits(model, probe)
-    model.set_adapter("default")
-    model.delete_adapter("reopened")
-    model.train(was_training)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    was_training = model.training
+    in_fp32 = _is_fp32(folder)
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    model.add_adapter("reopened", config, autocast_adapter_dtype=in_fp32)
+    try:
+        _read_into(model, folder, "reopened", in_fp32=in_fp32)
+        model.set_adapter("reopened")
+        reopened = probe_logits(model, probe)
+    finally:
+        model.set_adapter("default")
+        model.delete_adapter("reopened")
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        model.train(was_training)
     return check_same_logits(in_memory, reopened, folder)
+
+
+def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp32: bool) -> None:
+    """Give the adapter `adapter_name` of a model the weights of a file, once they are checked."""
+    import peft
+    from safetensors.torch import load_file
+
+    check_adapter_file(model, folder, adapter_name=adapter_name)
+    if in_fp32:
+        # Before the weights come: on a half-precision base peft would round them.
+        for name, parameter in model.named_parameters():
+            if adapter_name in name.split("."):
+                parameter.data = parameter.data.float()
+    peft.set_peft_model_state_dict(
+        model, load_file(folder / ADAPTER_FILE), adapter_name=adapter_name
+    )
+
+
+def _is_fp32(folder: Path) -> bool:
+    """Say whether the adapter is kept in fp32."""
+    from safetensors import safe_open
+
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        return any(file.get_slice(name).get_dtype() == "F32" for name in file.keys())  # noqa: SIM118
+
+
+def _note_other_base(folder: Path, named: str | None, here: str) -> None:
+    """Say so when an adapter of elsewhere names another base; ours were compared by fingerprint."""
+    if named and named != here and not (folder / ORIGIN_FILE).exists():
+        log.info("adapter: %s was made on %s, and is put on %s", folder, named, here)
 
 
 def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -120,10 +202,15 @@ def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> t
     return logits
 
 
-def check_same_logits(in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path) -> float:
-    """Return the largest difference; ValueError when what was saved is not what was trained."""
+def check_same_logits(
+    in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path, tolerance: float = TOLERANCE
+) -> float:
+    """Return the largest difference; ValueError when what was saved is not what was trained.
+
+    `tolerance` is a share of the largest logit.
+    """
     difference = (in_memory - reopened).abs().max().item()
     scale = in_memory.abs().max().item()
-    if not math.isfinite(difference) or difference > 1e-3 * max(scale, 1.0):
+    if not math.isfinite(difference) or difference > tolerance * max(scale, 1.0):
         raise ValueError(f"{folder}: reopened, its logits differ by {difference:.3g} from memory")
     return difference

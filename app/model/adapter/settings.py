@@ -45,7 +45,7 @@ class LoraConfig(AdapterConfig):
     trainable_tokens: list[str] = field(default_factory=list)
     """tokens whose rows of embedding and head are trained too, as [<|im_start|>, <|im_end|>]"""
     modules_to_save: list[str] = field(default_factory=list)
-    """modules trained whole and kept with the adapter, as [embed_tokens, lm_head]"""
+    """modules trained whole and kept with the adapter, as [lm_head] (where it is not tied)"""
     lora_plus_ratio: float | None = None
     """learning rate of every B over that of every A; 16 is usual (LoRA+, arXiv 2402.12354)"""
     lora_plus_weight_decay: float | None = None
@@ -80,6 +80,11 @@ class FullConfig(AdapterConfig):
 
 
 DEFAULT_LR = {"lora": 2e-4, "ia3": 3e-3, "freeze": 2e-5, "full": 2e-5}
+
+
+def goes_on(config: AdapterConfig) -> str | None:
+    """Return the folder of the adapter that a run goes on with, None where it starts anew."""
+    return config.path if isinstance(config, (LoraConfig, Ia3Config)) else None
 
 
 def saves_whole_model(config: AdapterConfig) -> bool:

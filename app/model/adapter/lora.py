@@ -1,0 +1,215 @@
+"""LoRA and its relatives: which matrices, of which rank, and what they start from."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from app.model.adapter import targets
+from app.model.adapter.converted import remember_start
+from app.model.adapter.rows import modules_to_save, rows_to_train
+from app.model.adapter.settings import INITS, LoraConfig
+from app.model.adapter.wrap import wrap
+
+if TYPE_CHECKING:
+    import peft
+    import torch
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+THIN = 64
+"""a matrix this many times longer than wide is a gate or router, whose rank cannot be usual"""
+
+
+def apply_lora(
+    model: PreTrainedModel,
+    config: LoraConfig,
+    *,
+    half_precision: bool,
+    token_ids: Sequence[int] = (),
+) -> peft.PeftModel:
+    """Put low-rank matrices beside the chosen ones; what trains is fp32 unless `half_precision`.
+
+    The rows `token_ids` of embedding and head train besides. ValueError for a pattern that matches
+    nothing, a rank above a matrix's, and for what peft would train wrongly.
+    """
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    whole = modules_to_save(model, config.modules_to_save)
+    modules = target_modules(model, config, whole)
+    check_ranks(config, modules)
+    _check_init(config, modules)
+    rows = rows_to_train(model, token_ids, whole)
+    every = [name for name, _ in model.named_modules() if not targets.is_inside(name, whole)]
+    typed = config.target_modules
+    short = typed if isinstance(typed, list) else targets.endings(modules)
+    log.info("lora: %s", _say_targets(config, modules))
+    adapted = wrap(
+        model,
+        peft.LoraConfig(
+            task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+            r=config.r,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=targets.shortest(list(modules), short, every),
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
+            rank_pattern=dict(config.rank_pattern),
+            alpha_pattern=dict(config.alpha_pattern),
+            init_lora_weights="gaussian" if config.init == "gaussian" else True,
+            use_dora=config.use_dora,
+            use_rslora=config.use_rslora,
+            modules_to_save=whole or None,
+            trainable_token_indices=rows or None,
+        ),
+    )
+    if not half_precision:
+        _start_in_fp32(adapted, config)
+    if config.init in ("pissa", "olora"):
+        _take_start_from_base(adapted, config.init)
+        remember_start(adapted)
+    return adapted
+
+
+def target_modules(
+    model: PreTrainedModel, config: LoraConfig, whole: Sequence[str] = ()
+) -> dict[str, torch.nn.Module]:
+    """Return the matrices that get an adapter, by full name; never those inside `whole`."""
+    linear = targets.linear_modules(model)
+    head = model.get_output_embeddings()
+    names = targets.in_layers(model, config.layers, linear)
+    names = [name for name in names if not targets.is_inside(name, whole)]
+    if str(config.target_modules).lower() == "all-linear":
+        chosen = _all_linear(model, config, names)
+    else:
+        _refuse_embeddings(model, config.target_modules)
+        chosen = targets.match(config.target_modules, names, "adapter.target_modules")
+    if targets.is_tied(model) and any(linear[name] is head for name in chosen):
+        raise ValueError(
+            f"adapter.target_modules: {targets.name_of(model, head)} is also this base's "
+            "embedding, and a change of one would change both; type "
+            "adapter.trainable_tokens=[...] to train the rows of some tokens"
+        )
+    return {name: linear[name] for name in chosen}
+
+
+def check_ranks(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:
+    """Raise ValueError for a rank that a matrix cannot have, and for a pattern that means none."""
+    ranks, alphas = list(config.rank_pattern), list(config.alpha_pattern)
+    for key, patterns in (("adapter.rank_pattern", ranks), ("adapter.alpha_pattern", alphas)):
+        for pattern in patterns:
+            if not any(targets.matches_as_peft(pattern, name, key) for name in modules):
+                raise targets.nothing_matches(key, [pattern], modules, " that gets an adapter")
+    for name, module in modules.items():
+        rank, key = config.r, "adapter.r"
+        for pattern, other in config.rank_pattern.items():
+            if targets.matches_as_peft(pattern, name, "adapter.rank_pattern"):
+                rank, key = other, f"adapter.rank_pattern.{pattern}"
+                break
+        inputs, outputs = targets.matrix_shape(module)
+        if not 1 <= rank <= min(inputs, outputs):
+            raise ValueError(
+                f"{key}={rank}, but {name} is a matrix of {inputs} x {outputs}, whose rank is at "
+                f"most {min(inputs, outputs)}; type a smaller {key}"
+            )
+
+
+def _all_linear(model: PreTrainedModel, config: LoraConfig, names: Sequence[str]) -> list[str]:
+    """Return all but the head and what is too thin; say what stays frozen although it is linear."""
+    linear = targets.linear_modules(model)
+    chosen = [name for name in names if linear[name] is not model.get_output_embeddings()]
+    if thin := [name for name in chosen if _is_thin(linear[name], config.r)]:
+        log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(thin))
+        chosen = [name for name in chosen if name not in thin]
+    if stacked := [name for name, weight in model.named_parameters() if weight.ndim == 3]:
+        log.warning(
+            "lora: %d weights hold several matrices in one, as experts do, and stay frozen: %s",
+            len(stacked),
+            ", ".join(targets.endings(stacked)),
+        )
+    if not chosen:
+        raise targets.nothing_matches("adapter.target_modules", ["all-linear"], list(linear))
+    return chosen
+
+
+def _is_thin(module: torch.nn.Module, rank: int) -> bool:
+    sides = targets.matrix_shape(module)
+    return min(sides) < rank and max(sides) > THIN * min(sides)
+
+
+def _refuse_embeddings(model: PreTrainedModel, patterns: Any) -> None:
+    embedding = targets.name_of(model, model.get_input_embeddings())
+    for pattern in patterns if isinstance(patterns, list) else []:
+        if isinstance(pattern, str) and targets.is_ending(pattern)(embedding):
+            raise ValueError(
+                f"adapter.target_modules: {pattern!r} is the embedding, which has no inputs to "
+                "multiply; type adapter.trainable_tokens=[...] to train some of its rows, or "
+                f"adapter.modules_to_save=[{pattern}] for all of them"
+            )
+
+
+def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    if config.init not in INITS:
+        raise ValueError(f"adapter.init={config.init!r}: expected one of {', '.join(INITS)}")
+    if config.init not in ("pissa", "olora"):
+        return
+    for name, module in modules.items():
+        if targets.is_quantized(module):
+            raise ValueError(
+                f"adapter.init={config.init} takes its start out of the base's weights, and {name} "
+                "is quantized; type adapter.init=default or quantization=none"
+            )
+        if config.init == "olora" and isinstance(module, Conv1D):
+            raise ValueError(
+                f"adapter.init=olora: {name} is a Conv1D, which peft cannot start from; "
+                "type adapter.init=pissa"
+            )
+
+
+def _start_in_fp32(model: peft.PeftModel, config: LoraConfig) -> None:
+    """Undo the rounding of DoRA's first magnitudes: peft measures in the base's dtype, then casts.
+
+    A rounded magnitude would scale its row from the first step on.
+    """
+    for layer in _lora_layers(model) if config.use_dora else []:
+        layer.lora_magnitude_vector["default"].update_layer(
+            base_layer=layer.get_base_layer(),
+            lora_A=layer.lora_A["default"].weight.detach(),
+            lora_B=layer.lora_B["default"].weight.detach(),
+            scaling=layer.scaling["default"],
+        )
+
+
+def _take_start_from_base(model: peft.PeftModel, init: str) -> None:
+    """Move each weight's principal components (PiSSA) or QR factors (OLoRA) into A and B.
+
+    Only now, when A and B are in their own dtype: peft would round them to the base's after it has
+    subtracted them unrounded.
+    """
+    for layer in _lora_layers(model):
+        dtype = layer.lora_A["default"].weight.dtype
+        if init == "pissa":
+            layer.pissa_init("default", "pissa")
+        else:
+            layer.olora_init("default")
+        for part in (layer.lora_A, layer.lora_B):
+            part["default"].weight.data = part["default"].weight.data.to(dtype).contiguous()
+    model.peft_config["default"].init_lora_weights = init
+
+
+def _lora_layers(model: peft.PeftModel) -> list[Any]:
+    """Return peft's LoRA layers in forward order."""
+    import peft
+
+    return [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+
+
+def _say_targets(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> str:
+    counts = Counter(name.rpartition(".")[2] for name in modules)
+    said = ", ".join(f"{ending} x {count}" for ending, count in counts.items())
+    return f"rank {config.r} on {len(modules)} matrices ({said})"

@@ -1,0 +1,57 @@
+"""Which weights train, by the base's own names: what peft puts around a name is taken off here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS = {
+    # peft's name for a part of an adapter: what people call it
+    "lora_A": "lora A",
+    "lora_B": "lora B",
+    "lora_embedding_A": "lora embedding A",
+    "lora_embedding_B": "lora embedding B",
+    "lora_magnitude_vector": "magnitude",
+    "ia3_l": "ia3 vector",
+    "trainable_tokens_delta": "token rows",
+}
+PREFIX = "base_model.model."
+WRAPPERS = {"base_layer", "modules_to_save", "token_adapter", "default"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWeight:
+    """One parameter that trains."""
+
+    module: str
+    """full name of its module in the base, as model.layers.0.self_attn.q_proj"""
+    kind: str
+    """a value of KINDS, or the parameter's own name where it is the base's: weight, bias"""
+    parameter: torch.nn.Parameter
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it scales or shifts each feature alone; IA3 keeps its vectors as [n, 1]."""
+        return self.parameter.ndim < 2 or self.kind == "ia3 vector"
+
+
+def trained_weights(model: torch.nn.Module) -> list[TrainedWeight]:
+    """List the parameters that train, in the model's order; a tied one comes once."""
+    return [
+        _described(name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def _described(name: str, parameter: torch.nn.Parameter) -> TrainedWeight:
+    parts = name.split(".")
+    if name.startswith(PREFIX):
+        parts = [part for part in name.removeprefix(PREFIX).split(".") if part not in WRAPPERS]
+    for place, part in enumerate(parts):
+        if part in KINDS:
+            return TrainedWeight(".".join(parts[:place]), KINDS[part], parameter)
+    return TrainedWeight(".".join(parts[:-1]), parts[-1], parameter)

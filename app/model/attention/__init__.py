@@ -1,0 +1,32 @@
+"""Which attention runs, and how the documents of a batch are kept apart from each other.
+
+A packed batch holds many documents in one row. Here is decided how no token sees another
+document; boundaries come from the batch, are turned into indices once, and every layer gets them.
+A model that would not hand them on to its layers is refused by `check_isolation`, not trusted.
+"""
+
+from app.model.attention.backends import (
+    BACKENDS,
+    BY_DOCUMENT,
+    AttentionConfig,
+    attention_implementation,
+    choose_backend,
+    generation_attention,
+    why_not_packed,
+)
+from app.model.attention.inputs import attention_inputs, pair_inputs
+from app.model.attention.isolation import check_isolation, check_pair_isolation
+
+__all__ = [
+    "BACKENDS",
+    "BY_DOCUMENT",
+    "AttentionConfig",
+    "attention_implementation",
+    "attention_inputs",
+    "check_isolation",
+    "check_pair_isolation",
+    "choose_backend",
+    "generation_attention",
+    "pair_inputs",
+    "why_not_packed",
+]

@@ -1,0 +1,161 @@
+"""The attention function that transformers calls in every layer, document by document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from app.model.attention.documents import DocumentGroups
+from app.model.attention.pairs import PairGroups
+
+if TYPE_CHECKING:
+    import torch
+
+
+def attend_by_document(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    documents: DocumentGroups | PairGroups | None = None,
+    position_bias: torch.Tensor | None = None,
+    **unsupported: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention inside each document; without `documents`, every row is one.
+
+    query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
+    position_bias [1, heads, query tokens, key tokens], by distance. Returns
+    [rows, tokens, heads, head_dim]. ValueError for variants that only `eager` computes.
+    """
+    if isinstance(documents, DocumentGroups):
+        unsupported["position_bias"] = position_bias
+    for variant in ("softcap", "s_aux", "position_bias"):
+        if unsupported.get(variant) is not None:
+            raise ValueError(
+                f"attention=sdpa cannot compute this model's {variant}: type attention=eager"
+            )
+    attend = partial(_attend, dropout=dropout, scaling=scaling, window=sliding_window)
+    parts = (query, key, value)
+    if isinstance(documents, DocumentGroups):
+        return _attend_causally(parts, documents, partial(attend, is_causal=True)), None
+    # As transformers' own functions read it: what has no such attribute is causal.
+    attend = partial(attend, is_causal=getattr(module, "is_causal", True))
+    if documents is None:
+        return attend(*parts, bias=position_bias).transpose(1, 2), None
+    return _attend_to_pairs(module, parts, documents, position_bias, attend), None
+
+
+def _attend_to_pairs(
+    module: Any,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    documents: PairGroups,
+    bias: torch.Tensor | None,
+    attend: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Attend as an encoder, as a decoder or across, which the layer's own attributes tell."""
+    if module.is_causal:
+        longest = documents.decoder.gather[0].shape[1] if documents.decoder else None
+        attend = partial(attend, bias=_cut(bias, longest, documents))
+        return _attend_causally(parts, documents.decoder, attend)
+    # Layers without the attribute mix their two sides (T5Gemma2).
+    if getattr(module, "is_decoder", None) is None:
+        raise ValueError(
+            f"attention=sdpa cannot tell encoder from decoder in {type(module).__name__}: "
+            "type attention=eager packing=none"
+        )
+    groups = documents.cross if module.is_decoder else documents.encoder
+    # No bias across: T5 hands on zeros, which would cost a mask and its gradient.
+    if not module.is_decoder:
+        longest = groups.groups[0].keys.shape[1] if groups else None
+        attend = partial(attend, bias=_cut(bias, longest, documents))
+    if groups is None:
+        return attend(*parts).transpose(1, 2)
+    members = ((group.queries, group.keys, group.visible) for group in groups.groups)
+    return _attend_in_groups(parts, members, groups.restore, attend)
+
+
+def _cut(
+    bias: torch.Tensor | None, longest: int | None, documents: PairGroups
+) -> torch.Tensor | None:
+    """Return the bias of the longest document, which is the same for every layer of T5.
+
+    Each cut from the bias of a whole row costs a gradient of that size.
+    """
+    if bias is None or longest is None:
+        return bias
+    if documents.cut is None or documents.cut[0] is not bias:
+        documents.cut = bias, bias[..., :longest, :longest]
+    return documents.cut[1]
+
+
+def _attend_causally(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    groups: DocumentGroups | None,
+    attend: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    if groups is None:
+        return attend(*parts).transpose(1, 2)
+    members = ((index, index, None) for index in groups.gather)
+    return _attend_in_groups(parts, members, groups.restore, attend)
+
+
+def _attend_in_groups(
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    groups: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]],
+    restore: torch.Tensor,
+    attend: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Attend in each group, given as flat positions of queries and keys and which keys are real."""
+    import torch
+
+    rows, _, tokens, _ = parts[0].shape
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in parts)
+    outputs = []
+    for queries, keys, visible in groups:
+        grouped = (part.transpose(1, 2) for part in (query[queries], key[keys], value[keys]))
+        outputs.append(attend(*grouped, visible=visible).transpose(1, 2).flatten(0, 1))
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return output[restore].unflatten(0, (rows, tokens))
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    is_causal: bool,
+    visible: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dense attention; `visible` bool [documents, 1, 1, keys], only where it is not causal."""
+    import torch
+
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    mask = visible
+    if window is not None and window >= num_queries:
+        window = None
+    if is_causal and (window is not None or bias is not None):
+        position = torch.arange(num_queries, device=query.device)
+        distance = position.unsqueeze(1) - position.unsqueeze(0)
+        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if bias is not None:
+        bias = bias[..., :num_queries, :num_keys].to(query.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=is_causal and mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )

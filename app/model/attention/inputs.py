@@ -1,0 +1,142 @@
+"""What a model's forward is given, so that its layers keep the documents of a batch apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from app.model.attention.backends import why_not_packed
+from app.model.attention.documents import group_documents
+from app.model.attention.pairs import Lengths, group_pairs
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+def attention_inputs(
+    model: PreTrainedModel,
+    backend: str,
+    document_lengths: Sequence[Sequence[int]],
+    shape: tuple[int, int],
+) -> dict[str, Any]:
+    """Compute what a model's forward needs to keep documents apart, once per batch.
+
+    shape is (rows, tokens); the result is passed on as keyword arguments.
+    """
+    device = model.device
+    if backend == "sdpa":
+        return {
+            "attention_mask": None,
+            "documents": group_documents(document_lengths, shape, device),
+        }
+    if backend == "eager":
+        return {"attention_mask": _block_masks(model, document_lengths, shape)}
+    return _flash_boundaries(document_lengths, shape, device)
+
+
+def _block_masks(
+    model: PreTrainedModel, document_lengths: Sequence[Sequence[int]], shape: tuple[int, int]
+) -> torch.Tensor | dict[str, torch.Tensor] | None:
+    """Masks as the model's layers want them: one, or one a kind of layer where these differ."""
+    numbers = model.config.to_dict()
+    window, layer_types = numbers.get("sliding_window"), numbers.get("layer_types")
+    are_whole = all(len(lengths) == 1 for lengths in document_lengths)
+    if are_whole and window is None:
+        return None  # the padding at a row's end cannot be seen by causal attention
+    if not are_whole and (reason := why_not_packed(numbers)):
+        raise ValueError(reason)
+    build = partial(_block_mask, document_lengths, shape, model.device, model.dtype)
+    if layer_types is None:
+        return build(window=window)
+    windows = {"full_attention": None, "sliding_attention": window}
+    kinds = set(layer_types)
+    if not kinds <= windows.keys():
+        raise ValueError(
+            f"attention=eager cannot pack for {', '.join(sorted(kinds - windows.keys()))} layers: "
+            "type packing=none"
+        )
+    masks = {kind: build(window=windows[kind]) for kind in sorted(kinds)}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _block_mask(
+    document_lengths: Sequence[Sequence[int]],
+    shape: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    window: int | None,
+) -> torch.Tensor:
+    """Additive [rows, 1, tokens, tokens] mask: 0 inside a document's past, else the minimum."""
+    import torch
+
+    rows, tokens = shape
+    document = torch.zeros(rows, tokens, dtype=torch.int64)
+    for row, lengths in enumerate(document_lengths):
+        ends = torch.tensor(lengths).cumsum(0)
+        document[row] = torch.bucketize(torch.arange(tokens), ends, right=True)
+    visible = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
+    if window is not None:
+        visible = visible.triu(1 - window)
+    # Boolean masks are read wrongly by transformers' eager attention.
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+    return mask.unsqueeze(1).to(device)
+
+
+def _flash_boundaries(
+    document_lengths: Sequence[Sequence[int]], shape: tuple[int, int], device: torch.device
+) -> dict[str, Any]:
+    import torch
+
+    if all(len(lengths) == 1 for lengths in document_lengths):
+        return {"attention_mask": None}  # right padding cannot be seen by causal attention
+    _, tokens = shape
+    lengths = [n for row in document_lengths for n in (*row, tokens - sum(row)) if n]
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    boundaries = ends.to(device, non_blocking=True)
+    return {
+        "attention_mask": None,
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }
+
+
+def pair_inputs(
+    model: PreTrainedModel,
+    backend: str,
+    source_lengths: Lengths,
+    target_lengths: Lengths,
+    source_shape: tuple[int, int],
+    target_shape: tuple[int, int],
+) -> dict[str, Any]:
+    """Compute what an encoder-decoder model's forward needs, once per batch.
+
+    shapes are (rows, tokens) of the encoder and the decoder; ValueError where the documents of a
+    pack cannot be kept apart.
+    """
+    if any(len(lengths) > 1 for lengths in source_lengths):
+        if reason := why_not_packed({"model_type": model.config.model_type}):
+            raise ValueError(reason)
+        if backend != "sdpa":
+            raise ValueError(
+                f"attention={backend} gives an encoder and what looks at it one mask, which cannot "
+                "keep the documents of a pack apart: type attention=sdpa, or packing=none"
+            )
+    if backend == "sdpa":
+        groups = group_pairs(
+            source_lengths, target_lengths, source_shape, target_shape, model.device
+        )
+        return {"attention_mask": None, "documents": groups}
+    return {"attention_mask": _padding_mask(source_lengths, source_shape, model.device)}
+
+
+def _padding_mask(lengths: Lengths, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """Mask [rows, tokens]: 1 at tokens, 0 at padding; a row without any document is all tokens."""
+    import torch
+
+    ends = torch.tensor([sum(row) or shape[1] for row in lengths]).unsqueeze(1)
+    return (torch.arange(shape[1]).unsqueeze(0) < ends).long().to(device)

@@ -1,0 +1,40 @@
+"""How a base speaks, as its config tells: the template it was made with, and where answers end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from app.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from app.model.build import ModelConfig
+    from data_modules import DataConfig
+
+
+def with_chat_template(
+    data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> DataConfig:
+    """Return `data` with the template of `model` where neither it nor the tokenizer has one."""
+    if data.chat_template is not None or tokenizer.chat_template or model.chat_template is None:
+        return data
+    return replace(data, chat_template=model.chat_template)
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> set[int]:
+    """Return the ids that end an answer: the EOS and `stop_tokens`.
+
+    UserError for one that the tokenizer does not have as one token.
+    """
+    known = tokenizer.get_vocab()
+    unknown = [token for token in stop_tokens if token not in known]
+    if unknown:
+        left = [token for token in stop_tokens if token in known]
+        raise UserError(
+            f"model.stop_tokens: the tokenizer in {tokenizer.name_or_path} has no token "
+            f"{', '.join(unknown)}; type 'model.stop_tokens=[{', '.join(left)}]'"
+        )
+    return {known[token] for token in stop_tokens} | {tokenizer.eos_token_id}

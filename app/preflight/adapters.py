@@ -1,0 +1,205 @@
+"""A saved adapter against the base and the settings that it is to be used with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.model.adapter import ADAPTER_FILE, ORIGIN_FILE, AdapterConfig, Ia3Config, LoraConfig
+from app.model.build import ModelConfig
+from app.preflight.base_model import BaseModel, read_header, read_json_object, seen_from
+from app.preflight.fingerprint import describe_base
+from app.preflight.shapes import Shapes
+
+CONFIG_FILE = "adapter_config.json"
+KINDS = {"LORA": "lora", "IA3": "ia3"}
+"""peft_type -> what is typed for it"""
+SETTINGS = {
+    # setting of adapter=lora: its name in peft's file
+    "r": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "target_modules": "target_modules",
+    "feedforward_modules": "feedforward_modules",
+    "rank_pattern": "rank_pattern",
+    "alpha_pattern": "alpha_pattern",
+    "use_dora": "use_dora",
+    "use_rslora": "use_rslora",
+    "modules_to_save": "modules_to_save",
+}
+UNNAMED = ("layers", "init", "trainable_tokens")
+"""settings that peft's file does not hold as they are typed"""
+
+
+def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelConfig) -> list[str]:
+    """List why the adapter that the setting `key` names cannot be put on the base."""
+    said = f"{key}={folder}"
+    if not folder.is_dir():
+        return [f"{said}: no such folder, seen from {seen_from()}"]
+    file = folder / ADAPTER_FILE
+    if not file.exists() and (folder / "adapter_model.bin").exists():
+        return [
+            f"{said}: adapter_model.bin is a pickle, which can run code when it is read; convert "
+            'it once with python -c "import torch; from safetensors.torch import save_file; '
+            f"save_file(torch.load('{folder}/adapter_model.bin', weights_only=True), '{file}')\""
+        ]
+    problems = [
+        f"{said}: no {name} there"
+        for name in (CONFIG_FILE, ADAPTER_FILE)
+        if not (folder / name).exists()
+    ]
+    if problems:
+        return problems
+    settings, problem = read_json_object(folder / CONFIG_FILE)
+    if problem is None and settings.get("peft_type") not in KINDS:
+        problem = (
+            f"{folder / CONFIG_FILE}: peft_type {settings.get('peft_type')!r} is not known here; "
+            f"expected {' or '.join(KINDS)}"
+        )
+    if problem is not None:
+        return [problem]
+    shapes, problems = read_header(file)
+    if empty := sorted(name for name, shape in shapes.items() if 0 in shape):
+        problems.append(
+            f"{file}: {len(empty)} of {len(shapes)} tensors are empty, {empty[0]} is the first, as "
+            "a save of sharded weights leaves them; save the adapter again"
+        )
+    elif not shapes and not problems:
+        problems.append(f"{file}: holds no tensors; save the adapter again")
+    if problems:
+        return problems
+    return _check_base(said, folder, shapes, base, model) + _check_tokens(said, folder, model)
+
+
+def check_goes_on(adapter: AdapterConfig, folder: Path) -> list[str]:
+    """List the settings that were typed otherwise than the adapter in `folder` has them."""
+    if not (folder / CONFIG_FILE).exists():
+        return []  # `check_saved_adapter` says so
+    settings, problem = read_json_object(folder / CONFIG_FILE)
+    kind = KINDS.get(str(settings.get("peft_type")))
+    if problem is not None or kind is None:
+        return []  # this too
+    if kind != adapter.name:
+        return [
+            f"adapter.path={folder} is an adapter of adapter={kind}, but here "
+            f"adapter={adapter.name}; type adapter={kind}"
+        ]
+    default = LoraConfig() if kind == "lora" else Ia3Config()
+    problems = []
+    for name in (*SETTINGS, *UNNAMED):
+        typed = getattr(adapter, name, None)
+        if typed == getattr(default, name, None):
+            continue
+        if name in UNNAMED:
+            problems.append(
+                f"adapter.{name}={typed}, but the adapter at {folder} was made already and keeps "
+                f"its own: leave adapter.{name} out"
+            )
+        elif not _same(typed, saved := settings.get(SETTINGS[name])):
+            problems.append(
+                f"adapter.{name}={typed}, but the adapter at {folder} has {name}={saved}: "
+                f"leave adapter.{name} out"
+            )
+    return problems
+
+
+def _same(typed: Any, saved: Any) -> bool:
+    """Compare a setting with peft's; of lists the order does not matter."""
+    if isinstance(typed, list) and isinstance(saved, list):
+        return sorted(typed) == sorted(saved)
+    return bool(typed == saved) or (not typed and not saved)
+
+
+def _check_base(
+    said: str, folder: Path, shapes: Shapes, base: BaseModel, model: ModelConfig
+) -> list[str]:
+    """Compare the base that an adapter was made on with this one: by fingerprint, else by shape."""
+    if not (folder / ORIGIN_FILE).exists():
+        return _check_shapes(said, shapes, base)
+    made_on, problem = read_json_object(folder / ORIGIN_FILE)
+    if problem is not None:
+        return [f"{problem}; remove that file to compare shapes alone"]
+    here = describe_base(model)
+    known, different = False, []
+    for name, what in (("fingerprint", "config.json or shapes"), ("weights", "weights")):
+        then, now = made_on.get(name), here[name]
+        known = known or None not in (then, now)
+        if then is not None and now is not None and then != now:
+            different.append(f"{what} differ ({then[:12]} then, {now[:12]} here)")
+    if not known and here["fingerprint"] is None and made_on.get("fingerprint") is None:
+        # Both are of the hub, and not fetched yet: their names say whether they are one.
+        for name in ("path", "revision"):
+            then, now = made_on.get(name), here[name]
+            if then and now and then != now:
+                different.append(f"{name} differs")
+    if not different:
+        return [] if known else _check_shapes(said, shapes, base)
+    return [
+        f"{said} was made on another base: {made_on.get('path')}{_at(made_on)}, and here "
+        f"model.path={model.path}{_at(here)}: {'; '.join(different)}. Type "
+        f"model.path={made_on.get('path')}, or remove {folder / ORIGIN_FILE} if the two are one"
+    ]
+
+
+def _check_tokens(said: str, folder: Path, model: ModelConfig) -> list[str]:
+    """Name the tokens of the tokenizer beside an adapter that this one would cut into pieces."""
+    ours = Path(model.tokenizer_path or model.path or "") / "tokenizer.json"
+    theirs = folder / "tokenizer.json"
+    if not ours.exists() or not theirs.exists():
+        return []
+    known = _tokens_in(ours) | set(model.added_tokens)
+    added = read_json_object(theirs)[0].get("added_tokens", [])
+    missing = [entry["content"] for entry in added if entry["content"] not in known]
+    if not missing:
+        return []
+    typed = ",".join([*model.added_tokens, *missing])
+    return [
+        f"{said} was trained with tokens that the tokenizer in {ours.parent} does not have: "
+        f"{', '.join(missing)}; type model.added_tokens=[{typed}]"
+    ]
+
+
+def _tokens_in(file: Path) -> set[str]:
+    content = read_json_object(file)[0]
+    vocab = content.get("model", {}).get("vocab", {})  # of pieces: a list of token and score
+    tokens = set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
+    return tokens | {entry["content"] for entry in content.get("added_tokens", [])}
+
+
+def _at(base: Mapping[str, Any]) -> str:
+    return f" at {base['revision']}" if base.get("revision") else ""
+
+
+def _check_shapes(said: str, shapes: Shapes, base: BaseModel) -> list[str]:
+    """Compare the sides of A and B with the matrix of the base that each pair stands beside."""
+    if base.shapes is None:
+        return []
+    found, problems = 0, []
+    for name, shape in shapes.items():
+        module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+        if part not in ("A.weight", "B.weight") or len(shape) != 2:
+            continue
+        matrix = _matrix(module, base.shapes)
+        if matrix is None:
+            continue
+        found += 1
+        side = shape[1] if part == "A.weight" else shape[0]
+        if side not in matrix:
+            problems.append(
+                f"{said}: {module}.lora_{part} is {shape[0]} x {shape[1]}, but {module} of "
+                f"{base.name} is {matrix[0]} x {matrix[1]}; it was made on another base"
+            )
+    beside = [name for name in shapes if ".lora_A.weight" in name]
+    if beside and not found:
+        problems.append(
+            f"{said}: none of its {len(beside)} matrices is in {base.name}, {beside[0]} is the "
+            "first; it was made on another base"
+        )
+    return problems[:1]
+
+
+def _matrix(module: str, shapes: Shapes) -> tuple[int, ...] | None:
+    # Some files leave out the prefix that the module has in memory.
+    names = (module, module.removeprefix("model."), module.removeprefix("transformer."))
+    return next((shapes[name] for name in names if name in shapes), None)

@@ -1,0 +1,24 @@
+"""Which bases cannot be packed, said before any weight is read."""
+
+from __future__ import annotations
+
+from app.model.attention import AttentionConfig, why_not_packed
+from app.preflight.base_model import BaseModel
+from data_modules import PackingConfig
+
+
+def check_packing_of_base(
+    packing: PackingConfig, attention: AttentionConfig, base: BaseModel
+) -> list[str]:
+    """List why the documents of a pack cannot be kept apart in this base."""
+    numbers = base.numbers or {}
+    if packing.method == "none":
+        return []
+    if reason := why_not_packed(numbers):
+        return [f"packing={packing.method}: {reason}"]
+    if numbers.get("is_encoder_decoder") and attention.backend == "eager":
+        return [
+            f"packing={packing.method}: attention=eager cannot keep the documents of a pack apart "
+            "in an encoder-decoder model: type attention=sdpa, or packing=none"
+        ]
+    return []

@@ -1,0 +1,146 @@
+"""The table at the start of a run: which weights train, how fast, and what share they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from app.model.adapter import report_trainable, trained_weights
+from app.training.learning_rate import written
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import JustifyMethod
+    from rich.table import Table
+
+MAX_ROWS = 20
+MAX_SHAPES = 4
+
+
+@dataclass(slots=True)
+class TrainedPattern:
+    """Weights of one name, layer numbers aside, that train alike."""
+
+    pattern: str
+    """module names with `*` for layer numbers"""
+    dtype: str
+    lr: float
+    """at the peak"""
+    weight_decay: float
+    num_weights: int = 0
+    kinds: dict[str, None] = field(default_factory=dict)
+    """what of the module trains, in the model's order: weight, bias, lora A, ..."""
+    shapes: dict[str, None] = field(default_factory=dict)
+    modules: set[str] = field(default_factory=set)
+
+
+def trained_patterns(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> list[TrainedPattern]:
+    """Sum what trains up by pattern, in the model's order; ask before a schedule is built."""
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    patterns: dict[Any, TrainedPattern] = {}
+    for weight in trained_weights(model):
+        group = group_of[id(weight.parameter)]
+        key = (
+            ".".join("*" if part.isdigit() else part for part in weight.module.split(".")),
+            str(weight.parameter.dtype).removeprefix("torch."),
+            float(group["lr"]),
+            float(group["weight_decay"]),
+        )
+        pattern = patterns.setdefault(key, TrainedPattern(*key))
+        pattern.num_weights += weight.parameter.numel()
+        pattern.kinds[weight.kind] = None
+        pattern.shapes["x".join(map(str, weight.parameter.shape))] = None
+        pattern.modules.add(weight.module)
+    return list(patterns.values())
+
+
+def what_trains_table(patterns: list[TrainedPattern]) -> Table:
+    """Lay out the largest patterns, in the model's order; a last row sums the others up.
+
+    What is the same for all rows (dtype, learning rate, decay) is said once, in the title.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown, others = _largest(patterns)
+    total = sum(pattern.num_weights for pattern in patterns)
+    rows = [
+        (
+            escape(pattern.pattern),
+            ", ".join(pattern.kinds),
+            f"{len(pattern.modules):,}",
+            _at_most(MAX_SHAPES, pattern.shapes),
+            *_size(pattern.num_weights, total),
+        )
+        for pattern in shown
+    ]
+    if others:
+        number = sum(len(pattern.modules) for pattern in others)
+        size = _size(sum(pattern.num_weights for pattern in others), total)
+        rows.append((f"{len(others):,} smaller ones", "", f"{number:,}", "", *size))
+    settings = [_settings([pattern]) for pattern in shown] + [_settings(others)] * bool(others)
+    shared = {name: text for name, text in settings[0].items() if _is_same(settings, name)}
+    own = [name for name in settings[0] if name not in shared]
+
+    title = ", ".join(["what trains", *(f"{name} {text}" for name, text in shared.items())])
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("module", "part", "number", "shapes", "weights", "share", *own):
+        is_text = heading in ("module", "part", "shapes")
+        justify: JustifyMethod = "left" if is_text else "right"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not is_text)
+    for row, each in zip(rows, settings, strict=True):
+        table.add_row(*row, *(each[name] for name in own))
+    return table
+
+
+def _largest(
+    patterns: list[TrainedPattern],
+) -> tuple[list[TrainedPattern], list[TrainedPattern]]:
+    if len(patterns) <= MAX_ROWS:
+        return patterns, []
+    by_size = sorted(patterns, key=lambda pattern: pattern.num_weights, reverse=True)
+    largest = {id(pattern) for pattern in by_size[: MAX_ROWS - 1]}
+    return (
+        [pattern for pattern in patterns if id(pattern) in largest],
+        [pattern for pattern in patterns if id(pattern) not in largest],
+    )
+
+
+def _size(num_weights: int, total: int) -> tuple[str, str]:
+    return f"{num_weights:,}", f"{num_weights / total:.1%}"
+
+
+def _settings(patterns: list[TrainedPattern]) -> dict[str, str]:
+    """Word what holds for patterns taken together."""
+    texts = {
+        "dtype": [pattern.dtype for pattern in patterns],
+        "lr": [written(pattern.lr) for pattern in patterns],
+        "decay": [f"{pattern.weight_decay:g}" for pattern in patterns],
+    }
+    return {name: _at_most(2, dict.fromkeys(each)) for name, each in texts.items()}
+
+
+def _is_same(settings: list[dict[str, str]], name: str) -> bool:
+    return len({each[name] for each in settings}) == 1
+
+
+def _at_most(count: int, words: Iterable[str]) -> str:
+    words = list(words)
+    return ", ".join(words[:count] + ["..."] * (len(words) > count))
+
+
+def say_what_trains(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Print the table of what trains, and under it how much that is of the model."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    table = what_trains_table(trained_patterns(model, optimizer))
+    if not console.is_terminal:
+        # A log file has no width that its lines would have to fit.
+        console.width = max(console.width, Console(width=1000).measure(table).maximum)
+    console.print(table)
+    console.print(f"model: {report_trainable(model)}", soft_wrap=True)

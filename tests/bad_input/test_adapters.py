@@ -1,0 +1,382 @@
+"""What an adapter is put on, goes on from or is evaluated with is judged before torch is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.model.adapter import write_origin
+from app.model.build import ModelConfig
+from app.preflight import describe_base
+from app.preflight.targets import num_layers
+from tests.door import Answer, ask, make_adapter, make_data, make_model, write_safetensors
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model(tmp_path / "model", num_hidden_layers=2)
+
+
+@pytest.fixture
+def words(tmp_path: Path, model: Path) -> list[str]:
+    return [f"model.path={model}", f"data.datasets=[{{path: {make_data(tmp_path / 'd.jsonl')}}}]"]
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, model: Path) -> Path:
+    """An adapter that was made on `model`."""
+    folder = make_adapter(tmp_path / "adapter")
+    write_origin(folder, describe_base(ModelConfig(path=str(model))))
+    return folder
+
+
+def refused(answer: Answer, *fragments: str) -> None:
+    assert answer.code == 2, answer.said
+    for fragment in fragments:
+        assert fragment in answer.said
+    assert "Traceback" not in answer.said
+
+
+def accepted(answer: Answer) -> None:
+    assert answer.code == 0, answer.said
+
+
+TARGETS = [
+    # what was typed, what must be said, what is right
+    (
+        ["adapter.rank_pattern={uproj: 4}"],
+        ["adapter.rank_pattern: uproj matches no weight", "did you mean up_proj?"],
+        ["adapter.rank_pattern={up_proj: 4}"],
+    ),
+    (
+        ["adapter.alpha_pattern={layers.7.*: 4}"],
+        ["adapter.alpha_pattern: layers.7.* matches no weight"],
+        ["adapter.alpha_pattern={layers.1.*: 4}"],
+    ),
+    (
+        ["adapter.rank_pattern={*: 4}"],
+        ["adapter.rank_pattern: * is no regular expression"],
+        ["adapter.rank_pattern={.*_proj: 4}"],
+    ),
+    (
+        ["adapter.rank_pattern={up_proj: 0}"],
+        ["adapter.rank_pattern.up_proj=0: expected a rank of 1 or more"],
+        ["adapter.rank_pattern={up_proj: 1}"],
+    ),
+    (
+        ["adapter.alpha_pattern={up_proj: 0}"],
+        ["adapter.alpha_pattern.up_proj=0.0: expected a number above 0"],
+        ["adapter.alpha_pattern={up_proj: 1}"],
+    ),
+    (
+        ["adapter.target_modules=[q_proj,k_proj]", "adapter.rank_pattern={k_proj: 17}"],
+        ["adapter.rank_pattern.k_proj=17 is more than", "k_proj (16 x 32)", "k_proj=16 or less"],
+        ["adapter.target_modules=[q_proj,k_proj]", "adapter.rank_pattern={q_proj: 32}"],
+    ),
+    (
+        ["adapter.rank_pattern={v_proj: 17}"],
+        ["adapter.rank_pattern.v_proj=17 is more than", "v_proj (16 x 32)"],
+        ["adapter.rank_pattern={v_proj: 16}"],
+    ),
+    (
+        ["adapter.modules_to_save=[lm_heat]"],
+        ["adapter.modules_to_save: lm_heat matches no weight", "did you mean lm_head?"],
+        ["adapter.modules_to_save=[norm]"],
+    ),
+    (
+        ["adapter.layers=top 3"],
+        ["adapter.layers='top 3', but the model has 2 layers"],
+        ["adapter.layers=top 2"],
+    ),
+    (["adapter.layers=[0,2]"], ["no layer 2", "0 to 1"], ["adapter.layers=[0,1]"]),
+    (["adapter.layers=1"], ["type 'adapter.layers=top 1'"], ["adapter.layers=[1]"]),
+    (["adapter.layers=some"], ["is not understood"], ["adapter.layers=all"]),
+    (
+        ["adapter=ia3", "adapter.target_modules=[k_proj,vproj]"],
+        ["adapter.target_modules: vproj matches no weight", "did you mean v_proj?"],
+        ["adapter=ia3", "adapter.target_modules=[k_proj,v_proj]"],
+    ),
+    (
+        [
+            "adapter=ia3",
+            "adapter.target_modules=[k_proj,v_proj]",
+            "adapter.feedforward_modules=[down_proj]",
+        ],
+        ["down_proj is not among", "adapter.target_modules=[k_proj, v_proj, down_proj]"],
+        [
+            "adapter=ia3",
+            "adapter.target_modules=[k_proj,mlp.down_proj]",
+            "adapter.feedforward_modules=[down_proj]",
+        ],
+    ),
+    (
+        ["adapter=ia3", "adapter.target_modules=3"],
+        ["adapter.target_modules=3: expected auto, or a list"],
+        ["adapter=ia3", "adapter.target_modules=auto"],
+    ),
+    (
+        ["adapter=freeze", "adapter.modules=[norms]"],
+        ["adapter.modules: norms matches no weight", "did you mean norm?"],
+        ["adapter=freeze", "adapter.modules=[norm,'.*layernorm']"],
+    ),
+    (
+        ["adapter=freeze", "adapter.layers=none"],
+        ["adapter.layers=none trains nothing"],
+        ["adapter=freeze", "adapter.layers=none", "adapter.modules=[lm_head]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("bad", "fragments", "good"), TARGETS, ids=[" ".join(t[0]) for t in TARGETS]
+)
+def test_what_an_adapter_is_put_on_must_be_there(
+    words: list[str], bad: list[str], fragments: list[str], good: list[str]
+) -> None:
+    refused(ask(*words, *bad), *fragments)
+    accepted(ask(*words, *good))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "count"),
+    [
+        ({"num_hidden_layers": 12}, 12),
+        ({"n_layer": 6}, 6),
+        ({"num_layers": 6}, 12),
+        ({"num_layers": 6, "num_decoder_layers": 2}, 8),
+        ({"encoder_layers": 6, "decoder_layers": 4, "num_hidden_layers": 6}, 10),
+        ({}, None),
+    ],
+)
+def test_layers_are_counted_by_the_names_of_each_architecture(
+    numbers: dict[str, int], count: int | None
+) -> None:
+    assert num_layers(numbers) == count
+
+
+def lose_the_config(adapter: Path) -> None:
+    (adapter / "adapter_config.json").unlink()
+
+
+def lose_the_weights(adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+
+
+def break_the_config(adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text("{")
+
+
+def become_another_kind(adapter: Path) -> None:
+    (adapter / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
+
+
+def leave_a_pickle(adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+
+
+def cut_off(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def empty_one(adapter: Path) -> None:
+    shapes = {"base_model.model.a.lora_A.weight": [4, 32], "base_model.model.a.lora_B.weight": [0]}
+    write_safetensors(adapter / "adapter_model.safetensors", shapes)
+
+
+def empty_all(adapter: Path) -> None:
+    write_safetensors(adapter / "adapter_model.safetensors", {})
+
+
+def change_the_base(adapter: Path) -> None:
+    file = adapter.parent / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def change_the_config_of_the_base(adapter: Path) -> None:
+    file = adapter.parent / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 5.0}))
+
+
+DAMAGES: list[tuple[Callable[[Path], None], list[str]]] = [
+    (lose_the_config, ["no adapter_config.json there"]),
+    (lose_the_weights, ["no adapter_model.safetensors there"]),
+    (break_the_config, ["adapter_config.json:1:2 invalid JSON"]),
+    (become_another_kind, ["peft_type 'PREFIX_TUNING' is not known", "LORA or IA3"]),
+    (leave_a_pickle, ["adapter_model.bin is a pickle", "save_file(torch.load("]),
+    (cut_off, ["cut off", "download it again"]),
+    (empty_one, ["1 of 2 tensors are empty", "lora_B"]),
+    (empty_all, ["holds no tensors"]),
+    (change_the_base, ["made on another base", "weights differ (", "model.path="]),
+    (change_the_config_of_the_base, ["made on another base", "config.json or shapes differ ("]),
+]
+
+
+@pytest.mark.parametrize(("damage", "fragments"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
+def test_an_adapter_that_cannot_be_used_is_refused_by_training_and_evaluation(
+    words: list[str],
+    adapter: Path,
+    damage: Callable[[Path], None],
+    fragments: list[str],
+) -> None:
+    asked = [
+        ("train", [*words, f"adapter.path={adapter}"], "adapter.path="),
+        ("evaluate", [*words, f"adapter_path={adapter}"], "adapter_path="),
+    ]
+    for verb, typed, _ in asked:
+        accepted(ask(*typed, verb=verb))
+    damage(adapter)
+    for verb, typed, key in asked:
+        said = [key] if damage not in (break_the_config, become_another_kind) else []
+        said = said if damage not in (cut_off, empty_one, empty_all) else []
+        refused(ask(*typed, verb=verb), *said, *fragments)
+
+
+def test_a_base_that_was_moved_is_the_same_base(
+    tmp_path: Path, words: list[str], adapter: Path
+) -> None:
+    moved = make_model(tmp_path / "moved", num_hidden_layers=2)
+    accepted(ask(f"model.path={moved}", words[1], f"adapter.path={adapter}"))
+    origin = json.loads((adapter / "base.json").read_text())
+    assert origin["path"] != str(moved)
+
+
+def test_bases_of_the_hub_are_compared_by_name(words: list[str], adapter: Path) -> None:
+    """They have no fingerprint before they are fetched."""
+    ask_for = [words[1], f"adapter.path={adapter}"]
+    accepted(ask("model.path=org/name", *ask_for))  # made on a folder: nothing to compare
+    commits = ("0a" * 20, "0b" * 20)
+    base = ModelConfig(path="org/name", revision=commits[0])
+    write_origin(adapter, describe_base(base))
+    accepted(ask("model.path=org/name", *ask_for))
+    accepted(ask("model.path=org/name", f"model.revision='{commits[0]}'", *ask_for))
+    refused(
+        ask("model.path=org/name", f"model.revision='{commits[1]}'", *ask_for),
+        f"made on another base: org/name at {commits[0]}",
+        f"model.path=org/name at {commits[1]}: revision differs",
+    )
+    refused(ask("model.path=org/other", *ask_for), "model.path=org/other: path differs")
+
+
+def test_an_adapter_of_elsewhere_is_compared_by_shape(tmp_path: Path, words: list[str]) -> None:
+    fits = make_adapter(tmp_path / "fits", base_model_name_or_path="someone/else")
+    accepted(ask(*words, f"adapter.path={fits}"))
+    wide = make_adapter(tmp_path / "wide", hidden=48)
+    refused(
+        ask(*words, f"adapter.path={wide}"),
+        "layers.0.self_attn.q_proj.lora_A.weight is 4 x 48",
+        "is 32 x 32; it was made on another base",
+    )
+    other = make_adapter(tmp_path / "other")
+    shapes = {f"base_model.model.encoder.q.lora_{p}.weight": [32, 32] for p in "AB"}
+    write_safetensors(other / "adapter_model.safetensors", shapes)
+    refused(ask(*words, f"adapter.path={other}"), "none of its 1 matrices is in")
+
+
+def test_tokens_that_an_adapter_was_trained_with_must_be_known(
+    words: list[str], model: Path, adapter: Path
+) -> None:
+    vocab = {"model": {"vocab": {"a": 0, "<|old|>": 1}}, "added_tokens": [{"content": "<|end|>"}]}
+    (model / "tokenizer.json").write_text(json.dumps(vocab))
+    write_origin(adapter, describe_base(ModelConfig(path=str(model))))
+    vocab["added_tokens"] += [{"content": "<|old|>"}, {"content": "<|a|>"}, {"content": "<|b|>"}]
+    (adapter / "tokenizer.json").write_text(json.dumps(vocab))
+    for key, verb in (("adapter.path", "train"), ("adapter_path", "evaluate")):
+        typed = [*words, f"{key}={adapter}"]
+        refused(ask(*typed, verb=verb), "<|a|>, <|b|>; type model.added_tokens=[<|a|>,<|b|>]")
+        accepted(ask(*typed, "model.added_tokens=[<|a|>,<|b|>]", verb=verb))
+
+
+@pytest.mark.parametrize("token", ["", "' <|a|>'"])
+def test_an_added_token_is_a_text(words: list[str], token: str) -> None:
+    refused(ask(*words, f"model.added_tokens=['<|b|>',{token or repr(token)}]"), "is no token")
+    accepted(ask(*words, "model.added_tokens=['<|b|>','<|a|>']"))
+
+
+def test_a_missing_folder_is_named(words: list[str], tmp_path: Path) -> None:
+    refused(ask(*words, f"adapter.path={tmp_path / 'none'}"), "adapter.path=", "no such folder")
+
+
+SETTINGS = [
+    # what the file has, what was typed, what must be said, what is right
+    (
+        {"r": 16},
+        "adapter.r=8",
+        ["adapter.r=8, but the adapter at", "has r=16: leave adapter.r out"],
+        "adapter.r=16",
+    ),
+    ({"lora_alpha": 8}, "adapter.alpha=16", ["has alpha=8"], "adapter.alpha=8"),
+    ({"lora_dropout": 0.1}, "adapter.dropout=0.2", ["has dropout=0.1"], "adapter.dropout=0.1"),
+    (
+        {"target_modules": ["q_proj", "v_proj"]},
+        "adapter.target_modules=[k_proj]",
+        ["has target_modules=['q_proj', 'v_proj']"],
+        "adapter.target_modules=[v_proj,q_proj]",
+    ),
+    (
+        {"use_dora": False},
+        "adapter.use_dora=true",
+        ["has use_dora=False"],
+        "adapter.use_dora=false",
+    ),
+    (
+        {"rank_pattern": {"q_proj": 2}},
+        "adapter.rank_pattern={q_proj: 3}",
+        ["has rank_pattern={'q_proj': 2}"],
+        "adapter.rank_pattern={q_proj: 2}",
+    ),
+    ({}, "adapter.init=gaussian", ["leave adapter.init out"], "adapter.init=default"),
+    ({}, "adapter.init=pissa", ["leave adapter.init out"], "adapter.init=default"),
+    ({}, "adapter.layers=top 1", ["leave adapter.layers out"], "adapter.layers=all"),
+    ({}, "adapter=ia3", ["is an adapter of adapter=lora", "type adapter=lora"], "adapter=lora"),
+    ({}, "adapter.lora_plus_ratio=0", ["expected above 0"], "adapter.lora_plus_ratio=16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("saved", "bad", "fragments", "good"), SETTINGS, ids=[s[1] for s in SETTINGS]
+)
+def test_the_settings_of_the_file_hold(
+    tmp_path: Path,
+    words: list[str],
+    saved: dict[str, object],
+    bad: str,
+    fragments: list[str],
+    good: str,
+) -> None:
+    folder = make_adapter(tmp_path / "adapter", **saved)
+    path = f"adapter.path={folder}"
+    refused(ask(*words, path, bad), *fragments)
+    accepted(ask(*words, path, good))
+    accepted(ask(*words, path))
+
+
+def test_ia3_goes_on_as_ia3(tmp_path: Path, words: list[str]) -> None:
+    folder = make_adapter(tmp_path / "adapter", peft_type="IA3", feedforward_modules=["down_proj"])
+    refused(ask(*words, f"adapter.path={folder}"), "type adapter=ia3")
+    accepted(ask(*words, "adapter=ia3", f"adapter.path={folder}"))
+    typed = "adapter.feedforward_modules=[up_proj]"
+    refused(
+        ask(*words, "adapter=ia3", f"adapter.path={folder}", typed),
+        "has feedforward_modules=['down_proj']",
+    )
+
+
+def test_the_run_of_an_evaluation_is_compared_with_its_base(
+    tmp_path: Path, words: list[str], adapter: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    adapter.rename(run / "adapter")
+    from app.config import load_config, save_config
+
+    save_config(load_config("train", words), run / "config.yaml")
+    (run / "metrics.json").write_text("{}")
+    accepted(ask(f"run={run}", verb="evaluate"))
+    change_the_base(tmp_path / "adapter")
+    refused(ask(f"run={run}", verb="evaluate"), f"run={run}/adapter was made on another base")

@@ -1,0 +1,60 @@
+"""Bases that cannot be packed are refused before any weight is read, with what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.door import ask, make_data, make_model
+
+REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
+    ({"model_type": "bart", "is_encoder_decoder": True}, [], "bart models number the tokens"),
+    ({"model_type": "pegasus", "is_encoder_decoder": True}, [], "pegasus models number"),
+    ({"model_type": "bloom"}, [], "bloom models with ALiBi"),
+    (
+        {"model_type": "falcon", "alibi": True},
+        ["packing=like_length"],
+        "packing=like_length: falcon",
+    ),
+    (
+        {"model_type": "t5", "is_encoder_decoder": True},
+        ["attention=eager"],
+        "attention=eager cannot keep",
+    ),
+]
+
+
+@pytest.mark.parametrize(("numbers", "words", "said"), REFUSED)
+def test_a_base_that_cannot_be_packed(
+    numbers: dict[str, Any], words: list[str], said: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", **numbers)
+    typed = [
+        f"model.path={model}",
+        f"data.datasets=[{{path: {make_data(tmp_path / 'data.jsonl')}}}]",
+        "adapter=full",
+        *words,
+    ]
+    for verb in ("train", "preview"):
+        answer = ask(*typed, verb=verb)
+        assert answer.code == 2
+        assert said in answer.said and "packing=none" in answer.said
+    unpacked = [word for word in typed if not word.startswith("packing=")]
+    assert ask(*unpacked, "packing=none").code == 0
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"model_type": "t5", "is_encoder_decoder": True},
+        {"model_type": "falcon", "alibi": False},
+        {"model_type": "gpt2"},
+    ],
+)
+def test_a_base_that_can_be_packed(numbers: dict[str, Any], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", **numbers)
+    data = make_data(tmp_path / "data.jsonl")
+    answer = ask(f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "adapter=full")
+    assert answer.code == 0, answer.said

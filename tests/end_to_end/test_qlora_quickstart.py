@@ -1,0 +1,79 @@
+"""The sample run on a quantized base learns what it learns on the base itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.test_quickstart import TASKS, run_verb
+
+METHODS = ("none", "nf4", "int8")
+NOISE = ("MatMul8bitLt", "gemm_4bit", "bitsandbytes")
+"""what the library says of every call, or of itself"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """The sample run by quantization: its folder, and what it printed."""
+    parent = tmp_path_factory.mktemp("qlora")
+    return {
+        method: (
+            parent / method,
+            run_verb(
+                "train",
+                "+experiment=quickstart",
+                f"quantization={method}",
+                f"output.dir={parent / method}",
+            ),
+        )
+        for method in METHODS
+    }
+
+
+def metrics_of(folder: Path) -> dict[str, float]:
+    measured: dict[str, float] = json.loads((folder / "metrics.json").read_text())
+    return measured
+
+
+@pytest.mark.slow
+def test_qlora_learns_what_lora_learns(runs: dict[str, tuple[Path, str]]) -> None:
+    lora = metrics_of(runs["none"][0])
+    for method in ("nf4", "int8"):
+        folder, screen = runs[method]
+        measured = metrics_of(folder)
+        for task in TASKS:
+            name = f"tuned/exact_match/{task}"
+            assert measured[name] > lora[name] - 0.05, (method, name)
+            assert measured[f"base/exact_match/{task}"] < 0.10
+        assert "saved and reopened: same logits" in screen
+        assert not any(word in screen for word in NOISE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_evaluate_measures_the_quantized_model_of_the_run(
+    runs: dict[str, tuple[Path, str]], tmp_path: Path, method: str
+) -> None:
+    folder, _ = runs[method]
+    screen = run_verb("evaluate", f"run={folder}", f"output.dir={tmp_path}")
+    assert not any(word in screen for word in NOISE)
+    at_training = metrics_of(folder)
+    for name, value in metrics_of(tmp_path).items():
+        assert value == pytest.approx(at_training[name], rel=1e-6), name
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_quantized_base_is_measured_on_the_base_itself(
+    runs: dict[str, tuple[Path, str]], tmp_path: Path
+) -> None:
+    run_verb("evaluate", f"run={runs['nf4'][0]}", "quantization=none", f"output.dir={tmp_path}")
+    measured, quantized = metrics_of(tmp_path), metrics_of(runs["nf4"][0])
+    base = metrics_of(runs["none"][0])
+    for task in TASKS:
+        assert measured[f"tuned/exact_match/{task}"] > 0.80
+        # The base is the unquantized one.
+        loss = measured[f"base/val/loss/{task}"]
+        assert loss == pytest.approx(base[f"base/val/loss/{task}"], rel=1e-5)
+        assert loss != pytest.approx(quantized[f"base/val/loss/{task}"], rel=1e-5)

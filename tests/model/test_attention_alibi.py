@@ -1,0 +1,123 @@
+"""Models that weigh distances themselves: unpacked they train, packed they are refused in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
+
+from app.model.attention import (
+    AttentionConfig,
+    attention_inputs,
+    check_isolation,
+    choose_backend,
+    why_not_packed,
+)
+from tests.conftest import TrainRun
+from tests.tiny import save_with_tokenizer, small_run
+
+
+def bloom(*, vocab_size: int = 64) -> Any:
+    shape = {"vocab_size": vocab_size, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    return BloomForCausalLM(BloomConfig(**shape, initializer_range=0.2))
+
+
+def mpt(*, vocab_size: int = 64) -> Any:
+    shape = {"vocab_size": vocab_size, "d_model": 32, "n_layers": 2, "n_heads": 4}
+    return MptForCausalLM(MptConfig(**shape, max_seq_len=128, initializer_range=0.2))
+
+
+def falcon(*, alibi: bool, vocab_size: int = 64) -> Any:
+    config = FalconConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        initializer_range=0.2,
+        alibi=alibi,
+        attn_implementation="eager",
+    )
+    return FalconForCausalLM(config)
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "bloom": bloom,
+    "mpt": mpt,
+    "falcon alibi": partial(falcon, alibi=True),
+    "falcon": partial(falcon, alibi=False),
+}
+
+
+def made(name: str) -> Any:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    assert choose_backend(AttentionConfig(), model.config, "cpu", "fp32") == "eager"
+    return model
+
+
+def ids(rows: int, tokens: int) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: Any, tokens: torch.Tensor, lengths: list[list[int]]) -> torch.Tensor:
+    positions = torch.cat([torch.arange(length) for length in lengths[0]])
+    if len(lengths) > 1:
+        positions = torch.arange(tokens.shape[1])
+    return model(
+        input_ids=tokens,
+        position_ids=positions.expand(len(tokens), -1),
+        use_cache=False,
+        **attention_inputs(model, "eager", lengths, tuple(tokens.shape)),
+    ).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_each_padded_row_has_the_logits_it_has_alone(name: str) -> None:
+    model, tokens, lengths = made(name), ids(3, 12), [[12], [5], [1]]
+    padded = logits(model, tokens, lengths)
+    for row, (length,) in enumerate(lengths):
+        alone = model(input_ids=tokens[row : row + 1, :length], use_cache=False).logits[0]
+        assert torch.allclose(padded[row, :length], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon alibi"])
+def test_alibi_is_not_packed(name: str) -> None:
+    model = made(name)
+    with pytest.raises(ValueError, match=r"models with ALiBi .* packing=none"):
+        check_isolation(model, "eager")
+    assert why_not_packed(model.config.to_dict())
+
+
+@torch.no_grad()
+def test_falcon_with_rotary_positions_is_packed() -> None:
+    model, tokens = made("falcon"), ids(1, 12)
+    check_isolation(model, "eager")
+    assert why_not_packed(model.config.to_dict()) is None
+    packed = logits(model, tokens, [[5, 7]])
+    for document in (slice(0, 5), slice(5, 12)):
+        alone = model(input_ids=tokens[:, document], use_cache=False).logits[0]
+        assert torch.allclose(packed[0, document], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_trains_unpacked(name: str, train_run: TrainRun, tmp_path: Path) -> None:
+    model = MODELS[name](vocab_size=768)
+    base = save_with_tokenizer(model, tmp_path / "base")
+    sizes = ["data.sequence_len=128", "trainer.micro_batch_size=2", "optimizer.lr=1e-2"]
+    folder = train_run(*small_run(f"model.path={base}", "packing=none", *sizes))
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["tuned/val/loss"] < metrics["base/val/loss"]

@@ -1,0 +1,315 @@
+"""Encoder-decoder models: a target sees its own source, and nobody sees padding or a neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LEDConfig,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    MT5Config,
+    MT5ForConditionalGeneration,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
+)
+
+from app.model.attention import (
+    AttentionConfig,
+    attention_implementation,
+    check_pair_isolation,
+    choose_backend,
+    generation_attention,
+    inputs,
+    pair_inputs,
+    pairs,
+)
+from app.model.attention.attend import attend_by_document
+from app.model.attention.pairs import group_pairs
+from tests.tiny import tiny_bart, tiny_t5
+
+SOURCES, TARGETS = [[5, 9, 3, 30], [2, 40]], [[7, 1, 2, 20], [12, 11]]
+SOURCE_SHAPE, TARGET_SHAPE = (2, 50), (2, 35)
+
+
+def ids(shape: tuple[int, int], seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_document(model: Any) -> Any:
+    """Switch a model to our attention, and see that both of its halves know it."""
+    name = attention_implementation("sdpa")
+    model.set_attn_implementation(name)
+    halves = (model.get_encoder(), model.get_decoder())
+    assert {half.config._attn_implementation for half in halves} == {name}
+    return model
+
+
+def batched(
+    model: Any,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    source_lengths: list[list[int]],
+    target_lengths: list[list[int]],
+    backend: str = "sdpa",
+) -> torch.Tensor:
+    shapes = tuple(sources.shape), tuple(targets.shape)
+    inputs = pair_inputs(model, backend, source_lengths, target_lengths, *shapes)
+    return model(input_ids=sources, decoder_input_ids=targets, use_cache=False, **inputs).logits
+
+
+def documents(lengths: list[list[int]], tokens: torch.Tensor) -> list[torch.Tensor]:
+    return [
+        part.unsqueeze(0)
+        for row, parts in zip(tokens, lengths, strict=True)
+        for part in row[: sum(parts)].split(parts)
+    ]
+
+
+def alone(
+    reference: Any,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    source_lengths: list[list[int]],
+    target_lengths: list[list[int]],
+) -> list[torch.Tensor]:
+    """The logits of each document by transformers' own eager attention."""
+    documents_of = documents(source_lengths, sources), documents(target_lengths, targets)
+    return [
+        reference(input_ids=source, decoder_input_ids=target, use_cache=False).logits[0]
+        for source, target in zip(*documents_of, strict=True)
+    ]
+
+
+def small(model_class: Any, config_class: Any, **numbers: Any) -> Callable[..., Any]:
+    """What makes another model of T5's or BART's shape; `numbers` are its own."""
+    template = tiny_t5() if issubclass(config_class, (MT5Config, UMT5Config)) else tiny_bart()
+    shape = {k: v for k, v in template.config.to_diff_dict().items() if k not in SKIPPED}
+
+    def make(**more: Any) -> Any:
+        torch.manual_seed(0)
+        return model_class(config_class(**(shape | numbers | more))).eval()
+
+    return make
+
+
+SKIPPED = ("model_type", "transformers_version", "architectures", "dtype")
+T5_KIN = {
+    "t5": tiny_t5,
+    "mt5": small(MT5ForConditionalGeneration, MT5Config),
+    "umt5": small(UMT5ForConditionalGeneration, UMT5Config),
+}
+BART_KIN = {
+    "bart": tiny_bart,
+    "mbart": small(MBartForConditionalGeneration, MBartConfig),
+    "pegasus": small(PegasusForConditionalGeneration, PegasusConfig),
+    "marian": small(MarianMTModel, MarianConfig),
+}
+ALL = T5_KIN | BART_KIN
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", T5_KIN)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
+def test_each_document_of_a_pack_has_the_logits_it_has_alone(
+    kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    sources, targets = ids(SOURCE_SHAPE), ids(TARGET_SHAPE, 2)
+    reference = T5_KIN[kind](attn_implementation="eager").to(dtype)
+    model = by_document(T5_KIN[kind]().to(dtype))
+    packed = batched(model, sources, targets, SOURCES, TARGETS)
+    expected = alone(reference, sources, targets, SOURCES, TARGETS)
+    for ours, theirs in zip(documents(TARGETS, packed), expected, strict=True):
+        assert torch.allclose(ours[0], theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ALL)
+def test_each_padded_document_has_the_logits_it_has_alone(kind: str, backend: str) -> None:
+    sources, targets = ids((4, 20)), ids((4, 9), 2)
+    lengths = [[20], [3], [1], [18]], [[2], [9], [1], [8]]
+    reference = ALL[kind](attn_implementation="eager")
+    model = ALL[kind]() if backend == "eager" else by_document(ALL[kind]())
+    model.set_attn_implementation(attention_implementation(backend))
+    padded = batched(model, sources, targets, *lengths, backend)
+    expected = alone(reference, sources, targets, *lengths)
+    for ours, theirs in zip(documents(lengths[1], padded), expected, strict=True):
+        assert torch.allclose(ours[0], theirs, rtol=0, atol=1e-5)
+
+
+def gradients(model: Any, outputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    torch.cat([logits.flatten(0, -2) for logits in outputs]).logsumexp(-1).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", ["t5", "umt5", "bart"])
+def test_gradients_are_those_of_documents_alone(kind: str, recompute: bool) -> None:
+    sources, targets = ids(SOURCE_SHAPE), ids(TARGET_SHAPE, 2)
+    lengths = (SOURCES, TARGETS) if kind in T5_KIN else ([[50], [20]], [[7], [35]])
+    reference = ALL[kind](attn_implementation="eager").train()
+    expected = gradients(reference, alone(reference, sources, targets, *lengths))
+    model = by_document(ALL[kind]()).train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    logits = batched(model, sources, targets, *lengths)
+    found = gradients(model, documents(lengths[1], logits))
+    assert found.keys() == expected.keys()
+    assert kind == "bart" or any("relative_attention_bias" in name for name in found)
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    for name, gradient in found.items():
+        assert torch.allclose(gradient, expected[name], rtol=1e-4, atol=1e-6 * largest), name
+
+
+@torch.no_grad()
+def test_editing_one_pair_changes_no_logit_of_another() -> None:
+    model = by_document(tiny_t5())
+    sources, targets = ids(SOURCE_SHAPE), ids(TARGET_SHAPE, 2)
+    before = batched(model, sources, targets, SOURCES, TARGETS)
+    edited = sources.clone()
+    edited[0, 5:14] = (edited[0, 5:14] + 1) % 64  # the second source
+    after = batched(model, edited, targets, SOURCES, TARGETS)
+    assert torch.equal(before[0, :7], after[0, :7])
+    assert not torch.equal(before[0, 7:8], after[0, 7:8])
+    assert torch.equal(before[0, 8:30], after[0, 8:30])
+    assert torch.equal(before[1, :23], after[1, :23])
+
+
+@torch.no_grad()
+def test_a_batch_without_documents_is_computed() -> None:
+    for model in (by_document(tiny_t5()), by_document(tiny_bart())):
+        logits = batched(model, ids((1, 1)), ids((1, 1)), [[]], [[]])
+        assert torch.isfinite(logits).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_document_beside_an_empty_row_has_the_logits_it_has_alone(backend: str) -> None:
+    model = tiny_t5(attn_implementation=attention_implementation(backend))
+    sources, targets = ids((2, 9)), ids((2, 5), 2)
+    logits = batched(model, sources, targets, [[7], []], [[4], []], backend)
+    (expected,) = alone(tiny_t5(), sources[:1], targets[:1], [[7]], [[4]])
+    assert torch.allclose(logits[0, :4], expected, atol=1e-5)
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_the_probe_accepts_isolated_pairs(is_packed: bool) -> None:
+    check_pair_isolation(by_document(tiny_t5()), "sdpa", is_packed=is_packed)
+    half = by_document(tiny_t5().bfloat16())
+    check_pair_isolation(half, "sdpa", is_packed=is_packed)
+
+
+@pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_the_probe_accepts_padded_pairs(make: Callable[..., Any], backend: str) -> None:
+    model = make()
+    model.set_attn_implementation(attention_implementation(backend))
+    check_pair_isolation(model, backend, is_packed=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lost", ["encoder", "decoder", "cross"])
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_the_probe_refuses_a_leak_of_any_kind(
+    is_packed: bool, lost: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaky(*arguments: Any) -> pairs.PairGroups:
+        groups = group_pairs(*arguments)
+        setattr(groups, lost, None)
+        return groups
+
+    monkeypatch.setattr(inputs, "group_pairs", leaky)
+    model = by_document(tiny_t5().to(dtype))
+    if lost == "decoder" and not is_packed:
+        check_pair_isolation(model, "sdpa", is_packed=False)  # a decoder sees no padding anyway
+        return
+    with pytest.raises(ValueError, match="packing=none" if is_packed else "the padding behind"):
+        check_pair_isolation(model, "sdpa", is_packed=is_packed)
+
+
+def test_the_probe_refuses_positions_that_go_on_from_document_to_document(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = by_document(tiny_bart())
+    with pytest.raises(ValueError, match=r"bart models number .* packing=none"):
+        check_pair_isolation(model, "sdpa", is_packed=True)
+    monkeypatch.setattr(inputs, "why_not_packed", lambda numbers: None)
+    with pytest.raises(ValueError, match=r"wrong positions .* packing=none"):
+        check_pair_isolation(model, "sdpa", is_packed=True)
+
+
+def test_eager_attention_packs_no_pairs() -> None:
+    model = tiny_t5(attn_implementation="eager")
+    with pytest.raises(ValueError, match=r"attention=eager .* attention=sdpa, or packing=none"):
+        check_pair_isolation(model, "eager", is_packed=True)
+    check_pair_isolation(model, "eager", is_packed=False)
+
+
+@pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
+def test_pairs_run_by_document_and_never_by_flash_attention(make: Callable[..., Any]) -> None:
+    architecture = make().config
+    for device in ("cpu", "gpu"):
+        assert choose_backend(AttentionConfig(), architecture, device, "bf16") == "sdpa"
+    with pytest.raises(ValueError, match=r"flash2 .* encoder and a decoder; type attention=sdpa"):
+        choose_backend(AttentionConfig(backend="flash2"), architecture, "gpu", "bf16")
+    led = LEDConfig()
+    assert choose_backend(AttentionConfig(), led, "cpu", "fp32") == "eager"
+    with pytest.raises(ValueError, match="attention=eager packing=none"):
+        choose_backend(AttentionConfig(backend="sdpa"), led, "cpu", "fp32")
+
+
+def test_a_layer_that_mixes_its_sides_is_refused() -> None:
+    part, layer = torch.zeros(1, 4, 6, 8), torch.nn.Identity()
+    layer.is_causal = False
+    groups = pairs.PairGroups(None, None, None)
+    with pytest.raises(ValueError, match=r"Identity: type attention=eager packing=none"):
+        attend_by_document(layer, part, part, part, None, documents=groups)
+    layer.is_decoder = True
+    output, _ = attend_by_document(layer, part, part, part, None, documents=groups)
+    assert output.shape == (1, 6, 4, 8)
+
+
+def test_groups_hold_every_token_once_and_only_their_own() -> None:
+    groups = group_pairs(SOURCES, TARGETS, SOURCE_SHAPE, TARGET_SHAPE, torch.device("cpu"))
+    for kind, lengths, tokens in ((groups.encoder, SOURCES, 50), (groups.cross, TARGETS, 35)):
+        assert kind is not None
+        flat = torch.cat([group.queries.flatten() for group in kind.groups])
+        real = torch.tensor([column < sum(row) for row in lengths for column in range(tokens)])
+        assert torch.equal(flat[kind.restore][real], torch.arange(2 * tokens)[real])
+    seen = torch.zeros(100, dtype=torch.int64)
+    assert groups.cross is not None
+    for group in groups.cross.groups:
+        visible = torch.ones_like(group.keys, dtype=torch.bool)
+        if group.visible is not None:
+            visible = group.visible[:, 0, 0]
+        seen += torch.bincount(group.keys[visible], minlength=100)
+    is_source = torch.tensor([column < sum(row) for row in SOURCES for column in range(50)])
+    assert torch.equal(seen, is_source.long())
+
+
+def test_whole_rows_need_no_groups() -> None:
+    device = torch.device("cpu")
+    groups = group_pairs([[7], [7]], [[5], [2]], (2, 7), (2, 5), device)
+    assert groups.encoder is groups.decoder is groups.cross is None
+
+
+@pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
+def test_generation_uses_an_attention_that_knows_caches(make: Callable[..., Any]) -> None:
+    tokens, real = ids((3, 6)), torch.ones(3, 6, dtype=torch.int64)
+    real[1, 2:] = 0
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model = by_document(make())
+    with generation_attention(model):
+        answer = model.generate(tokens, attention_mask=real, **settings)
+    by_document(model)
+    model.set_attn_implementation("eager")
+    assert torch.equal(answer, model.generate(tokens, attention_mask=real, **settings))

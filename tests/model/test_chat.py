@@ -1,0 +1,88 @@
+"""What a model's config says of chat: the template for a tokenizer without one, and stop tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from app.errors import UserError
+from app.model.build import ModelConfig
+from app.model.chat import stop_token_ids, with_chat_template
+from data_modules import DataConfig
+from data_modules.template.named_templates import named_template
+from tests.door import ask
+from tests.tiny import TINY_BASE, small_run, train_into
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_BASE)
+
+
+@pytest.fixture
+def plain_base(tmp_path: Path) -> Path:
+    """The tiny base, whose tokenizer has no chat template."""
+    folder = shutil.copytree(TINY_BASE, tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("typed", "own", "of_model", "used"),
+    [
+        ("vicuna", True, "alpaca", "vicuna"),
+        ("vicuna", False, "alpaca", "vicuna"),
+        (None, True, "alpaca", None),
+        (None, False, "alpaca", "alpaca"),
+        (None, False, None, None),
+    ],
+)
+def test_what_is_typed_wins_then_the_tokenizers_own_then_the_models(
+    tokenizer: Any, typed: str | None, own: bool, of_model: str | None, used: str | None
+) -> None:
+    if not own:
+        tokenizer.chat_template = None
+    data = DataConfig(chat_template=typed, val_set_size=7)
+    chosen = with_chat_template(data, ModelConfig(chat_template=of_model), tokenizer)
+    assert (chosen.chat_template, chosen.val_set_size) == (used, 7)
+    assert data.chat_template == typed, "what was typed is not changed"
+
+
+def test_the_models_template_is_what_a_run_uses(plain_base: Path, tmp_path: Path) -> None:
+    words = {"model.path": plain_base, "model.chat_template": "alpaca", "trainer.max_steps": 1}
+    run = train_into(tmp_path / "run", *(f"{key}={value}" for key, value in words.items()))
+    used = json.loads((run / "manifest.json").read_text())["template_sha256"]
+    assert used == hashlib.sha256(named_template("alpaca").encode()).hexdigest()
+    assert (run / "adapter" / "chat_template.jinja").read_text() == named_template("alpaca")
+
+
+def test_a_misspelt_template_of_a_model_is_refused() -> None:
+    answer = ask(*small_run(), "model.chat_template=lama2")
+    assert answer.code == 2
+    assert "model.chat_template=lama2" in answer.said
+    assert "did you mean llama2?" in answer.said
+    assert ask(*small_run(), "model.chat_template=llama2").code == 0
+
+
+def test_stop_tokens_are_ids_beside_the_eos(tokenizer: Any) -> None:
+    assert stop_token_ids(tokenizer, []) == {tokenizer.eos_token_id}
+    token = tokenizer.convert_ids_to_tokens(5)
+    assert stop_token_ids(tokenizer, [token]) == {tokenizer.eos_token_id, 5}
+
+
+def test_an_unknown_stop_token_is_named_before_anything_trains(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    token = tokenizer.convert_ids_to_tokens(5)
+    with pytest.raises(UserError, match=r"no token <\|eot_id\|>; type 'model.stop_tokens=\[") as e:
+        stop_token_ids(tokenizer, [token, "<|eot_id|>"])
+    assert f"[{token}]" in str(e.value), "what it has may stay"
+    with pytest.raises(UserError, match=r"model\.stop_tokens"):
+        train_into(tmp_path / "run", "model.stop_tokens=[nowhere]")
+    assert not (tmp_path / "run" / "metrics.csv").exists()

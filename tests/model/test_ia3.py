@@ -1,0 +1,195 @@
+"""IA3 scales keys, values and the feed-forward's inside, by every architecture's own names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from app.model.adapter import Ia3Config, apply_adapter, load_adapter, probe_logits, save_adapter
+from app.model.adapter.ia3 import target_modules
+from app.model.build import ModelConfig, load_base
+from app.model.quantization import QuantizationConfig
+from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+
+BF16, FP32 = torch.bfloat16, torch.float32
+TINY: dict[str, Callable[..., Any]] = {
+    "llama": tiny_llama,
+    "gpt2": tiny_gpt2,
+    "t5": tiny_t5,
+    "bart": tiny_bart,
+}
+
+
+def adapt(model: Any, *, half: bool = False, token_ids: Any = (), **settings: Any) -> Any:
+    config = Ia3Config(**settings)
+    return apply_adapter(model, config, half_precision=half, token_ids=token_ids)
+
+
+def vectors(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {
+        name.removeprefix("base_model.model.").split(".ia3_l")[0]: parameter
+        for name, parameter in model.named_parameters()
+        if ".ia3_l." in name
+    }
+
+
+def disturb(model: Any) -> None:
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for vector in vectors(model).values():
+            vector += 0.3 * torch.randn_like(vector)
+
+
+@pytest.mark.parametrize(
+    ("kind", "outputs", "inside"),
+    [
+        ("llama", {"k_proj", "v_proj"}, {"down_proj"}),
+        ("mistral", {"k_proj", "v_proj"}, {"down_proj"}),
+        ("qwen2", {"k_proj", "v_proj"}, {"down_proj"}),
+        ("qwen3", {"k_proj", "v_proj"}, {"down_proj"}),
+        ("gemma", {"k_proj", "v_proj"}, {"down_proj"}),
+        ("gemma3_text", {"k_proj", "v_proj"}, {"down_proj"}),
+        ("phi", {"k_proj", "v_proj"}, {"fc2"}),
+        ("phi3", {"qkv_proj"}, {"down_proj"}),
+        ("opt", {"k_proj", "v_proj"}, {"fc2"}),
+        ("gpt2", {"c_attn"}, {"c_proj"}),
+        ("gpt_neox", {"query_key_value"}, {"dense_4h_to_h"}),
+        ("falcon", {"query_key_value"}, {"dense_4h_to_h"}),
+        ("bloom", {"query_key_value"}, {"dense_4h_to_h"}),
+        ("t5", {"k", "v"}, {"wo"}),
+        ("bart", {"k_proj", "v_proj"}, {"fc2"}),
+    ],
+)
+def test_targets_by_architecture(kind: str, outputs: set[str], inside: set[str]) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0}
+    if kind in ("t5", "bart"):
+        sizes |= {"d_model": 32, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2}
+    else:
+        sizes |= {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    auto = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        auto = transformers.AutoModelForSeq2SeqLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    _, chosen, inner = target_modules(model, Ia3Config())
+    assert {name.rpartition(".")[2] for name in inner} == inside
+    assert {name.rpartition(".")[2] for name in set(chosen) - set(inner)} == outputs
+    assert len(inner) == (4 if config.is_encoder_decoder else 2)
+    if kind == "gpt2":
+        assert all(name.endswith("mlp.c_proj") for name in inner)
+    if kind in ("t5", "bart"):  # self-attention twice and cross-attention once
+        assert len(chosen) - len(inner) == 2 * (2 + 2 * 2)
+        assert any("EncDec" in name or "encoder_attn" in name for name in chosen)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_vectors_of_ones_change_nothing_and_others_do(kind: str) -> None:
+    base = TINY[kind]()
+    row = probe_of(base)
+    plain = probe_logits(copy.deepcopy(base), row)
+    model = adapt(base)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == len(vectors(model))
+    assert all(bool((vector == 1).all()) for vector in vectors(model).values())
+    assert torch.equal(probe_logits(model, row), plain)
+    disturb(model)
+    moved = probe_logits(model, row)
+    assert not torch.allclose(moved, plain, atol=1e-2)
+    merged = model.merge_and_unload().eval()
+    assert torch.allclose(probe_logits(merged, row), moved, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_saved_and_read_the_same_vectors_are_in_the_same_places(kind: str, tmp_path: Path) -> None:
+    for layers in ("all", "top 1"):
+        model = adapt(TINY[kind](), layers=layers)
+        disturb(model)
+        save_adapter(model, tmp_path)
+        row = probe_of(model)
+        by_peft = peft.PeftModel.from_pretrained(TINY[kind](), str(tmp_path)).eval()
+        for read in (load_adapter(TINY[kind](), tmp_path), by_peft):
+            assert vectors(read).keys() == vectors(model).keys()
+            assert torch.equal(probe_logits(read, row), probe_logits(model, row))
+
+
+def test_the_top_layers_alone() -> None:
+    assert {name.rpartition(".layers.")[2][0] for name in vectors(adapt(tiny_llama()))} == {
+        "0",
+        "1",
+    }
+    names = vectors(adapt(tiny_llama(), layers="top 1"))
+    assert {name.rpartition(".layers.")[2][0] for name in names} == {"1"}
+    assert all("decoder.block.1" in name for name in vectors(adapt(tiny_t5(), layers="top 1")))
+
+
+def test_a_query_that_is_typed_is_taken_and_the_inside_is_found_among_the_targets() -> None:
+    model = adapt(tiny_llama(), target_modules=["q_proj", "down_proj"])
+    shapes = {name.rpartition(".")[2]: tuple(p.shape) for name, p in vectors(model).items()}
+    assert shapes == {"q_proj": (32, 1), "down_proj": (1, 48)}
+    model = adapt(tiny_llama(), target_modules=["k_proj", "down_proj"], feedforward_modules=[])
+    shapes = {name.rpartition(".")[2]: tuple(p.shape) for name, p in vectors(model).items()}
+    assert shapes == {"k_proj": (16, 1), "down_proj": (32, 1)}
+    model = adapt(tiny_gpt2(), target_modules=["c_proj"], feedforward_modules=["mlp.c_proj"])
+    shapes = {name.rpartition(".h.1.")[2]: tuple(p.shape) for name, p in vectors(model).items()}
+    assert shapes["mlp.c_proj"] == (1, 48)
+    assert shapes["attn.c_proj"] == (32, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ["k_proj", "v_prj"]}, "target_modules: 'v_prj' matches no module"),
+        ({"feedforward_modules": ["down_prj"]}, "feedforward_modules: 'down_prj' matches no"),
+        (
+            {"target_modules": ["k_proj"], "feedforward_modules": ["down_proj"]},
+            r"means model\.layers\.0\.mlp\.down_proj as well, which is not among .*k_proj",
+        ),
+        ({"layers": "top 3"}, "the model has 2 layers"),
+        ({"token_ids": [3]}, "cannot train the rows of new tokens.*adapter=lora or adapter=full"),
+    ],
+)
+def test_what_means_nothing_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        adapt(tiny_llama(), **settings)
+
+
+def test_an_unknown_architecture_names_what_to_type_and_what_there_is() -> None:
+    model = transformers.CTRLLMHeadModel(
+        transformers.CTRLConfig(vocab_size=64, n_embd=32, dff=48, n_layer=1, n_head=4)
+    )
+    with pytest.raises(ValueError, match=r"of ctrl models .*adapter\.target_modules=\[") as error:
+        adapt(model)
+    assert "Wq" in str(error.value)
+    names = ["Wk", "Wv", "ffn.2"]
+    chosen = vectors(adapt(model, target_modules=names, feedforward_modules=["ffn.2"]))
+    assert len(chosen) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "half"),
+    [("nf4", FP32, False), ("nf4", BF16, False), ("nf4", BF16, True), ("int8", BF16, False)],
+)
+@pytest.mark.parametrize("kind", TINY)
+def test_on_a_quantized_base_the_dtype_of_the_base_goes_on(
+    kind: str, method: str, dtype: torch.dtype, half: bool, tmp_path: Path
+) -> None:
+    TINY[kind]().save_pretrained(tmp_path / "base")
+    settings = QuantizationConfig(method=method)
+    base = load_base(ModelConfig(path=str(tmp_path / "base")), "sdpa", dtype, settings)
+    model = adapt(base, half=half)
+    assert {vector.dtype for vector in vectors(model).values()} == {BF16 if half else FP32}
+    row = probe_of(base)
+    with torch.autocast("cpu", BF16, enabled=dtype == BF16 and not half):
+        started = probe_logits(model, row)
+        with model.disable_adapter():
+            assert torch.equal(probe_logits(model, row), started)
+        model.train()(**row).logits.float().square().sum().backward()
+    assert all(v.grad is not None and v.grad.any() for v in vectors(model).values())

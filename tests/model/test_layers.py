@@ -1,0 +1,123 @@
+"""A model's repeated layers are found in forward order, and a setting means what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from app.model.adapter import LoraConfig, apply_adapter
+from app.model.layers import choose_layers, decoder_layers, layer_numbers
+from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+}
+
+
+def on_meta(kind: str) -> Any:
+    if kind in ("gpt2", "bloom", "falcon"):
+        numbers: dict[str, Any] = {"num_hidden_layers": 3, "vocab_size": 64, "hidden_size": 32}
+        numbers |= {"num_attention_heads": 4, "n_head": 4}
+    else:
+        numbers = dict(SIZES)
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, pad_token_id=0, **numbers)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        ("llama", "model.layers"),
+        ("mistral", "model.layers"),
+        ("qwen2", "model.layers"),
+        ("qwen3", "model.layers"),
+        ("gemma", "model.layers"),
+        ("gemma2", "model.layers"),
+        ("gemma3_text", "model.layers"),
+        ("phi", "model.layers"),
+        ("phi3", "model.layers"),
+        ("gpt2", "transformer.h"),
+        ("bloom", "transformer.h"),
+        ("falcon", "transformer.h"),
+    ],
+)
+def test_the_layers_of_causal_models(kind: str, prefix: str) -> None:
+    assert decoder_layers(on_meta(kind)) == [f"{prefix}.{number}" for number in range(3)]
+
+
+def test_encoder_layers_come_before_decoder_layers() -> None:
+    t5 = decoder_layers(tiny_t5(num_decoder_layers=3))
+    assert t5 == [
+        *("encoder.block.0", "encoder.block.1"),
+        *("decoder.block.0", "decoder.block.1", "decoder.block.2"),
+    ]
+    bart = decoder_layers(tiny_bart())
+    assert bart == [f"model.{side}.layers.{n}" for side in ("encoder", "decoder") for n in (0, 1)]
+
+
+def test_an_adapter_hides_no_layer() -> None:
+    adapted = apply_adapter(tiny_gpt2(), LoraConfig(r=2), half_precision=False)
+    names = decoder_layers(adapted)
+    assert names == [f"base_model.model.transformer.h.{number}" for number in range(2)]
+    assert [type(adapted.get_submodule(name)).__name__ for name in names] == ["GPT2Block"] * 2
+
+
+def test_a_model_that_names_no_layer_is_refused() -> None:
+    model = tiny_llama()
+    model._no_split_modules = None
+    with pytest.raises(ValueError, match=r"llama models do not say .* type adapter\.layers=all"):
+        decoder_layers(model)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("all", [0, 1, 2, 3]),
+        ("top 1", [3]),
+        ("top 4", [0, 1, 2, 3]),
+        (" top  2 ", [2, 3]),
+        ([2, 0, 2], [0, 2]),
+    ],
+)
+def test_a_setting_means_these_of_four_layers(setting: Any, expected: list[int]) -> None:
+    assert list(layer_numbers(setting, 4)) == expected
+    assert choose_layers(setting, ["a", "b", "c", "d"]) == ["abcd"[n] for n in expected]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("top 40", r"'top 40', but the model has 32 layers; type a number from 1 to 32"),
+        ("top 0", r"'top 0', but the model has 32 layers"),
+        (8, r"'adapter\.layers=top 8' or adapter\.layers=\[8\]"),
+        ([31, 32], "has no layer 32; its 32 layers have the numbers 0 to 31"),
+        ([-1], "has no layer -1"),
+        ([], r"=\[\] is not understood; type all"),
+        ([True], "is not understood"),
+        ("last 8", "'last 8' is not understood; type all, 'adapter.layers=top 8'"),
+        ("none", "'none' is not understood"),
+        (None, "None is not understood"),
+    ],
+)
+def test_what_32_layers_do_not_have_is_refused(setting: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        layer_numbers(setting, 32)
+
+
+def test_the_numbers_need_no_torch() -> None:
+    code = (
+        "import sys; from app.model.layers import layer_numbers; "
+        "assert list(layer_numbers('top 2', 3)) == [1, 2]; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

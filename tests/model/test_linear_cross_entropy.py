@@ -1,0 +1,164 @@
+"""The chunked loss of the head equals the plain one, in value and in every gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from app.model import linear_cross_entropy as room
+from app.model.linear_cross_entropy import linear_cross_entropy
+
+VOCABULARY, WIDTH = 50, 16
+
+
+def case(positions: int, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    """hidden, weight, labels, loss weights; a third of the labels are -100."""
+    torch.manual_seed(seed)
+    labels = torch.randint(0, VOCABULARY, (positions,))
+    labels[::3] = -100
+    weights = torch.rand(positions) + 0.5
+    hidden, weight = torch.randn(positions, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    return [hidden.to(dtype), weight.to(dtype), labels, weights]
+
+
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same with all logits at once, in fp64."""
+    logits = hidden.double() @ weight.double().T
+    logits = logits if bias is None else logits + bias.double()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    losses = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="none")
+    return (losses * loss_weights).sum(), losses
+
+
+def gradients(function: Any, tensors: list[Tensor], **more: Any) -> list[Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors[:2]]
+    bias = more.pop("bias", None)
+    leaves += [bias.clone().requires_grad_()] if bias is not None else []
+    options = {"bias": leaves[2]} if bias is not None else {}
+    total, _ = function(*leaves[:2], *tensors[2:], **options, **more)
+    (total * 0.25).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 10_000])
+def test_it_equals_the_plain_loss_and_its_gradients(
+    chunk: int, has_bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
+    tensors = case(23)
+    more: dict[str, Any] = {"softcap": softcap}
+    more |= {"bias": torch.randn(VOCABULARY)} if has_bias else {}
+    ours, theirs = linear_cross_entropy(*tensors, **more), plain(*tensors, **more)
+    assert ours[0].item() == pytest.approx(theirs[0].item(), rel=1e-6)
+    assert torch.allclose(ours[1].double(), theirs[1], rtol=1e-5, atol=1e-6)
+    for one, other in zip(
+        gradients(linear_cross_entropy, tensors, **more),
+        gradients(plain, tensors, **more),
+        strict=True,
+    ):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(positions=st.integers(1, 40), seed=st.integers(0, 100), scale=st.sampled_from([1e-3, 1, 30]))
+def test_any_number_of_positions_and_any_size_of_logits(
+    positions: int, seed: int, scale: float
+) -> None:
+    hidden, weight, labels, weights = case(positions, seed=seed)
+    tensors = [hidden * scale, weight, labels, weights]
+    assert linear_cross_entropy(*tensors)[0].item() == pytest.approx(
+        plain(*tensors)[0].item(), rel=1e-5, abs=1e-6
+    )
+
+
+def test_a_position_without_a_label_learns_nothing() -> None:
+    tensors = case(9)
+    tensors[2][:] = -100
+    total, losses = linear_cross_entropy(*tensors)
+    assert total.item() == 0.0
+    assert not losses.any()
+    assert not any(gradient.any() for gradient in gradients(linear_cross_entropy, tensors))
+
+
+def test_a_frozen_head_gets_no_gradient_and_costs_none() -> None:
+    hidden, weight, labels, weights = case(9)
+    hidden.requires_grad_()
+    total, _ = linear_cross_entropy(hidden, weight, labels, weights)
+    assert total.grad_fn.grads[1] is None
+    total.backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def test_a_validation_computes_no_gradient() -> None:
+    with torch.no_grad():
+        total, losses = linear_cross_entropy(*case(9))
+    assert total.grad_fn is None
+    assert not losses.requires_grad
+
+
+def test_the_losses_of_positions_carry_no_gradient() -> None:
+    hidden, *others = case(9)
+    _, losses = linear_cross_entropy(hidden.requires_grad_(), *others)
+    assert not losses.requires_grad
+
+
+def test_the_whole_logits_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            # The transposed weight has as many columns, too.
+            if isinstance(result, Tensor) and result.shape not in (
+                (1, VOCABULARY),
+                (VOCABULARY, 1),
+            ):
+                largest = max(largest, result.numel())
+            return result
+
+    hidden, weight, *others = case(40)
+    with Watch():
+        linear_cross_entropy(hidden[:, :1].requires_grad_(), weight[:, :1], *others)
+    assert largest == 5 * VOCABULARY
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_rounds_the_products_and_nothing_else(autocast: bool) -> None:
+    tensors = case(300, dtype=torch.float32 if autocast else torch.bfloat16)
+    rounded = [tensors[0].bfloat16(), tensors[1].bfloat16(), *tensors[2:]]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours, losses = linear_cross_entropy(*tensors)
+    logits = (rounded[0] @ rounded[1].T).double()
+    expected = torch.nn.functional.cross_entropy(
+        logits, tensors[2], ignore_index=-100, reduction="none"
+    )
+    assert losses.dtype == torch.float32
+    assert torch.allclose(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    assert ours.item() == pytest.approx((expected * tensors[3]).sum().item(), rel=1e-5)
+
+
+def test_weight_gradients_do_not_lose_small_parts_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(room, "LOGITS_PER_CHUNK", VOCABULARY)  # one position a chunk
+    tensors = case(600, dtype=torch.bfloat16)
+    ours = gradients(linear_cross_entropy, tensors)[1].float()
+    exact = gradients(plain, [tensor.float() for tensor in tensors[:2]] + tensors[2:])[1]
+    assert (ours - exact).norm() / exact.norm() < 1e-2

@@ -1,0 +1,465 @@
+"""LoRA finds its matrices in every architecture, and refuses what it would get wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from transformers import T5ForConditionalGeneration
+
+from app.model.adapter import (
+    LoraConfig,
+    apply_adapter,
+    load_adapter,
+    probe_logits,
+    save_adapter,
+)
+from app.model.adapter.lora import target_modules
+from app.model.recompute import RecomputeConfig, apply_recompute
+from tests.tiny import probe, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+
+BF16, FP32 = torch.bfloat16, torch.float32
+LLAMA = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+TINY: dict[str, Callable[..., Any]] = {
+    "llama": tiny_llama,
+    "gpt2": tiny_gpt2,
+    "t5": tiny_t5,
+    "bart": tiny_bart,
+}
+
+
+def adapt(model: Any, *, half: bool = False, token_ids: Any = (), **settings: Any) -> Any:
+    config = LoraConfig(**({"r": 4, "dropout": 0.0} | settings))
+    return apply_adapter(model, config, half_precision=half, token_ids=token_ids)
+
+
+def adapted_names(model: Any) -> list[str]:
+    names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
+    return [n.removeprefix("base_model.model.").split(".lora_A")[0] for n in names]
+
+
+def trained(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def disturb(model: Any) -> None:
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter += 0.1 * torch.randn_like(parameter)
+
+
+def flan_t5(folder: Path) -> T5ForConditionalGeneration:
+    """A T5 whose head is its own matrix, although its class calls it tied."""
+    model = tiny_t5()
+    torch.manual_seed(5)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(64, 32))
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(folder)
+    read = T5ForConditionalGeneration.from_pretrained(folder).eval()
+    assert read.lm_head.weight is not read.shared.weight
+    return read
+
+
+# Which matrices.
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "expected"),
+    [
+        ("llama", {"tie_word_embeddings": False}, LLAMA),
+        ("qwen3", {}, LLAMA),
+        ("gemma2", {}, LLAMA),
+        ("phi", {}, {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}),
+        ("phi3", {}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+        ("gpt2", {}, {"c_attn", "c_proj", "c_fc"}),
+        (
+            "falcon",
+            {"tie_word_embeddings": False},
+            {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+        ),
+        ("bloom", {}, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
+        ("t5", {"d_model": 32}, {"q", "k", "v", "o", "wi", "wo"}),
+        ("bart", {"d_model": 32}, {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}),
+    ],
+)
+def test_all_linear_is_every_matrix_but_the_head(
+    kind: str, numbers: dict[str, Any], expected: set[str]
+) -> None:
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "pad_token_id": 0}
+    if kind not in ("t5", "bart"):
+        sizes |= {"hidden_size": 32, "num_attention_heads": 4, "n_head": 4}
+    config = transformers.AutoConfig.for_model(kind, **(sizes | numbers))
+    auto = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        auto = transformers.AutoModelForSeq2SeqLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    chosen = target_modules(model, LoraConfig())
+    assert {name.rpartition(".")[2] for name in chosen} == expected
+    head = model.get_output_embeddings()
+    assert all(module is not head for module in chosen.values())
+    plain = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "weight") and module.weight.ndim == 2 and "embed" not in name
+    ]
+    rest = {name.rpartition(".")[2] for name in plain} - expected
+    assert rest <= {"lm_head", "wte", "wpe", "shared", "word_embeddings", "relative_attention_bias"}
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_a_new_adapter_of_any_architecture_changes_no_logit(kind: str) -> None:
+    model = TINY[kind]()
+    row = probe_of(model)
+    plain = probe_logits(copy.deepcopy(model), row)
+    adapted = adapt(model)
+    assert torch.allclose(probe_logits(adapted, row), plain, atol=1e-6)
+    assert adapted.peft_config["default"].fan_in_fan_out == (kind == "gpt2")
+    pair = kind in ("t5", "bart")
+    assert adapted.peft_config["default"].task_type == ("SEQ_2_SEQ_LM" if pair else "CAUSAL_LM")
+    disturb(adapted)
+    assert not torch.allclose(probe_logits(adapted, row), plain, atol=1e-3)
+
+
+def test_a_router_too_thin_for_the_rank_is_left_out_and_a_matrix_is_not() -> None:
+    model = tiny_llama(hidden_size=128)
+    model.model.layers[0].mlp.gate = torch.nn.Linear(128, 1)
+    assert not [n for n in target_modules(model, LoraConfig(r=4)) if n.endswith("mlp.gate")]
+    assert [n for n in target_modules(model, LoraConfig(r=1)) if n.endswith("mlp.gate")]
+    with pytest.raises(ValueError, match=r"adapter\.r=33, but model.layers.0.self_attn.k_proj"):
+        adapt(tiny_llama(hidden_size=64), r=33)
+
+
+def test_experts_that_are_one_weight_stay_frozen_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.MixtralConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4
+    )
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    chosen = target_modules(model, LoraConfig())
+    assert {name.rpartition(".")[2] for name in chosen} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert "4 weights hold several matrices in one" in caplog.text
+    assert "down_proj" in caplog.text
+    caplog.clear()
+    target_modules(tiny_llama(), LoraConfig())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers", "expected"),
+    [
+        ("all-linear", "all", sorted(LLAMA)),
+        (["v_proj", "q_proj"], "all", ["q_proj", "v_proj"]),
+        (["self_attn.q_proj"], "all", ["self_attn.q_proj"]),
+        (r".*\.q_proj", "all", ["q_proj"]),
+        (r".*\.1\..*q_proj", "all", ["model.layers.1.self_attn.q_proj"]),
+        (["q_proj"], "top 1", ["model.layers.1.self_attn.q_proj"]),
+        (["q_proj"], [0], ["model.layers.0.self_attn.q_proj"]),
+    ],
+)
+def test_the_file_names_targets_as_shortly_as_is_exact(
+    targets: Any, layers: Any, expected: list[str]
+) -> None:
+    model = adapt(tiny_llama(), target_modules=targets, layers=layers)
+    assert sorted(model.peft_config["default"].target_modules) == expected
+
+
+@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("layers", ["all", "top 1"])
+def test_peft_alone_reads_what_is_saved_into_the_same_places(
+    kind: str, layers: str, tmp_path: Path
+) -> None:
+    settings = {"rank_pattern": {r".*\.1\..*": 2}, "use_rslora": True, "layers": layers}
+    model = adapt(TINY[kind](), **settings)
+    disturb(model)
+    save_adapter(model, tmp_path)
+    read = peft.PeftModel.from_pretrained(TINY[kind](), str(tmp_path)).eval()
+    assert adapted_names(read) == adapted_names(model)
+    row = probe_of(read)
+    assert torch.equal(probe_logits(read, row), probe_logits(model, row))
+
+
+def test_layers_of_encoder_and_decoder_are_not_mixed_up() -> None:
+    names = adapted_names(adapt(tiny_t5(), layers="top 1"))
+    assert names
+    assert all(name.startswith("decoder.block.1.") for name in names)
+    names = adapted_names(adapt(tiny_t5(), layers=[0], target_modules=["q", "v"]))
+    assert len(names) == 2
+    assert all(name.startswith("encoder.block.0.") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ["q_proj", "v_prj"]}, "'v_prj' matches no module; the model has"),
+        ({"target_modules": ["a", "b"]}, "'a', 'b' match no module"),
+        ({"target_modules": ".*q_prj"}, "'.*q_prj' matches no module; it is matched to full names"),
+        ({"target_modules": "q_proj"}, r"full names; type adapter\.target_modules=\[q_proj\]"),
+        ({"target_modules": "(q_proj"}, "is no regular expression"),
+        ({"target_modules": []}, r"expected names, as \[q_proj, v_proj\]"),
+        ({"target_modules": ["embed_tokens"]}, r"is the embedding.*adapter\.trainable_tokens"),
+        ({"target_modules": ["lm_head"]}, "lm_head is also this base's embedding"),
+        ({"rank_pattern": {"down_prj": 2}}, "rank_pattern: 'down_prj' matches no module that gets"),
+        ({"alpha_pattern": {"mlp": 2.0}}, "alpha_pattern: 'mlp' matches no module that gets"),
+        (
+            {"alpha_pattern": {"up_proj": 2.0}, "target_modules": ["q_proj"]},
+            "'up_proj' matches no module that gets an adapter; the model has q_proj",
+        ),
+        ({"rank_pattern": {"down_proj": 99}}, r"rank_pattern\.down_proj=99, but .* 48 x 32"),
+        ({"rank_pattern": {"down_proj": 0}}, r"rank_pattern\.down_proj=0, but"),
+        ({"r": 33}, r"adapter\.r=33, but .*q_proj is a matrix of 32 x 32, .* at most 32"),
+        ({"modules_to_save": ["nrm"]}, "'nrm' matches no module; the model has act_fn, down_proj"),
+        ({"modules_to_save": ["act_fn"]}, "act_fn has no weights"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head shares one weight with model.embed_tokens"),
+        ({"init": "best"}, "expected one of default, gaussian, pissa, olora"),
+        ({"layers": "top 3"}, "'top 3', but the model has 2 layers"),
+        ({"layers": 1}, r"top 1' or adapter\.layers=\[1\]"),
+    ],
+)
+def test_what_means_nothing_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        adapt(tiny_llama(), **settings)
+
+
+def test_patterns_that_mean_something_are_taken() -> None:
+    model = adapt(
+        tiny_llama(tie_word_embeddings=False),
+        target_modules=["q_proj", "down_proj", "lm_head"],
+        rank_pattern={"down_proj": 8, r"layers\.1\..*q_proj": 2},
+        alpha_pattern={"mlp.down_proj": 16.0},
+        alpha=4.0,
+    )
+    layers = model.base_model.model.model.layers
+    shapes = [layer.self_attn.q_proj.lora_A["default"].weight.shape[0] for layer in layers]
+    assert shapes == [4, 2]
+    assert layers[0].mlp.down_proj.lora_A["default"].weight.shape == (8, 48)
+    assert layers[0].mlp.down_proj.scaling["default"] == 16 / 8
+    assert layers[1].self_attn.q_proj.scaling["default"] == 4 / 2
+    assert "lm_head" in adapted_names(model)
+
+
+# What they start from.
+
+
+@pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_every_start_is_the_base(init: str, rslora: bool) -> None:
+    base = tiny_llama()
+    plain = probe_logits(copy.deepcopy(base), probe())
+    model = adapt(base, init=init, use_rslora=rslora, alpha=4.0)
+    assert torch.allclose(probe_logits(model, probe()), plain, atol=2e-5)
+    b = model.base_model.model.model.layers[0].mlp.up_proj.lora_B["default"].weight
+    assert bool(b.any()) == (init in ("pissa", "olora"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_what_is_taken_out_of_a_weight_is_in_the_adapter(kind: str, init: str) -> None:
+    base = TINY[kind]()
+    if (kind, init) == ("gpt2", "olora"):
+        with pytest.raises(ValueError, match=r"is a Conv1D, .*type adapter\.init=pissa"):
+            adapt(base, init=init)
+        return
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    model = adapt(base, init=init, alpha=6.0)
+    for name in adapted_names(model):
+        layer = model.get_submodule(f"base_model.model.{name}")
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        update = (6.0 / 4) * b @ a
+        residual = layer.base_layer.weight
+        original = before[f"{name}.weight"]
+        whole = residual + (update.T if kind == "gpt2" else update)
+        assert torch.allclose(whole, original, atol=1e-5)
+        if init == "pissa":  # the best approximation of this rank is what was taken out
+            u, s, vt = torch.linalg.svd(original.T if kind == "gpt2" else original)
+            best = u[:, :4] @ torch.diag(s[:4]) @ vt[:4]
+            assert torch.allclose(update, best, atol=1e-4)
+
+
+def test_gaussian_is_what_is_asked_for() -> None:
+    torch.manual_seed(0)
+    model = adapt(tiny_llama(hidden_size=256), init="gaussian", target_modules=["q_proj"], r=8)
+    a = model.base_model.model.model.layers[0].self_attn.q_proj.lora_A["default"].weight
+    assert a.std().item() == pytest.approx(1 / 8, rel=0.1)
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"init": "pissa"}, {"init": "olora"}])
+def test_a_start_on_a_bf16_base_is_not_rounded_twice(settings: dict[str, Any]) -> None:
+    base = tiny_llama().to(BF16)
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    model = adapt(base, alpha=4.0, **settings)
+    for name in adapted_names(model):
+        layer = model.get_submodule(f"base_model.model.{name}")
+        original = before[f"{name}.weight"].float()
+        if "use_dora" in settings:
+            magnitude = layer.lora_magnitude_vector["default"].weight
+            assert magnitude.dtype == FP32
+            assert torch.allclose(magnitude, original.norm(dim=1), rtol=1e-6)
+        else:
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            whole = layer.base_layer.weight.float() + layer.scaling["default"] * b @ a
+            # Only the residual is kept in bf16, and it is smaller than the weight.
+            assert (whole - original).abs().max() <= 2**-8 * original.abs().max()
+
+
+# Rows of embedding and head, and modules as a whole.
+
+
+@pytest.mark.parametrize("kind", [*TINY, "untied", "flan_t5"])
+def test_rows_of_tokens_train_everywhere_the_token_is_used(kind: str, tmp_path: Path) -> None:
+    if kind == "untied":
+        base = tiny_llama(tie_word_embeddings=False)
+    else:
+        base = flan_t5(tmp_path) if kind == "flan_t5" else TINY[kind]()
+    by_hand, row = copy.deepcopy(base), probe_of(base)
+    plain = probe_logits(copy.deepcopy(base), row)
+    ids = [5, int(row["input_ids"][0, 2]), 63]
+    model = adapt(base, token_ids=ids)
+    deltas = {n: p for n, p in model.named_parameters() if "trainable_tokens_delta" in n}
+    assert len(deltas) == (2 if kind in ("untied", "flan_t5") else 1)
+    assert all(p.requires_grad and p.shape == (3, 32) for p in deltas.values())
+    assert torch.allclose(probe_logits(model, row), plain, atol=1e-5)
+
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for name, delta in deltas.items():
+            delta += torch.randn_like(delta)
+            is_head = "lm_head" in name
+            module = by_hand.get_output_embeddings() if is_head else by_hand.get_input_embeddings()
+            module.weight[ids] = delta
+    moved = probe_logits(model, row)
+    assert torch.allclose(moved, probe_logits(by_hand, row), atol=1e-5)
+    assert not torch.allclose(moved, plain, atol=1e-2)
+    merged = model.merge_and_unload().eval()
+    assert torch.allclose(probe_logits(merged, row), moved, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "flan_t5"])
+def test_rows_are_saved_and_come_back(kind: str, tmp_path: Path) -> None:
+    make = tiny_llama if kind == "llama" else lambda: flan_t5(tmp_path / "base")
+    model = adapt(make(), token_ids=[5, 63])
+    disturb(model)
+    save_adapter(model, tmp_path / "adapter")
+    row = probe_of(model)
+    read = load_adapter(make(), tmp_path / "adapter")
+    assert torch.equal(probe_logits(read, row), probe_logits(model, row))
+
+
+def test_rows_that_cannot_train_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"token 64 has no row: the embedding has 64; .*added_tok"):
+        adapt(tiny_llama(), token_ids=[64])
+    phi = transformers.PhiForCausalLM(
+        transformers.PhiConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            pad_token_id=0,
+        )
+    )
+    with pytest.raises(ValueError, match=r"has a bias.*to_save=\[model.embed_tokens,lm_head\]"):
+        adapt(copy.deepcopy(phi), token_ids=[3])
+    model = adapt(phi, token_ids=[3], modules_to_save=["embed_tokens", "lm_head"])
+    assert {n.split(".modules_to_save")[0].rpartition(".")[2] for n in trained(model)} >= {
+        "embed_tokens",
+        "lm_head",
+    }
+    assert not [name for name in trained(model) if "trainable_tokens" in name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "embed_tokens"),
+        ("llama", "lm_head"),
+        ("gpt2", "wte"),
+        ("t5", "shared"),
+        ("bart", "shared"),
+    ],
+)
+def test_a_shared_embedding_that_peft_would_pull_apart_is_refused(kind: str, name: str) -> None:
+    with pytest.raises(ValueError, match=r"shares one weight with .* type adapter\.trainable_tok"):
+        adapt(TINY[kind](), modules_to_save=[name])
+
+
+def test_modules_to_save_are_the_named_ones_and_get_no_matrices() -> None:
+    model = adapt(tiny_llama(tie_word_embeddings=False), modules_to_save=["lm_head", "o_proj"])
+    whole = {n for n in trained(model) if "modules_to_save" in n}
+    assert len(whole) == 3
+    assert not [name for name in adapted_names(model) if name.endswith("o_proj")]
+    # A name is one only after a dot: the norms inside the layers stay frozen.
+    model = adapt(tiny_llama(), modules_to_save=["norm"])
+    whole = {n for n in trained(model) if "modules_to_save" in n}
+    assert whole == {"base_model.model.model.norm.modules_to_save.default.weight"}
+
+
+# Going on with what was saved.
+
+
+def test_going_on_trains_what_was_saved_in_fp32_and_no_deeper(tmp_path: Path) -> None:
+    model = adapt(tiny_llama(), layers="top 1", token_ids=())
+    disturb(model)
+    save_adapter(model, tmp_path)
+    base = tiny_llama().to(BF16)
+    apply_recompute(base, RecomputeConfig(mode="full"))
+    again = adapt(base, path=str(tmp_path))
+    assert trained(again).keys() == trained(model).keys()
+    assert all(torch.equal(p, trained(model)[name]) for name, p in trained(again).items())
+    assert {p.dtype for p in trained(again).values()} == {FP32}
+    assert not base.get_input_embeddings()(probe()["input_ids"]).requires_grad
+    half = adapt(tiny_llama().to(BF16), half=True, path=str(tmp_path))
+    assert {p.dtype for p in trained(half).values()} == {BF16}
+
+
+def test_going_on_with_new_tokens_needs_an_adapter_that_trains_their_rows(tmp_path: Path) -> None:
+    for name, ids in (("without", []), ("with", [5, 63])):
+        model = adapt(tiny_llama(), token_ids=ids)
+        disturb(model)
+        save_adapter(model, tmp_path / name)
+    with pytest.raises(ValueError, match=r"trains no rows for tokens \[5\]"):
+        adapt(tiny_llama(), path=str(tmp_path / "without"), token_ids=[5])
+    again = adapt(tiny_llama(), path=str(tmp_path / "with"), token_ids=[5])
+    assert [name for name in trained(again) if "trainable_tokens" in name]
+
+
+# How it is kept.
+
+
+@pytest.mark.parametrize(("half", "expected"), [(False, FP32), (True, BF16)])
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True}, {"init": "pissa"}, {"modules_to_save": ["lm_head"]}]
+)
+def test_all_that_trains_is_fp32_unless_all_is_half(
+    half: bool, expected: torch.dtype, settings: dict[str, Any]
+) -> None:
+    base = tiny_llama(tie_word_embeddings=False).to(BF16)
+    ids = [] if "modules_to_save" in settings else [3, 4]
+    model = adapt(base, half=half, token_ids=ids, **settings)
+    assert {p.dtype for p in trained(model).values()} == {expected}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {BF16}
+    with torch.autocast("cpu", BF16, enabled=not half):
+        loss = model.train()(input_ids=probe()["input_ids"]).logits.float().sum()
+    loss.backward()
+    assert all(p.grad is not None for p in trained(model).values())
+
+
+def test_recompute_lets_no_gradient_into_the_embedding() -> None:
+    base = tiny_llama()
+    apply_recompute(base, RecomputeConfig(mode="full"))
+    model = adapt(base)
+    assert base.model.gradient_checkpointing
+    assert not base.get_input_embeddings()(probe()["input_ids"]).requires_grad
+    model.train()(input_ids=probe()["input_ids"]).logits.sum().backward()
+    gradients = [p.grad for name, p in trained(model).items() if "lora_B" in name]
+    assert all(gradient is not None and gradient.any() for gradient in gradients)

@@ -1,0 +1,158 @@
+"""Noise on the input embeddings: its size by document, and where there is none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import T5Config, T5ForConditionalGeneration
+
+from app.model.adapter import FullConfig, LoraConfig, apply_adapter, save_adapter
+from app.model.neftune import apply_neftune, document_lengths
+from tests.door import ask, make_data, make_model
+from tests.tiny import random_ids, tiny_llama
+
+WIDTH = 32
+PACKED = torch.tensor([[*range(3), *range(9), *range(4)], [*range(10), *[0] * 6]])
+
+
+def noisy(alpha: float = 5.0, adapter: Any = None, **llama: Any) -> Any:
+    """A model in training mode with noise, that keeps what its first layer is given."""
+    model = apply_adapter(tiny_llama(**llama), adapter or FullConfig(), half_precision=False)
+    apply_neftune(model, alpha)
+    model.seen = []
+    layer = model.get_decoder().layers[0]
+    layer.register_forward_pre_hook(lambda _, args: model.seen.append(args[0]))
+    return model.train()
+
+
+def noise_of(model: Any, ids: Tensor, **inputs: Tensor) -> Tensor:
+    """What was added to the embeddings of `ids` [rows, tokens, width]."""
+    model(input_ids=ids, use_cache=False, **inputs)
+    model.eval()
+    model(input_ids=ids, use_cache=False, **inputs)
+    model.train()
+    return (model.seen[-2] - model.seen[-1]).detach()
+
+
+def test_each_token_knows_the_length_of_its_document() -> None:
+    expected = [[3] * 3 + [9] * 9 + [4] * 4, [10] * 10 + [1] * 6]
+    assert document_lengths(PACKED).tolist() == expected
+
+
+@pytest.mark.parametrize("alpha", [5.0, 15.0])
+def test_the_noise_of_packed_documents_is_bounded_by_their_own_lengths(alpha: float) -> None:
+    """640 draws a token come near to their bound; one by the row's length would be another."""
+    model, largest = noisy(alpha), torch.zeros(2, 16)
+    for _ in range(20):
+        noise = noise_of(model, random_ids(2, 16), position_ids=PACKED)
+        largest = torch.maximum(largest, noise.abs().amax(dim=-1))
+    bound = alpha / (document_lengths(PACKED) * WIDTH).sqrt()
+    assert (largest <= bound * 1.0001).all()
+    assert (largest >= bound * 0.9).all()
+
+
+def test_the_noise_is_uniform_around_zero() -> None:
+    torch.manual_seed(0)
+    noise = noise_of(noisy(5.0), random_ids(64, 16)).flatten()
+    bound = 5.0 / math.sqrt(16 * WIDTH)
+    assert abs(noise.mean().item()) < 0.02 * bound
+    assert noise.var().item() == pytest.approx(bound**2 / 3, rel=0.02)
+
+
+def test_one_document_a_row_gets_the_noise_of_the_reference() -> None:
+    """The paper's line: uniform in +-alpha / sqrt(L * d), drawn from the global generator."""
+    model, ids = noisy(5.0), random_ids(2, 16)
+    torch.manual_seed(3)
+    noise = noise_of(model, ids, position_ids=torch.arange(16).expand(2, 16))
+    torch.manual_seed(3)
+    bound = 5.0 / math.sqrt(16 * WIDTH)
+    expected = torch.empty(2, 16, WIDTH).uniform_(-bound, bound)
+    assert torch.allclose(noise, expected, atol=1e-6)
+
+
+def test_a_document_has_the_same_size_of_noise_packed_and_alone() -> None:
+    alone, packed = noisy(5.0), noisy(5.0)
+    torch.manual_seed(0)
+    of_packed = noise_of(packed, random_ids(2, 16), position_ids=PACKED)[0, 3:12]
+    torch.manual_seed(0)
+    draws = torch.empty(2, 16, WIDTH).uniform_(-1, 1)[0, 3:12]
+    of_one = noise_of(alone, random_ids(1, 9), position_ids=torch.arange(9).unsqueeze(0))
+    size = 5.0 / math.sqrt(9 * WIDTH)
+    assert torch.allclose(of_packed, draws * size, atol=1e-6)
+    assert of_one.abs().max().item() == pytest.approx(size, rel=0.05)
+
+
+def test_there_is_no_noise_in_evaluation_and_none_without_alpha() -> None:
+    plain, model, ids = tiny_llama(), noisy(5.0).eval(), random_ids()
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    before = tiny_llama().train()
+    apply_neftune(before, None)
+    assert torch.equal(before(input_ids=ids).logits, tiny_llama().train()(input_ids=ids).logits)
+    assert not torch.equal(noisy(5.0)(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_embeddings_stay_outside_of_the_backward_pass(dtype: torch.dtype) -> None:
+    base = tiny_llama().to(dtype)
+    model = apply_adapter(base, LoraConfig(dropout=0.0), half_precision=False)
+    apply_neftune(model, 5.0)
+    seen: list[Tensor] = []
+    layer = model.get_decoder().layers[0]
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        model(input_ids=random_ids(), labels=random_ids()).loss.backward()
+    assert not seen[0].requires_grad
+    assert seen[0].dtype == dtype
+    grads = [p.grad for name, p in model.named_parameters() if "lora_A" in name]
+    assert grads and all(grad is not None for grad in grads)
+
+
+def test_trained_token_rows_get_noise_and_gradients(tmp_path: Path) -> None:
+    """The adapter wraps the embedding; the hook belongs on the wrapper."""
+    import peft
+
+    base = tiny_llama()
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[5, 6]
+    )
+    model = peft.get_peft_model(base, lora)
+    apply_neftune(model, 5.0)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model.train()
+    first, second = (model(input_ids=ids).logits.detach() for _ in range(2))
+    assert not torch.equal(first, second)
+    model(input_ids=ids, labels=ids).loss.backward()
+    rows = [p for name, p in model.named_parameters() if "trainable_tokens_delta" in name]
+    assert rows and all(row.grad is not None and row.grad.any() for row in rows)
+    save_adapter(model, tmp_path)
+    assert "neftune" not in (tmp_path / "adapter_config.json").read_text().lower()
+
+
+def test_an_encoder_decoder_is_refused_before_any_weight_is_read(tmp_path: Path) -> None:
+    data = f"data.datasets=[{{path: {make_data(tmp_path / 'data.jsonl')}}}]"
+    bases = {
+        kind: make_model(tmp_path / kind, model_type=kind, is_encoder_decoder=kind == "t5")
+        for kind in ("t5", "llama")
+    }
+    answer = ask(f"model.path={bases['t5']}", data, "adapter.neftune_alpha=5")
+    assert answer.code == 2
+    assert "adapter.neftune_alpha=5 is for causal models, and t5" in answer.said
+    assert "type adapter.neftune_alpha=null" in answer.said
+    assert "neftune" not in ask(f"model.path={bases['t5']}", data).said
+    answer = ask(f"model.path={bases['llama']}", data, "adapter.neftune_alpha=5")
+    assert answer.code == 0, answer.said
+
+
+def test_an_encoder_decoder_is_refused_and_runs_without_alpha() -> None:
+    t5 = T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
+    with pytest.raises(ValueError, match=r"adapter.neftune_alpha=5 .*t5.*neftune_alpha=null"):
+        apply_neftune(t5, 5.0)
+    apply_neftune(t5, None)

@@ -1,0 +1,406 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+import transformers
+
+from app.errors import UserError
+from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, LoraConfig
+from app.model.attention import attention_implementation, check_isolation, inputs
+from app.model.build import ModelConfig, build_model, load_base
+from app.model.quantization import (
+    QuantizationConfig,
+    quantization_settings,
+    storage_of,
+    tokens_quantized_alone,
+)
+from app.model.recompute import RecomputeConfig
+from app.quiet import quiet_libraries
+from tests.door import ask, make_data
+from tests.tiny import random_ids, tiny_llama
+
+METHODS = {"nf4": bnb.nn.Linear4bit, "int8": bnb.nn.Linear8bitLt}
+PACKED = tuple(METHODS.values())
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-pure": torch.bfloat16}
+
+
+def save_llama(folder: Path, **numbers: Any) -> ModelConfig:
+    tiny_llama(hidden_size=64, intermediate_size=128, **numbers).save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+def save_quantized(folder: Path, method: str, **numbers: Any) -> ModelConfig:
+    """A base whose files are quantized already."""
+    save_llama(folder / "full", **numbers)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "full",
+        quantization_config=quantization_settings(QuantizationConfig(method=method), torch.float32),
+    )
+    model.save_pretrained(folder / method)
+    return ModelConfig(path=str(folder / method))
+
+
+def load(config: ModelConfig, dtype: torch.dtype, **settings: Any) -> Any:
+    implementation = attention_implementation("sdpa")
+    return load_base(config, implementation, dtype, QuantizationConfig(**settings))
+
+
+def build(
+    config: ModelConfig,
+    method: str,
+    precision: str = "fp32",
+    adapter: AdapterConfig | None = None,
+    recompute: str = "none",
+    backend: str = "sdpa",
+) -> Any:
+    return build_model(
+        config,
+        QuantizationConfig(method=method),
+        backend,
+        adapter or LoraConfig(dropout=0.0),
+        RecomputeConfig(mode=recompute),
+        precision,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_matrix_but_embedding_and_head_is_quantized(
+    tmp_path: Path, method: str, tied: bool, dtype: torch.dtype
+) -> None:
+    model = load(save_llama(tmp_path, tie_word_embeddings=tied), dtype, method=method)
+    matrices = [m for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert len(matrices) == 14
+    assert all(type(matrix) is METHODS[method] for matrix in matrices)
+    assert type(model.lm_head) is torch.nn.Linear
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    for name, parameter in model.named_parameters():
+        assert not parameter.requires_grad
+        # Four bits are stored in the dtype of the rest, so that one shard can hold both.
+        packed = isinstance(parameter, bnb.nn.Int8Params)
+        assert parameter.dtype == (torch.int8 if packed else dtype), name
+    if method == "nf4":
+        assert all(m.compute_dtype == m.weight.quant_state.dtype == dtype for m in matrices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_storage_dtype_changes_no_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    config = save_llama(tmp_path)
+    settings = quantization_settings(QuantizationConfig(method="nf4"), dtype)
+    assert settings is not None
+    settings.bnb_4bit_quant_storage = torch.uint8
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        config.path, quantization_config=settings, dtype=dtype
+    )
+    stored = load(config, dtype, method="nf4")
+    for name, parameter in stored.named_parameters():
+        bits = parameter.data.flatten().view(torch.uint8)
+        assert torch.equal(bits, plain.get_parameter(name).data.flatten().view(torch.uint8))
+    ids = random_ids()
+    with torch.no_grad():
+        assert torch.equal(stored.train()(ids).logits, plain.train()(ids).logits)
+
+
+@pytest.mark.parametrize(("method", "most_bits"), [("nf4", 4.2), ("int8", 8.2)])
+def test_weights_take_few_bits(tmp_path: Path, method: str, most_bits: float) -> None:
+    tiny_llama(hidden_size=256, intermediate_size=512).save_pretrained(tmp_path)
+    model = load(ModelConfig(path=str(tmp_path)), torch.float32, method=method)
+    for layer in model.modules():
+        if isinstance(layer, PACKED):
+            num_weights = layer.in_features * layer.out_features
+            storage = storage_of(layer.weight)
+            assert storage.num_weights == num_weights
+            assert layer.weight.untyped_storage().nbytes() <= storage.num_bytes
+            assert num_weights * int(most_bits) <= 8 * storage.num_bytes <= num_weights * most_bits
+
+
+def test_double_quantization_saves_bits(tmp_path: Path) -> None:
+    config = save_llama(tmp_path)
+    once, twice = (
+        sum(
+            storage_of(parameter).num_bytes
+            for parameter in load(
+                config, torch.float32, method="nf4", double_quant=double
+            ).parameters()
+        )
+        for double in (False, True)
+    )
+    assert twice < once
+
+
+def other_models() -> dict[str, transformers.PreTrainedConfig]:
+    t5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 1, "num_heads": 4}
+    t5 |= {"decoder_start_token_id": 0}
+    return {
+        "gpt2": transformers.GPT2Config(
+            vocab_size=64, n_embd=64, n_layer=1, n_head=4, bos_token_id=1, eos_token_id=2
+        ),
+        "t5": transformers.T5Config(**t5),
+        "flan-t5": transformers.T5Config(
+            **t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+        ),
+        "bart": transformers.BartConfig(
+            vocab_size=64,
+            d_model=64,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_ffn_dim=128,
+            decoder_ffn_dim=128,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            max_position_embeddings=64,
+        ),
+        "falcon": transformers.FalconConfig(
+            vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4
+        ),
+        "bloom": transformers.BloomConfig(vocab_size=64, hidden_size=64, n_layer=1, n_head=4),
+    }
+
+
+@pytest.mark.parametrize("name", other_models())
+@pytest.mark.parametrize(("method", "largest"), [("nf4", 0.5), ("int8", 0.05)])
+def test_other_architectures_are_quantized_and_train(
+    tmp_path: Path, method: str, largest: float, name: str
+) -> None:
+    shape = other_models()[name]
+    torch.manual_seed(0)
+    kind = "Seq2SeqLM" if shape.is_encoder_decoder else "CausalLM"
+    plain = getattr(transformers, f"AutoModelFor{kind}").from_config(shape)
+    plain.save_pretrained(tmp_path)
+    model = build(ModelConfig(path=str(tmp_path)), method, backend="eager")
+    ids = random_ids(2)
+    with torch.no_grad():
+        expected = plain.eval()(input_ids=ids, labels=ids).logits
+        difference = model.eval()(input_ids=ids, labels=ids).logits - expected
+    # GPT-2's matrices lie the other way round: one that is not turned would give other logits.
+    assert difference.norm() < largest * expected.norm()
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    trained = [p for n, p in model.named_parameters() if "lora_B" in n]
+    quantized = [m for m in model.modules() if isinstance(m, PACKED)]
+    assert len(quantized) >= 4
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained)
+    base = model.get_base_model()
+    assert type(base.get_output_embeddings()) is torch.nn.Linear
+    assert isinstance(base.get_input_embeddings(), torch.nn.Embedding)
+
+
+def test_a_model_of_which_little_is_quantized_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 4}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(vocab_size=64, **shape)
+    ).save_pretrained(tmp_path)
+    load(ModelConfig(path=str(tmp_path)), torch.float32, method="nf4")
+    assert "% of the weights alone" in caplog.text
+    caplog.clear()
+    load(save_llama(tmp_path / "llama"), torch.float32, method="nf4")
+    assert "of the weights" not in caplog.text
+
+
+def step(model: Any, precision: str) -> dict[str, torch.Tensor]:
+    """Gradients of one training step, by name; the step changes nothing."""
+    ids = random_ids(2)
+    model.train()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("is_stored", [False, True], ids=["while loading", "in the files"])
+@pytest.mark.parametrize("method", METHODS)
+def test_gradients_outlive_a_validation(
+    tmp_path: Path, method: str, is_stored: bool, precision: str, recompute: str
+) -> None:
+    if is_stored:
+        model = build(save_quantized(tmp_path, method), "none", precision, recompute=recompute)
+    else:
+        model = build(save_llama(tmp_path), method, precision, recompute=recompute)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    before = step(model, precision)
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        model(input_ids=random_ids(4, 32))
+    after = step(model, precision)
+    assert len(after) == 28
+    for name, gradient in after.items():
+        assert gradient is not None, name
+        assert gradient.any(), name
+        assert torch.equal(gradient, before[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_files_that_are_quantized_already_are_taken_as_they_are(
+    tmp_path: Path, method: str, dtype: torch.dtype
+) -> None:
+    config = save_quantized(tmp_path, method)
+    while_loading = load(ModelConfig(path=str(tmp_path / "full")), torch.float32, method=method)
+    for typed in ("none", method):
+        model = load(config, dtype, method=typed)
+        assert model.model.norm.weight.dtype == model.lm_head.weight.dtype == dtype
+        for name, parameter in model.named_parameters():
+            assert not parameter.requires_grad
+            if isinstance(parameter, (bnb.nn.Params4bit, bnb.nn.Int8Params)):
+                # Bits: read as floating-point numbers, some of them are NaN.
+                bits = while_loading.get_parameter(name).data.flatten().view(torch.uint8)
+                assert torch.equal(parameter.data.flatten().view(torch.uint8), bits)
+        layer = model.model.layers[0].mlp.up_proj
+        assert type(layer) is METHODS[method]
+        if method == "nf4":
+            assert layer.compute_dtype == layer.weight.quant_state.dtype == dtype
+        if dtype == torch.float32:
+            ids = random_ids()
+            assert torch.equal(model.train()(ids).logits, while_loading.train()(ids).logits)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_that_is_moved_keeps_its_scales(tmp_path: Path, method: str) -> None:
+    model, ids = load(save_llama(tmp_path), torch.float32, method=method), random_ids()
+    with torch.no_grad():
+        before = model(ids).logits
+        assert torch.equal(model.cpu()(ids).logits, before)
+        assert torch.equal(model.train().cpu()(ids).logits, model(ids).logits)
+
+
+def test_another_method_than_that_of_the_files_is_refused(tmp_path: Path) -> None:
+    config = save_quantized(tmp_path, "nf4")
+    with pytest.raises(
+        UserError, match=r"quantization=int8, but .*nf4 already .*quantization=none"
+    ):
+        load(config, torch.float32, method="int8")
+
+
+@pytest.mark.parametrize("adapter", [FullConfig(), FreezeConfig(layers="top 1")])
+def test_weights_of_few_bits_are_not_trained(tmp_path: Path, adapter: AdapterConfig) -> None:
+    config = save_quantized(tmp_path, "int8")
+    with pytest.raises(UserError, match=r"in int8 .*cannot be trained; type adapter=lora"):
+        build(config, "none", adapter=adapter)
+    build(config, "none", adapter=LoraConfig())
+
+
+@pytest.mark.parametrize("by", ["gptq", "awq", "fp8", "mxfp4"])
+def test_other_quantizers_are_refused(tmp_path: Path, by: str) -> None:
+    config = save_llama(tmp_path)
+    numbers = json.loads((tmp_path / "config.json").read_text())
+    numbers["quantization_config"] = {"quant_method": by, "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    with pytest.raises(UserError, match=rf"quantized by {by} .*THE_UNQUANTIZED_BASE"):
+        load(config, torch.float32)
+
+
+def test_the_isolation_probe_is_blind_to_the_rounding_of_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Large activations are what LLM.int8() takes apart, for all tokens of a batch at once.
+    model = load(save_llama(tmp_path, initializer_range=1.0), torch.float32, method="int8")
+    with pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "sdpa")
+    with tokens_quantized_alone(model):
+        check_isolation(model, "sdpa")
+    assert {m.state.threshold for m in model.modules() if isinstance(m, PACKED)} == {6.0}
+    monkeypatch.setattr(inputs, "group_documents", lambda *_: None)
+    with tokens_quantized_alone(model), pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "sdpa")
+
+
+def test_what_int8_says_of_every_call_is_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    quiet_libraries(offline=True)
+    model = load(save_llama(tmp_path), torch.float32, method="int8")
+    with torch.no_grad():
+        model.eval()(random_ids())
+    logging.getLogger("bitsandbytes.autograd").error("what is wrong")
+    shown = "".join(capsys.readouterr())
+    assert "MatMul8bitLt" not in shown
+    assert "what is wrong" in shown
+
+
+def make_stored(folder: Path, method: str) -> str:
+    config = save_quantized(folder, method)
+    (folder / method / "tokenizer.json").write_text("{}")
+    return f"model.path={config.path}"
+
+
+@pytest.mark.parametrize(
+    ("stored", "words", "fragments"),
+    [
+        ("nf4", ["quantization=int8"], ["quantization=int8", "in nf4", "type quantization=none"]),
+        ("int8", ["quantization=nf4"], ["quantization=nf4", "in int8", "type quantization=none"]),
+        ("nf4", ["adapter=full"], ["in nf4", "type adapter=lora"]),
+        ("nf4", ["adapter=freeze"], ["in nf4", "type adapter=lora"]),
+    ],
+)
+def test_the_door_reads_how_a_base_is_quantized(
+    tmp_path: Path, stored: str, words: list[str], fragments: list[str]
+) -> None:
+    data = make_data(tmp_path / "data.jsonl")
+    right = [make_stored(tmp_path, stored), f"data.datasets=[{{path: {data}}}]"]
+    answer = ask(*right, *words)
+    assert answer.code == 2, answer.said
+    for fragment in fragments:
+        assert fragment in answer.said
+    # Packed matrices have one column: the rank is not compared with that.
+    for typed in ("none", stored):
+        answer = ask(*right, f"quantization={typed}", "adapter.target_modules=[q_proj]")
+        assert answer.code == 0, answer.said
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments", "twin"),
+    [
+        (
+            ["quantization=nf4", "adapter=full"],
+            ["quantization=nf4 freezes", "adapter=full trains", "type quantization=none, or"],
+            ["quantization=nf4", "adapter=lora"],
+        ),
+        (
+            ["quantization=int8", "adapter=freeze"],
+            ["quantization=int8 freezes", "adapter=freeze trains", "adapter=lora"],
+            ["quantization=int8", "adapter=ia3"],
+        ),
+        (
+            ["quantization=nf4", "trainer.precision=fp16"],
+            ["fp16 needs a GPU"],
+            ["quantization=nf4", "trainer.precision=bf16-pure", "adapter.use_dora=true"],
+        ),
+    ],
+)
+def test_what_does_not_go_with_quantization_says_what_does(
+    tmp_path: Path, words: list[str], fragments: list[str], twin: list[str]
+) -> None:
+    data = make_data(tmp_path / "data.jsonl")
+    save_llama(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    right = [f"model.path={tmp_path / 'model'}", f"data.datasets=[{{path: {data}}}]"]
+    answer = ask(*right, *words)
+    assert answer.code == 2, answer.said
+    for fragment in fragments:
+        assert fragment in answer.said
+    answer = ask(*right, *twin)
+    assert answer.code == 0, answer.said
+
+
+def test_random_weights_are_not_quantized() -> None:
+    scratch = ["model=tiny_base_scratch", "data=skills", "adapter=full"]
+    answer = ask(*scratch, "quantization=nf4")
+    assert answer.code == 2, answer.said
+    assert "model.from_scratch=true starts from random ones" in answer.said
+    assert "type quantization=none" in answer.said
+    assert ask(*scratch).code == 0

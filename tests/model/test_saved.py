@@ -1,0 +1,353 @@
+"""What is on disk is what was trained, whatever it was, or whoever reads it refuses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from app.errors import TrainingFault
+from app.model.adapter import (
+    ADAPTER_FILE,
+    AdapterConfig,
+    FreezeConfig,
+    FullConfig,
+    Ia3Config,
+    LoraConfig,
+    apply_adapter,
+    changed_its_base,
+    check_adapter_file,
+    load_adapter,
+    probe_logits,
+    save_adapter,
+    verify_adapter,
+)
+from app.model.build import ModelConfig, load_architecture, load_base, save_model
+from app.model.tokens import resize_embeddings
+from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MODELS: dict[str, Callable[[], Any]] = {
+    "tied": tiny_llama,
+    "untied": lambda: tiny_llama(tie_word_embeddings=False),
+    "gpt2": tiny_gpt2,
+    "t5": tiny_t5,
+    "bart": tiny_bart,
+}
+ADAPTERS: dict[str, AdapterConfig] = {
+    "lora": LoraConfig(r=4, dropout=0.0),
+    "rslora": LoraConfig(r=4, dropout=0.0, use_rslora=True),
+    "dora": LoraConfig(r=4, dropout=0.0, use_dora=True),
+    "ranks": LoraConfig(
+        r=4, dropout=0.0, rank_pattern={"up_proj": 7}, alpha_pattern={"down_proj": 5.0}
+    ),
+    "whole": LoraConfig(r=4, dropout=0.0, modules_to_save=["lm_head", "norm"]),
+    "tokens": LoraConfig(r=4, dropout=0.0),
+    "ia3": Ia3Config(),
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def adapted(kind: str, *, half: bool = False, base_dtype: torch.dtype = FP32) -> Any:
+    """An untied Llama with an adapter that was moved as a training would."""
+    model = tiny_llama(tie_word_embeddings=False).to(base_dtype)
+    ids = [5, 9] if kind == "tokens" else []
+    model = apply_adapter(model, ADAPTERS[kind], half_precision=half, token_ids=ids)
+    move(model)
+    return model
+
+
+def move(model: Any) -> None:
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+
+
+def base(dtype: torch.dtype = FP32) -> Any:
+    return tiny_llama(tie_word_embeddings=False).to(dtype)
+
+
+def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
+    tensors = load_file(folder / ADAPTER_FILE)
+    change(tensors)
+    save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def in_eval(model: Any) -> torch.Tensor:
+    return probe_logits(model, probe_of(model))
+
+
+@pytest.mark.parametrize("kind", list(ADAPTERS))
+@pytest.mark.parametrize(
+    ("half", "base_dtype"), [(False, FP32), (False, BF16), (True, BF16)], ids=str
+)
+def test_every_adapter_is_saved_verified_and_loaded_exactly(
+    kind: str, half: bool, base_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = adapted(kind, half=half, base_dtype=base_dtype)
+    kept = {name: p.requires_grad for name, p in model.named_parameters()}
+    expected = in_eval(model)
+    save_adapter(model, tmp_path)
+    assert verify_adapter(model, tmp_path, probe_of(model)) == 0.0
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == kept
+    assert torch.equal(in_eval(model), expected)
+    loaded = load_adapter(base(base_dtype), tmp_path)
+    assert torch.equal(in_eval(loaded), expected)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert not torch.equal(in_eval(base(base_dtype)), expected)
+
+
+@pytest.mark.parametrize("kind", list(ADAPTERS))
+@pytest.mark.parametrize("half", [False, True])
+def test_an_adapter_to_go_on_with_trains_what_it_trained_before(
+    kind: str, half: bool, tmp_path: Path
+) -> None:
+    model = adapted(kind, half=half, base_dtype=BF16)
+    save_adapter(model, tmp_path)
+    loaded = load_adapter(base(BF16), tmp_path, trainable=True, half_precision=half)
+    assert loaded.training
+    assert torch.equal(in_eval(loaded), in_eval(model))
+    before = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
+    assert {n: p.dtype for n, p in loaded.named_parameters() if p.requires_grad} == before
+    assert set(before.values()) == {BF16 if half else FP32}
+
+
+def drop_one(tensors: Tensors) -> None:
+    del tensors[max(tensors)]
+
+
+def add_one(tensors: Tensors) -> None:
+    tensors["base_model.model.model.layers.9.mlp.up_proj.weight"] = torch.ones(4, 32)
+
+
+def empty_one(tensors: Tensors) -> None:
+    tensors[max(tensors)] = torch.ones(0)
+
+
+def cut_one(tensors: Tensors) -> None:
+    tensors[max(tensors)] = torch.cat([tensors[max(tensors)]] * 2)
+
+
+def poison_one(tensors: Tensors) -> None:
+    tensors[max(tensors)].view(-1)[0] = float("nan")
+
+
+def zero_all(tensors: Tensors) -> None:
+    for name in tensors:
+        tensors[name].zero_()
+
+
+DAMAGES = [
+    (drop_one, "are missing"),
+    (add_one, "1 are unknown"),
+    (empty_one, "is empty"),
+    (cut_one, "has shape .* this base needs"),
+    (poison_one, "holds NaN or infinity"),
+    (zero_all, "is zero, nothing was learned"),
+]
+
+
+@pytest.mark.parametrize("kind", list(ADAPTERS))
+@pytest.mark.parametrize(("damage", "said"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
+def test_a_damaged_file_of_any_kind_is_refused(
+    kind: str, damage: Callable[[Tensors], None], said: str, tmp_path: Path
+) -> None:
+    model = adapted(kind)
+    save_adapter(model, tmp_path)
+    check_adapter_file(model, tmp_path)
+    rewrite(tmp_path, damage)
+    expected = in_eval(model)
+    with pytest.raises(ValueError, match=said):
+        verify_adapter(model, tmp_path, probe_of(model))
+    assert torch.equal(in_eval(model), expected)
+    for trainable in (False, True):
+        with pytest.raises(ValueError, match=said):
+            load_adapter(base(), tmp_path, trainable=trainable)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "value"),
+    [("lora", "lora_B", 0.0), ("lora", "lora_A", 0.0), ("ia3", "ia3_l", 1.0)],
+)
+def test_an_adapter_that_changes_nothing_is_refused_and_one_that_changes_a_little_is_not(
+    kind: str, part: str, value: float, tmp_path: Path
+) -> None:
+    def keep(tensors: Tensors, num_kept: int) -> None:
+        names = [name for name in tensors if part in name]
+        for name in names[num_kept:]:
+            tensors[name].fill_(value)
+
+    save_adapter(adapted(kind), tmp_path)
+    rewrite(tmp_path, lambda tensors: keep(tensors, 1))
+    load_adapter(base(), tmp_path)
+    rewrite(tmp_path, lambda tensors: keep(tensors, 0))
+    with pytest.raises(ValueError, match=f"every {part} is .*, nothing was learned"):
+        load_adapter(base(), tmp_path)
+
+
+def test_an_adapter_of_elsewhere_on_another_base_is_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_adapter(adapted("lora"), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text()) | {"base_model_name_or_path": "someone/else"}
+    file.write_text(json.dumps(config))
+    with caplog.at_level("INFO"):
+        load_adapter(base(), tmp_path)
+    assert "was made on someone/else, and is put on" in caplog.text
+
+
+CONVERTED = [
+    LoraConfig(r=4, dropout=0.0, init="pissa"),
+    LoraConfig(r=4, dropout=0.0, init="olora"),
+    LoraConfig(r=4, dropout=0.0, init="pissa", use_rslora=True),
+    LoraConfig(
+        r=4,
+        alpha=6.0,
+        dropout=0.0,
+        init="olora",
+        rank_pattern={"up_proj": 7},
+        alpha_pattern={"up_proj": 5.0, "q_proj": 3.0},
+    ),
+    LoraConfig(
+        r=4,
+        dropout=0.0,
+        init="pissa",
+        use_rslora=True,
+        rank_pattern={"down_proj": 2},
+        alpha_pattern={"down_proj": 5.0},
+        modules_to_save=["lm_head"],
+    ),
+]
+
+
+def saved(model: Any, config: AdapterConfig, make: Callable[[], Any], folder: Path) -> Any:
+    """Save and verify what was trained on the base that `make` makes; return the kept model."""
+    probe = {name: ids[0].tolist() for name, ids in probe_of(model).items()}
+    written, kept = save_model(
+        model, config, make().config, folder, probe, base={"path": "b"}, reload_base=make
+    )
+    assert written == folder / "adapter"
+    return kept
+
+
+@pytest.mark.parametrize("config", CONVERTED, ids=range(len(CONVERTED)))
+def test_what_changed_its_base_is_saved_for_the_base_as_it_was(
+    config: LoraConfig, tmp_path: Path
+) -> None:
+    model = apply_adapter(base(), config, half_precision=False)
+    assert changed_its_base(model)
+    start = in_eval(model)
+    assert torch.allclose(start, in_eval(base()), atol=1e-4)
+    move(model)
+    expected = in_eval(model)
+    assert not torch.allclose(expected, start, atol=0.1)
+    kept = saved(model, config, base, tmp_path)
+    assert kept is not model
+    # What is on disk is an ordinary LoRA: for stock peft, and for what is measured afterwards.
+    plain = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter"))
+    for reopened in (kept, plain, load_adapter(base(), tmp_path / "adapter")):
+        assert torch.allclose(in_eval(reopened), expected, atol=2e-4)
+    with kept.disable_adapter():
+        assert torch.equal(in_eval(kept), in_eval(base()))
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["init_lora_weights"] is True
+    assert written["r"] == 8
+    assert json.loads((tmp_path / "adapter" / "base.json").read_text()) == {"path": "b"}
+
+
+def test_conv1d_is_converted_too(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, dropout=0.0, init="pissa")
+    model = apply_adapter(tiny_gpt2(), config, half_precision=False)
+    move(model)
+    expected = in_eval(model)
+    kept = saved(model, config, tiny_gpt2, tmp_path)
+    assert torch.allclose(in_eval(kept), expected, atol=2e-4)
+
+
+def test_conversion_on_a_bf16_base_differs_by_its_rounding_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = LoraConfig(r=4, dropout=0.0, init="pissa")
+    model = apply_adapter(base(BF16), config, half_precision=False)
+    move(model)
+    expected = in_eval(model)
+    with caplog.at_level("INFO"):
+        kept = saved(model, config, lambda: base(BF16), tmp_path)
+    assert "rank 8" in caplog.text and "rounding may differ by 6.2e-02" in caplog.text
+    difference = (in_eval(kept) - expected).abs().max()
+    assert 0 < difference < 0.0625 * expected.abs().max()
+
+
+def test_a_start_that_never_moved_is_a_training_fault(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, dropout=0.0, init="pissa")
+    model = apply_adapter(base(), config, half_precision=False)
+    with pytest.raises(TrainingFault, match="nothing was learned"):
+        saved(model, config, base, tmp_path)
+
+
+def test_the_start_is_in_no_checkpoint() -> None:
+    config = LoraConfig(r=4, init="pissa")
+    names = apply_adapter(base(), config, half_precision=False).state_dict()
+    ordinary = apply_adapter(base(), LoraConfig(r=4), half_precision=False).state_dict()
+    assert names.keys() == ordinary.keys()
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    "config", [FullConfig(), FreezeConfig(layers="top 1")], ids=["full", "freeze"]
+)
+@pytest.mark.parametrize("num_new", [0, 3])
+def test_a_whole_model_is_saved_as_it_is(
+    name: str, config: AdapterConfig, num_new: int, tmp_path: Path
+) -> None:
+    MODELS[name]().to(BF16).save_pretrained(tmp_path / "base")
+    typed = ModelConfig(path=str(tmp_path / "base"))
+    dtype = FP32 if isinstance(config, FullConfig) else BF16
+    new_ids = range(64, 64 + num_new)
+    model = apply_adapter(
+        load_base(typed, "sdpa", dtype, new_ids=new_ids), config, half_precision=False
+    )
+    move(model)
+    kept = {n: p.dtype for n, p in model.named_parameters()}
+    assert set(kept.values()) == {FP32} | ({BF16} if dtype is BF16 else set())
+    architecture = load_architecture(typed)
+    probe = {n: ids[0].tolist() for n, ids in probe_of(model).items()}
+    written, same = save_model(
+        model, config, architecture, tmp_path, probe, base={}, reload_base=lambda: None
+    )
+    assert same is model
+    assert {n: p.dtype for n, p in model.named_parameters()} == kept
+    auto = AutoModelForSeq2SeqLM if architecture.is_encoder_decoder else AutoModelForCausalLM
+    reopened = auto.from_pretrained(written)
+    assert reopened.dtype is BF16
+    assert reopened.config.vocab_size == 64 + num_new
+    for parameter_name, parameter in reopened.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(parameter_name).to(BF16))
+    head, embedding = (
+        m().weight for m in (reopened.get_output_embeddings, reopened.get_input_embeddings)
+    )
+    assert (head is embedding) == (name != "untied")
+
+
+def test_rows_are_made_before_a_whole_adapter_of_them_is_read(tmp_path: Path) -> None:
+    model = base()
+    resize_embeddings(model, range(64, 66))
+    config = LoraConfig(r=4, dropout=0.0, modules_to_save=["embed_tokens", "lm_head"])
+    adapter = apply_adapter(model, config, half_precision=False)
+    move(adapter)
+    save_adapter(adapter, tmp_path)
+    with pytest.raises(ValueError, match=r"has shape \[66, 32\], this base needs \[64, 32\]"):
+        load_adapter(base(), tmp_path)
+    grown = base()
+    resize_embeddings(grown, range(64, 66))
+    assert torch.equal(in_eval(load_adapter(grown, tmp_path)), in_eval(adapter))

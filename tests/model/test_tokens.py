@@ -1,0 +1,265 @@
+"""Tokens new to a base get rows, the rows train, are kept with the adapter, and are merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+from app.evaluate import evaluate
+from app.model.adapter import (
+    FullConfig,
+    LoraConfig,
+    apply_adapter,
+    load_adapter,
+    probe_logits,
+    save_adapter,
+    verify_adapter,
+)
+from app.model.build import ModelConfig, load_base, load_tuned
+from app.model.tokenizer import build_tokenizer, new_token_ids
+from app.model.tokens import num_rows, resize_embeddings, trained_token_ids
+from data_modules import DataError
+from tests.tiny import (
+    TINY_BASE,
+    save_with_tokenizer,
+    tiny_bart,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_t5,
+    train_into,
+)
+
+CHATML = ["<|im_start|>", "<|im_end|>"]
+NEW = [62, 63, 64, 65, 66]  # two spare rows of 64, and three more
+MODELS: dict[str, Callable[[], Any]] = {
+    "tied": tiny_llama,
+    "untied": lambda: tiny_llama(tie_word_embeddings=False),
+    "gpt2": tiny_gpt2,
+    "t5": tiny_t5,
+    "bart": tiny_bart,
+}
+
+
+@pytest.fixture(params=list(MODELS))
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    return MODELS[request.param]
+
+
+def tokens_of(*added: str) -> ModelConfig:
+    return ModelConfig(path=str(TINY_BASE), added_tokens=list(added))
+
+
+def probe_of(model: Any) -> dict[str, torch.Tensor]:
+    """A row in which new tokens stand beside old ones."""
+    ids = torch.tensor([[3, 62, 9, 66, 17, 64, 20, 5]])
+    return {"input_ids": ids} | (
+        {"decoder_input_ids": ids.flip(1)} if model.config.is_encoder_decoder else {}
+    )
+
+
+def with_tokens(make: Callable[[], Any], **settings: Any) -> Any:
+    """A base with rows for new tokens, and an adapter that was moved as a training would."""
+    model = make()
+    resize_embeddings(model, NEW)
+    settings = {"r": 4, "dropout": 0.0} | settings
+    adapted = apply_adapter(model, LoraConfig(**settings), half_precision=False, token_ids=NEW)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return adapted
+
+
+def test_new_rows_start_as_the_mean_of_the_rows_before_them(make: Callable[[], Any]) -> None:
+    before, model = make(), make()
+    torch.manual_seed(1)
+    resize_embeddings(model, NEW)
+    pairs = [(before.get_input_embeddings().weight, model.get_input_embeddings().weight)]
+    pairs.append((before.get_output_embeddings().weight, model.get_output_embeddings().weight))
+    for old, new in pairs:
+        assert new.shape == (67, old.shape[1])
+        assert torch.equal(new[:62], old[:62])
+        assert torch.allclose(new[62:], old[:62].mean(dim=0).expand(5, -1))
+    assert model.config.vocab_size == 67
+    assert (pairs[0][1] is pairs[1][1]) == (pairs[0][0] is pairs[1][0])
+    again = make()
+    torch.manual_seed(2)
+    resize_embeddings(again, NEW)
+    ids = probe_of(model)
+    assert torch.equal(probe_logits(model, ids), probe_logits(again, ids))
+
+
+def test_rows_that_are_there_are_used_before_new_ones_are_made() -> None:
+    model, before = tiny_llama(), tiny_llama()
+    resize_embeddings(model, [])
+    assert torch.equal(model.get_input_embeddings().weight, before.get_input_embeddings().weight)
+    resize_embeddings(model, [62, 63])
+    assert model.get_input_embeddings().num_embeddings == 64
+
+
+def test_the_bias_of_a_head_grows_with_it() -> None:
+    model = tiny_bart()
+    model.final_logits_bias.normal_()
+    bias = model.final_logits_bias.clone()
+    resize_embeddings(model, NEW)
+    assert torch.equal(model.final_logits_bias[:, :64], bias)
+    assert torch.allclose(model.final_logits_bias[0, 64:], bias.mean().expand(3))
+
+
+def test_rows_of_an_adapter_are_saved_verified_and_loaded(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    model = with_tokens(make)
+    expected = probe_logits(model, probe_of(model))
+    save_adapter(model, tmp_path)
+    assert verify_adapter(model, tmp_path, probe_of(model)) == 0.0
+    base = make()
+    resize_embeddings(base, NEW)
+    without = probe_logits(base, probe_of(base))
+    assert not torch.allclose(without, expected, atol=1e-2)
+    assert torch.equal(probe_logits(load_adapter(base, tmp_path), probe_of(base)), expected)
+
+
+def test_an_adapter_says_itself_how_many_rows_it_needs(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    model = with_tokens(make)
+    expected = probe_logits(model, probe_of(model))
+    save_adapter(model, tmp_path / "adapter")
+    make().save_pretrained(tmp_path / "base")
+    config = ModelConfig(path=str(tmp_path / "base"))
+    loaded = load_tuned(config, tmp_path / "adapter", "sdpa", torch.float32)
+    assert torch.allclose(probe_logits(loaded, probe_of(loaded)), expected, atol=1e-5)
+
+
+def test_an_adapter_with_a_whole_embedding_says_it_by_its_shape(tmp_path: Path) -> None:
+    make = MODELS["untied"]
+    model = with_tokens(make, modules_to_save=["embed_tokens", "lm_head"])
+    expected = probe_logits(model, probe_of(model))
+    save_adapter(model, tmp_path / "adapter")
+    make().save_pretrained(tmp_path / "base")
+    config = ModelConfig(path=str(tmp_path / "base"))
+    loaded = load_tuned(config, tmp_path / "adapter", "sdpa", torch.float32)
+    assert torch.allclose(probe_logits(loaded, probe_of(loaded)), expected, atol=1e-5)
+
+
+def test_merged_rows_are_those_of_the_adapter(make: Callable[[], Any], tmp_path: Path) -> None:
+    model = with_tokens(make)
+    expected = probe_logits(model, probe_of(model))
+    merged = model.merge_and_unload()
+    assert torch.allclose(probe_logits(merged, probe_of(merged)), expected, atol=1e-4)
+    merged.save_pretrained(tmp_path)
+    auto = AutoModelForSeq2SeqLM if merged.config.is_encoder_decoder else AutoModelForCausalLM
+    reopened = auto.from_pretrained(tmp_path)
+    assert reopened.get_input_embeddings().num_embeddings == 67
+    assert torch.allclose(probe_logits(reopened, probe_of(reopened)), expected, atol=1e-4)
+
+
+def test_added_tokens_are_one_special_token_each_and_what_is_there_is_reused() -> None:
+    plain = build_tokenizer(tokens_of())
+    tokenizer = build_tokenizer(tokens_of("<|think|>", "<|im_end|>", "<|end think|>"))
+    assert len(tokenizer) == len(plain) + 2
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") == plain.eos_token_id
+    for token, index in (("<|think|>", len(plain)), ("<|end think|>", len(plain) + 1)):
+        assert tokenizer.convert_tokens_to_ids(token) == index
+        ids = tokenizer.encode(f"one {token} two", add_special_tokens=False)
+        assert ids.count(index) == 1
+        assert tokenizer.decode(ids, skip_special_tokens=True) == "one  two"
+
+
+def test_only_tokens_without_a_learned_row_are_new() -> None:
+    config = tokens_of("<|think|>", "<|im_end|>")
+    tokenizer = build_tokenizer(config)
+    assert new_token_ids(config, tokenizer, 768) == [768]
+    assert new_token_ids(tokens_of(), build_tokenizer(tokens_of()), 768) == []
+    assert num_rows(tiny_llama(vocab_size=768).config, [768]) == 769
+    assert num_rows(tiny_llama(vocab_size=800).config, [768]) == 800
+
+
+def test_tokens_of_the_tokenizer_past_the_embedding_must_be_named(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
+    tokenizer.add_tokens(["<|theirs|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    config = tokens_of("<|mine|>")
+    config.tokenizer_path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"'<\|theirs\|>' with id 768.*768 rows.*added_tokens"):
+        new_token_ids(config, build_tokenizer(config), 768)
+    config.added_tokens = ["<|theirs|>", "<|mine|>"]
+    assert new_token_ids(config, build_tokenizer(config), 768) == [768, 769]
+
+
+def test_trained_tokens_are_known_as_one_token() -> None:
+    tokenizer = build_tokenizer(tokens_of("<|think|>"))
+    adapter = LoraConfig(trainable_tokens=["<|im_end|>", "<|pad|>"])
+    ids = tokenizer.convert_tokens_to_ids(["<|think|>", "<|im_end|>", "<|pad|>"])
+    assert trained_token_ids(tokenizer, ["<|think|>"], adapter) == sorted(ids)
+    assert trained_token_ids(tokenizer, [], FullConfig()) == []
+    adapter = LoraConfig(trainable_tokens=["<|im_end|>", "<|nothing|>"])
+    with pytest.raises(ValueError, match=r"trainable_tokens: '<\|nothing\|>' is no token") as error:
+        trained_token_ids(tokenizer, [], adapter)
+    assert "type model.added_tokens=[<|nothing|>]" in str(error.value)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_base_has_rows_is_refused(tmp_path: Path) -> None:
+    for rows, folder in ((700, tmp_path / "small"), (768, tmp_path / "whole")):
+        save_with_tokenizer(tiny_llama(vocab_size=rows, max_position_embeddings=256), folder)
+    with pytest.raises(DataError, match=r"token id 7\d\d, the model's embedding has 700 rows"):
+        train_into(tmp_path / "refused", f"model.path={tmp_path / 'small'}")
+    train_into(tmp_path / "run", f"model.path={tmp_path / 'whole'}", "trainer.max_steps=1")
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def base_without_chat_tokens(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A base whose tokenizer ends its texts, and knows nothing of a chat."""
+    folder = tmp_path_factory.mktemp("base")
+    untie = {} if request.param == "tied" else {"tie_word_embeddings": False}
+    tiny_llama(vocab_size=768, max_position_embeddings=512, **untie).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (TINY_BASE / name).read_text()
+        for old, new in (("<|im_start|>", "<|begin|>"), ("<|im_end|>", "<|end|>")):
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("adapter", ["lora", "full"])
+def test_a_run_with_added_chat_tokens_evaluates_as_it_trained(
+    adapter: str, base_without_chat_tokens: Path, tmp_path: Path
+) -> None:
+    base = base_without_chat_tokens
+    run = train_into(
+        tmp_path / "run",
+        f"model.path={base}",
+        f"model.added_tokens=[{','.join(CHATML)}]",
+        "data.chat_template=chatml",
+        f"adapter={adapter}",
+        "evaluation.exact_match=true",
+        "evaluation.max_rows=3",
+        "evaluation.max_new_tokens=4",
+    )
+    saved = run / ("adapter" if adapter == "lora" else "model")
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    assert tokenizer.convert_tokens_to_ids(CHATML) == [768, 769]
+    trained = json.loads((run / "metrics.json").read_text())
+    from app.config import load_config
+
+    evaluate(load_config("evaluate", [f"run={run}", f"output.dir={tmp_path / 'evaluation'}"]))
+    again = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
+    assert again
+    for name, value in again.items():
+        assert value == pytest.approx(trained[name], rel=1e-5), name
+    if adapter == "lora":
+        config = json.loads((saved / "adapter_config.json").read_text())
+        rows = config["trainable_token_indices"]
+        assert all(ids == [768, 769] for ids in rows.values())
+        is_tied = load_base(ModelConfig(path=str(base)), "sdpa", torch.float32).config
+        assert len(rows) == (1 if is_tied.tie_word_embeddings else 2)

@@ -1,0 +1,184 @@
+"""Every adapter computes what its paper says: against a merge written out here, without peft."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from app.model.adapter import Ia3Config, LoraConfig, apply_adapter, probe_logits
+from tests.tiny import probe_of, tiny_gpt2, tiny_llama, tiny_t5
+
+R, ALPHA = 4, 6.0
+TINY: dict[str, Callable[[], Any]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "t5": tiny_t5}
+ATTENTION = {
+    "llama": ["k_proj", "v_proj"],
+    "gpt2": ["attn.c_attn"],
+    "t5": ["k", "v"],
+}
+FEED_FORWARD = {"llama": ["down_proj"], "gpt2": ["mlp.c_proj"], "t5": ["wo"]}
+
+
+def learned(base: Any, config: Any) -> tuple[Any, dict[str, dict[str, torch.Tensor]]]:
+    """Adapt a base and move all that trains; return it with its tensors by module and kind."""
+    model = apply_adapter(base, config, half_precision=False).eval()
+    torch.manual_seed(9)
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+            short = name.removeprefix("base_model.model.").removesuffix(".weight")
+            module, _, kind = short.removesuffix(".default").rpartition(".")
+            tensors.setdefault(module, {})[kind] = parameter.data.clone()
+    return model, tensors
+
+
+def change(base: Any, module: str, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace a module's weight, given and taken as [outputs, inputs]."""
+    found = base.get_submodule(module)
+    transposed = type(found).__name__ == "Conv1D"
+    weight = found.weight.data.T if transposed else found.weight.data
+    weight = new(weight)
+    found.weight.data = (weight.T if transposed else weight).contiguous()
+
+
+def assert_same(model: Any, by_hand: Any, base: Any) -> None:
+    row = probe_of(base)
+    moved, expected, plain = (probe_logits(one, row) for one in (model, by_hand, base))
+    assert (moved - plain).abs().max() > 0.05 * plain.abs().max()
+    assert torch.allclose(moved, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_lora_is_w_plus_scaled_b_a(kind: str, rslora: bool) -> None:
+    """arXiv 2106.09685 eq. 3, scale alpha / r; arXiv 2312.03732 alpha / sqrt(r)."""
+    base = TINY[kind]()
+    by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
+    config = LoraConfig(r=R, alpha=ALPHA, dropout=0.0, use_rslora=rslora)
+    model, tensors = learned(base, config)
+    scale = ALPHA / math.sqrt(R) if rslora else ALPHA / R
+    for module, part in tensors.items():
+        update = scale * part["lora_B"] @ part["lora_A"]
+        change(by_hand, module, lambda weight, update=update: weight + update)
+    assert_same(model, by_hand, plain)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_ranks_and_alphas_by_pattern(kind: str) -> None:
+    base = TINY[kind]()
+    by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
+    ending = FEED_FORWARD[kind][0]
+    ranks, alphas = {ending: 7}, {ending: 21.0}
+    config = LoraConfig(r=R, alpha=ALPHA, dropout=0.0, rank_pattern=ranks, alpha_pattern=alphas)
+    model, tensors = learned(base, config)
+    seen = set()
+    for module, part in tensors.items():
+        other = module.endswith(f".{ending}")
+        rank, alpha = (7, 21.0) if other else (R, ALPHA)
+        seen.add(part["lora_A"].shape[0])
+        update = alpha / rank * part["lora_B"] @ part["lora_A"]
+        change(by_hand, module, lambda weight, update=update: weight + update)
+    assert seen == {R, 7}
+    assert_same(model, by_hand, plain)
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_dora_is_a_magnitude_times_a_direction(kind: str) -> None:
+    """arXiv 2402.09353 eq. 5: m (W + s B A) / |W + s B A|, the norm over each output's inputs."""
+    base = TINY[kind]()
+    by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
+    model, tensors = learned(base, LoraConfig(r=R, alpha=ALPHA, dropout=0.0, use_dora=True))
+
+    def merge(weight: torch.Tensor, part: dict[str, torch.Tensor]) -> torch.Tensor:
+        moved = weight + ALPHA / R * part["lora_B"] @ part["lora_A"]
+        return part["lora_magnitude_vector"].unsqueeze(1) * moved / moved.norm(dim=1, keepdim=True)
+
+    for module, part in tensors.items():
+        assert part.keys() == {"lora_A", "lora_B", "lora_magnitude_vector"}
+        change(by_hand, module, lambda weight, part=part: merge(weight, part))
+    assert_same(model, by_hand, plain)
+
+
+@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("where", ["attention", "feed-forward", "both"])
+def test_ia3_scales_outputs_of_attention_and_inputs_of_the_feed_forward(
+    kind: str, where: str
+) -> None:
+    """arXiv 2205.05638 section 3.3: l_k * K, l_v * V, and (l_ff * f(x W1)) W2."""
+    base = TINY[kind]()
+    by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
+    targets = (ATTENTION[kind] if where != "feed-forward" else []) + (
+        FEED_FORWARD[kind] if where != "attention" else []
+    )
+    config = Ia3Config() if where == "both" else Ia3Config(target_modules=targets)
+    model, tensors = learned(base, config)
+    blocks = 4 if kind == "t5" else 2
+    attentions = 2 + 2 * 2 if kind == "t5" else 2  # T5's decoder has two in each block
+    num_vectors = attentions * len(ATTENTION[kind]) * (where != "feed-forward")
+    assert len(tensors) == num_vectors + blocks * (where != "attention")
+    for module, part in tensors.items():
+        vector = part["ia3_l"].flatten()
+        if any(module.endswith(f".{ending}") for ending in FEED_FORWARD[kind]):
+            change(by_hand, module, lambda weight, vector=vector: weight * vector)
+            continue
+        change(by_hand, module, lambda weight, vector=vector: weight * vector.unsqueeze(1))
+        bias = getattr(by_hand.get_submodule(module), "bias", None)
+        if bias is not None:
+            bias.data *= vector
+    assert_same(model, by_hand, plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "init"),
+    [("llama", "pissa"), ("gpt2", "pissa"), ("t5", "pissa"), ("llama", "olora"), ("t5", "olora")],
+)
+def test_pissa_and_olora_start_as_the_base_and_move_as_lora(kind: str, init: str) -> None:
+    """arXiv 2404.02948 and 2406.01775: W = residual + s B A at the start, and LoRA from there."""
+    base = TINY[kind]()
+    by_hand, plain = copy.deepcopy(base), copy.deepcopy(base)
+    config = LoraConfig(r=R, alpha=ALPHA, dropout=0.0, init=init)
+    started = apply_adapter(copy.deepcopy(base), config, half_precision=False)
+    row = probe_of(plain)
+    start, expected = probe_logits(started, row), probe_logits(plain, row)
+    assert torch.allclose(start, expected, atol=1e-4 * expected.abs().max().item())
+    first = {name: p.data.clone() for name, p in started.named_parameters() if p.requires_grad}
+    model, tensors = learned(base, config)
+    for module, part in tensors.items():
+        before = [
+            first[f"base_model.model.{module}.{kind_of}.default.weight"]
+            for kind_of in ("lora_B", "lora_A")
+        ]
+        update = ALPHA / R * (part["lora_B"] @ part["lora_A"] - before[0] @ before[1])
+        change(by_hand, module, lambda weight, update=update: weight + update)
+    moved, expected = probe_logits(model, row), probe_logits(by_hand, row)
+    assert torch.allclose(moved, expected, atol=2e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_gradients_are_those_of_the_formula(kind: str) -> None:
+    """dA = s B^T G and dB = s G A^T, with G the gradient of the whole weight."""
+    base = TINY[kind]()
+    by_hand = copy.deepcopy(base)
+    model, tensors = learned(base, LoraConfig(r=R, alpha=ALPHA, dropout=0.0))
+    for module, part in tensors.items():
+        update = ALPHA / R * part["lora_B"] @ part["lora_A"]
+        change(by_hand, module, lambda weight, update=update: weight + update)
+    row = probe_of(by_hand)
+    for one in (model, by_hand):
+        one(**row).logits.square().mean().backward()
+    for module, part in tensors.items():
+        found = by_hand.get_submodule(module)
+        whole = found.weight.grad.T if type(found).__name__ == "Conv1D" else found.weight.grad
+        layer = model.get_submodule(f"base_model.model.{module}")
+        expected = {
+            "lora_A": ALPHA / R * part["lora_B"].T @ whole,
+            "lora_B": ALPHA / R * whole @ part["lora_A"].T,
+        }
+        for name, gradient in expected.items():
+            got = getattr(layer, name)["default"].weight.grad
+            assert torch.allclose(got, gradient, atol=1e-4 * gradient.abs().max().item())

@@ -1,0 +1,81 @@
+"""Going on from an adapter equals not having stopped."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import NAMES, train_into
+
+# The optimizer remembers nothing, and each step is of the same two rows: their order may change
+# from epoch to epoch, but a sum of two is the same either way.
+SETTINGS = [
+    "optimizer.beta1=0",
+    "optimizer.beta2=0",
+    "optimizer.weight_decay=0",
+    "optimizer.lr=1e-3",
+    "schedule=constant",
+    "schedule.warmup_steps=0",
+    "packing=none",
+    "trainer.micro_batch_size=1",
+    "trainer.gradient_accumulation_steps=2",
+    "trainer.log_every_steps=1",
+    "data.val_set_size=0",
+    "logger=csv",
+]
+ADAPTERS = {
+    "lora": ["adapter=lora", "adapter.dropout=0"],
+    "dora": ["adapter=lora", "adapter.dropout=0", "adapter.use_dora=true"],
+    "tokens": ["adapter=lora", "adapter.dropout=0", "adapter.trainable_tokens=[<|im_end|>]"],
+    "ia3": ["adapter=ia3"],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two data sets of a row each."""
+    folder = tmp_path_factory.mktemp("data")
+    datasets = []
+    for name in NAMES:
+        row = {"instruction": f"Say {name}.", "input": "", "output": f"{name}, twice {name}"}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+        datasets.append(f"{{path: {folder / name}.jsonl, name: {name}, format: alpaca}}")
+    return f"data.datasets=[{', '.join(datasets)}]"
+
+
+def losses(run: Path) -> list[tuple[str, ...]]:
+    """The training losses of each step, letter by letter as they were written."""
+    with (run / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss"]]
+    return [(row["train/loss"], *(row[f"train/loss/{name}"] for name in NAMES)) for row in rows]
+
+
+@pytest.mark.parametrize("kind", list(ADAPTERS))
+def test_three_steps_and_three_more_are_six(kind: str, data: str, tmp_path: Path) -> None:
+    settings = [*SETTINGS, *ADAPTERS[kind], data]
+    whole = train_into(tmp_path / "whole", *settings, "trainer.max_steps=6")
+    half = train_into(tmp_path / "half", *settings, "trainer.max_steps=3")
+    going_on = [word for word in settings if not word.startswith("adapter.trainable_tokens")]
+    rest = train_into(
+        tmp_path / "rest", *going_on, "trainer.max_steps=3", f"adapter.path={half / 'adapter'}"
+    )
+    assert len(set(losses(whole))) == 6
+    assert losses(half) + losses(rest) == losses(whole)
+    expected, found = (
+        load_file(run / "adapter" / "adapter_model.safetensors") for run in (whole, rest)
+    )
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    configs = [
+        json.loads((r / "adapter" / "adapter_config.json").read_text()) for r in (whole, rest)
+    ]
+    for config in configs:
+        for key in ("target_modules", "feedforward_modules"):
+            config[key] = sorted(config.get(key) or [])
+    assert configs[0] == configs[1]

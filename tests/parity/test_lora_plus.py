@@ -1,0 +1,93 @@
+"""LoRA+ against the optimizer that peft builds for it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.optimizers import create_loraplus_optimizer
+
+from app.model.adapter import LoraConfig
+from app.training.optimizer import AdamWConfig, build_optimizer
+from tests.tiny import random_ids, tiny_llama
+
+LR, RATIO = 1e-3, 16.0
+
+
+def adapted() -> Any:
+    model = tiny_llama()
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear")
+    )
+
+
+def pairs(model: Any, weight_decay: float) -> tuple[Any, Any, Any]:
+    """Our optimizer on `model`, and peft's on a copy of it."""
+    other = copy.deepcopy(model)
+    ours = build_optimizer(
+        model,
+        AdamWConfig(weight_decay=weight_decay),
+        LoraConfig(lora_plus_ratio=RATIO),
+        lr=LR,
+        fused=False,
+    )
+    theirs = create_loraplus_optimizer(
+        other,
+        torch.optim.AdamW,
+        lr=LR,
+        loraplus_lr_ratio=RATIO,
+        loraplus_weight_decay=weight_decay,
+        eps=1e-8,
+        betas=(0.9, 0.999),
+    )
+    return ours, theirs, other
+
+
+def settings_by_name(model: Any, optimizer: Any) -> dict[str, tuple[float, float]]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(parameter)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_every_weight_has_the_learning_rate_and_decay_of_the_reference(
+    weight_decay: float,
+) -> None:
+    model = adapted()
+    ours, theirs, other = pairs(model, weight_decay)
+    expected = settings_by_name(other, theirs)
+    assert settings_by_name(model, ours) == expected
+    assert set(expected.values()) == {(LR, weight_decay), (LR * RATIO, weight_decay)}
+
+
+def test_ten_steps_give_the_weights_of_the_reference() -> None:
+    model, ids = adapted(), random_ids(2, 16)
+    ours, theirs, other = pairs(model, 0.1)
+    start = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    for _ in range(10):
+        for each, optimizer in ((model, ours), (other, theirs)):
+            optimizer.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+    reference = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, reference[name]), name
+            assert not torch.equal(parameter, start[name]), name
+
+
+def test_only_b_is_scaled_where_the_reference_scales_magnitudes_as_well() -> None:
+    """The paper scales B; peft's group of vectors was meant for biases and takes DoRA's along."""
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+    model = peft.get_peft_model(tiny_llama(), lora)
+    ours, theirs, other = pairs(model, 0.0)
+    got, expected = settings_by_name(model, ours), settings_by_name(other, theirs)
+    different = {name for name in got if got[name] != expected[name]}
+    assert different == {name for name in got if "magnitude" in name}
+    assert {got[name][0] for name in different} == {LR}

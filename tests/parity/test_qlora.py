@@ -1,0 +1,113 @@
+"""A quantized base computes what its dequantized weights do, forward and backward.
+
+The reference is a plain model in fp32 whose weights are those that bitsandbytes gives back, with
+the same adapter beside them.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from torch import Tensor
+
+from app.model.adapter import AdapterConfig, Ia3Config, LoraConfig, apply_adapter
+from app.model.build import ModelConfig, build_model
+from app.model.quantization import QuantizationConfig, stored_settings
+from app.model.recompute import RecomputeConfig
+from tests.tiny import random_ids, tiny_llama
+
+ADAPTERS = {
+    "lora": LoraConfig(dropout=0.0),
+    "dora": LoraConfig(dropout=0.0, use_dora=True),
+    "ia3": Ia3Config(),
+}
+EXACT = 2e-6
+"""of the norm, as all that follow: fp32 on both sides, sums in another order"""
+BF16 = 3e-2
+"""bf16 has 8 bits of mantissa, and two layers round some twenty times"""
+INT8 = 5e-2
+"""LLM.int8() rounds each token's activations to 8 bits where it computes in int8"""
+
+
+def dequantize(layer: torch.nn.Module) -> Tensor:
+    weight = layer.weight
+    if isinstance(weight, bnb.nn.Params4bit):
+        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state).float()
+    scales = layer.state.SCB if weight.SCB is None else weight.SCB
+    return bnb.functional.int8_vectorwise_dequant(weight.data, scales)
+
+
+def pair(folder: Path, method: str, adapter: AdapterConfig, precision: str) -> tuple[Any, Any]:
+    """A quantized base and its dequantized twin, with the same trained adapter on both."""
+    plain = tiny_llama(hidden_size=64, intermediate_size=128)
+    plain.save_pretrained(folder)
+    config = ModelConfig(path=str(folder))
+    settings = QuantizationConfig(method=method)
+    model = build_model(config, settings, "sdpa", adapter, RecomputeConfig(), precision)
+    base = model.get_base_model()
+    assert stored_settings(base.config) is not None
+    for name, module in base.named_modules():
+        if isinstance(module, (bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            twin = plain.get_submodule(name.replace(".base_layer", ""))
+            assert twin.weight.shape == (module.out_features, module.in_features)
+            twin.weight.data = dequantize(module)
+    for mine, theirs in ((base.model.norm, plain.model.norm), (base.lm_head, plain.lm_head)):
+        theirs.weight.data = mine.weight.data.float()
+    reference = apply_adapter(plain, copy.deepcopy(adapter), half_precision=False)
+    torch.manual_seed(1)
+    ours = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if parameter.requires_grad:
+            if "magnitude" not in name:
+                one = float("ia3" in name)
+                torch.nn.init.normal_(parameter, one, 0.1)
+            ours[name].data = parameter.data.clone()
+    return model, reference
+
+
+def logits_and_gradients(model: Any, precision: str) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = random_ids(3, 24)
+    model.train()
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    gradients = {n: p.grad.float().clone() for n, p in model.named_parameters() if p.requires_grad}
+    return output.logits.detach().float(), gradients
+
+
+def validate(model: Any, precision: str) -> Tensor:
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        logits = [model(input_ids=random_ids(3, 24)).logits.float() for _ in range(2)]
+    assert torch.equal(*logits)
+    return logits[0]
+
+
+def assert_near(ours: Tensor, reference: Tensor, tolerance: float, name: str = "") -> None:
+    difference = (ours - reference).norm() / reference.norm()
+    assert difference < tolerance, f"{name}: {difference:.2g}"
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", EXACT), ("bf16", BF16)])
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_a_step_is_that_of_the_dequantized_weights_before_and_after_a_validation(
+    tmp_path: Path, method: str, adapter: str, precision: str, tolerance: float
+) -> None:
+    model, reference = pair(tmp_path, method, ADAPTERS[adapter], precision)
+    expected, expected_gradients = logits_and_gradients(reference, "fp32")
+    for _ in range(2):
+        logits, gradients = logits_and_gradients(model, precision)
+        assert_near(logits, expected, tolerance, "logits")
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in expected_gradients.items():
+            assert gradient.any(), name
+            assert_near(gradients[name], gradient, 3 * tolerance, name)
+        in_eval = tolerance if method == "nf4" else max(INT8, tolerance)
+        assert_near(validate(model, precision), expected, in_eval, "validation")

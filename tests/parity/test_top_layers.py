@@ -1,0 +1,199 @@
+"""Adapters on the top layers alone: the backward pass goes no deeper than the lowest of them."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.model.adapter import (
+    AdapterConfig,
+    FreezeConfig,
+    Ia3Config,
+    LoraConfig,
+    apply_adapter,
+    report_trainable,
+)
+from app.model.build import ModelConfig, load_base
+from app.model.layers import decoder_layers
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig, apply_recompute
+from tests.tiny import probe_of, tiny_bart, tiny_llama, tiny_t5
+
+NUM_LAYERS = 4
+CONFIGS = {
+    "lora": lambda layers: LoraConfig(r=4, layers=layers),
+    "dora": lambda layers: LoraConfig(r=4, layers=layers, use_dora=True),
+    "ia3": lambda layers: Ia3Config(layers=layers),
+    "freeze": lambda layers: FreezeConfig(layers=layers),
+}
+
+
+class Kept:
+    """A tensor that autograd keeps for the backward pass, and the layer that asked for it."""
+
+    def __init__(self, tensor: torch.Tensor, layer: int) -> None:
+        self.tensor, self.layer = tensor, layer
+
+
+class Watch:
+    """Who keeps how many bytes; weights are not counted, they are there anyway."""
+
+    def __init__(self, model: Any) -> None:
+        self.layer = -1
+        self.enters: dict[int, bool] = {}
+        self.kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        for number, name in enumerate(decoder_layers(model)):
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(self.entering(number), with_kwargs=True)
+            module.register_forward_hook(self.leaving)
+
+    def entering(self, number: int) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            self.layer, self.enters[number] = number, hidden.requires_grad
+
+        return hook
+
+    def leaving(self, *_: Any) -> None:
+        self.layer = -1
+
+    def pack(self, tensor: torch.Tensor) -> Kept:
+        kept = Kept(tensor, self.layer)
+        self.kept.add(kept)
+        return kept
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda kept: kept.tensor):
+            yield
+
+    def bytes_by_layer(self) -> Counter[int]:
+        gc.collect()
+        seen, found = set(), Counter[int]()
+        for kept in self.kept:
+            storage = kept.tensor.untyped_storage()
+            if storage.data_ptr() not in self.weights | seen:
+                seen.add(storage.data_ptr())
+                found[kept.layer] += storage.nbytes()
+        return found
+
+
+def build(
+    tmp_path: Path, config: AdapterConfig, recompute: str = "none", quantization: str = "none"
+) -> Any:
+    tiny_llama(num_hidden_layers=NUM_LAYERS).save_pretrained(tmp_path)
+    settings = QuantizationConfig(method=quantization)
+    base = load_base(ModelConfig(path=str(tmp_path)), "eager", torch.float32, settings)
+    apply_recompute(base, RecomputeConfig(mode=recompute))
+    return apply_adapter(base, config, half_precision=False).train()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [
+        ("lora", "none"),
+        ("dora", "none"),
+        ("ia3", "none"),
+        ("freeze", "none"),
+        ("lora", "nf4"),
+        ("ia3", "nf4"),
+        ("lora", "int8"),
+    ],
+)
+def test_nothing_is_kept_or_computed_below_the_lowest_adapter(
+    kind: str, quantization: str, recompute: str, tmp_path: Path
+) -> None:
+    model = build(tmp_path, CONFIGS[kind]("top 1"), recompute, quantization)
+    watch = Watch(model)
+    with watch.watching():
+        loss = model(**probe_of(model)).logits.square().mean()
+    assert watch.enters == dict.fromkeys(range(NUM_LAYERS), False)
+    kept = watch.bytes_by_layer()
+    assert [kept[layer] for layer in range(NUM_LAYERS - 1)] == [0] * (NUM_LAYERS - 1)
+    assert kept[-1] > 0
+    # Recomputing keeps a layer's input alone, which the layer below may have been counted for.
+    assert recompute == "full" or kept[NUM_LAYERS - 1] > 0
+    loss.backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(gradient is not None for gradient in trained.values())
+    assert all(f"layers.{NUM_LAYERS - 1}." in name for name in trained)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("lowest", [0, 2])
+def test_all_from_the_lowest_adapter_up_is_on_the_way(
+    lowest: int, recompute: str, tmp_path: Path
+) -> None:
+    model = build(tmp_path, CONFIGS["lora"]([lowest]), recompute)
+    watch = Watch(model)
+    with watch.watching():
+        loss = model(**probe_of(model)).logits.square().mean()
+    assert watch.enters == {layer: layer > lowest for layer in range(NUM_LAYERS)}
+    loss.backward()
+    b = [p.grad for name, p in model.named_parameters() if "lora_B" in name]
+    assert all(gradient is not None and gradient.any() for gradient in b)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
+def test_an_adapter_on_the_decoder_leaves_the_encoder_alone(
+    make: Callable[[], Any], recompute: str
+) -> None:
+    base = make()
+    apply_recompute(base, RecomputeConfig(mode=recompute))
+    model = apply_adapter(base, LoraConfig(r=4, layers="top 1"), half_precision=False).train()
+    watch = Watch(model)
+    with watch.watching():
+        loss = model(**probe_of(model)).logits.square().mean()
+    assert watch.enters == dict.fromkeys(range(4), False)
+    kept = watch.bytes_by_layer()
+    assert [kept[layer] for layer in range(3)] == [0, 0, 0]
+    assert recompute == "full" or kept[3] > 0
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_parameters_memory_and_time_fall_with_the_layers() -> None:
+    """Two layers of eight: a quarter of the adapter, about a quarter of the backward pass."""
+    numbers = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8}
+    base = {"vocab_size": 64, **numbers}
+    models = {
+        layers: apply_adapter(
+            tiny_llama(**base), LoraConfig(r=8, layers=layers), half_precision=False
+        ).train()
+        for layers in ("all", "top 2")
+    }
+    trainable = {name: report_trainable(model).num_trainable for name, model in models.items()}
+    assert trainable["top 2"] * 4 == trainable["all"]
+
+    row = {"input_ids": torch.randint(3, 64, (4, 128))}
+    kept: dict[str, Counter[int]] = {}
+    for name, model in models.items():
+        watch = Watch(model)
+        with watch.watching():
+            loss = model(**row).logits.square().mean()
+        kept[name] = watch.bytes_by_layer()
+        del loss
+    inside = {name: sum(found[n] for n in range(8)) for name, found in kept.items()}
+    assert inside["top 2"] <= 0.26 * inside["all"]
+    assert kept["top 2"][-1] <= kept["all"][-1]
+
+    seconds = {name: float("inf") for name in models}
+    for _ in range(5):  # in turns, so that another program's work falls on both
+        for name, model in models.items():
+            started = time.perf_counter()
+            model(**row).logits.square().mean().backward()
+            seconds[name] = min(seconds[name], time.perf_counter() - started)
+    assert seconds["top 2"] < 0.9 * seconds["all"]

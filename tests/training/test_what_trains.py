@@ -1,0 +1,205 @@
+"""The table at the start of a run says what trains, in names of the base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from app.model.adapter import (
+    AdapterConfig,
+    FullConfig,
+    Ia3Config,
+    LoraConfig,
+    report_trainable,
+    trained_weights,
+)
+from app.model.quantization import storage_of
+from app.training.optimizer import AdamWConfig, OptimizerConfig, build_optimizer
+from app.training.what_trains import (
+    MAX_ROWS,
+    TrainedPattern,
+    say_what_trains,
+    trained_patterns,
+    what_trains_table,
+)
+from tests.tiny import tiny_llama
+
+Q_PROJ = "model.layers.*.self_attn.q_proj"
+
+
+def adapted(config: peft.PeftConfig, **llama: Any) -> Any:
+    return peft.get_peft_model(tiny_llama(**llama), config)
+
+
+def optimizer_of(
+    model: Any, adapter: AdapterConfig, config: OptimizerConfig | None = None
+) -> torch.optim.Optimizer:
+    return build_optimizer(model, config or AdamWConfig(), adapter, lr=1e-3, fused=False)
+
+
+def patterns_of(
+    model: Any, adapter: AdapterConfig, config: OptimizerConfig | None = None
+) -> list[TrainedPattern]:
+    patterns = trained_patterns(model, optimizer_of(model, adapter, config))
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sum(pattern.num_weights for pattern in patterns) == trainable
+    return patterns
+
+
+def many_layers() -> Any:
+    """An encoder-decoder: more kinds of modules than the table has rows."""
+    config = T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2, is_gated_act=True
+    )
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(config)
+
+
+def test_layers_are_summed_up_and_peft_is_taken_out_of_the_names() -> None:
+    model = adapted(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    q_proj, down_proj = patterns_of(model, LoraConfig())
+    assert (q_proj.pattern, down_proj.pattern) == (Q_PROJ, "model.layers.*.mlp.down_proj")
+    assert list(q_proj.kinds) == ["lora A", "lora B"]
+    assert list(q_proj.shapes) == ["4x32", "32x4"]
+    assert len(q_proj.modules) == 2
+    assert q_proj.num_weights == 2 * (4 * 32 + 32 * 4)
+    assert (q_proj.dtype, q_proj.lr, q_proj.weight_decay) == ("float32", 1e-3, 0.0)
+
+
+def test_every_kind_of_weight_has_the_name_that_its_base_gives_it() -> None:
+    model = adapted(
+        peft.LoraConfig(
+            r=4,
+            target_modules=["q_proj"],
+            use_dora=True,
+            trainable_token_indices=[3, 4],
+            modules_to_save=["o_proj"],
+        )
+    )
+    weights = trained_weights(model)
+    base_names = {name for name, _ in tiny_llama().named_modules()}
+    assert {weight.module for weight in weights} <= base_names
+    assert {
+        (weight.module, weight.kind) for weight in weights if "layers.1" not in weight.module
+    } == {
+        ("model.embed_tokens", "token rows"),
+        ("model.layers.0.self_attn.q_proj", "lora A"),
+        ("model.layers.0.self_attn.q_proj", "lora B"),
+        ("model.layers.0.self_attn.q_proj", "magnitude"),
+        ("model.layers.0.self_attn.o_proj", "weight"),
+    }
+
+
+def test_rates_and_decays_of_their_own_are_rows_of_their_own() -> None:
+    model = adapted(peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
+    adapter = LoraConfig(lora_plus_ratio=16, lora_plus_weight_decay=0.0)
+    patterns = patterns_of(model, adapter, AdamWConfig(weight_decay=0.1))
+    got = [(*p.kinds, p.lr, p.weight_decay) for p in patterns]
+    assert got == [("lora A", 1e-3, 0.1), ("lora B", 16e-3, 0.0), ("magnitude", 1e-3, 0.0)]
+    table = what_trains_table(patterns)
+    assert [str(column.header) for column in table.columns][-2:] == ["lr", "decay"]
+    assert list(table.columns[-2].cells) == ["1e-3", "0.016", "1e-3"]
+    assert str(table.title) == "what trains, dtype float32"
+
+
+def test_ia3_says_vector() -> None:
+    model = adapted(
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    )
+    patterns = patterns_of(model, Ia3Config())
+    assert [list(p.kinds) for p in patterns] == [["ia3 vector"], ["ia3 vector"]]
+    assert [list(p.shapes) for p in patterns] == [["16x1"], ["1x48"]]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_full_model_lists_each_module_and_a_tied_head_once(tied: bool) -> None:
+    names = [p.pattern for p in patterns_of(tiny_llama(tie_word_embeddings=tied), FullConfig())]
+    assert ("lm_head" in names) is not tied
+    assert "model.embed_tokens" in names and "model.layers.*.mlp.up_proj" in names
+    assert len(names) == len(set(names))
+
+
+def test_what_is_alike_in_all_rows_is_said_once() -> None:
+    model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
+    table = what_trains_table(patterns_of(model, LoraConfig(), AdamWConfig(weight_decay=0.1)))
+    assert str(table.title) == "what trains, dtype float32, lr 1e-3, decay 0.1"
+    headings = ["module", "part", "number", "shapes", "weights", "share"]
+    assert [str(column.header) for column in table.columns] == headings
+    shares = [float(cell.rstrip("%")) for cell in table.columns[-1].cells]
+    assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
+
+
+def test_more_patterns_than_rows_are_summed_up_in_the_last_row() -> None:
+    patterns = patterns_of(many_layers(), FullConfig())
+    assert len(patterns) > MAX_ROWS
+    table = what_trains_table(patterns)
+    assert table.row_count == MAX_ROWS
+    shown, weights = list(table.columns[0].cells), list(table.columns[4].cells)
+    assert shown[-1] == f"{len(patterns) - MAX_ROWS + 1} smaller ones"
+    order = [pattern.pattern for pattern in patterns]
+    places = [order.index(name) for name in shown[:-1]]
+    assert places == sorted(places)
+    counts = [int(cell.replace(",", "")) for cell in weights]
+    assert sum(counts) == sum(pattern.num_weights for pattern in patterns)
+    left_out = [p.num_weights for p in patterns if p.pattern not in shown]
+    assert max(left_out) <= min(counts[:-1])
+
+
+def test_a_log_file_gets_lines_that_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
+    say_what_trains(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line for line in lines if Q_PROJ in line and "lora B" in line)
+    assert row.split() == [Q_PROJ, "lora", "B", "2", "32x4", "256", "6.9%", "0.016"]
+    report = report_trainable(model)
+    assert lines[-1] == f"model: {report}"
+    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert report.num_bytes == num_bytes
+    assert lines[-1].endswith(f"in float32, together {num_bytes / 2**20:.1f} MiB")
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_weights_of_four_bits_are_counted_and_not_their_packs(
+    tmp_path: Path, double_quant: bool
+) -> None:
+    # Wide enough for the scales to be few beside the weights.
+    plain = tiny_llama(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+    plain.save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
+    shapes = {name: parameter.numel() for name, parameter in plain.named_parameters()}
+    linear = sum(count for name, count in shapes.items() if "_proj" in name)
+    kept = [storage_of(parameter) for parameter in model.parameters()]
+    assert sum(storage.num_weights for storage in kept) == sum(shapes.values())
+    assert sum(storage.num_weights for storage in kept if storage.dtype == "nf4") == linear
+    packed = sum(storage.num_bytes for storage in kept if storage.dtype == "nf4")
+    bits_of_scales = (packed * 8 - linear * 4) / linear
+    assert bits_of_scales == pytest.approx(8 / 64 if double_quant else 32 / 64, rel=0.1)
+
+    lora = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    report = report_trainable(lora)
+    assert report.num_trainable == 2 * (4 * 64 + 64 * 4)
+    assert report.num_total == sum(shapes.values()) + report.num_trainable
+    assert report.dtypes["nf4"] == linear
+
+
+def test_weights_of_eight_bits_take_a_byte_each(tmp_path: Path) -> None:
+    tiny_llama(tie_word_embeddings=False).save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    storage = storage_of(weight)
+    assert (storage.num_weights, storage.dtype) == (32 * 48, "int8")
+    assert storage.num_bytes == 32 * 48 + 4 * 32
