@@ -28,14 +28,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.evaluation.generation import exact_match
     from app.model.adapter import FullConfig, LoraConfig, is_adapter
     from app.model.attention import attention_implementation, choose_backend
-    from app.model.build import (
-        context_len,
-        decoder_start_token_id,
-        load_architecture,
-        load_base,
-        load_tuned,
-        weight_dtype,
-    )
+    from app.model.base import context_len, decoder_start_token_id, load_architecture, load_base
+    from app.model.build import load_tuned, weight_dtype
     from app.model.chat import stop_token_ids, with_chat_template
     from app.model.tokenizer import build_tokenizer, new_token_ids
     from app.model.tokens import num_rows

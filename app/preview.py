@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import PreviewConfig, run_verb, save_config
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.output import decide_run_dir
 from app.quiet import is_offline, quiet_libraries
 from app.training.trainer import TrainerConfig
@@ -38,7 +38,7 @@ def preview(config: PreviewConfig) -> Path:
     # Imported here and not above: --help and a config error must not wait for torch.
     from rich.console import Console
 
-    from app.model.build import context_len, decoder_start_token_id
+    from app.model.base import context_len, decoder_start_token_id
     from app.model.chat import with_chat_template
     from app.model.tokenizer import build_tokenizer, new_token_ids
     from app.model.tokens import num_rows
@@ -159,7 +159,7 @@ def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
 
     Numbers that stand in the settings are taken at their word: nothing has to be downloaded.
     """
-    from app.model.build import load_architecture
+    from app.model.base import load_architecture
 
     folder = None if model.path is None else Path(model.path)
     if folder is not None and folder.is_dir():

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from app.launch import is_first_rank
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from data_modules import DataConfig, is_hub_id
 
 MEANINGLESS_WARNINGS = (

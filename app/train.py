@@ -22,11 +22,12 @@ from app.quiet import is_offline, quiet_libraries
 from app.sweep import run_sweep
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from data_modules import FinetuneDataModule, Prompt
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
+
+Measure = Callable[[Any], dict[str, float]]
+"""takes a model, returns figures by name"""
 
 
 def train(config: TrainConfig) -> float | None:
@@ -38,17 +39,12 @@ def train(config: TrainConfig) -> float | None:
     import lightning as L
 
     from app.evaluation.comparison import say_comparison
+    from app.evaluation.generation import exact_match
     from app.model.attention import attention_implementation, choose_backend
-    from app.model.build import (
-        build_model,
-        context_len,
-        decoder_start_token_id,
-        load_architecture,
-        load_base,
-        save_model,
-        weight_dtype,
-    )
+    from app.model.base import context_len, decoder_start_token_id, load_architecture, load_base
+    from app.model.build import build_model, weight_dtype
     from app.model.chat import stop_token_ids, with_chat_template
+    from app.model.save import save_model
     from app.model.tokenizer import build_tokenizer, new_token_ids
     from app.model.tokens import num_rows, trained_token_ids
     from app.strategy.build import build_strategy
@@ -56,6 +52,7 @@ def train(config: TrainConfig) -> float | None:
     from app.training.curves import Curves
     from app.training.learning_rate import resolve_lr
     from app.training.logger import build_loggers
+    from app.training.loss import validate
     from app.training.module import FinetuneModule
     from app.training.optimizer import build_optimizer
     from app.training.trainer import build_trainer, resolve_placement
@@ -160,15 +157,14 @@ def train(config: TrainConfig) -> float | None:
 
     # What is left of it: saved, reopened and checked, compared with its base.
     trained = module.model.to(trainer.strategy.root_device)
-    dtype = weight_dtype(precision, config.adapter)
-    reload_base = partial(
-        load_base,
-        config.model,
+    implementation, dtype = (
         attention_implementation(backend),
-        dtype,
-        config.quantization,
-        new_ids,
+        weight_dtype(precision, config.adapter),
     )
+    reload_base = partial(
+        load_base, config.model, implementation, dtype, config.quantization, new_ids
+    )
+    names, stops = datamodule.dataset_names, datamodule.stop_token_ids | stop_ids
     with placement.autocast():
         saved, model = save_model(
             trained,
@@ -182,13 +178,10 @@ def train(config: TrainConfig) -> float | None:
         metrics = compare(
             model,
             config,
-            datamodule,
-            tokenizer,
-            prompts,
-            backend,
+            lambda model: validate(model, datamodule.whole_val_dataloader(), backend, names),
+            lambda model: exact_match(model, tokenizer, prompts, stops, config.evaluation),
             curves.validations,
             reload_base,
-            stop_ids=stop_ids,
             is_as_trained=model is trained,
         )
     tokenizer.save_pretrained(saved)
@@ -202,48 +195,40 @@ def train(config: TrainConfig) -> float | None:
 def compare(
     model: Any,
     config: TrainConfig,
-    datamodule: FinetuneDataModule,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: dict[str, list[Prompt]],
-    backend: str,
+    measure: Measure,
+    ask: Measure,
     validations: list[dict[str, float]],
     reload_base: Callable[[], PreTrainedModel],
     *,
-    stop_ids: set[int],
     is_as_trained: bool,
 ) -> dict[str, float]:
-    """Measure what was saved against its base, as `app.evaluate` does on the run's folder.
+    """Compare what was saved with its base, as `app.evaluate` does on the run's folder.
 
-    `is_as_trained`: the model is the one that was trained, not one that was read again.
+    `measure` takes a model's validation losses, `ask` its answers; `validations` are those of the
+    training, the first before its first step. `is_as_trained`: the model is the one that was
+    trained, not one that was read again.
     """
     from app.evaluation.comparison import adapter_switched_off, named
-    from app.evaluation.generation import exact_match
     from app.model.adapter import goes_on, saves_whole_model
-    from app.training.loss import validate
 
     is_whole = saves_whole_model(config.adapter)
     metrics: dict[str, float] = {}
     if validations:
-        batches, names = datamodule.whole_val_dataloader(), datamodule.dataset_names
-        measure = partial(validate, model, batches, backend, names)
         # Saving rounds a full model to its base's dtype: its last validation was another model's.
-        tuned = validations[-1] if is_as_trained and not is_whole else measure()
+        tuned = validations[-1] if is_as_trained and not is_whole else measure(model)
         if is_whole or (is_as_trained and not goes_on(config.adapter)):
             base = validations[0]
         else:  # the run did not start as its base
             with adapter_switched_off(model):
-                base = measure()
+                base = measure(model)
         metrics |= named("base", base) | named("tuned", tuned)
     if config.evaluation.exact_match:
-        stops = datamodule.stop_token_ids | stop_ids
-        asked = (tokenizer, prompts, stops)
-        metrics |= named("tuned", exact_match(model, *asked, config.evaluation))
+        metrics |= named("tuned", ask(model))
         if not is_whole:
             with adapter_switched_off(model):
-                metrics |= named("base", exact_match(model, *asked, config.evaluation))
+                metrics |= named("base", ask(model))
         elif not config.model.from_scratch:
-            untrained = reload_base().to(model.device)
-            metrics |= named("base", exact_match(untrained, *asked, config.evaluation))
+            metrics |= named("base", ask(reload_base().to(model.device)))
     return metrics
 
 

@@ -69,7 +69,8 @@ def datamodule() -> Any:
 def builder() -> Callable[[], Any]:
     """What makes the model: the same for both loops."""
     from app.model.adapter import LoraConfig
-    from app.model.build import ModelConfig, build_model
+    from app.model.base import ModelConfig
+    from app.model.build import build_model
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
 

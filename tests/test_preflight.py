@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.preflight import describe_base
 from app.preflight.base_model import read_shapes
 from app.preflight.shapes import shapes_of_architecture

@@ -75,7 +75,7 @@ MOST_USED = {
 DATA_PARTS = ("data", "packing")
 """parts of which all settings are listed, where a verb learns from data"""
 WHAT = {
-    "train": "fine-tune a causal language model; leaves a verified adapter in outputs/",
+    "train": "fine-tune a language model; leaves a verified adapter in outputs/",
     "preview": "what a run would learn from: rows, loss mask, packs, audit; needs a tokenizer only",
     "evaluate": "loss per data set and exact match on held-out rows, base against tuned",
 }

@@ -20,7 +20,7 @@ from app.model.adapter import (
     LoraConfig,
 )
 from app.model.attention import AttentionConfig
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.output import OutputConfig, saved_folder

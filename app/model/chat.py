@@ -11,7 +11,7 @@ from app.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from app.model.build import ModelConfig
+    from app.model.base import ModelConfig
     from data_modules import DataConfig
 
 

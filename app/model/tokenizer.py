@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

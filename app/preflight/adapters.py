@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.model.adapter import ADAPTER_FILE, ORIGIN_FILE, AdapterConfig, Ia3Config, LoraConfig
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.preflight.base_model import BaseModel, read_header, read_json_object, seen_from
 from app.preflight.fingerprint import describe_base
 from app.preflight.shapes import Shapes

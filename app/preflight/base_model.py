@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.model.quantization import QuantizationConfig, find_stored_problem, stored_method
 from app.preflight.shapes import Shapes, shapes_of_architecture
 

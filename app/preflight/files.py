@@ -11,7 +11,7 @@ from typing import Any
 
 from app.errors import nearest
 from app.model.adapter import goes_on, is_adapter, saves_whole_model
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.preflight.adapters import check_goes_on, check_saved_adapter
 from app.preflight.base_model import (
     BaseModel,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.preflight.base_model import MAX_HEADER_BYTES
 
 NUM_BLOCKS, BLOCK_BYTES = 64, 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.model.adapter import write_origin
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.preflight import describe_base
 from app.preflight.targets import num_layers
 from tests.door import Answer, ask, make_adapter, make_data, make_model, write_safetensors

@@ -15,14 +15,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from app.config import conf_files, load_config
-from app.model.build import (
-    ModelConfig,
-    build_model,
-    context_len,
-    load_architecture,
-    load_base,
-    model_class,
-)
+from app.model.base import ModelConfig, context_len, load_architecture, load_base, model_class
+from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
 from app.preflight.base_model import BaseModel
 from app.preflight.files import check_sequence_len

@@ -12,21 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaForCausalLM
 
 from app.errors import TrainingFault, UserError
-from app.model import build
+from app.model import save as saving
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, probe_logits
 from app.model.attention import attention_implementation
-from app.model.build import (
-    ModelConfig,
-    build_model,
-    context_len,
-    load_architecture,
-    load_base,
-    load_tuned,
-    save_model,
-    weight_dtype,
-)
+from app.model.base import ModelConfig, context_len, load_architecture, load_base
+from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.model.save import save_model
 from tests.tiny import probe, random_ids, tiny_llama
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -314,13 +307,13 @@ def test_an_adapter_that_does_not_read_back_is_a_training_fault(
 ) -> None:
     model = built(base)
     move(model)
-    write = build.save_adapter
+    write = saving.save_adapter
 
     def write_badly(model: Any, folder: Path) -> None:
         write(model, folder)
         spoil(folder / "adapter_model.safetensors")
 
-    monkeypatch.setattr(build, "save_adapter", write_badly)
+    monkeypatch.setattr(saving, "save_adapter", write_badly)
     with pytest.raises(TrainingFault, match=r"does not read back.*logits differ"):
         save(model, LoraConfig(), base, tmp_path)
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from app.errors import UserError
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.model.chat import stop_token_ids, with_chat_template
 from data_modules import DataConfig
 from data_modules.template.named_templates import named_template

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from app.model.adapter import FreezeConfig, FullConfig, apply_adapter
-from app.model.build import ModelConfig, load_base
+from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 

@@ -14,7 +14,7 @@ import transformers
 
 from app.model.adapter import Ia3Config, apply_adapter, load_adapter, probe_logits, save_adapter
 from app.model.adapter.ia3 import target_modules
-from app.model.build import ModelConfig, load_base
+from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 

@@ -13,7 +13,8 @@ import transformers
 from app.errors import UserError
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, LoraConfig
 from app.model.attention import attention_implementation, check_isolation, inputs
-from app.model.build import ModelConfig, build_model, load_base
+from app.model.base import ModelConfig, load_base
+from app.model.build import build_model
 from app.model.quantization import (
     QuantizationConfig,
     quantization_settings,

@@ -29,7 +29,8 @@ from app.model.adapter import (
     save_adapter,
     verify_adapter,
 )
-from app.model.build import ModelConfig, load_architecture, load_base, save_model
+from app.model.base import ModelConfig, load_architecture, load_base
+from app.model.save import save_model
 from app.model.tokens import resize_embeddings
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 

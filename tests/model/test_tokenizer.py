@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.model.build import ModelConfig
+from app.model.base import ModelConfig
 from app.model.tokenizer import build_tokenizer
 from tests.tiny import TINY_BASE
 

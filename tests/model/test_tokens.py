@@ -21,7 +21,8 @@ from app.model.adapter import (
     save_adapter,
     verify_adapter,
 )
-from app.model.build import ModelConfig, load_base, load_tuned
+from app.model.base import ModelConfig, load_base
+from app.model.build import load_tuned
 from app.model.tokenizer import build_tokenizer, new_token_ids
 from app.model.tokens import num_rows, resize_embeddings, trained_token_ids
 from data_modules import DataError

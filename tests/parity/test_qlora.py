@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from app.model.adapter import AdapterConfig, Ia3Config, LoraConfig, apply_adapter
-from app.model.build import ModelConfig, build_model
+from app.model.base import ModelConfig
+from app.model.build import build_model
 from app.model.quantization import QuantizationConfig, stored_settings
 from app.model.recompute import RecomputeConfig
 from tests.tiny import random_ids, tiny_llama

@@ -22,7 +22,7 @@ from app.model.adapter import (
     apply_adapter,
     report_trainable,
 )
-from app.model.build import ModelConfig, load_base
+from app.model.base import ModelConfig, load_base
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig, apply_recompute

@@ -1,0 +1,173 @@
+"""The base model: what can be said of it, its numbers, and its weights as they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from app.errors import UserError
+from app.model.quantization import (
+    QuantizationConfig,
+    cast_unquantized,
+    find_stored_problem,
+    prepare_quantized,
+    quantizable_layers,
+    quantization_settings,
+    stored_settings,
+)
+from app.model.tokens import resize_embeddings
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    path: str | None = None
+    """folder or hub id of the base model (config.json, safetensors, tokenizer)"""
+    revision: str | None = None
+    """hub commit, tag or branch; pins what is downloaded"""
+    trust_remote_code: bool = False
+    """run Python files that come with the model; only together with a pinned revision"""
+    tokenizer_path: str | None = None
+    """folder or hub id of the tokenizer, where it is not the model's own"""
+    added_tokens: list[str] = field(default_factory=list)
+    """special tokens that are new to this base, as [<|im_start|>, <|im_end|>]; their rows train"""
+    from_scratch: bool = False
+    """start from random weights of `architecture` instead of a trained base"""
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """the config.json numbers of this model: lets checks and plans run without a download"""
+    chat_template: str | None = None
+    """template by name for a tokenizer that has none; null where the base learned no chat tokens"""
+    stop_tokens: list[str] = field(default_factory=list)
+    """tokens that end an answer besides the EOS and the template's own, as [<|eot_id|>]"""
+    wrap_class: str | None = None
+    """layer class that sharding strategies wrap; null = what the model itself names"""
+
+
+def load_base(
+    config: ModelConfig,
+    implementation: str,
+    dtype: torch.dtype,
+    quantization: QuantizationConfig | None = None,
+    new_ids: Sequence[int] = (),
+) -> PreTrainedModel:
+    """Load a base model's weights, or make random ones of `config.architecture`.
+
+    Tokens `new_ids`, which the base never learned, get rows in embedding and head.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # a bar a file says less than our one line
+    architecture = load_architecture(config)
+    auto_class = model_class(architecture)
+    if config.from_scratch:
+        model = auto_class.from_config(
+            architecture, attn_implementation=implementation, dtype=dtype
+        )
+        resize_embeddings(model, new_ids)
+        return model
+    quantization = quantization or QuantizationConfig()
+    stored = stored_settings(architecture)
+    if stored and (problem := find_stored_problem(stored, quantization, config.path)):
+        raise UserError(problem)
+    # Also a setting that is None would replace the files' own, and their bits be read as numbers.
+    how = {} if stored else {"quantization_config": quantization_settings(quantization, dtype)}
+    with quantizable_layers(architecture.model_type):
+        model, loading = auto_class.from_pretrained(
+            config.path,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation=implementation,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **how,
+        )
+    # transformers fills what a file lacks with random numbers and goes on.
+    for problem in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, loading[problem])):
+            raise UserError(
+                f"model.path={config.path}: {problem.replace('_keys', '')} tensors in its files: "
+                f"{len(names)}, first {names[0]}; copy or download the model again"
+            )
+    # transformers calls every T5 tied, and would tie FLAN-T5's own head to a resized embedding.
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False
+    resize_embeddings(model, new_ids)
+    if stored:
+        cast_unquantized(model, dtype)
+    if stored or quantization.method != "none":
+        prepare_quantized(model, dtype)
+    return model
+
+
+def model_class(architecture: PretrainedConfig) -> Any:
+    """Return the auto class that loads an architecture: encoder-decoder, or causal."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    return AutoModelForSeq2SeqLM if architecture.is_encoder_decoder else AutoModelForCausalLM
+
+
+def load_architecture(config: ModelConfig) -> PretrainedConfig:
+    """Read the model's config.json, or make it from `config.architecture` when from scratch."""
+    import transformers
+    from transformers import AutoConfig
+
+    if config.from_scratch:
+        numbers = dict(config.architecture)
+        return AutoConfig.for_model(numbers.pop("model_type"), **numbers)
+    numbers, _ = transformers.PreTrainedConfig.get_config_dict(
+        config.path, revision=config.revision
+    )
+    model_type = numbers.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
+        raise UserError(
+            f"model.path={config.path}: transformers {transformers.__version__} does not know "
+            f"its model_type {model_type!r}; take a newer transformers, or another base"
+        )
+    architecture = AutoConfig.from_pretrained(
+        config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    if architecture.is_encoder_decoder and (
+        getattr(architecture, "decoder_start_token_id", None) is None
+    ):
+        architecture.decoder_start_token_id = _start_of_generation(config)
+    return architecture
+
+
+def _start_of_generation(config: ModelConfig) -> int | None:
+    """Read what a decoder begins with from generation_config.json, where config.json lacks it."""
+    from transformers import GenerationConfig
+
+    try:
+        numbers = GenerationConfig.from_pretrained(str(config.path), revision=config.revision)
+    except OSError:  # there is no such file
+        return None
+    start: int | None = numbers.decoder_start_token_id
+    return start
+
+
+def context_len(architecture: PretrainedConfig) -> int | None:
+    """Tokens that a model was made for; None where its positions have no end (BLOOM, MPT)."""
+    # Not by `to_dict`: GPT-2 keeps it under another name, which only the attribute knows.
+    return getattr(architecture.get_text_config(), "max_position_embeddings", None)
+
+
+def decoder_start_token_id(architecture: PretrainedConfig) -> int | None:
+    """Return what a decoder begins each answer with; None for causal models.
+
+    UserError where neither config.json nor generation_config.json names it.
+    """
+    if not architecture.is_encoder_decoder:
+        return None
+    start: int | None = getattr(architecture, "decoder_start_token_id", None)
+    if start is None:
+        raise UserError(
+            f"{architecture.name_or_path or 'model.architecture'}: no decoder_start_token_id, with "
+            f"which {architecture.model_type} models begin each answer; write it into config.json "
+            "(T5 and its kin take the pad token, BART the EOS)"
+        )
+    return start
