@@ -59,10 +59,13 @@ test: $(STAMP)  ## all tests that this machine can run
 test-fast: $(STAMP)  ## the tests that take no more than ten seconds each
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare
+bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss
 	$(BIN)/python -m benchmarks $(ONLY)
+
+bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY=lora_fp32|lora_bf16|full
+	$(BIN)/python -m benchmarks.training $(ONLY)
 
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval sweep tiny-base check test test-fast bench clean
+.PHONY: help install train preview eval sweep tiny-base check test test-fast bench bench-peers clean

@@ -84,7 +84,7 @@ def plain_step_seconds() -> list[float]:
     import torch
 
     from app.model.attention import attention_inputs
-    from app.training.loss import token_losses
+    from app.model.head import token_losses
 
     model = builder()()
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -14,7 +14,13 @@ PACKAGES = {
     # torch goes first and alone: what follows then takes that build instead of another one.
     "trl": (
         ("torch==2.13.0",),
-        ("torch==2.13.0", "trl==1.16.0", "datasets==5.2.0", "transformers==5.23.0"),
+        (
+            "torch==2.13.0",
+            "trl==1.16.0",
+            "datasets==5.2.0",
+            "transformers==5.23.0",
+            "peft==0.21.2",
+        ),
     ),
 }
 """for each environment its packages, installed one group after the other"""

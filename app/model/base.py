@@ -60,6 +60,8 @@ def load_base(
     """
     from transformers.utils import logging as transformers_logging
 
+    from app.model.head import fuse_head
+
     transformers_logging.disable_progress_bar()  # a bar a file says less than our one line
     architecture = load_architecture(config)
     auto_class = model_class(architecture)
@@ -68,6 +70,7 @@ def load_base(
             architecture, attn_implementation=implementation, dtype=dtype
         )
         resize_embeddings(model, new_ids)
+        fuse_head(model)
         return model
     quantization = quantization or QuantizationConfig()
     stored = stored_settings(architecture)
@@ -101,6 +104,7 @@ def load_base(
         cast_unquantized(model, dtype)
     if stored or quantization.method != "none":
         prepare_quantized(model, dtype)
+    fuse_head(model)
     return model
 
 

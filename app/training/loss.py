@@ -1,4 +1,4 @@
-"""The loss of a token, of a batch, and its exact sums by data set."""
+"""The loss of a batch, and its exact sums by data set."""
 
 from __future__ import annotations
 
@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from app.model.attention import attention_inputs, pair_inputs
+from app.model.head import head_loss, prove_head
 from data_modules import Batch, DecoderInputs
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each position in nats, fp32; 0 where the label is -100.
-
-    logits [rows, positions, vocabulary]; labels [rows, positions] are what each position predicts.
-    """
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="none"
-    )
-    return losses.view_as(labels)
 
 
 class DatasetSums:
@@ -50,32 +40,36 @@ def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Ten
     """Sum of loss times weight over a micro-batch; its parts are added to `sums`."""
     columns: Tensor | slice = slice(None)  # nearly all that a decoder writes is learned
     if batch.decoder is None:
+        # The head runs only where something is learned: prompts cost no logits.
         columns = batch.trained_columns
-        logits = _causal_logits(model, batch, backend)
+        inputs = _causal_inputs(model, batch, backend)
     else:
-        logits = _decoder_logits(model, batch, batch.decoder, backend)
-    losses = token_losses(logits, batch.labels[:, columns])
+        inputs = _decoder_inputs(model, batch, batch.decoder, backend)
     weights = batch.loss_weights[:, columns]
-    sums.add(losses.detach().flatten(), weights.flatten(), batch.dataset_ids[:, columns].flatten())
-    return (losses * weights).sum()
+    total, losses = head_loss(model, inputs, batch.labels[:, columns], weights)
+    sums.add(losses, weights.flatten(), batch.dataset_ids[:, columns].flatten())
+    return total
 
 
-def _causal_logits(model: Any, batch: Batch, backend: str) -> Tensor:
-    """Logits [rows, trained columns, vocabulary]."""
-    # The head runs only where something is learned: prompts cost no logits.
-    logits: Tensor = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        logits_to_keep=batch.trained_columns,
-        **attention_inputs(model, backend, batch.document_lengths, _shape(batch.input_ids)),
-    ).logits
-    return logits
+def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
+    """What a causal model is given, for logits [rows, trained columns, vocabulary]."""
+    return {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "use_cache": False,
+        "logits_to_keep": batch.trained_columns,
+    } | attention_inputs(model, backend, batch.document_lengths, _shape(batch.input_ids))
 
 
-def _decoder_logits(model: Any, batch: Batch, decoder: DecoderInputs, backend: str) -> Tensor:
-    """Logits [rows, targets, vocabulary] of an encoder-decoder model."""
-    inputs = pair_inputs(
+def _decoder_inputs(
+    model: Any, batch: Batch, decoder: DecoderInputs, backend: str
+) -> dict[str, Any]:
+    """What an encoder-decoder model is given, for logits [rows, targets, vocabulary]."""
+    return {
+        "input_ids": batch.input_ids,
+        "decoder_input_ids": decoder.input_ids,
+        "use_cache": False,
+    } | pair_inputs(
         model,
         backend,
         batch.document_lengths,
@@ -83,13 +77,6 @@ def _decoder_logits(model: Any, batch: Batch, decoder: DecoderInputs, backend: s
         _shape(batch.input_ids),
         _shape(decoder.input_ids),
     )
-    logits: Tensor = model(
-        input_ids=batch.input_ids,
-        decoder_input_ids=decoder.input_ids,
-        use_cache=False,
-        **inputs,
-    ).logits
-    return logits
 
 
 def _shape(ids: Tensor) -> tuple[int, int]:
@@ -102,6 +89,7 @@ def validate(
 ) -> dict[str, float]:
     """Exact validation losses over all batches, on this one device."""
     sums = DatasetSums(len(dataset_names))
+    prove_head(model, backend)
     model.eval()
     for batch in batches:
         batch_loss(model, batch.to(model.device), backend, sums)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from app.model.attention import check_isolation, check_pair_isolation
+from app.model.head import prove_head
 from app.model.quantization import tokens_quantized_alone
 from app.training.curves import Curves, StepRecord
 from app.training.loss import DatasetSums, batch_loss
@@ -73,6 +74,7 @@ class FinetuneModule(L.LightningModule):
                 check_pair_isolation(self.model, self.backend, is_packed=self.is_packed)
             elif self.is_packed:
                 check_isolation(self.model, self.backend)
+            prove_head(self.model, self.backend)
         # From here on only dropout is random, and ranks must not drop the same.
         torch.manual_seed(torch.initial_seed() + self.global_rank)
 

@@ -9,11 +9,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from app.model.attention import attention_implementation
+from app.model.head import token_losses
 from app.training.loss import (
     DatasetSums,
     batch_loss,
     losses_by_dataset,
-    token_losses,
     validate,
 )
 from data_modules import Batch

@@ -1,0 +1,139 @@
+"""The head that gives a loss instead of logits, where logits would be the largest tensor of all."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.model.attention import attention_inputs, pair_inputs
+from app.model.linear_cross_entropy import linear_cross_entropy
+
+log = logging.getLogger(__name__)
+
+LOGITS_SCALES = {"logits_scaling": -1, "logit_scale": 1}
+"""numbers of a config that scale the logits: Granite divides by its own, Cohere multiplies"""
+PROBE_TOKENS = 8
+TOLERANCE = 1e-2
+"""of a loss: how far the two ways may round apart in half precision"""
+
+
+@dataclass(slots=True)
+class Targets:
+    """What the next forward is measured against; both [rows, positions]."""
+
+    labels: Tensor
+    loss_weights: Tensor
+
+
+class LossHead(torch.nn.Linear):
+    """A model's own head: gives logits or, where `targets` were set, keeps the loss instead.
+
+    It is the same module with the same parameters under the same names, so that sharding, tying
+    and saving know nothing of it. The loss is taken inside its forward, where a strategy has the
+    weights at hand.
+    """
+
+    targets: Targets | None = None
+    found: tuple[Tensor, Tensor] | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits; an empty tensor where the loss is kept."""
+        if self.targets is None:
+            return super().forward(hidden)
+        targets, self.targets = self.targets, None
+        self.found = linear_cross_entropy(
+            (hidden if self.scale == 1.0 else hidden * self.scale).flatten(0, 1),
+            self.weight,
+            targets.labels.flatten(),
+            targets.loss_weights.flatten(),
+            bias=self.bias,
+            softcap=self.softcap,
+        )
+        return hidden.new_empty(*hidden.shape[:2], 0)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the sum of loss times weight, and the losses, of the last forward."""
+        if self.found is None:
+            raise RuntimeError("the model's forward did not reach its head")
+        found, self.found = self.found, None
+        return found
+
+
+def fuse_head(model: Any) -> None:
+    """Let a model's head take the loss itself where it is one matrix and nothing is added to it."""
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or "final_logits_bias" in model._buffers:
+        return
+    numbers = model.config.get_text_config().to_dict()
+    head.__class__ = LossHead
+    head.softcap = numbers.get("final_logit_softcapping")
+    for name, power in LOGITS_SCALES.items():
+        head.scale *= (numbers.get(name) or 1.0) ** power
+
+
+def head_loss(
+    model: Any, inputs: dict[str, Any], labels: Tensor, loss_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of loss times weight, and the losses [positions] in nats, fp32 and detached.
+
+    `inputs` are a forward's arguments that give logits [rows, positions, vocabulary]; labels and
+    loss_weights are [rows, positions], -100 where nothing is learned.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, LossHead):
+        head.targets = Targets(labels, loss_weights)
+        model(**inputs)
+        return head.take()
+    losses = token_losses(model(**inputs).logits, labels)
+    return (losses * loss_weights).sum(), losses.detach().flatten()
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each position in nats, fp32; 0 where the label is -100.
+
+    logits [rows, positions, vocabulary]; labels [rows, positions] are what each position predicts.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="none"
+    )
+    return losses.view_as(labels)
+
+
+@torch.no_grad()
+def prove_head(model: Any, backend: str) -> None:
+    """Compare a head's own loss with that of the model's logits, on eight tokens.
+
+    Where they differ, because this model changes its logits in a way that is not known here, the
+    head gives logits again, and that is said.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, LossHead):
+        return
+    was_training = model.training
+    model.eval()
+    inputs = _probe(model, backend)
+    labels = inputs["input_ids"].flip(1)
+    plain = token_losses(model(**inputs).logits, labels).flatten()
+    _, own = head_loss(model, inputs, labels, torch.ones_like(labels, dtype=torch.float32))
+    model.train(was_training)
+    difference = (plain - own).abs().max().item()
+    if not difference <= TOLERANCE * max(1.0, plain.max().item()):
+        head.__class__ = torch.nn.Linear
+        log.info("loss: from whole logits (the head's own differs by %.2g)", difference)
+
+
+def _probe(model: Any, backend: str) -> dict[str, Any]:
+    device, shape = next(model.parameters()).device, (1, PROBE_TOKENS)
+    lengths = [[PROBE_TOKENS]]
+    ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if not model.config.is_encoder_decoder:
+        return inputs | attention_inputs(model, backend, lengths, shape)
+    inputs["decoder_input_ids"] = ids
+    return inputs | pair_inputs(model, backend, lengths, lengths, shape, shape)

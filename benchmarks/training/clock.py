@@ -1,0 +1,34 @@
+"""CPU seconds, tokens, losses and memory of one training, as every system's script reports them."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Clock:
+    """Ends of steps in CPU seconds of this process, and what each step trained on."""
+
+    warm_up: int
+    ends: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def step(self) -> None:
+        """Note the end of a step."""
+        self.ends.append(time.process_time())
+
+    def report(self) -> None:
+        """Print one JSON line: tokens a CPU second, mean loss of the measured steps, peak GB."""
+        first = self.warm_up
+        seconds = self.ends[-1] - self.ends[first - 1]
+        measured = {
+            "tokens_per_second": sum(self.tokens[first : len(self.ends)]) / seconds,
+            "tokens_a_step": sum(self.tokens) / len(self.tokens),
+            "loss": sum(self.losses[first:]) / len(self.losses[first:]),
+            "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        }
+        print(json.dumps(measured))

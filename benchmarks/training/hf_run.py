@@ -1,0 +1,79 @@
+"""The Hugging Face Trainer with group_by_length, as people run it. `python hf_run.py TASK.json`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from clock import Clock
+from task import Task, read_rows
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+ACCUMULATION = 3
+"""micro-batches a step; faster here than one large batch, and with a third of its memory"""
+
+
+def main(task: Task) -> None:
+    """Train and report."""
+    set_seed(0)
+    base = f"{task.folder}/base"
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if task.adapter == "lora":
+        import peft
+
+        lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        model = peft.get_peft_model(model, lora)
+    rows = [{"input_ids": ids, "labels": ids} for ids in read_rows(Path(task.folder))]
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=None)
+    clock = Clock(task.warm_up)
+
+    def counted(features: list[dict[str, Any]]) -> Any:
+        clock.tokens.append(sum(len(feature["input_ids"]) for feature in features))
+        return collate(features)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            clock.step()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                clock.losses.append(float(logs["loss"]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=task.rows_a_step // ACCUMULATION,
+            gradient_accumulation_steps=ACCUMULATION,
+            train_sampling_strategy="group_by_length",
+            max_steps=task.steps,
+            learning_rate=task.lr,
+            lr_scheduler_type="constant",
+            bf16=task.precision == "bf16",
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        Trainer(
+            model, arguments, data_collator=counted, train_dataset=rows, callbacks=[Watch()]
+        ).train()
+    steps = range(0, task.steps * ACCUMULATION, ACCUMULATION)
+    clock.tokens = [sum(clock.tokens[start : start + ACCUMULATION]) for start in steps]
+    clock.report()
+
+
+if __name__ == "__main__":
+    main(Task.read(sys.argv[1]))

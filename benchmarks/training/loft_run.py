@@ -1,0 +1,102 @@
+"""Ours, by the rooms of `app.train`. `python -m benchmarks.training.loft_run TASK.json`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training.clock import Clock
+from benchmarks.training.task import SEQUENCE_LEN, TOKENS_A_STEP, Task
+
+
+def main(task: Task) -> None:
+    """Train and report."""
+    from app.quiet import quiet_libraries
+
+    quiet_libraries(offline=True)
+    import lightning as L
+    from transformers import AutoTokenizer
+
+    from app.model.adapter import FullConfig, LoraConfig
+    from app.model.base import ModelConfig
+    from app.model.build import build_model
+    from app.model.quantization import QuantizationConfig
+    from app.model.recompute import RecomputeConfig
+    from app.training.curves import Curves
+    from app.training.module import FinetuneModule
+    from app.training.optimizer import AdamWConfig, ScheduleConfig, build_optimizer
+    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+    from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+
+    L.seed_everything(0, verbose=False)
+    clock = Clock(task.warm_up)
+    config = TrainerConfig(
+        accelerator="cpu",
+        gradient_accumulation_steps=TOKENS_A_STEP // SEQUENCE_LEN,
+        precision=task.precision,
+        log_every_steps=1,
+    )
+    placement = resolve_placement(config)
+    row_file = DatasetConfig(path=f"{task.folder}/rows.jsonl", format="pretokenized", name="rows")
+    data = FinetuneDataModule(
+        DataConfig(datasets=[row_file], sequence_len=SEQUENCE_LEN, val_set_size=0),
+        PackingConfig(method="like_length"),
+        AutoTokenizer.from_pretrained(f"{task.folder}/base"),
+        context_len=SEQUENCE_LEN,
+        micro_batch_size=1,
+        accumulation_steps=placement.accumulation,
+        num_epochs=1,
+        max_steps=task.steps,
+        seed=0,
+    )
+    data.setup("fit")
+
+    class Watch(L.Callback):
+        tokens = 0
+
+        def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+            self.tokens += rest[2].num_tokens
+            if trainer.fit_loop._should_accumulate():
+                return
+            clock.tokens.append(self.tokens)
+            self.tokens = 0
+            clock.step()
+
+    class Losses:
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+            if "train/loss" in metrics:
+                clock.losses.append(metrics["train/loss"])
+
+    curves = Curves(data.dataset_names, [Losses()], config.log_every_steps)
+    adapter = LoraConfig(dropout=0.0) if task.adapter == "lora" else FullConfig()
+    parts = (QuantizationConfig(), "sdpa", adapter, RecomputeConfig(), task.precision)
+    module = FinetuneModule(
+        partial(build_model, ModelConfig(path=f"{task.folder}/base"), *parts),
+        backend="sdpa",
+        build_optimizer=partial(
+            build_optimizer, config=AdamWConfig(), adapter=adapter, lr=task.lr, fused=True
+        ),
+        schedule=ScheduleConfig(shape="constant", warmup_steps=0),
+        total_steps=task.steps,
+        is_packed=True,
+        curves=curves,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(
+            config,
+            placement=placement,
+            strategy="auto",
+            total_steps=task.steps,
+            loggers=[],
+            callbacks=[Watch()],
+            folder=Path(folder),
+        )
+        trainer.fit(module, datamodule=data)
+    clock.report()
+
+
+if __name__ == "__main__":
+    main(Task.read(sys.argv[1]))

@@ -1,0 +1,78 @@
+"""TRL's SFTTrainer, packed (`bfd`) or padded as it comes. `python trl_run.py TASK.json packed`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import torch
+from clock import Clock
+from task import SEQUENCE_LEN, TOKENS_A_STEP, Task, read_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+
+def main(task: Task, packed: bool) -> None:
+    """Train and report."""
+    base = f"{task.folder}/base"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    rows = datasets.Dataset.from_list([{"input_ids": ids} for ids in read_rows(Path(task.folder))])
+    clock = Clock(task.warm_up)
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            clock.step()
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                clock.losses.append(float(logs["loss"]))
+
+    packs = TOKENS_A_STEP // SEQUENCE_LEN
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            folder,
+            max_length=SEQUENCE_LEN,
+            packing=packed,
+            # A micro-batch of one pack keeps its documents apart without flash attention.
+            per_device_train_batch_size=1 if packed else task.rows_a_step,
+            gradient_accumulation_steps=packs if packed else 1,
+            max_steps=task.steps,
+            learning_rate=task.lr,
+            lr_scheduler_type="constant",
+            bf16=task.precision == "bf16",
+            gradient_checkpointing=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        trainer = SFTTrainer(
+            model,
+            args=arguments,
+            train_dataset=rows,
+            processing_class=AutoTokenizer.from_pretrained(base),
+            peft_config=lora if task.adapter == "lora" else None,
+            callbacks=[Watch()],
+        )
+        collate = trainer.data_collator
+
+        def counted(features: list[dict[str, Any]]) -> Any:
+            clock.tokens.append(sum(len(feature["input_ids"]) for feature in features))
+            return collate(features)
+
+        trainer.data_collator = counted
+        trainer.train()
+    each = packs if packed else 1
+    steps = range(0, task.steps * each, each)
+    clock.tokens = [sum(clock.tokens[start : start + each]) for start in steps]
+    clock.report()
+
+
+if __name__ == "__main__":
+    main(Task.read(sys.argv[1]), sys.argv[2] == "packed")

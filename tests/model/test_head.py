@@ -1,0 +1,149 @@
+"""The head's own loss is that of the model's logits, for every kind of head, or is not used."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from app.model.adapter import LoraConfig, apply_adapter
+from app.model.head import LossHead, fuse_head, head_loss, prove_head, token_losses
+from tests.tiny import random_ids, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def causal(kind: str, **numbers: Any) -> Any:
+    """A tiny random model of this kind, as transformers makes it."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SMALL, **numbers)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+MODELS = {
+    "tied": lambda: tiny_llama(),
+    "untied": lambda: tiny_llama(tie_word_embeddings=False),
+    "gpt2": lambda: tiny_gpt2(),
+    "softcap": lambda: causal("gemma2", head_dim=8, final_logit_softcapping=2.0),
+    "divided": lambda: causal("granite", logits_scaling=3.0),
+    "multiplied": lambda: causal("cohere", logit_scale=0.3),
+    "bias": lambda: causal("phi"),
+}
+
+
+def losses_of(model: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Sum, losses, and gradients of what trains, by the loss that the head gives."""
+    ids, weights = random_ids(2), torch.rand(2, 16, generator=torch.Generator().manual_seed(2))
+    labels = ids.roll(-1, 1)
+    labels[:, ::4] = -100
+    model.zero_grad()
+    total, losses = head_loss(model, {"input_ids": ids, "use_cache": False}, labels, weights)
+    total.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return total.detach(), losses, labels, grads
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_loss_and_gradients_are_those_of_the_logits(kind: str) -> None:
+    model = MODELS[kind]()
+    plain_total, plain_losses, _, plain_grads = losses_of(model)
+    fuse_head(model)
+    assert isinstance(model.get_output_embeddings(), LossHead)
+    total, losses, _, grads = losses_of(model)
+    assert total.item() == pytest.approx(plain_total.item(), rel=1e-6)
+    assert torch.allclose(losses, plain_losses, rtol=1e-5, atol=1e-6)
+    assert grads.keys() == plain_grads.keys()
+    for name, grad in grads.items():
+        assert (grad - plain_grads[name]).norm() <= 1e-5 * plain_grads[name].norm(), name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_proven_head_stays(kind: str) -> None:
+    model = MODELS[kind]()
+    fuse_head(model)
+    prove_head(model, "eager")
+    assert isinstance(model.get_output_embeddings(), LossHead)
+
+
+def test_a_fused_head_still_gives_logits_under_the_same_names() -> None:
+    plain, fused = tiny_llama(), tiny_llama()
+    fuse_head(fused)
+    ids = random_ids()
+    assert torch.equal(fused(ids).logits, plain(ids).logits)
+    assert fused.state_dict().keys() == plain.state_dict().keys()
+    assert fused.lm_head.weight is fused.get_input_embeddings().weight
+
+
+def test_an_encoder_decoder_model_without_a_bias_takes_its_loss_in_the_head() -> None:
+    model = tiny_t5()
+    ids = random_ids(1, 5)
+    inputs = {"input_ids": random_ids(1, 7), "decoder_input_ids": ids, "use_cache": False}
+    labels, weights = ids.flip(1), torch.ones(1, 5)
+    plain, _ = head_loss(model, inputs, labels, weights)
+    fuse_head(model)
+    assert isinstance(model.get_output_embeddings(), LossHead)
+    own, _ = head_loss(model, inputs, labels, weights)
+    assert own.item() == pytest.approx(plain.item(), rel=1e-6)
+
+
+def test_barts_bias_comes_after_the_head_which_stays_as_it_is() -> None:
+    model = tiny_bart()
+    fuse_head(model)
+    assert type(model.get_output_embeddings()) is torch.nn.Linear
+
+
+def test_a_head_with_an_adapter_gives_logits() -> None:
+    model = tiny_llama(tie_word_embeddings=False)
+    fuse_head(model)
+    adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False, token_ids=[5])
+    assert not isinstance(adapted.get_output_embeddings(), LossHead)
+    total, *_ = losses_of(adapted)
+    assert total.isfinite()
+
+
+def test_an_unknown_change_of_the_logits_is_found_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_llama()
+    forward = model.forward
+
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = doubled
+    fuse_head(model)
+    with caplog.at_level(logging.INFO):
+        prove_head(model, "eager")
+    assert "whole logits" in caplog.text
+    head = model.get_output_embeddings()
+    assert type(head) is torch.nn.Linear
+    ids = random_ids()
+    labels, weights = ids.roll(-1, 1), torch.ones(1, 16)
+    total, _ = head_loss(model, {"input_ids": ids, "use_cache": False}, labels, weights)
+    expected = token_losses(model(ids).logits, labels).sum()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_forward_that_misses_its_head_is_an_error() -> None:
+    model = tiny_llama()
+    fuse_head(model)
+    with pytest.raises(RuntimeError, match="did not reach its head"):
+        model.lm_head.take()
