@@ -1,5 +1,5 @@
 """What libraries are told before they are imported: no telemetry, no network for local files, no
-warnings that mean nothing to a user, and how its threads wait."""
+warnings that mean nothing to a user, how its threads wait and how much its kernels keep."""
 
 from __future__ import annotations
 
@@ -49,6 +49,9 @@ def quiet_libraries(*, offline: bool) -> None:
         # A thread that waits spins for a moment, then sleeps: spinning on makes a step many times
         # slower as soon as anything else runs, and sleeping at once costs small models a third.
         "GOMP_SPINCOUNT": "1000",
+        # Half-precision products keep a kernel a shape, and packs have many: 1024 of them, as is
+        # the default, cost a small model as much memory as all the rest of it.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",

@@ -138,6 +138,8 @@ def _attend(
     """Dense attention; `visible` bool [documents, 1, 1, keys], only where it is not causal."""
     import torch
 
+    from app.model.attention import matmul
+
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask = visible
     if window is not None and window >= num_queries:
@@ -149,6 +151,8 @@ def _attend(
     if bias is not None:
         bias = bias[..., :num_queries, :num_keys].to(query.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    if is_causal and mask is None and not dropout and matmul.is_faster(query):
+        return matmul.attend_causally(query, key, value, scaling)
     return torch.nn.functional.scaled_dot_product_attention(
         query,
         key,
