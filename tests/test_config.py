@@ -63,6 +63,7 @@ BAD_WORDS = [
         ["data.train_on_inputs=true"],
     ),
     (["trainer=3"], ["trainer=3", "no such option"], ["trainer=default"]),
+    (["adapter=qlora"], ["type adapter=lora quantization=nf4"], ["adapter=lora"]),
     (
         ["strategy=zero9"],
         ["strategy=zero9: no such option; there are auto, ddp, single"],

@@ -409,6 +409,20 @@ def test_an_adapter_folder_is_looked_at(tmp_path: Path, model: Path, words: list
     adapter.mkdir()
     assert "no adapter_config.json there" in ask(*evaluate, verb="evaluate").said
     adapter.rmdir()
+    make_adapter(adapter / "adapter")
+    said = ask(*evaluate, verb="evaluate").said
+    assert f"is a run, not an adapter; type adapter_path={adapter}/adapter" in said
+    for file in (adapter / "adapter").iterdir():
+        file.unlink()
+    (adapter / "adapter").rmdir()
+    (adapter / "config.json").write_text("{}")
+    said = ask(*evaluate, verb="evaluate").said
+    assert f"a whole model, not an adapter; type model.path={adapter}" in said
+    file = adapter / "config.json"
+    said = ask(*words, f"adapter_path={file}", verb="evaluate").said
+    assert f"is a file; type adapter_path={adapter}" in said
+    file.unlink()
+    adapter.rmdir()
     make_adapter(adapter)
     answer = ask(*evaluate, verb="evaluate")
     assert answer.code == 0, answer.said

@@ -53,6 +53,18 @@ def shown(path: Path) -> str:
     return os.path.relpath(path)
 
 
+WORDS_ELSEWHERE = {
+    "adapter=qlora": "adapter=lora quantization=nf4",
+    "adapter=dora": "adapter=lora adapter.use_dora=true",
+    "adapter=rslora": "adapter=lora adapter.use_rslora=true",
+    "adapter=pissa": "adapter=lora adapter.init=pissa",
+    "adapter=none": "adapter=full",
+    "quantization=4bit": "quantization=nf4",
+    "quantization=8bit": "quantization=int8",
+}
+"""what other tools call an option, and what it is here"""
+
+
 def groups(conf: Path) -> dict[str, list[str]]:
     """Return the groups of `conf` with their options, sorted."""
     return {
@@ -67,7 +79,8 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
     options = groups(conf)[group]
     if isinstance(option, str) and option in options:
         return conf / group / f"{option}.yaml"
-    hint = nearest(str(option), options)
+    said = WORDS_ELSEWHERE.get(f"{group}={option}".lower())
+    hint = f"; type {said}" if said else nearest(str(option), options)
     if group == "model" and not hint:
         hint = f"; for a folder or hub id type model.path={option}"
     if group == "data" and not hint:

@@ -60,7 +60,7 @@ def save_model(
             write_origin(saved, base)
     except ValueError as error:
         raise TrainingFault(f"what was saved does not read back: {error}") from error
-    log.info("saved and reopened: same logits (largest difference %.1e)", difference)
+    log.info("saved and reopened: logits differ by at most %.1e", difference)
     return saved, model
 
 

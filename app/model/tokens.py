@@ -65,6 +65,6 @@ def trained_token_ids(
     if unknown:
         raise ValueError(
             f"adapter.trainable_tokens: {', '.join(map(repr, unknown))} is no token of this "
-            f"tokenizer; type model.added_tokens=[{', '.join(unknown)}] to add it"
+            f"tokenizer; type 'model.added_tokens=[{','.join(unknown)}]' to add it"
         )
     return sorted({known[token] for token in (*added, *named)})

@@ -35,8 +35,18 @@ UNNAMED = ("layers", "init", "trainable_tokens")
 def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelConfig) -> list[str]:
     """List why the adapter that the setting `key` names cannot be put on the base."""
     said = f"{key}={folder}"
+    if folder.is_file():
+        return [f"{said} is a file; type {key}={folder.parent}, if the adapter is the folder"]
     if not folder.is_dir():
         return [f"{said}: no such folder, seen from {seen_from()}"]
+    if (folder / "adapter" / CONFIG_FILE).exists():
+        return [f"{said} is a run, not an adapter; type {key}={folder}/adapter"]
+    whole = folder / "model" if (folder / "model" / "config.json").exists() else folder
+    if (whole / "config.json").exists() and not (folder / CONFIG_FILE).exists():
+        return [
+            f"{said}: no {CONFIG_FILE} there; it is a whole model, not an adapter; "
+            f"type model.path={whole} and leave {key} out"
+        ]
     file = folder / ADAPTER_FILE
     if not file.exists() and (folder / "adapter_model.bin").exists():
         return [
@@ -156,7 +166,7 @@ def _check_tokens(said: str, folder: Path, model: ModelConfig) -> list[str]:
     typed = ",".join([*model.added_tokens, *missing])
     return [
         f"{said} was trained with tokens that the tokenizer in {ours.parent} does not have: "
-        f"{', '.join(missing)}; type model.added_tokens=[{typed}]"
+        f"{', '.join(missing)}; type 'model.added_tokens=[{typed}]'"
     ]
 
 

@@ -122,7 +122,7 @@ def check_ia3(adapter: Ia3Config, base: BaseModel) -> list[str]:
     return [
         f"adapter.feedforward_modules={inner}: {', '.join(outside)} is not among "
         f"adapter.target_modules={targets}; type adapter.target_modules="
-        f"[{', '.join([*targets, *outside])}]"
+        f"[{','.join([*targets, *outside])}]"
     ]
 
 

@@ -54,19 +54,20 @@ def resolve_lr(
         sentence = f"lr {written(start)} x {factor} = {written(value)}"
     if optimizer.lr is None:
         sentence += f" ({written(start)} is the default of adapter={adapter.name})"
-    warning = None if from_scratch else _warning(value, adapter.name)
+    warning = None if from_scratch else _warning(value, adapter.name, optimizer.scale_lr)
     return LearningRate(value, sentence, warning)
 
 
-def _warning(value: float, method: str) -> str | None:
+def _warning(value: float, method: str, scale_lr: str) -> str | None:
     lowest, highest = USUAL_LR[method]
     if lowest / FAR <= value <= highest * FAR:
         return None
     factor, where = (value / highest, "above") if value > highest else (lowest / value, "below")
+    unscaled = "" if scale_lr == "none" else " optimizer.scale_lr=none"
     return (
         f"warning: learning rate {written(value)} is {factor:.0f} times {where} what is usual for "
         f"adapter={method} ({written(lowest)} to {written(highest)}); "
-        f"type optimizer.lr={written(DEFAULT_LR[method])} if that is not on purpose"
+        f"type optimizer.lr={written(DEFAULT_LR[method])}{unscaled} if that is not on purpose"
     )
 
 

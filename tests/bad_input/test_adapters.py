@@ -105,7 +105,7 @@ TARGETS = [
             "adapter.target_modules=[k_proj,v_proj]",
             "adapter.feedforward_modules=[down_proj]",
         ],
-        ["down_proj is not among", "adapter.target_modules=[k_proj, v_proj, down_proj]"],
+        ["down_proj is not among", "adapter.target_modules=[k_proj,v_proj,down_proj]"],
         [
             "adapter=ia3",
             "adapter.target_modules=[k_proj,mlp.down_proj]",
@@ -288,7 +288,7 @@ def test_tokens_that_an_adapter_was_trained_with_must_be_known(
     (adapter / "tokenizer.json").write_text(json.dumps(vocab))
     for key, verb in (("adapter.path", "train"), ("adapter_path", "evaluate")):
         typed = [*words, f"{key}={adapter}"]
-        refused(ask(*typed, verb=verb), "<|a|>, <|b|>; type model.added_tokens=[<|a|>,<|b|>]")
+        refused(ask(*typed, verb=verb), "<|a|>, <|b|>; type 'model.added_tokens=[<|a|>,<|b|>]'")
         accepted(ask(*typed, "model.added_tokens=[<|a|>,<|b|>]", verb=verb))
 
 

@@ -189,6 +189,11 @@ def test_peft_alone_reads_what_is_saved_into_the_same_places(
     assert torch.equal(probe_logits(read, row), probe_logits(model, row))
 
 
+def test_layer_1_is_not_layer_10() -> None:
+    model = adapt(tiny_llama(num_hidden_layers=11), layers=[1], target_modules=["q_proj"])
+    assert adapted_names(model) == ["model.layers.1.self_attn.q_proj"]
+
+
 def test_layers_of_encoder_and_decoder_are_not_mixed_up() -> None:
     names = adapted_names(adapt(tiny_t5(), layers="top 1"))
     assert names

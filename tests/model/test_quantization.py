@@ -11,7 +11,17 @@ import torch
 import transformers
 
 from app.errors import UserError
-from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, LoraConfig
+from app.model.adapter import (
+    AdapterConfig,
+    FreezeConfig,
+    FullConfig,
+    Ia3Config,
+    LoraConfig,
+    load_adapter,
+    probe_logits,
+    save_adapter,
+    verify_adapter,
+)
 from app.model.attention import attention_implementation, check_isolation, inputs
 from app.model.base import ModelConfig, load_base
 from app.model.build import build_model
@@ -24,7 +34,7 @@ from app.model.quantization import (
 from app.model.recompute import RecomputeConfig
 from app.quiet import quiet_libraries
 from tests.door import ask, make_data
-from tests.tiny import random_ids, tiny_llama
+from tests.tiny import probe, random_ids, tiny_llama
 
 METHODS = {"nf4": bnb.nn.Linear4bit, "int8": bnb.nn.Linear8bitLt}
 PACKED = tuple(METHODS.values())
@@ -188,7 +198,7 @@ def test_other_architectures_are_quantized_and_train(
     assert len(quantized) >= 4
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in trained)
     base = model.get_base_model()
-    assert type(base.get_output_embeddings()) is torch.nn.Linear
+    assert not isinstance(base.get_output_embeddings(), PACKED)
     assert isinstance(base.get_input_embeddings(), torch.nn.Embedding)
 
 
@@ -405,3 +415,31 @@ def test_random_weights_are_not_quantized() -> None:
     assert "model.from_scratch=true starts from random ones" in answer.said
     assert "type quantization=none" in answer.said
     assert ask(*scratch).code == 0
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "adapter",
+    [LoraConfig(dropout=0.0), LoraConfig(dropout=0.0, use_dora=True), Ia3Config()],
+    ids=["lora", "dora", "ia3"],
+)
+def test_what_is_trained_on_few_bits_is_saved_and_loaded_exactly(
+    tmp_path: Path, adapter: AdapterConfig, method: str, precision: str
+) -> None:
+    config = save_llama(tmp_path / "base")
+    model = build(config, method, precision, adapter)
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    # As a run saves: inside one autocast, which keeps copies of the weights that it has cast.
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        expected = probe_logits(model, probe())
+        save_adapter(model, tmp_path / "adapter")
+        assert verify_adapter(model, tmp_path / "adapter", probe()) == 0.0
+        base = load(config, DTYPES[precision], method=method)
+        loaded = load_adapter(base, tmp_path / "adapter")
+        assert torch.equal(probe_logits(loaded, probe()), expected)
+    kept = {p.dtype for n, p in loaded.named_parameters() if "lora_" in n or "ia3_" in n}
+    assert kept == {torch.bfloat16 if precision == "bf16-pure" else torch.float32}

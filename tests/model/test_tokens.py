@@ -97,6 +97,13 @@ def test_new_rows_start_as_the_mean_of_the_rows_before_them(make: Callable[[], A
     assert torch.equal(probe_logits(model, ids), probe_logits(again, ids))
 
 
+def test_rows_between_the_old_and_a_new_token_start_as_the_mean_too() -> None:
+    before, model = tiny_llama(), tiny_llama()
+    resize_embeddings(model, [70])
+    old, new = (m.get_input_embeddings().weight for m in (before, model))
+    assert torch.allclose(new[64:], old.mean(dim=0).expand(7, -1))
+
+
 def test_rows_that_are_there_are_used_before_new_ones_are_made() -> None:
     model, before = tiny_llama(), tiny_llama()
     resize_embeddings(model, [])
@@ -205,7 +212,7 @@ def test_trained_tokens_are_known_as_one_token() -> None:
     adapter = LoraConfig(trainable_tokens=["<|im_end|>", "<|nothing|>"])
     with pytest.raises(ValueError, match=r"trainable_tokens: '<\|nothing\|>' is no token") as error:
         trained_token_ids(tokenizer, [], adapter)
-    assert "type model.added_tokens=[<|nothing|>]" in str(error.value)
+    assert "type 'model.added_tokens=[<|nothing|>]'" in str(error.value)
 
 
 def test_a_tokenizer_of_more_tokens_than_the_base_has_rows_is_refused(tmp_path: Path) -> None:

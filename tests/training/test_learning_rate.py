@@ -86,6 +86,7 @@ def test_a_rate_that_scaling_made_too_large_is_doubted_and_from_scratch_none_is(
     assert resolve(FullConfig(), lr=5e-5).warning is None
     scaled = resolve(FullConfig(), 512, lr=5e-5, scale_lr="linear")
     assert scaled.warning is not None and "3.2e-3" in scaled.warning
+    assert "optimizer.scale_lr=none" in scaled.warning
     assert resolve(FullConfig(), lr=3e-3).warning is not None
     assert resolve(FullConfig(), lr=3e-3, from_scratch=True).warning is None
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_GROWTH = 4.0
+"""of the largest entry, where A and B take their start out of a base, that is worth no word yet"""
 THIN = 64
 """a matrix this many times longer than wide is a gate or router, whose rank cannot be usual"""
 
@@ -37,6 +39,7 @@ def apply_lora(
     nothing, a rank above a matrix's, and for what peft would train wrongly.
     """
     import peft
+    import torch
     from transformers.pytorch_utils import Conv1D
 
     whole = modules_to_save(model, config.modules_to_save)
@@ -69,7 +72,8 @@ def apply_lora(
     if not half_precision:
         _start_in_fp32(adapted, config)
     if config.init in ("pissa", "olora"):
-        _take_start_from_base(adapted, config.init)
+        dtype = model.dtype if half_precision else torch.float32
+        _take_start_from_base(adapted, config.init, dtype)
         remember_start(adapted)
     return adapted
 
@@ -113,7 +117,7 @@ def check_ranks(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> N
         if not 1 <= rank <= min(inputs, outputs):
             raise ValueError(
                 f"{key}={rank}, but {name} is a matrix of {inputs} x {outputs}, whose rank is at "
-                f"most {min(inputs, outputs)}; type a smaller {key}"
+                f"most {min(inputs, outputs)}; type {key}={min(inputs, outputs)} or less"
             )
 
 
@@ -185,21 +189,38 @@ def _start_in_fp32(model: peft.PeftModel, config: LoraConfig) -> None:
         )
 
 
-def _take_start_from_base(model: peft.PeftModel, init: str) -> None:
+def _take_start_from_base(model: peft.PeftModel, init: str, dtype: torch.dtype) -> None:
     """Move each weight's principal components (PiSSA) or QR factors (OLoRA) into A and B.
 
-    Only now, when A and B are in their own dtype: peft would round them to the base's after it has
-    subtracted them unrounded.
+    `dtype` is that of A and B in training: what is taken out of the weight is what they are after
+    they were rounded to it, where peft subtracts them as they were before.
     """
+    import torch
+
+    growth = 1.0
     for layer in _lora_layers(model):
-        dtype = layer.lora_A["default"].weight.dtype
+        weight = layer.get_base_layer().weight
+        whole = weight.data.float().clone()
         if init == "pissa":
             layer.pissa_init("default", "pissa")
         else:
             layer.olora_init("default")
         for part in (layer.lora_A, layer.lora_B):
             part["default"].weight.data = part["default"].weight.data.to(dtype).contiguous()
+        a, b = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
+        taken = layer.scaling["default"] * b.float() @ a.float()
+        residual = whole - (taken.T if layer.fan_in_fan_out else taken)
+        weight.data = residual.to(weight.dtype)
+        growth = max(growth, (residual.abs().max() / whole.abs().max()).item())
     model.peft_config["default"].init_lora_weights = init
+    if growth > MAX_GROWTH and model.get_base_model().dtype != torch.float32:
+        log.warning(
+            "warning: adapter.init=%s leaves a base whose entries are %.0f times as large, and so "
+            "is their rounding in half precision; type a smaller adapter.alpha, adapter.init=pissa "
+            "or trainer.precision=fp32",
+            init,
+            growth,
+        )
 
 
 def _lora_layers(model: peft.PeftModel) -> list[Any]:

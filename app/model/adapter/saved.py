@@ -160,17 +160,21 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torc
 def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp32: bool) -> None:
     """Give the adapter `adapter_name` of a model the weights of a file, once they are checked."""
     import peft
+    import torch
     from safetensors.torch import load_file
 
     check_adapter_file(model, folder, adapter_name=adapter_name)
-    if in_fp32:
-        # Before the weights come: on a half-precision base peft would round them.
-        for name, parameter in model.named_parameters():
-            if adapter_name in name.split("."):
-                parameter.data = parameter.data.float()
+    # Before the weights come: peft makes them in the dtype of the layer beside them, which would
+    # round them on a half-precision base, and fp32 on one of int8, which would not.
+    dtype = torch.float32 if in_fp32 else model.get_base_model().dtype
+    for name, parameter in model.named_parameters():
+        if adapter_name in name.split("."):
+            parameter.data = parameter.data.to(dtype)
     peft.set_peft_model_state_dict(
         model, load_file(folder / ADAPTER_FILE), adapter_name=adapter_name
     )
+    # DoRA has measured its first weights: autocast would go on with its copies of those.
+    torch.clear_autocast_cache()
 
 
 def _is_fp32(folder: Path) -> bool:
@@ -202,15 +206,10 @@ def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> t
     return logits
 
 
-def check_same_logits(
-    in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path, tolerance: float = TOLERANCE
-) -> float:
-    """Return the largest difference; ValueError when what was saved is not what was trained.
-
-    `tolerance` is a share of the largest logit.
-    """
+def check_same_logits(in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path) -> float:
+    """Return the largest difference; ValueError when what was saved is not what was trained."""
     difference = (in_memory - reopened).abs().max().item()
     scale = in_memory.abs().max().item()
-    if not math.isfinite(difference) or difference > tolerance * max(scale, 1.0):
+    if not math.isfinite(difference) or difference > TOLERANCE * max(scale, 1.0):
         raise ValueError(f"{folder}: reopened, its logits differ by {difference:.3g} from memory")
     return difference
