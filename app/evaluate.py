@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config import EvaluateConfig, run_verb, save_config
+from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.output import decide_run_dir
 from app.quiet import is_offline, quiet_libraries
 
@@ -26,7 +26,14 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     # Imported here and not above: --help and a config error must not wait for torch.
     from app.evaluation.comparison import named, say_comparison
     from app.evaluation.generation import exact_match
-    from app.model.adapter import FullConfig, LoraConfig, is_adapter
+    from app.model.adapter import (
+        AdapterConfig,
+        FreezeConfig,
+        FullConfig,
+        LoraConfig,
+        apply_adapter,
+        is_adapter,
+    )
     from app.model.attention import attention_implementation, choose_backend
     from app.model.base import context_len, decoder_start_token_id, load_architecture, load_base
     from app.model.build import load_tuned, weight_dtype
@@ -73,15 +80,24 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
     # One model in memory at a time, in the dtypes of its training: the base, then what it became.
     tuned = Path(config.tuned_path) if config.tuned_path else None
-    kind = FullConfig() if tuned is not None and not is_adapter(tuned) else LoraConfig()
+    kind: AdapterConfig = LoraConfig() if tuned is None or is_adapter(tuned) else FullConfig()
+    if config.run is not None and config.adapter_path is None:
+        kind = load_run_config(Path(config.run)).adapter
     dtype = weight_dtype(placement.precision, kind)
+
+    def in_its_dtypes(model: PreTrainedModel) -> PreTrainedModel:
+        if not isinstance(kind, FreezeConfig):
+            return model
+        return apply_adapter(model, kind, half_precision=placement.precision == "bf16-pure")
+
     implementation = attention_implementation(backend)
     metrics: dict[str, float] = {}
     how = (implementation, dtype, config.quantization, new_ids)
     if not config.model.from_scratch:
-        metrics |= named("base", measure(load_base(config.model, *how)))
+        metrics |= named("base", measure(in_its_dtypes(load_base(config.model, *how))))
     if tuned is not None:
-        metrics |= named("tuned", measure(load_tuned(config.model, tuned, *how)))
+        model = load_tuned(config.model, tuned, *how)
+        metrics |= named("tuned", measure(in_its_dtypes(model)))
     save_config(config, folder / "config.yaml")
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     say_comparison(metrics, names)

@@ -336,3 +336,16 @@ def test_a_full_run_leaves_a_model_with_its_tokenizer(train_run: TrainRun) -> No
     saved = load_file(folder / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == base_dtypes
     assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluate_measures_a_part_that_trained_in_the_dtypes_of_its_training(
+    precision: str, train_run: TrainRun, tmp_path: Path
+) -> None:
+    run = train_run(
+        *small_run("adapter=freeze", f"trainer.precision={precision}", "optimizer.lr=1e-3")
+    )
+    first = json.loads((run / "metrics.json").read_text())
+    again = evaluated(tmp_path / "again", f"run={run}")
+    for name in ("base/val/loss", "tuned/val/loss", "tuned/val/loss/orders"):
+        assert again[name] == pytest.approx(first[name], abs=1e-6), name
