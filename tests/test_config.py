@@ -219,9 +219,13 @@ def test_odd_letters_in_paths_arrive_as_typed(tmp_path: Path, name: str) -> None
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
-    answer = ask("model.path=~/model", "data.datasets=[{path: ~/d.jsonl}]")
+    make_adapter(tmp_path / "adapter")
+    answer = ask(
+        "model.path=~/model", "data.datasets=[{path: ~/d.jsonl}]", "adapter.path=~/adapter"
+    )
     assert answer.code == 0, answer.said
     assert answer.config.model.path == str(model)
+    assert answer.config.adapter.path == str(tmp_path / "adapter")
     assert answer.config.data.datasets[0].path == str(data)
 
 

@@ -33,6 +33,7 @@ from app.config.verbs import (
 )
 from app.errors import DONE, ROOT, UserError, report
 from app.launch import check_launch, is_child, is_first_rank
+from app.model.adapter import Ia3Config, LoraConfig
 from app.output import check_output, find_run
 from app.preflight import check_compatibility, check_files, num_ranks
 from data_modules import TEMPLATE_NAMES
@@ -282,6 +283,8 @@ def _resolve_paths(config: Any) -> None:
         dataset.path = resolve(dataset.path) or dataset.path
     if isinstance(config, EvaluateConfig):
         config.adapter_path = resolve(config.adapter_path)
+    elif isinstance(config.adapter, (LoraConfig, Ia3Config)):
+        config.adapter.path = resolve(config.adapter.path)
 
 
 def save_config(config: Any, path: Path) -> None:
