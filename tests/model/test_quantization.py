@@ -90,7 +90,7 @@ def test_every_matrix_but_embedding_and_head_is_quantized(
     matrices = [m for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
     assert len(matrices) == 14
     assert all(type(matrix) is METHODS[method] for matrix in matrices)
-    assert type(model.lm_head) is torch.nn.Linear
+    assert type(model.lm_head.weight) is torch.nn.Parameter  # no class of packed weights
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     for name, parameter in model.named_parameters():
         assert not parameter.requires_grad
@@ -108,7 +108,10 @@ def test_the_storage_dtype_changes_no_bit(tmp_path: Path, dtype: torch.dtype) ->
     assert settings is not None
     settings.bnb_4bit_quant_storage = torch.uint8
     plain = transformers.AutoModelForCausalLM.from_pretrained(
-        config.path, quantization_config=settings, dtype=dtype
+        config.path,
+        quantization_config=settings,
+        dtype=dtype,
+        attn_implementation=attention_implementation("sdpa"),
     )
     stored = load(config, dtype, method="nf4")
     for name, parameter in stored.named_parameters():
