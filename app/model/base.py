@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
+from app.model.attention import check_implementation
 from app.model.quantization import (
     QuantizationConfig,
     cast_unquantized,
@@ -69,6 +70,7 @@ def load_base(
         model = auto_class.from_config(
             architecture, attn_implementation=implementation, dtype=dtype
         )
+        check_implementation(model, implementation)
         resize_embeddings(model, new_ids)
         fuse_head(model)
         return model
@@ -89,6 +91,7 @@ def load_base(
             output_loading_info=True,
             **how,
         )
+    check_implementation(model, implementation)
     # transformers fills what a file lacks with random numbers and goes on.
     for problem in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loading[problem])):

@@ -64,7 +64,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 def made(name: str) -> Any:
     torch.manual_seed(0)
     model = MODELS[name]().eval()
-    assert choose_backend(AttentionConfig(), model.config, "cpu", "fp32") == "eager"
+    assert choose_backend(AttentionConfig(), model.config, "cpu", "fp32").backend == "eager"
     return model
 
 

@@ -7,12 +7,18 @@ import torch
 from torch import Tensor
 
 from app.model.attention import attend, matmul
+from app.model.attention.documents import Document, group_documents
 
 
 def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
     torch.manual_seed(0)
     shapes = [(3, heads, tokens, 8), (3, key_heads, tokens, 8), (3, key_heads, tokens, 8)]
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def whole(tensors: list[Tensor]) -> list[Document]:
+    """Each row as one document."""
+    return [Document(row, 0, tensors[0].shape[2]) for row in range(len(tensors[0]))]
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -26,13 +32,13 @@ def reference(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) 
 
 @pytest.mark.parametrize("scaling", [None, 1.0])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 150])
 def test_values_and_gradients_are_those_of_causal_attention(
     tokens: int, heads: int, key_heads: int, scaling: float | None
 ) -> None:
     tensors = parts(heads, key_heads, tokens, torch.float32)
     weight = torch.randn(3, heads, tokens, 8)
-    ours = matmul.attend_causally(*tensors, scaling)
+    ours = matmul.attend_causally(*tensors, whole(tensors), scaling).transpose(1, 2)
     theirs = reference(*tensors, scaling)
     assert torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-5)
     grads = torch.autograd.grad((ours * weight).sum(), tensors)
@@ -49,8 +55,9 @@ def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.softmax(scores + future, dim=-1, dtype=torch.float32).to(query.dtype) @ value
 
 
-def test_in_half_precision_it_rounds_about_as_eager_attention_does() -> None:
-    tensors = parts(4, 2, 60, torch.bfloat16)
+@pytest.mark.parametrize("tokens", [60, 600])
+def test_in_half_precision_it_rounds_about_as_eager_attention_does(tokens: int) -> None:
+    tensors = parts(4, 2, tokens, torch.bfloat16)
     exact = [part.detach().float().requires_grad_() for part in tensors]
     truth = torch.autograd.grad(reference(*exact, None).square().sum(), exact)
 
@@ -59,22 +66,66 @@ def test_in_half_precision_it_rounds_about_as_eager_attention_does() -> None:
         pairs = zip(grads, truth, strict=True)
         return max(((one - other).norm() / other.norm()).item() for one, other in pairs)
 
-    assert error(matmul.attend_causally(*tensors, None)) < 1.5 * error(eager(*tensors))
+    ours = matmul.attend_causally(*tensors, whole(tensors), None).transpose(1, 2)
+    assert error(ours) < 1.5 * error(eager(*tensors))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kept", [0, 1024])
+def test_documents_of_a_row_are_each_their_own(
+    dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "MAX_TOKENS", kept)
+    tensors = parts(4, 2, 90, dtype)
+    exact = [part.detach().double().requires_grad_() for part in tensors]
+    lengths = [[3, 70, 17], [90], [1, 64, 25]]
+    groups = group_documents(lengths, (3, 90), torch.device("cpu"))
+    output, _ = attend.attend_by_document(torch.nn.Module(), *tensors, None, documents=groups)
+    weight = torch.randn(output.shape)
+    expected = torch.zeros(output.shape, dtype=torch.float64)
+    for row, members in enumerate(lengths):
+        start = 0
+        for length in members:
+            cut = [part[row : row + 1, :, start : start + length] for part in exact]
+            expected[row, start : start + length] = reference(*cut, None)[0].transpose(0, 1)
+            start += length
+    loose = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    assert torch.allclose(output.double(), expected, **loose)
+    grads = torch.autograd.grad((output * weight).sum(), tensors)
+    truths = torch.autograd.grad((expected * weight).sum(), exact)
+    for grad, truth in zip(grads, truths, strict=True):
+        assert torch.allclose(grad.double(), truth, **loose)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tokens", "expected"),
-    [(torch.bfloat16, 8, True), (torch.float32, 8, False), (torch.bfloat16, 513, False)],
+    ("settings", "expected"),
+    [({}, True), ({"sliding_window": 9}, True), ({"sliding_window": 8}, False)],
 )
-def test_it_is_taken_for_short_documents_in_half_precision_on_the_cpu(
-    dtype: torch.dtype, tokens: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+def test_it_is_taken_on_the_cpu_where_no_document_is_longer_than_the_window(
+    settings: dict[str, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
     write = matmul.attend_causally
     monkeypatch.setattr(matmul, "attend_causally", lambda *given: taken.append(1) or write(*given))
-    query, key, value = parts(4, 2, tokens, dtype)
+    query, key, value = parts(4, 2, 18, torch.float32)
+    groups = group_documents([[9, 9]] * 3, (3, 18), torch.device("cpu"))
     layer = torch.nn.Module()
-    output, _ = attend.attend_by_document(layer, query, key, value, None)
+    attend.attend_by_document(layer, query, key, value, None, documents=groups, **settings)
     assert bool(taken) is expected
+
+
+def test_rows_of_one_document_are_causal_too() -> None:
+    query, key, value = parts(4, 2, 70, torch.float32)
+    output, _ = attend.attend_by_document(torch.nn.Module(), query, key, value, None)
     truth = reference(query, key, value, None).transpose(1, 2)
-    assert torch.allclose(output.double(), truth, atol=2e-2)
+    assert torch.allclose(output.double(), truth, atol=1e-5)
+
+
+def test_queries_in_fp32_beside_values_in_half_precision_are_taken_as_autocast_has_it() -> None:
+    query, key, value = parts(4, 2, 70, torch.float32)
+    layer = torch.nn.Module()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = attend.attend_by_document(layer, query, key, value.bfloat16(), None)
+    assert output.dtype == torch.bfloat16
+    truth = reference(query, key, value, None).transpose(1, 2)
+    assert torch.allclose(output.double(), truth, atol=5e-2)

@@ -254,15 +254,18 @@ def test_eager_attention_packs_no_pairs() -> None:
     check_pair_isolation(model, "eager", is_packed=False)
 
 
+@pytest.mark.parametrize("backend", ["flash2", "flash3", "varlen", "flex"])
 @pytest.mark.parametrize("make", [tiny_t5, tiny_bart])
-def test_pairs_run_by_document_and_never_by_flash_attention(make: Callable[..., Any]) -> None:
+def test_pairs_run_by_document_and_never_by_flash_attention(
+    make: Callable[..., Any], backend: str
+) -> None:
     architecture = make().config
     for device in ("cpu", "gpu"):
-        assert choose_backend(AttentionConfig(), architecture, device, "bf16") == "sdpa"
-    with pytest.raises(ValueError, match=r"flash2 .* encoder and a decoder; type attention=sdpa"):
-        choose_backend(AttentionConfig(backend="flash2"), architecture, "gpu", "bf16")
+        assert choose_backend(AttentionConfig(), architecture, device, "bf16").backend == "sdpa"
+    with pytest.raises(ValueError, match=r"encoder and a decoder; type attention=sdpa"):
+        choose_backend(AttentionConfig(backend=backend), architecture, "gpu", "bf16")
     led = LEDConfig()
-    assert choose_backend(AttentionConfig(), led, "cpu", "fp32") == "eager"
+    assert choose_backend(AttentionConfig(), led, "cpu", "fp32").backend == "eager"
     with pytest.raises(ValueError, match="attention=eager packing=none"):
         choose_backend(AttentionConfig(backend="sdpa"), led, "cpu", "fp32")
 

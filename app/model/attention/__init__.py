@@ -7,22 +7,33 @@ A model that would not hand them on to its layers is refused by `check_isolation
 
 from app.model.attention.backends import (
     BACKENDS,
+    BY_BOUNDARIES,
     BY_DOCUMENT,
+    IN_HALF,
+    ON_GPU,
+    PACKAGES,
     AttentionConfig,
     attention_implementation,
-    choose_backend,
+    check_implementation,
     generation_attention,
     why_not_packed,
 )
+from app.model.attention.choice import Choice, choose_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.isolation import check_isolation, check_pair_isolation
 
 __all__ = [
     "BACKENDS",
+    "BY_BOUNDARIES",
     "BY_DOCUMENT",
+    "IN_HALF",
+    "ON_GPU",
+    "PACKAGES",
     "AttentionConfig",
+    "Choice",
     "attention_implementation",
     "attention_inputs",
+    "check_implementation",
     "check_isolation",
     "check_pair_isolation",
     "choose_backend",

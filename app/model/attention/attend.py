@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.documents import DocumentGroups
+from app.model.attention.documents import DocumentGroups, place_documents
 from app.model.attention.pairs import PairGroups
 
 if TYPE_CHECKING:
@@ -42,12 +42,34 @@ def attend_by_document(
     attend = partial(_attend, dropout=dropout, scaling=scaling, window=sliding_window)
     parts = (query, key, value)
     if isinstance(documents, DocumentGroups):
+        from app.model.attention import matmul
+
+        longest = max(one.end - one.start for one in documents.documents)
+        is_full = sliding_window is None or sliding_window >= longest
+        if is_full and matmul.is_faster(query, value, dropout):
+            output = matmul.attend_causally(*in_one_dtype(*parts), documents.documents, scaling)
+            return output, None
         return _attend_causally(parts, documents, partial(attend, is_causal=True)), None
     # As transformers' own functions read it: what has no such attribute is causal.
     attend = partial(attend, is_causal=getattr(module, "is_causal", True))
     if documents is None:
         return attend(*parts, bias=position_bias).transpose(1, 2), None
     return _attend_to_pairs(module, parts, documents, position_bias, attend), None
+
+
+def in_one_dtype(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cast query, key and value to autocast's dtype, or without one to the values'.
+
+    Rotary positions in fp32 leave queries in fp32, and autocast does not know every kernel.
+    """
+    import torch
+
+    device = query.device.type
+    is_cast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if is_cast else value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _attend_to_pairs(
@@ -151,8 +173,10 @@ def _attend(
     if bias is not None:
         bias = bias[..., :num_queries, :num_keys].to(query.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    if is_causal and mask is None and not dropout and matmul.is_faster(query):
-        return matmul.attend_causally(query, key, value, scaling)
+    if is_causal and mask is None and matmul.is_faster(query, value, dropout):
+        rows = place_documents([[num_queries]] * len(query), num_queries)
+        parts = in_one_dtype(query, key, value)
+        return matmul.attend_causally(*parts, rows, scaling).transpose(1, 2)
     return torch.nn.functional.scaled_dot_product_attention(
         query,
         key,

@@ -1,21 +1,39 @@
-"""The attention that a person can choose, and what each of them cannot compute."""
+"""The attention that a person can choose, and its name in transformers."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig
+    from transformers import PreTrainedModel
 
-BACKENDS = ("auto", "sdpa", "eager", "flash2")
+BACKENDS = ("auto", "flash2", "flash3", "varlen", "flex", "sdpa", "eager")
+ON_GPU = ("flash2", "flash3", "varlen", "flex")
+"""backends that train on NVIDIA GPUs alone"""
+IN_HALF = ("flash2", "flash3", "varlen")
+"""backends that compute in half precision alone"""
+PACKAGES = {
+    "flash2": ("flash_attn", "flash-attn"),
+    "flash3": ("flash_attn_interface", "flash-attn-3"),
+}
+"""backends that come from elsewhere: the module that Python imports, and the package's name"""
 BY_DOCUMENT = "sdpa_by_document"
-"""the name under which transformers knows our attention function"""
-
+BY_BOUNDARIES = "varlen_by_boundaries"
+BY_BLOCKS = "flex_attention_by_blocks"
+"""the names under which transformers knows our attention functions"""
+IN_TRANSFORMERS = {
+    "eager": "eager",
+    "sdpa": BY_DOCUMENT,
+    "varlen": BY_BOUNDARIES,
+    "flex": BY_BLOCKS,
+    "flash2": "flash_attention_2",
+    "flash3": "flash_attention_3",
+}
 COUNTS_POSITIONS = (
     "bart",
     "bigbird_pegasus",
@@ -41,62 +59,46 @@ ALIBI = ("bloom", "mpt")
 @dataclass(kw_only=True, slots=True)
 class AttentionConfig:
     backend: str = "auto"
-    """auto: flash2 where CUDA and flash-attn are, else sdpa; eager: the slow reference"""
-
-
-def choose_backend(
-    config: AttentionConfig, architecture: PretrainedConfig, accelerator: str, precision: str
-) -> str:
-    """Resolve `auto` to the fastest backend that this model, device and precision can run.
-
-    ValueError when the typed one cannot compute this model.
-    """
-    pairs = architecture.is_encoder_decoder
-    model_class = _model_class(architecture)
-    has_sdpa = model_class is None or (
-        model_class._supports_sdpa and model_class._can_set_attn_implementation()
-    )
-    if config.backend == "sdpa" and not has_sdpa:
-        raise ValueError(
-            f"attention=sdpa: {architecture.model_type} models compute their attention themselves; "
-            f"type attention=eager{' packing=none' if pairs else ''}"
-        )
-    if config.backend == "flash2" and pairs:
-        raise ValueError(
-            "attention=flash2 takes one set of boundaries for all layers, but "
-            f"{architecture.model_type} models have an encoder and a decoder; type attention=sdpa"
-        )
-    if config.backend != "auto":
-        return config.backend
-    if not has_sdpa:
-        return "eager"
-    flash_installed = importlib.util.find_spec("flash_attn") is not None
-    can_flash = accelerator == "gpu" and precision != "fp32" and flash_installed
-    return "flash2" if can_flash and not pairs else "sdpa"
-
-
-def _model_class(architecture: PretrainedConfig) -> Any:
-    """Return the class that transformers has for an architecture, None for remote code."""
-    from transformers.models.auto import modeling_auto
-
-    known = (
-        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-        if architecture.is_encoder_decoder
-        else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    )
-    return known.get(type(architecture), None)
+    """auto: the fastest for this device, precision and model; eager: the slow reference"""
 
 
 def attention_implementation(backend: str) -> str:
     """Name of `backend` in transformers; registers ours there."""
-    if backend == "sdpa":
-        from transformers import AttentionInterface
+    from transformers import AttentionInterface
 
+    # Ours have no mask function on purpose: transformers then builds no mask of its own.
+    if backend == "sdpa":
         from app.model.attention.attend import attend_by_document
 
-        # It has no mask function on purpose: transformers then builds no mask of its own.
         AttentionInterface.register(BY_DOCUMENT, attend_by_document)
-    return {"sdpa": BY_DOCUMENT, "eager": "eager", "flash2": "flash_attention_2"}[backend]
+    elif backend == "varlen":
+        from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
+
+        attend = partial(attend_by_boundaries, kernel=VarlenKernel.installed())
+        AttentionInterface.register(BY_BOUNDARIES, attend)
+    elif backend == "flex":
+        from app.model.attention.flex import attend_by_blocks
+
+        AttentionInterface.register(BY_BLOCKS, attend_by_blocks)
+    return IN_TRANSFORMERS[backend]
+
+
+def check_implementation(model: PreTrainedModel, implementation: str) -> None:
+    """Raise ValueError where a part of `model` runs another attention than `implementation`.
+
+    transformers replaces what a model does not list, or what is not installed, by what it finds.
+    """
+    from transformers import PreTrainedModel
+
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        given = part.config._attn_implementation
+        if given != implementation:
+            raise ValueError(
+                f"{type(part).__name__} was to run {implementation}, but transformers gave it "
+                f"{given}: type attention=sdpa or attention=eager"
+            )
 
 
 def why_not_packed(numbers: Mapping[str, Any]) -> str | None:
@@ -122,14 +124,15 @@ def generation_attention(model: torch.nn.Module) -> Iterator[None]:
 
     # Encoder and decoder have a config each.
     changed = [
-        module
+        (module, module.config._attn_implementation)
         for module in model.modules()
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation == BY_DOCUMENT
+        if isinstance(module, PreTrainedModel)
+        and module.config._attn_implementation in (BY_DOCUMENT, BY_BOUNDARIES, BY_BLOCKS)
     ]
-    for module in changed:
-        module.set_attn_implementation("sdpa")
+    for module, _ in changed:
+        module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")
     try:
         yield
     finally:
-        for module in changed:
-            module.set_attn_implementation(BY_DOCUMENT)
+        for module, implementation in changed:
+            module.set_attn_implementation(implementation)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.backends import why_not_packed
 from app.model.attention.documents import group_documents
+from app.model.attention.flex import block_mask
 from app.model.attention.pairs import Lengths, group_pairs
 
 if TYPE_CHECKING:
@@ -32,36 +33,45 @@ def attention_inputs(
             "documents": group_documents(document_lengths, shape, device),
         }
     if backend == "eager":
-        return {"attention_mask": _block_masks(model, document_lengths, shape)}
-    return _flash_boundaries(document_lengths, shape, device)
+        return {"attention_mask": _dense_masks(model, document_lengths, shape)}
+    if backend == "flex":
+        build = partial(block_mask, document_lengths, shape, device)
+        return {"attention_mask": _by_layer(model, backend, build)}
+    return _boundaries(document_lengths, shape, device)
 
 
-def _block_masks(
+def _dense_masks(
     model: PreTrainedModel, document_lengths: Sequence[Sequence[int]], shape: tuple[int, int]
-) -> torch.Tensor | dict[str, torch.Tensor] | None:
-    """Masks as the model's layers want them: one, or one a kind of layer where these differ."""
+) -> Any:
     numbers = model.config.to_dict()
-    window, layer_types = numbers.get("sliding_window"), numbers.get("layer_types")
     are_whole = all(len(lengths) == 1 for lengths in document_lengths)
-    if are_whole and window is None:
+    if are_whole and numbers.get("sliding_window") is None:
         return None  # the padding at a row's end cannot be seen by causal attention
     if not are_whole and (reason := why_not_packed(numbers)):
         raise ValueError(reason)
-    build = partial(_block_mask, document_lengths, shape, model.device, model.dtype)
+    build = partial(_dense_mask, document_lengths, shape, model.device, model.dtype)
+    return _by_layer(model, "eager", build)
+
+
+def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -> Any:
+    """Masks as the model's layers want them: one, or one a kind of layer where these differ."""
+    numbers = model.config.to_dict()
+    window, layer_types = numbers.get("sliding_window"), numbers.get("layer_types")
     if layer_types is None:
         return build(window=window)
     windows = {"full_attention": None, "sliding_attention": window}
     kinds = set(layer_types)
     if not kinds <= windows.keys():
         raise ValueError(
-            f"attention=eager cannot pack for {', '.join(sorted(kinds - windows.keys()))} layers: "
-            "type packing=none"
+            f"attention={backend} has no mask for "
+            f"{', '.join(sorted(kinds - windows.keys()))} layers: type "
+            f"{'packing=none' if backend == 'eager' else 'attention=sdpa'}"
         )
     masks = {kind: build(window=windows[kind]) for kind in sorted(kinds)}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _block_mask(
+def _dense_mask(
     document_lengths: Sequence[Sequence[int]],
     shape: tuple[int, int],
     device: torch.device,
@@ -85,16 +95,20 @@ def _block_mask(
     return mask.unsqueeze(1).to(device)
 
 
-def _flash_boundaries(
+def _boundaries(
     document_lengths: Sequence[Sequence[int]], shape: tuple[int, int], device: torch.device
 ) -> dict[str, Any]:
+    """Where documents begin, counted through all rows, by transformers' names for them.
+
+    What lies beyond a row's documents is padding and counts as one more document of that row. Rows
+    of one document have boundaries, too: else transformers looks for some in every layer, and
+    waits for the device.
+    """
     import torch
 
-    if all(len(lengths) == 1 for lengths in document_lengths):
-        return {"attention_mask": None}  # right padding cannot be seen by causal attention
     _, tokens = shape
     lengths = [n for row in document_lengths for n in (*row, tokens - sum(row)) if n]
-    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     boundaries = ends.to(device, non_blocking=True)
     return {
         "attention_mask": None,

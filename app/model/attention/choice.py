@@ -1,0 +1,240 @@
+"""Which attention a run takes: what this device, precision and model can run, and what is there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from app.model.attention.backends import IN_HALF, IN_TRANSFORMERS, ON_GPU, PACKAGES, AttentionConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FASTEST_FIRST = ("flash3", "flash2", "varlen", "sdpa")
+"""before eager, which computes every model"""
+DESCRIPTIONS = {
+    "varlen": "PyTorch's own, for NVIDIA GPUs in half precision",
+    "flex": "PyTorch's flex_attention",
+    "sdpa": "PyTorch's, document by document",
+    "eager": "the slow reference",
+}
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
+HEAD_WIDTHS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
+"""names in config.json"""
+WIDEST_HEAD = 256
+"""of all flash attention kernels"""
+SMALLEST_FLEX_HEAD = 16
+NO_HOPPER = "flash-attn-3 is for Hopper GPUs"
+IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AttributeError)
+"""what a package that was built for another PyTorch, or lacks a library, fails with"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The attention of a run; as a string, how it is told to a person."""
+
+    backend: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """The model, and the device and the precision that it is to run in."""
+
+    architecture: PretrainedConfig
+    accelerator: str
+    precision: str
+
+    @property
+    def model_type(self) -> str:
+        return str(self.architecture.model_type)
+
+    def number(self, name: str) -> Any:
+        """Return a number of config.json by its usual name; None where the model has none."""
+        # Not by `to_dict`: GPT-2 keeps them under other names, which only the attributes know.
+        return getattr(self.architecture.get_text_config(), name, None)
+
+    def head_widths(self) -> list[int]:
+        widths = [width for name in HEAD_WIDTHS if (width := self.number(name))]
+        heads = self.number("num_attention_heads")
+        return widths or ([self.number("hidden_size") // heads] if heads else [])
+
+
+def choose_backend(
+    config: AttentionConfig, architecture: PretrainedConfig, accelerator: str, precision: str
+) -> Choice:
+    """Resolve `auto` to the fastest backend that can run; `precision` is a resolved name.
+
+    ValueError when the typed one cannot compute this model, here and so precisely; ImportError when
+    its package is not there, or does not import.
+    """
+    situation = Situation(architecture, accelerator, precision)
+    if config.backend == "auto":
+        return _fastest(situation)
+    if reason := why_not_here(config.backend, situation):
+        raise ValueError(f"attention={config.backend}: {reason}; type {_instead(situation)}")
+    if fault := find_fault(config.backend):
+        raise ImportError(f"attention={config.backend}: {fault}; type {_instead(situation)}")
+    return Choice(config.backend, f"{_describe(config.backend)}, as typed")
+
+
+def _fastest(situation: Situation) -> Choice:
+    reasons: dict[str, None] = {}  # in order, and once where one holds for several
+    taken = "eager"
+    for backend in FASTEST_FIRST:
+        reason = why_not_here(backend, situation) or find_fault(backend)
+        if reason is None:
+            taken = backend
+            break
+        if reason != NO_HOPPER:  # no news to the card's owner
+            reasons[reason] = None
+    return Choice(taken, "; ".join([_describe(taken), *reasons]))
+
+
+def _instead(situation: Situation) -> str:
+    """Word what to type for a backend that cannot run."""
+    backend = _fastest(situation).backend
+    needs_rows = backend == "eager" and situation.architecture.is_encoder_decoder
+    return f"attention={backend}{' packing=none' if needs_rows else ''}"
+
+
+def why_not_here(backend: str, situation: Situation) -> str | None:
+    """Say why `backend` cannot compute this model on this device, so precisely; None if it can."""
+    return next(_obstacles(backend, situation), None)
+
+
+def _obstacles(backend: str, situation: Situation) -> Iterator[str]:
+    if backend == "eager":
+        return
+    if backend in ON_GPU and situation.accelerator != "gpu":
+        kernel = "flex_attention has a gradient" if backend == "flex" else "flash attention runs"
+        yield f"{kernel} on NVIDIA GPUs alone"
+        return
+    if backend in IN_HALF and situation.precision == "fp32":
+        yield "flash attention computes in half precision alone, and the precision is fp32"
+    yield from _obstacles_of_model(backend, situation)
+    if backend in ON_GPU:
+        yield from _obstacles_of_gpu(backend)
+
+
+def _obstacles_of_model(backend: str, situation: Situation) -> Iterator[str]:
+    model_type = situation.model_type
+    if backend != "sdpa" and situation.architecture.is_encoder_decoder:
+        yield (
+            f"all layers get one set of boundaries, but {model_type} models have an encoder and "
+            "a decoder"
+        )
+    if not _takes(backend, situation.architecture):
+        if backend in ("sdpa", "varlen"):
+            yield f"{model_type} models compute their attention themselves"
+        yield f"transformers has no {backend} for {model_type} models"
+    if backend == "sdpa":
+        return
+    if backend != "flash2" and (dropout := max(situation.number(n) or 0 for n in DROPOUTS)):
+        yield f"{backend} drops no attention out, and this model asks for {dropout:g}"
+    if backend == "varlen" and situation.number("attn_logit_softcapping"):
+        yield f"varlen caps no logits of attention, as {model_type} models do"
+    if backend == "varlen" and situation.number("sliding_window") and not _varlen_takes_windows():
+        yield "varlen has no sliding window before PyTorch 2.11"
+    widths = situation.head_widths()
+    if backend == "flex":
+        if min(widths, default=SMALLEST_FLEX_HEAD) < SMALLEST_FLEX_HEAD:
+            yield f"flex needs heads {SMALLEST_FLEX_HEAD} wide, and this model's are {min(widths)}"
+    elif max(widths, default=0) > WIDEST_HEAD:
+        yield f"flash attention takes heads up to {WIDEST_HEAD} wide, not {max(widths)}"
+    elif backend == "varlen" and any(width % 8 for width in widths):
+        yield f"varlen takes heads whose width is a multiple of 8, not {widths[0]}"
+
+
+def _obstacles_of_gpu(backend: str) -> Iterator[str]:
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    if backend == "flash3" and capability[0] != 9:
+        yield NO_HOPPER
+    if backend in IN_HALF and capability < (8, 0):
+        name = "sm{}{}".format(*capability)
+        yield f"flash attention needs an Ampere GPU (sm80) or a newer one, and this is {name}"
+    if backend == "varlen" and not torch.backends.cuda.is_flash_attention_available():
+        yield "this PyTorch was built without flash attention"
+
+
+def _varlen_takes_windows() -> bool:
+    from app.model.attention.varlen import VarlenKernel
+
+    return VarlenKernel.installed().takes_window
+
+
+def _takes(backend: str, architecture: PretrainedConfig) -> bool:
+    """Say whether the model's layers ask transformers for their attention, and may get this one."""
+    model_class = _model_class(architecture)
+    if model_class is None:
+        return True
+    if not model_class._can_set_attn_implementation():
+        return False
+    if backend in ("sdpa", "varlen"):
+        return bool(model_class._supports_sdpa)
+    if backend == "flex":
+        return bool(model_class._supports_flex_attn)
+    # A model with attention sinks lists the kernels that know them; the others leave them out.
+    listed = getattr(model_class, "_compatible_flash_implementations", None)
+    return bool(model_class._supports_flash_attn) and (
+        listed is None or IN_TRANSFORMERS[backend] in listed
+    )
+
+
+def _model_class(architecture: PretrainedConfig) -> Any:
+    """Return the class that transformers has for an architecture, None for remote code."""
+    from transformers.models.auto import modeling_auto
+
+    known = (
+        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+        if architecture.is_encoder_decoder
+        else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    return known.get(type(architecture), None)
+
+
+def find_fault(backend: str) -> str | None:
+    """Say what is wrong with the package that `backend` comes from; None where nothing is."""
+    if backend not in PACKAGES:
+        return None
+    module, package = PACKAGES[backend]
+    version = _version(package)
+    if version is None:
+        return f"{package} is not installed"
+    try:
+        importlib.import_module(module)
+    except IMPORT_FAULTS as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        return f"{package} {version} is installed, but its import fails ({said})"
+    if not _transformers_takes(backend):
+        return f"{package} {version} is installed, but transformers does not take it"
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _transformers_takes(backend: str) -> bool:
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    asks = {"flash2": is_flash_attn_2_available, "flash3": is_flash_attn_3_available}
+    return bool(asks[backend]())
+
+
+def _describe(backend: str) -> str:
+    if backend in PACKAGES:
+        package = PACKAGES[backend][1]
+        return f"{package} {_version(package)}"
+    return DESCRIPTIONS[backend]

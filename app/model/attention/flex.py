@@ -1,0 +1,113 @@
+"""Attention by PyTorch's `flex_attention`, told which blocks of keys each block of queries sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from app.model.attention.attend import in_one_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+"""tokens of a block, as PyTorch's kernels have it"""
+
+
+def attend_by_blocks(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: BlockMask | None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention by transformers' own use of the kernel; without a mask, every row is a document.
+
+    query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared.
+    Returns [rows, tokens, heads, head_dim].
+    """
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    # As transformers' own functions read it: what has no such attribute is causal.
+    if attention_mask is None and getattr(module, "is_causal", True):
+        rows, _, tokens, _ = query.shape
+        documents = [[tokens]] * rows
+        attention_mask = block_mask(documents, (rows, tokens), query.device, window=sliding_window)
+    parts = in_one_dtype(query, key, value)
+    attended: tuple[torch.Tensor, torch.Tensor | None] = flex_attention_forward(
+        module, *parts, attention_mask, **options
+    )
+    return attended
+
+
+def block_mask(
+    document_lengths: Sequence[Sequence[int]],
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    window: int | None,
+) -> BlockMask:
+    """Say what each token of [rows, tokens] sees: its document's past, at most `window` tokens.
+
+    Counted from the documents' ends, without ever making a mask of tokens by tokens.
+    """
+    import torch
+    from torch.nn.attention.flex_attention import BlockMask
+
+    first = _first_seen(document_lengths, shape, window)
+    blocks = first.unflatten(1, (-1, BLOCK))
+    lowest, highest = blocks.amin(2).unsqueeze(2), blocks.amax(2).unsqueeze(2)
+    number = torch.arange(blocks.shape[1])
+    is_past = number.unsqueeze(0) < number.unsqueeze(1)
+    is_touched = (is_past | torch.eye(len(number), dtype=torch.bool)) & (
+        (number + 1) * BLOCK > lowest
+    )
+    is_whole = is_past & (number * BLOCK >= highest)
+    first = first.to(device)
+
+    def sees(
+        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return (first[row, query] <= key) & (key <= query)
+
+    mask: BlockMask = BlockMask.from_kv_blocks(
+        *_listed(is_touched & ~is_whole),
+        *_listed(is_whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(shape[1], shape[1]),
+    )
+    return mask.to(device)
+
+
+def _first_seen(
+    document_lengths: Sequence[Sequence[int]], shape: tuple[int, int], window: int | None
+) -> torch.Tensor:
+    """Column of the first key that each query sees, [rows, tokens up to a whole block].
+
+    What lies beyond a row's documents is padding and counts as one more document of that row.
+    """
+    import torch
+
+    rows, tokens = shape
+    padded = -(-tokens // BLOCK) * BLOCK
+    first = torch.empty(rows, padded, dtype=torch.int32)
+    for row, documents in enumerate(document_lengths):
+        lengths = torch.tensor([*documents, padded - sum(documents)])
+        starts = lengths.cumsum(0) - lengths
+        first[row] = starts.repeat_interleave(lengths)
+    if window is not None:
+        first = torch.maximum(first, torch.arange(padded, dtype=torch.int32) + 1 - window)
+    return first
+
+
+def _listed(is_in: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many key blocks each query block has, and their numbers before those it has not."""
+    import torch
+
+    counts = is_in.sum(-1, dtype=torch.int32)
+    numbers = is_in.int().argsort(dim=-1, descending=True, stable=True).int()
+    return counts.unsqueeze(1), numbers.unsqueeze(1)

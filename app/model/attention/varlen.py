@@ -1,0 +1,139 @@
+"""Attention by PyTorch's own variable-length kernel, for NVIDIA GPUs in half precision."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from app.model.attention.attend import in_one_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenKernel:
+    """`torch.nn.attention.varlen.varlen_attn`, called as the installed PyTorch wants it.
+
+    2.10 takes `is_causal` alone; 2.11 takes `window_size` in its place, and `scale`; 2.12 takes
+    fewer key heads, when told by `enable_gqa`.
+    """
+
+    function: Callable[..., torch.Tensor]
+    takes_window: bool
+    takes_scale: bool
+    takes_shared_heads: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., torch.Tensor]) -> VarlenKernel:
+        """Read from its signature what a `varlen_attn` takes."""
+        names = inspect.signature(function).parameters
+        return cls(function, "window_size" in names, "scale" in names, "enable_gqa" in names)
+
+    @classmethod
+    def installed(cls) -> VarlenKernel:
+        """Return that of the installed PyTorch."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        return cls.of(varlen_attn)
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        ends: torch.Tensor,
+        longest: int,
+        *,
+        is_causal: bool,
+        window: int | None,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Attend in each document; all parts [tokens, heads, head_dim], key heads may be fewer.
+
+        ends int32 [documents + 1]: where documents begin, and the last one ends; window: how many
+        tokens one sees, itself included.
+        """
+        options: dict[str, Any] = {}
+        shared = query.shape[1] // key.shape[1]
+        if shared > 1 and self.takes_shared_heads:
+            options["enable_gqa"] = True
+        elif shared > 1:
+            key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+        if self.takes_scale:
+            options["scale"] = scaling
+        elif scaling is not None:
+            factor = scaling * math.sqrt(query.shape[-1])
+            query = query if math.isclose(factor, 1.0) else query * factor
+        if not self.takes_window:
+            if window is not None:
+                raise ValueError(
+                    "attention=varlen has no sliding window before PyTorch 2.11: "
+                    "type attention=sdpa"
+                )
+            options["is_causal"] = is_causal
+        elif is_causal:
+            options["window_size"] = (-1 if window is None else window - 1, 0)
+        # The same tensor twice: then the kernel knows that queries and keys have the same lengths.
+        return self.function(query, key, value, ends, ends, longest, longest, **options)
+
+
+def attend_by_boundaries(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    *,
+    kernel: VarlenKernel,
+    **unsupported: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention inside each document; without boundaries, every row is one.
+
+    query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
+    cu_seq_lens_q int32 [documents + 1] counts through all rows. Returns
+    [rows, tokens, heads, head_dim]. ValueError for variants that the kernel does not compute.
+    """
+    import torch
+
+    if dropout:
+        raise ValueError(
+            "attention=varlen cannot drop attention out, as this model's config asks: "
+            "type attention=sdpa"
+        )
+    for variant in ("softcap", "s_aux", "position_bias"):
+        if unsupported.get(variant) is not None:
+            raise ValueError(
+                f"attention=varlen cannot compute this model's {variant}: type attention=eager"
+            )
+    rows, _, tokens, width = query.shape
+    if cu_seq_lens_q is None or max_length_q is None:
+        cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
+        max_length_q = tokens
+    own_width = value.shape[-1]
+    if own_width != width:  # latent attention has narrower values
+        value = torch.nn.functional.pad(value, (0, width - own_width))
+    parts = in_one_dtype(query, key, value)
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in parts)
+    # As transformers' own functions read it: what has no such attribute is causal.
+    is_causal = getattr(module, "is_causal", True)
+    reaches = is_causal and sliding_window is not None and sliding_window < max_length_q
+    output = kernel(
+        query,
+        key,
+        value,
+        cu_seq_lens_q,
+        max_length_q,
+        is_causal=is_causal,
+        window=sliding_window if reaches else None,
+        scaling=scaling,
+    )
+    return output[..., :own_width].unflatten(0, (rows, tokens)), None

@@ -1,0 +1,268 @@
+"""Which attention a run takes, on machines that are not this one."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PretrainedConfig,
+)
+
+from app.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
+from app.model.attention import AttentionConfig, check_implementation, choice, choose_backend
+from tests.model.test_attention_varlen import of_2_10, of_2_13
+from tests.tiny import tiny_llama, tiny_t5
+
+AMPERE, HOPPER, BLACKWELL, TURING = (8, 0), (9, 0), (10, 0), (7, 5)
+IMPORT = importlib.import_module
+MISSING_SYMBOL = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"
+
+
+@dataclass
+class Machine:
+    """A GPU machine; packages by name, with what their import fails with, or None."""
+
+    monkeypatch: pytest.MonkeyPatch
+
+    def __post_init__(self) -> None:
+        self.is_of()
+
+    def is_of(self, capability: tuple[int, int] = AMPERE, **packages: Exception | None) -> None:
+        def load(module: str, *rest: Any) -> Any:
+            if module not in packages:
+                return IMPORT(module, *rest)
+            if (error := packages[module]) is not None:
+                raise error
+            return None
+
+        def version(package: str) -> str | None:
+            modules = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface"}
+            return "2.8.3" if modules[package] in packages else None
+
+        patch = self.monkeypatch.setattr
+        patch(torch.cuda, "get_device_capability", lambda *_: capability)
+        patch(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+        patch(choice, "_version", version)
+        patch(importlib, "import_module", load)
+        patch(choice, "_transformers_takes", lambda backend: True)
+        patch(varlen, "varlen_attn", of_2_13)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def choose(
+    backend: str = "auto",
+    model: PretrainedConfig | None = None,
+    accelerator: str = "gpu",
+    precision: str = "bf16",
+) -> choice.Choice:
+    return choose_backend(
+        AttentionConfig(backend=backend), model or LlamaConfig(), accelerator, precision
+    )
+
+
+WORKS: dict[str, Any] = {"flash_attn": None}
+BOTH: dict[str, Any] = {"flash_attn": None, "flash_attn_interface": None}
+BROKEN = {"flash_attn": ImportError(MISSING_SYMBOL)}
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "backend", "said"),
+    [
+        (AMPERE, {}, "varlen", "flash-attn is not installed"),
+        (AMPERE, WORKS, "flash2", "flash-attn 2.8.3"),
+        (AMPERE, BOTH, "flash2", "flash-attn 2.8.3"),
+        (HOPPER, {}, "varlen", "flash-attn-3 is not installed; flash-attn is not installed"),
+        (HOPPER, WORKS, "flash2", "flash-attn-3 is not installed"),
+        (HOPPER, BOTH, "flash3", "flash-attn-3 2.8.3"),
+        (BLACKWELL, BOTH, "flash2", "flash-attn 2.8.3"),
+        (TURING, BOTH, "sdpa", "needs an Ampere GPU (sm80) or a newer one, and this is sm75"),
+        (AMPERE, BROKEN, "varlen", f"its import fails ({MISSING_SYMBOL})"),
+        (HOPPER, BROKEN, "varlen", f"its import fails ({MISSING_SYMBOL})"),
+        (
+            AMPERE,
+            {"flash_attn": OSError("libcudart.so.11.0:\nno such file")},
+            "varlen",
+            "its import fails (libcudart.so.11.0: no such file)",
+        ),
+    ],
+)
+def test_a_gpu_in_half_precision_takes_the_fastest_that_is_there(
+    machine: Machine,
+    capability: tuple[int, int],
+    packages: dict[str, Any],
+    backend: str,
+    said: str,
+) -> None:
+    machine.is_of(capability, **packages)
+    for precision in ("bf16", "bf16-pure", "fp16"):
+        taken = choose(precision=precision)
+        assert taken.backend == backend
+        assert said in str(taken) and "\n" not in str(taken)
+
+
+def test_the_cpu_and_fp32_attend_by_document(machine: Machine) -> None:
+    machine.is_of(HOPPER, **BOTH)
+    on_cpu, in_fp32 = choose(accelerator="cpu"), choose(precision="fp32")
+    assert on_cpu.backend == in_fp32.backend == "sdpa"
+    assert "document by document; flash attention runs on NVIDIA GPUs alone" in str(on_cpu)
+    assert "half precision alone, and the precision is fp32" in str(in_fp32)
+
+
+def test_a_pytorch_without_flash_attention(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert choose().backend == "sdpa"
+    with pytest.raises(ValueError, match=r"varlen: .* built without .* type attention=sdpa"):
+        choose("varlen")
+
+
+def test_a_package_that_transformers_does_not_take(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.is_of(**WORKS)
+    monkeypatch.setattr(choice, "_transformers_takes", lambda backend: False)
+    assert choose().backend == "varlen"
+    assert "transformers does not take it" in str(choose())
+
+
+MODELS = [
+    # what only some of them compute, and what is left with flash-attn and without it
+    (GPT2Config(), "flash2", "sdpa", "varlen drops no attention out, and this model asks for 0.1"),
+    (Gemma2Config(head_dim=256), "flash2", "eager", "compute their attention themselves"),
+    (LlamaConfig(head_dim=512), "sdpa", "sdpa", "heads up to 256 wide, not 512"),
+    (LlamaConfig(head_dim=100), "flash2", "sdpa", "a multiple of 8, not 100"),
+    (GptOssConfig(), "eager", "eager", "compute their attention themselves"),
+    (MistralConfig(sliding_window=4096), "flash2", "varlen", "PyTorch's own"),
+    (DeepseekV3Config(), "flash2", "varlen", "PyTorch's own"),
+    (tiny_t5().config, "sdpa", "sdpa", "an encoder and a decoder"),
+]
+
+
+@pytest.mark.parametrize(("model", "with_flash", "without", "said"), MODELS)
+def test_a_model_takes_what_can_compute_it(
+    machine: Machine, model: PretrainedConfig, with_flash: str, without: str, said: str
+) -> None:
+    assert choose(model=model).backend == without
+    assert said in str(choose(model=model))
+    machine.is_of(**WORKS)
+    assert choose(model=model).backend == with_flash
+
+
+def test_a_window_needs_a_pytorch_that_has_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_10)
+    windowed = MistralConfig(sliding_window=4096)
+    assert choose().backend == "varlen"
+    assert choose(model=windowed).backend == "sdpa"
+    assert "no sliding window before PyTorch 2.11" in str(choose(model=windowed))
+
+
+@pytest.mark.parametrize(
+    ("backend", "changes", "said"),
+    [
+        ("varlen", {"accelerator": "cpu"}, "NVIDIA GPUs alone; type attention=sdpa"),
+        ("flex", {"accelerator": "cpu"}, "NVIDIA GPUs alone; type attention=sdpa"),
+        ("flash2", {"precision": "fp32"}, "half precision alone"),
+        ("flash3", {}, "for Hopper GPUs; type attention=varlen"),
+        ("varlen", {"model": GPT2Config()}, "drops no attention out"),
+        ("flex", {"model": LlamaConfig(attention_dropout=0.1)}, "drops no attention out"),
+        ("flex", {"model": GPT2Config()}, "transformers has no flex for gpt2 models"),
+        ("sdpa", {"model": Gemma2Config()}, "type attention=eager"),
+        ("flash2", {"model": GptOssConfig()}, "type attention=eager"),
+    ],
+)
+def test_what_cannot_run_is_refused_when_typed(
+    machine: Machine, backend: str, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"attention={backend}: ") as caught:
+        choose(backend, **changes)
+    assert said in str(caught.value)
+    assert exit_code(caught.value) == USER_ERROR
+
+
+def test_a_typed_package_that_is_broken_or_missing_is_the_environments_fault(
+    machine: Machine,
+) -> None:
+    machine.is_of(AMPERE, **BROKEN)
+    with pytest.raises(ImportError, match="undefined symbol") as caught:
+        choose("flash2")
+    assert "attention=flash2: flash-attn 2.8.3 is installed, but" in str(caught.value)
+    assert "type attention=varlen" in str(caught.value)
+    assert exit_code(caught.value) == ENVIRONMENT_ERROR
+    machine.is_of(HOPPER)
+    with pytest.raises(ImportError, match="flash-attn-3 is not installed; type attention=varlen"):
+        choose("flash3")
+
+
+def test_what_is_typed_is_taken(machine: Machine) -> None:
+    machine.is_of(HOPPER, **BOTH)
+    for backend in ("flash2", "flash3", "varlen", "flex", "sdpa", "eager"):
+        taken = choose(backend)
+        assert taken.backend == backend
+        assert "as typed" in str(taken)
+
+
+def test_the_real_probes_find_no_package_here() -> None:
+    for backend, (module, package) in choice.PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            assert choice.find_fault(backend) == f"{package} is not installed"
+
+
+def test_a_package_that_does_not_import(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole probe, on a package that was built for another PyTorch."""
+    (tmp_path / "flash_attn.py").write_text(f"raise ImportError({MISSING_SYMBOL!r})")
+    (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
+    (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    fault = choice.find_fault("flash2")
+    assert fault == f"flash-attn 2.8.3 is installed, but its import fails ({MISSING_SYMBOL})"
+
+
+def test_another_attention_than_was_asked_for_is_refused() -> None:
+    model = tiny_llama(attn_implementation="eager")
+    check_implementation(model, "eager")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM was to run flash_attention_2.* eager"):
+        check_implementation(model, "flash_attention_2")
+
+
+def test_a_part_that_was_given_another_attention_is_found() -> None:
+    model = tiny_t5(attn_implementation="eager")
+    model.decoder.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="T5Stack was to run eager, but transformers gave it sdpa"):
+        check_implementation(model, "eager")
+
+
+def test_a_model_that_is_loaded_is_checked(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers replaces attention that a model does not list, and says so in a log only."""
+    from app.model.base import ModelConfig, load_base
+
+    tiny_llama().save_pretrained(tmp_path)
+    monkeypatch.setattr(
+        LlamaForCausalLM, "_check_and_adjust_attn_implementation", lambda *_, **__: "eager"
+    )
+    for config in (
+        ModelConfig(path=str(tmp_path)),
+        ModelConfig(from_scratch=True, architecture=tiny_llama().config.to_dict()),
+    ):
+        with pytest.raises(ValueError, match="was to run sdpa, but transformers gave it eager"):
+            load_base(config, "sdpa", torch.float32)

@@ -1,0 +1,186 @@
+"""The blocks that flex attention is given hold every document's past, and nothing else.
+
+A stand-in for PyTorch's kernel, which has no gradient on the CPU, reads them as the kernel does: a
+whole block unseen, a touched one by its mask; the tests marked `gpu` run the kernel itself.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers.integrations import flex_attention
+
+from app.model import attention
+from app.model.attention import (
+    AttentionConfig,
+    Choice,
+    attention_implementation,
+    check_isolation,
+    choose_backend,
+    inputs,
+)
+from app.model.attention.choice import Situation, why_not_here
+from app.model.attention.flex import BLOCK, block_mask
+from tests.model.test_attention_varlen import assert_same, mistral, of_2_13, run
+from tests.tiny import probe, tiny_llama, train_into
+
+CASES = [
+    # documents of each row, tokens of a row
+    ([[80]], 80),
+    ([[5, 9, 3, 30, 7, 20], [40, 1, 2]], 80),
+    ([[BLOCK] * 3], 3 * BLOCK),
+    ([[3 * BLOCK + 1]], 3 * BLOCK + 1),
+    ([[300, 1, 260, 70], [500]], 640),
+    ([[700, 50]], 750),
+]
+
+
+def expected(lengths: list[list[int]], tokens: int, window: int | None) -> torch.Tensor:
+    """Which key each query sees, bool [rows, tokens, tokens]."""
+    document = torch.stack(
+        [
+            torch.repeat_interleave(torch.tensor([*row, tokens - sum(row)]))[:tokens]
+            for row in lengths
+        ]
+    )
+    seen = (document.unsqueeze(2) == document.unsqueeze(1)).tril()
+    return seen if window is None else seen.triu(1 - window)
+
+
+def seen(mask: BlockMask) -> torch.Tensor:
+    """What a kernel makes of the blocks: bool [rows, tokens, tokens]."""
+    rows, _, _, num_blocks = mask.kv_indices.shape
+    queries, keys = mask.seq_lengths
+    visible = torch.zeros(rows, num_blocks * BLOCK, num_blocks * BLOCK, dtype=torch.bool)
+    for row in range(rows):
+        for block in range(num_blocks):
+            span = slice(block * BLOCK, (block + 1) * BLOCK)
+            query = torch.arange(span.start, span.stop).unsqueeze(1)
+            for number in mask.full_kv_indices[
+                row, 0, block, : mask.full_kv_num_blocks[row, 0, block]
+            ]:
+                visible[row, span, number * BLOCK : (number + 1) * BLOCK] = True
+            for number in mask.kv_indices[row, 0, block, : mask.kv_num_blocks[row, 0, block]]:
+                key = torch.arange(number * BLOCK, (number + 1) * BLOCK).unsqueeze(0)
+                visible[row, span, key[0]] = mask.mask_mod(torch.tensor(row), 0, query, key)
+    return visible[:, :queries, :keys]
+
+
+def stand_in(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    score_mod: Any,
+    block_mask: BlockMask,
+    scale: float,
+    **_: Any,
+) -> torch.Tensor:
+    assert query.dtype == key.dtype == value.dtype
+    shared = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+    scores = score_mod(query @ key.mT * scale, 0, 0, 0, 0)
+    scores = scores.masked_fill(~seen(block_mask).unsqueeze(1), -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@pytest.fixture
+def _by_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in)
+
+
+@pytest.mark.parametrize("window", [None, 1, 8, 150])
+@pytest.mark.parametrize(("lengths", "tokens"), CASES)
+def test_blocks_hold_what_is_seen(
+    lengths: list[list[int]], tokens: int, window: int | None
+) -> None:
+    mask = block_mask(lengths, (len(lengths), tokens), torch.device("cpu"), window=window)
+    assert mask.shape == (len(lengths), 1, tokens, tokens)
+    assert torch.equal(seen(mask), expected(lengths, tokens, window))
+
+
+def test_what_is_hidden_is_not_computed() -> None:
+    mask = block_mask([[2 * BLOCK] * 4], (1, 8 * BLOCK), torch.device("cpu"), window=None)
+    assert mask.kv_num_blocks.sum() == 8  # the blocks on the diagonal
+    assert mask.full_kv_num_blocks.sum() == 4  # and one before it in every document
+    assert torch.equal(mask.full_q_num_blocks.sum(), mask.full_kv_num_blocks.sum())
+
+
+@pytest.mark.usefixtures("_by_stand_in")
+@pytest.mark.parametrize("lengths", [CASES[1][0], [[80], [33]]], ids=["packed", "padded"])
+@pytest.mark.parametrize("make", [tiny_llama, mistral], ids=["llama", "mistral"])
+def test_logits_and_gradients_are_those_of_attention_by_document(
+    make: Any, lengths: list[list[int]]
+) -> None:
+    model = make()
+    assert_same(run(model, "flex", lengths), run(model, "sdpa", lengths))
+
+
+@pytest.mark.usefixtures("_by_stand_in")
+def test_layers_of_two_kinds_get_blocks_each() -> None:
+    shape = tiny_llama().config.to_dict() | {"head_dim": 8, "sliding_window": 8}
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**shape)).eval()
+    assert_same(run(model, "flex", CASES[1][0]), run(model, "eager", CASES[1][0]))
+
+
+@pytest.mark.usefixtures("_by_stand_in")
+def test_the_probe_judges_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    model.set_attn_implementation(attention_implementation("flex"))
+    check_isolation(model, "flex")
+    of_rows = [[8]]
+    monkeypatch.setattr(
+        inputs, "block_mask", lambda _, *rest, **window: block_mask(of_rows, *rest, **window)
+    )
+    with pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "flex")
+
+
+@pytest.mark.usefixtures("_by_stand_in")
+@pytest.mark.parametrize("make", [tiny_llama, mistral])
+def test_without_blocks_every_row_is_a_document(make: Any) -> None:
+    model, found = make(), []
+    for backend in ("flex", "sdpa"):
+        model.set_attn_implementation(attention_implementation(backend))
+        with torch.no_grad():
+            found.append(model(**probe(rows=2, tokens=40), use_cache=False).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_by_stand_in")
+def test_it_computes_in_the_dtype_of_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, _ = run(tiny_llama(), "flex", CASES[1][0])
+    assert logits.dtype == torch.bfloat16
+
+
+def test_it_has_no_gradient_on_the_cpu() -> None:
+    model = tiny_llama().config
+    with pytest.raises(ValueError, match=r"attention=flex: .* type attention=sdpa"):
+        choose_backend(AttentionConfig(backend="flex"), model, "cpu", "fp32")
+    reason = why_not_here("flex", Situation(model, "gpu", "bf16"))
+    assert reason is not None and "heads 16 wide" in reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_by_stand_in")
+def test_whole_runs_learn_as_by_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probe, training with recomputed layers, validation, saving, and answers with a cache."""
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_13)
+    words = ("recompute=full", "trainer.max_steps=2", "evaluation.exact_match=true")
+    found = {}
+    for backend in ("sdpa", "varlen", "flex"):
+        monkeypatch.setattr(attention, "choose_backend", lambda *_, name=backend: Choice(name, ""))
+        folder = train_into(tmp_path / backend, *words, "evaluation.max_rows=2")
+        found[backend] = json.loads((folder / "metrics.json").read_text())
+    for backend in ("varlen", "flex"):
+        for loss in ("base/val/loss", "tuned/val/loss"):
+            assert found[backend][loss] == pytest.approx(found["sdpa"][loss], rel=1e-5)

@@ -1,0 +1,104 @@
+"""The kernels themselves: in bf16 they are no further from eager fp32 than eager bf16 is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.model.attention import (
+    AttentionConfig,
+    attention_implementation,
+    check_isolation,
+    choose_backend,
+)
+from app.model.attention.choice import Situation, find_fault, why_not_here
+from tests.model.test_attention_varlen import PACKED, PADDED, latent, mistral, run
+from tests.tiny import tiny_llama, train_into
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = ["sdpa", "varlen", "flex", "flash2", "flash3"]
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.05}
+FACTOR = 2.0
+"""how much further from fp32 than eager bf16 another order of sums may be"""
+
+
+def llama(**numbers: Any) -> Any:
+    return tiny_llama(**(WIDE | numbers))
+
+
+def windowed() -> Any:
+    return mistral(**WIDE)
+
+
+def skip_unless_here(backend: str, model: Any) -> None:
+    situation = Situation(model.config, "gpu", "bf16")
+    if reason := why_not_here(backend, situation) or find_fault(backend):
+        pytest.skip(reason)
+
+
+Run = tuple[torch.Tensor, list[torch.Tensor]]
+
+
+def assert_rounds_alike(ours: Run, plain: Run, exact: Run) -> None:
+    """Compare logits and every gradient with those of fp32, each against its own size."""
+    parts = ([logits, *gradients] for logits, gradients in (ours, plain, exact))
+    for one, other, right in zip(*parts, strict=True):
+        found, allowed = ((part.float() - right).norm() / right.norm() for part in (one, other))
+        assert found <= FACTOR * allowed + 1e-3
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("make", [llama, windowed, latent])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_and_gradients_round_as_eager_does(
+    backend: str, make: Callable[[], Any], lengths: list[list[int]]
+) -> None:
+    model = make().to("cuda")
+    skip_unless_here(backend, model)
+    half = copy.deepcopy(model).bfloat16()
+    exact, plain = run(model, "eager", lengths), run(half, "eager", lengths)
+    ours = run(half, backend, lengths)
+    assert_rounds_alike(ours, plain, exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_documents_do_not_see_each_other(backend: str) -> None:
+    model = llama().to("cuda", torch.bfloat16)
+    skip_unless_here(backend, model)
+    model.set_attn_implementation(attention_implementation(backend))
+    check_isolation(model, backend)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+def test_fp32_weights_compute_in_half_precision_under_autocast(backend: str) -> None:
+    model = llama().to("cuda")
+    skip_unless_here(backend, model)
+    exact = run(model, "eager", PACKED)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        plain, ours = run(model, "eager", PACKED), run(model, backend, PACKED)
+    assert_rounds_alike(ours, plain, exact)
+
+
+def test_what_auto_takes_here_keeps_documents_apart() -> None:
+    model = llama().to("cuda", torch.bfloat16)
+    taken = choose_backend(AttentionConfig(), model.config, "gpu", "bf16")
+    model.set_attn_implementation(attention_implementation(taken.backend))
+    check_isolation(model, taken.backend)
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert taken.backend in ("flash3", "flash2", "varlen"), str(taken)
+
+
+def test_a_run_learns_as_it_does_by_document(tmp_path: Path) -> None:
+    words = ["trainer.precision=bf16", "trainer.accelerator=gpu", "trainer.devices=1"]
+    losses = []
+    for backend in ("sdpa", "varlen"):
+        folder = train_into(tmp_path / backend, *words, f"attention={backend}")
+        losses.append(json.loads((folder / "metrics.json").read_text())["tuned/val/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

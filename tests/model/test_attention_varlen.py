@@ -1,0 +1,324 @@
+"""Our use of PyTorch's variable-length attention gives what attention by document gives.
+
+Its kernel runs on GPUs alone. Here stand-ins with its signatures, which say no to what it would not
+take, show what is handed to it; the tests marked `gpu` run the kernel itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen as of_torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+from transformers.integrations import flash_attention
+
+from app.model.attention import attention_implementation, attention_inputs, check_isolation
+from app.model.attention.attend import attend_by_document
+from app.model.attention.documents import group_documents
+from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
+from tests.tiny import random_ids, tiny_llama
+
+PACKED = [[5, 9, 3, 30, 7, 20], [40, 1, 2]]
+PADDED = [[80], [33]]
+TOKENS = 80
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    scale: float | None,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """Attention [tokens, heads, width] by the plainest formula, a document after the other."""
+    assert ends[0] is ends[1] and ends[0].dtype == torch.int32
+    lengths = ends[0].diff().tolist()
+    assert longest == (max(lengths), max(lengths)) and sum(lengths) == len(query) == len(key)
+    assert query.dtype == key.dtype == value.dtype and query.shape[2] == value.shape[2]
+    shared = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
+    outputs = []
+    for q, k, v in zip(*(part.split(lengths) for part in (query, key, value)), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+        distance = torch.arange(len(q)).unsqueeze(1) - torch.arange(len(q)).unsqueeze(0)
+        if window[0] >= 0:
+            scores = scores.masked_fill(distance > window[0], -torch.inf)
+        if window[1] >= 0:
+            scores = scores.masked_fill(-distance > window[1], -torch.inf)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+    return torch.cat(outputs)
+
+
+def of_2_10(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> torch.Tensor:
+    assert query.shape[1] == key.shape[1]
+    window = (-1, 0) if is_causal else (-1, -1)
+    return attend(query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), None, window)
+
+
+def of_2_11(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    assert query.shape[1] == key.shape[1]
+    return attend(query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), scale, window_size)
+
+
+def of_2_13(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Any = None,
+    block_table: Any = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return attend(query, key, value, (cu_seq_q, cu_seq_k), (max_q, max_k), scale, window_size)
+
+
+RELEASES = [of_2_10, of_2_11, of_2_13]
+
+
+def mistral(**numbers: Any) -> MistralForCausalLM:
+    shape = tiny_llama().config.to_dict() | {"sliding_window": 8} | numbers
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**shape)).eval()
+
+
+def granite() -> GraniteForCausalLM:
+    shape = tiny_llama().config.to_dict() | {"attention_multiplier": 0.7}
+    torch.manual_seed(0)
+    return GraniteForCausalLM(GraniteConfig(**shape)).eval()
+
+
+def latent() -> DeepseekV3ForCausalLM:
+    """A model whose values are narrower than its keys."""
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
+    widths = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 2}
+    ranks = {"q_lora_rank": 32, "kv_lora_rank": 32}
+    torch.manual_seed(0)
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**shape, **widths, **heads, **ranks)).eval()
+
+
+def run(
+    model: LlamaForCausalLM, backend: str, lengths: list[list[int]]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of the documents' own tokens, and the gradients of a loss over them."""
+    ids = random_ids(len(lengths), TOKENS).to(model.device)
+    model.set_attn_implementation(attention_implementation(backend))
+    model.zero_grad()
+    inputs = attention_inputs(model, backend, lengths, (len(lengths), TOKENS))
+    rows = [torch.cat([torch.arange(n) for n in (*row, TOKENS - sum(row))]) for row in lengths]
+    positions = torch.stack(rows).to(model.device)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
+    own = torch.cat([row[: sum(n)] for row, n in zip(logits, lengths, strict=True)])
+    own.float().logsumexp(-1).sum().backward()
+    return own.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_same(
+    one: tuple[torch.Tensor, list[torch.Tensor]], other: tuple[torch.Tensor, list[torch.Tensor]]
+) -> None:
+    torch.testing.assert_close(one[0], other[0], rtol=1e-4, atol=1e-5)
+    for gradient, expected in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("make", [tiny_llama, granite, latent])
+@pytest.mark.parametrize("release", RELEASES)
+def test_logits_and_gradients_are_those_of_attention_by_document(
+    release: Callable[..., Any],
+    make: Callable[[], Any],
+    lengths: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(of_torch, "varlen_attn", release)
+    model = make()
+    assert_same(run(model, "varlen", lengths), run(model, "sdpa", lengths))
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("make", [tiny_llama, mistral])
+def test_flash_attention_is_given_the_same_boundaries(
+    make: Callable[[], Any], lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for what transformers calls flash attention's packages through."""
+
+    def stand_in(
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        *,
+        is_causal: bool,
+        softmax_scale: float,
+        sliding_window: int | None,
+        cu_seq_lens_q: Any,
+        cu_seq_lens_k: Any,
+        max_length_q: int,
+        max_length_k: int,
+        **_: Any,
+    ) -> torch.Tensor:
+        assert is_causal and attention_mask is None
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        parts = (part.flatten(0, 1) for part in (query, key, value))
+        ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+        output = attend(*parts, ends, longest, softmax_scale, window)
+        return output.unflatten(0, query.shape[:2])
+
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", stand_in)
+    monkeypatch.setattr(
+        PreTrainedModel, "get_correct_attn_implementation", lambda _, name, *__: name
+    )
+    monkeypatch.setattr(
+        PreTrainedModel, "_check_and_adjust_attn_implementation", lambda _, name, **__: name
+    )
+    model = make()
+    for backend in ("flash2", "flash3"):
+        assert_same(run(model, backend, lengths), run(model, "sdpa", lengths))
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("make", [tiny_llama, mistral, latent])
+def test_attention_by_document_is_that_of_the_reference(
+    make: Callable[[], Any], lengths: list[list[int]]
+) -> None:
+    model = make()
+    assert_same(run(model, "sdpa", lengths), run(model, "eager", lengths))
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("release", [of_2_11, of_2_13])
+def test_a_sliding_window_reaches_as_far_as_by_document(
+    release: Callable[..., Any], lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_torch, "varlen_attn", release)
+    model = mistral()
+    assert_same(run(model, "varlen", lengths), run(model, "sdpa", lengths))
+
+
+def test_a_window_that_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_torch, "varlen_attn", of_2_10)
+    with pytest.raises(ValueError, match=r"before PyTorch 2\.11: type attention=sdpa"):
+        run(mistral(), "varlen", PACKED)
+    run(mistral(sliding_window=40), "varlen", PACKED)  # as far as the longest document
+
+
+def test_the_probe_judges_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_torch, "varlen_attn", of_2_13)
+    model = tiny_llama()
+    model.set_attn_implementation(attention_implementation("varlen"))
+    check_isolation(model, "varlen")
+
+    def blind(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+        ends = torch.tensor([0, len(query)], dtype=torch.int32)
+        lengths = (len(query), len(query))
+        return attend(query, key, value, (ends, ends), lengths, None, (-1, 0))
+
+    monkeypatch.setattr(of_torch, "varlen_attn", blind)
+    attention_implementation("varlen")
+    with pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "varlen")
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 12, width) for width in (24, 24, 16))
+    layer, kernel = torch.nn.Identity(), VarlenKernel.of(of_2_13)
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32)
+    ours, _ = attend_by_boundaries(
+        layer, query, key, value, None, cu_seq_lens_q=ends, max_length_q=7, kernel=kernel
+    )
+    groups = group_documents([[5, 7]], (1, 12), torch.device("cpu"))
+    expected, _ = attend_by_document(layer, query, key, value, None, documents=groups)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_it_computes_in_the_dtype_of_autocast() -> None:
+    part = torch.randn(1, 2, 6, 8)
+    kernel = VarlenKernel.of(of_2_13)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, _ = attend_by_boundaries(
+            torch.nn.Identity(), part, part, part.bfloat16(), None, kernel=kernel
+        )
+    assert ours.dtype == torch.bfloat16
+    rotated, _ = attend_by_boundaries(
+        torch.nn.Identity(), part, part, part.bfloat16(), None, kernel=kernel
+    )
+    assert rotated.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("variant", "instead"),
+    [
+        ({"softcap": 50.0}, "attention=eager"),
+        ({"s_aux": torch.zeros(4)}, "attention=eager"),
+        ({"position_bias": torch.zeros(1, 4, 6, 6)}, "attention=eager"),
+        ({"dropout": 0.1}, "attention=sdpa"),
+    ],
+)
+def test_a_variant_that_it_cannot_compute_is_refused(variant: dict[str, Any], instead: str) -> None:
+    part, kernel = torch.zeros(1, 4, 6, 8), VarlenKernel.of(of_2_13)
+    with pytest.raises(ValueError, match=f"attention=varlen .* type {instead}"):
+        attend_by_boundaries(torch.nn.Identity(), part, part, part, None, kernel=kernel, **variant)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_installed_kernel_takes_what_it_is_given(window: int | None) -> None:
+    kernel = VarlenKernel.installed()
+    if window is not None and not kernel.takes_window:
+        pytest.skip("this PyTorch has no window")
+    assert set(inspect.signature(kernel.function).parameters) >= {"cu_seq_q", "max_k", "return_aux"}
+    query, key, value = (
+        torch.empty(12, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    ends = torch.empty(3, device="meta", dtype=torch.int32)
+    output = kernel(query, key, value, ends, 7, is_causal=True, window=window, scaling=0.3)
+    assert output.shape == query.shape
+    output.sum().backward()
+    assert key.grad is not None and key.grad.shape == key.shape
