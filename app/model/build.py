@@ -11,6 +11,8 @@ from app.model.adapter import (
     AdapterConfig,
     FullConfig,
     apply_adapter,
+    drop_needless_copies,
+    fuse_lora,
     is_adapter,
     load_adapter,
     report_trainable,
@@ -59,6 +61,9 @@ def build_model(
     adapted = apply_adapter(
         model, adapter, half_precision=precision == "bf16-pure", token_ids=token_ids
     )
+    if precision != "fp32":
+        drop_needless_copies(adapted)
+    fuse_lora(adapted)
     apply_neftune(adapted, adapter.neftune_alpha)
     adapted.train()
     report_trainable(adapted)  # refuses a model of which nothing trains

@@ -26,6 +26,8 @@ WRAPPERS = {"base_layer", "modules_to_save", "token_adapter", "default"}
 class TrainedWeight:
     """One parameter that trains."""
 
+    name: str
+    """its full name in the base, as model.layers.0.self_attn.q_proj.lora_A.weight"""
     module: str
     """full name of its module in the base, as model.layers.0.self_attn.q_proj"""
     kind: str
@@ -51,7 +53,8 @@ def _described(name: str, parameter: torch.nn.Parameter) -> TrainedWeight:
     parts = name.split(".")
     if name.startswith(PREFIX):
         parts = [part for part in name.removeprefix(PREFIX).split(".") if part not in WRAPPERS]
+    name = ".".join(parts)
     for place, part in enumerate(parts):
         if part in KINDS:
-            return TrainedWeight(".".join(parts[:place]), KINDS[part], parameter)
-    return TrainedWeight(".".join(parts[:-1]), parts[-1], parameter)
+            return TrainedWeight(name, ".".join(parts[:place]), KINDS[part], parameter)
+    return TrainedWeight(name, ".".join(parts[:-1]), parts[-1], parameter)

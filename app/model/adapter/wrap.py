@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
@@ -34,6 +35,54 @@ def wrap(
     return adapted
 
 
+def drop_needless_copies(model: torch.nn.Module) -> None:
+    """Let LoRA read its input, and a 4-bit layer's output, as they are.
+
+    For models that run in half precision, by autocast or all of it. peft gives each input the dtype
+    of its fp32 matrices, and autocast takes it back: two copies of every activation, of which one
+    is kept for the backward pass, for the very same products. And it copies what a 4-bit layer
+    returns before it adds to it, in case that were a view. DoRA computes norms in its input's dtype
+    and stays as it is.
+    """
+    import peft
+
+    lora = peft.tuners.lora
+    for module in model.modules():
+        if not isinstance(module, lora.LoraLayer) or module.lora_variant:
+            continue
+        # Its class is there only where bitsandbytes is.
+        is_4bit = type(module).__name__ == "Linear4bit"
+        if is_4bit:
+            module.forward = MethodType(lora.Linear.forward, module)
+        if is_4bit or isinstance(module, lora.Linear):
+            module.cast_input_dtype_enabled = False
+
+
 def _keep_dtype(module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
     """On a quantized layer peft's IA3 returns fp32, also in the middle of a bf16 model."""
     return output.to(inputs[0].dtype)
+
+
+def fuse_lora(model: torch.nn.Module) -> None:
+    """Let every plain LoRA beside a frozen, unquantized matrix compute in one step."""
+    import peft
+
+    from app.model.adapter.fused import FusedLoraLinear
+
+    for module in model.modules():
+        if type(module) is peft.tuners.lora.Linear and _is_plain(module):
+            module.__class__ = FusedLoraLinear
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether it is W x + bias + scale B A x: no DoRA, one adapter, no transposed matrix."""
+    import torch
+
+    parts = (*layer.lora_A.values(), *layer.lora_B.values())
+    return (
+        type(layer.base_layer) is torch.nn.Linear
+        and list(layer.lora_A) == ["default"]
+        and not layer.lora_variant
+        and not layer.fan_in_fan_out
+        and all(part.bias is None for part in parts)
+    )

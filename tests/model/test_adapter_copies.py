@@ -1,0 +1,108 @@
+"""In half precision LoRA reads what it is given as it is: the same numbers, fewer copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.model.adapter import LoraConfig, apply_adapter, drop_needless_copies
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from benchmarks.gpu.model import quantize
+from tests.tiny import random_ids, save_with_tokenizer, tiny_llama
+
+
+def trained(config: LoraConfig, *, is_quantized: bool = False) -> Any:
+    """A bf16 or nf4 base with adapters in fp32 that do something already."""
+    model = tiny_llama(tie_word_embeddings=False).to(torch.bfloat16)
+    if is_quantized:
+        quantize(model, torch.bfloat16)
+    adapted = apply_adapter(model, config, half_precision=False)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    return adapted.train()
+
+
+def step(model: Any) -> tuple[float, dict[str, Tensor], int]:
+    """Loss, gradients, and the bytes that are kept for the backward pass."""
+    ids, kept = random_ids(2, 64), {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    model.zero_grad()
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with torch.autocast("cpu", torch.bfloat16), saved:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), grads, sum(kept.values())
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_the_numbers_stay_bit_for_bit_and_less_is_kept(is_quantized: bool) -> None:
+    model = trained(LoraConfig(r=4, dropout=0.0), is_quantized=is_quantized)
+    loss, grads, kept = step(model)
+    drop_needless_copies(model)
+    new_loss, new_grads, new_kept = step(model)
+    assert new_loss == loss
+    assert grads.keys() == new_grads.keys()
+    assert all(torch.equal(grads[name], grad) for name, grad in new_grads.items())
+    assert new_kept < 0.95 * kept
+
+
+def test_a_4_bit_layers_output_is_not_copied() -> None:
+    model = trained(LoraConfig(r=4, dropout=0.0), is_quantized=True)
+    clones = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            clones.append(
+                function is torch.ops.aten.clone.default and args[0].shape[-1] in (16, 32, 48)
+            )
+            return function(*args, **(kwargs or {}))
+
+    def count() -> int:
+        clones.clear()
+        with torch.autocast("cpu", torch.bfloat16), Watch(), torch.no_grad():
+            model(input_ids=random_ids(2, 64), use_cache=False)
+        return sum(clones)
+
+    before = count()
+    drop_needless_copies(model)
+    assert before - count() == 14  # of two layers, seven matrices each
+    with model.disable_adapter(), torch.no_grad():
+        plain = model(input_ids=random_ids(), use_cache=False).logits
+    assert plain.isfinite().all()
+
+
+def test_dora_keeps_its_cast() -> None:
+    model = trained(LoraConfig(r=4, use_dora=True))
+    drop_needless_copies(model)
+    layers = [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
+    assert layers
+    assert all(layer.cast_input_dtype_enabled for layer in layers)
+
+
+@pytest.mark.parametrize(("precision", "casts"), [("bf16", False), ("fp32", True)])
+def test_a_built_model_casts_only_where_there_is_no_autocast(
+    tmp_path: Path, precision: str, casts: bool
+) -> None:
+    base = save_with_tokenizer(tiny_llama(vocab_size=768), tmp_path)
+    config = ModelConfig(path=str(base))
+    parts = (QuantizationConfig(), "sdpa", LoraConfig(r=4), RecomputeConfig(), precision)
+    model = build_model(config, *parts)
+    layers = [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
+    assert {layer.cast_input_dtype_enabled for layer in layers} == {casts}

@@ -1,0 +1,105 @@
+"""Fused LoRA gives what peft's own layers give, with gradients, and leaves the rest to peft."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from app.model.adapter import LoraConfig, apply_adapter, fuse_lora
+from app.model.adapter.fused import FusedLoraLinear
+from tests.tiny import probe_of, tiny_gpt2, tiny_llama, tiny_t5
+
+TINY: dict[str, Callable[..., Any]] = {"llama": tiny_llama, "t5": tiny_t5}
+
+
+def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
+    """The same model with an adapter that is no longer zero, as peft has it and fused."""
+    plain = apply_adapter(model, LoraConfig(r=4, **settings), half_precision=False)
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for weight in plain.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn_like(weight)
+    fused = copy.deepcopy(plain)
+    fuse_lora(fused)
+    return plain.train(), fused.train()
+
+
+def outcome(model: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradients of what trains."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        logits = model(**probe_of(model)).logits
+    logits.float().square().mean().backward()
+    return logits, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+
+def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest relative norm of a difference; the same gradients are there in both."""
+    assert one.keys() == other.keys()
+    return max(((one[n] - other[n]).norm() / other[n].norm()).item() for n in one)
+
+
+def num_fused(model: Any) -> int:
+    return sum(isinstance(module, FusedLoraLinear) for module in model.modules())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("architecture", TINY)
+def test_values_and_gradients_are_those_of_peft(architecture: str, dropout: float) -> None:
+    plain, fused = pair(TINY[architecture](), dropout=dropout)
+    assert num_fused(fused) == sum(".lora_A." in name for name, _ in fused.named_parameters())
+    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
+    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert distance(grads, truths) < 1e-5
+
+
+def test_under_autocast_it_is_as_near_to_the_exact_gradients_as_peft() -> None:
+    plain, fused = pair(tiny_llama(), dropout=0.0)
+    _, truths = outcome(plain)
+    for model in (plain, fused):
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+    (_, theirs), (_, ours) = outcome(plain, torch.bfloat16), outcome(fused, torch.bfloat16)
+    assert all(grad.dtype == torch.float32 for grad in ours.values())
+    assert distance(ours, truths) < 1.1 * distance(theirs, truths)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [(tiny_gpt2, {}), (tiny_llama, {"use_dora": True})],
+    ids=["transposed matrices", "dora"],
+)
+def test_other_layers_stay_as_peft_has_them(make: Any, settings: dict[str, Any]) -> None:
+    _, fused = pair(make(), **settings)
+    assert num_fused(fused) == 0
+
+
+def test_switched_off_merged_and_second_adapters_are_left_to_peft() -> None:
+    plain, fused = pair(tiny_llama(), dropout=0.0)
+    with plain.disable_adapter(), fused.disable_adapter():
+        assert torch.equal(outcome_of(fused), outcome_of(plain))
+    for model in (plain, fused):
+        model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False))
+    for model in (plain, fused):
+        model.load_state_dict(plain.state_dict())
+        model.set_adapter("other")
+    assert torch.equal(outcome_of(fused), outcome_of(plain))
+    for model in (plain, fused):
+        model.set_adapter("default")
+        model.merge_adapter()
+    assert torch.equal(outcome_of(fused), outcome_of(plain))
+
+
+@torch.no_grad()
+def outcome_of(model: Any) -> Tensor:
+    logits: Tensor = model(input_ids=torch.arange(20).unsqueeze(0), use_cache=False).logits
+    return logits
