@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 TOP = re.compile(r"top\s+(\d+)")
 
 
-def decoder_layers(model: torch.nn.Module) -> list[str]:
+def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") -> list[str]:
     """Return the full names of the repeated layers in forward order.
 
     An encoder's layers come before its decoder's. ValueError for a model that does not say which
-    of its classes is a layer.
+    of its classes is a layer, with what to type `instead`.
     """
     classes = set(model._no_split_modules or ())
     layers: list[str] = []
@@ -27,10 +27,21 @@ def decoder_layers(model: torch.nn.Module) -> list[str]:
             layers.append(name)
     if not layers:
         raise ValueError(
-            f"adapter.layers: {model.config.model_type} models do not say which of their modules "
-            "are layers; type adapter.layers=all"
+            f"{instead.partition('=')[0]}: {model.config.model_type} models do not say which of "
+            f"their modules are layers; type {instead}"
         )
     return layers
+
+
+def why_not_compiled(numbers: Mapping[str, Any]) -> str | None:
+    """Say why the layers of a model of these config.json numbers are not compiled; None if so."""
+    if not numbers.get("is_encoder_decoder"):
+        return None
+    return (
+        f"trainer.compile=true: {numbers.get('model_type')} models have two sides, whose lengths "
+        "change from batch to batch, and each new pair would be compiled for; "
+        "type trainer.compile=false"
+    )
 
 
 def choose_layers(setting: Any, names: Sequence[str]) -> list[str]:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MODES = ("none", "full")
+MODES = ("none", "full", "selective", "offload")
 
 
 @dataclass(kw_only=True, slots=True)
 class RecomputeConfig:
     mode: str = "none"
-    """none: keep all activations; full: only each decoder layer's input (less memory, slower)"""
+    """none: keep all activations; full: only each layer's input (least memory, slowest);
+    selective: also attention and narrow matrix products; offload: as full, inputs in host memory"""
+    every: int = 1
+    """every n-th layer recomputes, the others keep all (more memory, faster)"""
 
 
 def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
-    """Switch non-reentrant gradient checkpointing on for every decoder layer."""
-    if config.mode != "full":
+    """Switch non-reentrant checkpointing on for every n-th layer, encoder's and decoder's alike."""
+    if config.mode == "none":
         return
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -28,8 +33,28 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
     # lowest layer that trains. T5's attention asks for them once more, by its own switch.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.disable_input_require_grads()
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            for module in layer.modules():
-                if module is not layer and "gradient_checkpointing" in vars(module):
-                    module.gradient_checkpointing = False
+    run_layer = _build_checkpoint(config.mode)
+    num_layers = 0
+    for module in model.modules():
+        if "_gradient_checkpointing_func" in vars(module):
+            module._gradient_checkpointing_func = run_layer
+        if isinstance(module, GradientCheckpointingLayer):
+            module.gradient_checkpointing = num_layers % config.every == 0
+            num_layers += 1
+            for inner in module.modules():
+                if inner is not module and "gradient_checkpointing" in vars(inner):
+                    inner.gradient_checkpointing = False
+
+
+def _build_checkpoint(mode: str) -> Callable[..., Any]:
+    """Return what runs a layer: takes the layer and its arguments, returns its output."""
+    from torch.utils.checkpoint import checkpoint
+
+    from app.model.offload import HostInputs
+    from app.model.selective import keep_what_is_dear
+
+    if mode == "offload":
+        return HostInputs().run_layer
+    if mode == "selective":
+        return partial(checkpoint, use_reentrant=False, context_fn=keep_what_is_dear)
+    return partial(checkpoint, use_reentrant=False)

@@ -20,6 +20,7 @@ from app.preflight.base_model import (
     look_at_tokenizer,
     seen_from,
 )
+from app.preflight.compiling import check_compile_of_base
 from app.preflight.packing import check_packing_of_base
 from app.preflight.targets import check_adapter, check_neftune
 from data_modules import TEMPLATE_NAMES, check_datasets
@@ -44,6 +45,7 @@ def check_files(config: Any, *, needs_weights: bool = True) -> list[str]:
         if "adapter" in names:
             problems += check_adapter(config.adapter, base)
             problems += check_neftune(config.adapter, base)
+            problems += check_compile_of_base(config.trainer, base)
             if needs_weights and (going_on := goes_on(config.adapter)) is not None:
                 problems += check_goes_on(config.adapter, Path(going_on))
                 problems += check_saved_adapter("adapter.path", Path(going_on), base, model)
