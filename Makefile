@@ -65,7 +65,10 @@ bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup
 bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY=lora_fp32|lora_bf16|full
 	$(BIN)/python -m benchmarks.training $(ONLY)
 
+bench-gpu: $(STAMP)  ## an 8B model on one GPU in eight minutes: speed, memory, and where the time goes
+	$(BIN)/python -m benchmarks.gpu
+
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval sweep tiny-base check test test-fast bench bench-peers clean
+.PHONY: help install train preview eval sweep tiny-base check test test-fast bench bench-peers bench-gpu clean

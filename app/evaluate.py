@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from app.quiet import is_offline, quiet_libraries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
@@ -46,9 +49,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
     placement = place_on_one_device(config.trainer.accelerator, config.trainer.precision)
     architecture = load_architecture(config.model)
-    backend = choose_backend(
+    attention = choose_backend(
         config.attention, architecture, placement.accelerator, placement.precision
     )
+    backend = attention.backend
+    log.info("device: %s, attention %s", placement, attention)
     tokenizer = build_tokenizer(config.model)
     new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))
     datamodule = FinetuneDataModule(
@@ -63,6 +68,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         num_epochs=1,
         max_steps=None,
         seed=config.seed,
+        row_multiple=placement.row_multiple,
     )
     datamodule.setup("validate")
     names, prompts = datamodule.dataset_names, datamodule.prompts(config.evaluation.max_rows)

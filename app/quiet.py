@@ -49,9 +49,9 @@ def quiet_libraries(*, offline: bool) -> None:
         # A thread that waits spins for a moment, then sleeps: spinning on makes a step many times
         # slower as soon as anything else runs, and sleeping at once costs small models a third.
         "GOMP_SPINCOUNT": "1000",
-        # Half-precision products keep a kernel a shape, and packs have many: 1024 of them, as is
-        # the default, cost a small model as much memory as all the rest of it.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
+        # Half-precision products keep a kernel a shape. 1024 of them, as is the default, can cost a
+        # small model as much memory as all the rest of it; with a few, each would be made again.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",

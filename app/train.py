@@ -62,7 +62,8 @@ def train(config: TrainConfig) -> float | None:
     placement = resolve_placement(config.trainer)
     precision = placement.precision
     architecture = load_architecture(config.model)
-    backend = choose_backend(config.attention, architecture, placement.accelerator, precision)
+    attention = choose_backend(config.attention, architecture, placement.accelerator, precision)
+    backend = attention.backend
     lr = resolve_lr(
         config.optimizer,
         config.adapter,
@@ -89,6 +90,8 @@ def train(config: TrainConfig) -> float | None:
         num_epochs=config.trainer.num_epochs,
         max_steps=config.trainer.max_steps,
         seed=config.seed,
+        row_multiple=placement.row_multiple,
+        pad_packs=config.trainer.compile,  # one size of batch is compiled for, not each that comes
     )
     datamodule.setup("fit")
     prompts = datamodule.prompts(config.evaluation.max_rows)
@@ -99,7 +102,7 @@ def train(config: TrainConfig) -> float | None:
     log.info("plan: %s; %s", datamodule.plan.line(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
-    log.info("device: %s, attention %s", placement, backend)
+    log.info("device: %s, attention %s", placement, attention)
 
     # How it learns.
     loggers = build_loggers(config.logger, folder, datamodule.dataset_names)
@@ -129,14 +132,21 @@ def train(config: TrainConfig) -> float | None:
         total_steps=datamodule.total_steps,
         is_packed=config.packing.method != "none",
         curves=curves,
+        uses_fused_kernels=config.trainer.kernels == "auto" and not config.trainer.compile,
     )
+    watched: list[L.Callback] = []
+    if config.trainer.compile:
+        # Imported where it is asked for: the compiler is large.
+        from app.training.callbacks.compilation import Compilation
+
+        watched.append(Compilation())
     trainer = build_trainer(
         config.trainer,
         placement=placement,
         strategy=build_strategy(config.strategy, placement.num_ranks),
         total_steps=datamodule.total_steps,
         loggers=loggers,
-        callbacks=[ProgressBar(curves)],
+        callbacks=[ProgressBar(curves), *watched],
         folder=folder,
     )
     base = describe_base(config.model)

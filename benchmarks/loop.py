@@ -124,7 +124,8 @@ def our_step_seconds(folder: Path) -> list[float]:
     from app.training.curves import Curves
     from app.training.logger import LoggerConfig, build_loggers
     from app.training.module import FinetuneModule
-    from app.training.optimizer import AdamWConfig, ScheduleConfig, build_optimizer
+    from app.training.optimizer import AdamWConfig, build_optimizer
+    from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
 
     class Clock(L.Callback):

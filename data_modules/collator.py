@@ -22,18 +22,25 @@ Ints = npt.NDArray[np.int64]
 class Collator:
     """Build a `Batch` from the documents of each pack of a micro-batch.
 
-    Packed: one row [1, tokens of all packs], without padding. Padded (`packed=False`, a document
-    a pack): [packs, tokens of the longest], padded on the right. A micro-batch without any
-    document becomes padding only, without labels. `decoder_start_token_id` is what the decoder of
-    an encoder-decoder model begins each document with; None for causal models.
+    Packed: one row [1, tokens of all packs], without padding, or with as much as makes it `row_len`
+    long or a multiple of `row_multiple`. Padded (`packed=False`, a document a pack): [packs, tokens
+    of the longest], padded on the right. A micro-batch without any document becomes padding only,
+    without labels. `decoder_start_token_id` is what the decoder of an encoder-decoder model begins
+    each document with; None for causal models.
     """
 
     def __init__(
-        self, pad_token_id: int, packed: bool, decoder_start_token_id: int | None = None
+        self,
+        pad_token_id: int,
+        packed: bool,
+        decoder_start_token_id: int | None = None,
+        row_len: int | None = None,
+        row_multiple: int = 1,
     ) -> None:
         self._pad_token_id = pad_token_id
         self._packed = packed
         self._decoder_start = decoder_start_token_id
+        self._row_len, self._row_multiple = row_len or 1, row_multiple
 
     def __call__(self, packs: Sequence[Sequence[Example]], step_weight: float) -> Batch:
         """Return the batch of `packs`, one sequence of examples each."""
@@ -41,7 +48,11 @@ class Collator:
             rows = [[example for pack in packs for example in pack]]
         else:
             rows = [list(pack) for pack in packs]
-        inputs = _Side([[example.input_ids for example in row] for row in rows])
+        inputs = _Side(
+            [[example.input_ids for example in row] for row in rows],
+            self._row_len,
+            self._row_multiple,
+        )
         ids = inputs.lay_out(self._pad_token_id)
         decoder = None
         labelled = inputs
@@ -79,13 +90,22 @@ class Collator:
 
 
 class _Side:
-    """Lay token arrays side by side: `documents[row][document]`, each [tokens]."""
+    """Lay token arrays side by side: `documents[row][document]`, each [tokens].
 
-    def __init__(self, documents: list[list[npt.NDArray[np.int32]]]) -> None:
+    Rows have `row_len` tokens, or as many as the longest of them needs, rounded up to `multiple`.
+    """
+
+    def __init__(
+        self,
+        documents: list[list[npt.NDArray[np.int32]]],
+        row_len: int = 1,
+        multiple: int = 1,
+    ) -> None:
         self._documents = documents
         self.lengths = [[len(one) for one in row] for row in documents]
         self.num_tokens = sum(map(sum, self.lengths))
-        self.shape = (len(documents), max(1, *(sum(row) for row in self.lengths), 1))
+        longest = max([row_len, *map(sum, self.lengths)])
+        self.shape = (len(documents), -(-longest // multiple) * multiple)
 
     def starts(self, row: int) -> Ints:
         """Return the column in which each document of a row begins."""

@@ -58,6 +58,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
     The trainer must have `num_ranks` ranks and `use_distributed_sampler=False`. `vocab_size` is
     the number of rows of the model's embedding: token ids beyond it are an error.
     `decoder_start_token_id` is given for encoder-decoder models, and None for causal ones.
+    `pad_packs` gives all packed rows of a causal model the size of a full one; `row_multiple` is
+    what the number of their tokens is rounded up to otherwise.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         num_ranks: int = 1,
         vocab_size: int | None = None,
         decoder_start_token_id: int | None = None,
+        pad_packs: bool = False,
+        row_multiple: int = 1,
     ) -> None:
         super().__init__()
         check_packing(packing)
@@ -82,7 +86,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self._micro_batch_size, self._accumulation_steps = micro_batch_size, accumulation_steps
         self._num_epochs, self._max_steps, self._seed = num_epochs, max_steps, seed
         self._num_ranks, self._vocab_size = num_ranks, vocab_size
-        self._decoder_start = decoder_start_token_id
+        self._decoder_start, self._pad_packs = decoder_start_token_id, pad_packs
+        self._row_multiple = row_multiple
         self.sequence_len = choose_sequence_len(config.sequence_len, context_len)
         self.dataset_names = dataset_names(config.datasets)
         self.first_step = 0
@@ -276,11 +281,19 @@ class FinetuneDataModule(lightning.LightningDataModule):
             sampler=sampler,
             batch_size=None,
             num_workers=self._config.num_workers,
-            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self._config.num_workers > 0,
+            pin_memory=self._goes_to_a_gpu,
             # A loader without its own generator draws a number from the global one, so that a
             # validation pass would change the dropout of the steps after it.
             generator=torch.Generator(),
         )
+
+    @property
+    def _goes_to_a_gpu(self) -> bool:
+        if not self.trainer:
+            return torch.cuda.is_available()
+        device: torch.device = self.trainer.strategy.root_device
+        return device.type == "cuda"
 
     def _stream(self) -> TokenStream:
         return TokenStream(
@@ -311,19 +324,30 @@ class FinetuneDataModule(lightning.LightningDataModule):
             for dataset in config.datasets
         ]
 
-    def _sum_over_ranks(self, number: float) -> float:
+    def _sum_over_ranks(self, number: float) -> float | torch.Tensor:
         if self._num_ranks == 1:
             return number
-        device = self.trainer.strategy.root_device
-        local = torch.tensor(number, dtype=torch.float64, device=device)
-        return float(self.trainer.strategy.reduce(local, reduce_op="sum"))
+        # Made and left on the device: to copy it there or to read it, as the strategy's own reduce
+        # does, waits for all work before.
+        total = torch.full((), number, device=self.trainer.strategy.root_device)
+        torch.distributed.all_reduce(total)
+        return total
 
     @cached_property
     def _collator(self) -> Collator:
         pad = self._tokenizer.pad_token_id
         pad = self._tokenizer.eos_token_id if pad is None else pad
         packed = self._packing.method != "none"
-        return Collator(0 if pad is None else pad, packed, self._decoder_start)
+        # An encoder's rows and its decoder's are full in different packs: both keep their lengths.
+        has_row_len = packed and self._decoder_start is None
+        full = self._micro_batch_size * self.sequence_len
+        return Collator(
+            0 if pad is None else pad,
+            packed,
+            self._decoder_start,
+            full if has_row_len and self._pad_packs else None,
+            self._row_multiple if has_row_len else 1,
+        )
 
     @property
     def _rank(self) -> int:

@@ -1,7 +1,8 @@
 """Read, encode and pack while training, for data larger than the disk.
 
 Decides the order of a stream: rows as they come, shuffled and packed window by window. Each rank
-and each loader's worker reads its own share of the rows. Never knows how long the stream is.
+and each loader's worker reads its own share of the rows; while it trains on a window, a thread
+reads the next one. Never knows how long the stream is.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data_modules import source
@@ -108,15 +111,22 @@ class TokenStream(IterableDataset[Batch]):
         keys = (self._rank, worker_id, num_workers)
         seed = int(seeded_generator(self._seed, "stream", *keys).integers(1 << 31))
         capacity = self._encoders[0].sequence_len
-        for number in itertools.count():
-            window = list(self._take_window(examples, capacity))
-            lengths = np.array([example.num_tokens for example in window], dtype=np.int64)
-            packs = pack_documents(lengths, capacity, seed, number, self._method)
-            for first in range(0, len(packs), self._micro_batch_size):
-                together = range(first, first + self._micro_batch_size)
-                chosen = [[window[i] for i in packs[pack]] for pack in together]
-                batch = self._collator(chosen, 1.0)
-                yield dataclasses.replace(batch, step_weight=float(batch.loss_weights.sum()))
+
+        def read() -> list[Example]:
+            return list(self._take_window(examples, capacity))
+
+        with ThreadPoolExecutor(1, "stream") as reader:
+            being_read = reader.submit(read)
+            for number in itertools.count():
+                window = being_read.result()
+                being_read = reader.submit(read)
+                lengths = np.array([example.num_tokens for example in window], dtype=np.int64)
+                packs = pack_documents(lengths, capacity, seed, number, self._method)
+                for first in range(0, len(packs), self._micro_batch_size):
+                    together = range(first, first + self._micro_batch_size)
+                    chosen = [[window[i] for i in packs[pack]] for pack in together]
+                    batch = self._collator(chosen, 1.0)
+                    yield dataclasses.replace(batch, step_weight=float(batch.loss_weights.sum()))
 
     def _take_window(self, examples: Iterator[Example], capacity: int) -> Iterator[Example]:
         most = max(MIN_WINDOW_PACKS * capacity, MAX_WINDOW_TOKENS)
@@ -188,7 +198,8 @@ def held_out_part(dataset: DatasetConfig, config: DataConfig) -> DatasetConfig:
 class StreamedSteps:
     """Take a run's steps from a stream, and give each batch the weight of its whole global step.
 
-    `total` sums a number over all ranks; each rank calls it once a step, at the same place.
+    `total` sums a number over all ranks; each rank calls it once a step, at the same place. What it
+    returns is handed on unread.
     """
 
     def __init__(
@@ -197,7 +208,7 @@ class StreamedSteps:
         plan: StreamPlan,
         accumulation_steps: int,
         first_step: int,
-        total: Callable[[float], float],
+        total: Callable[[float], float | torch.Tensor],
     ) -> None:
         self._batches, self._accumulation_steps = batches, accumulation_steps
         self._first_step, self._num_steps = first_step, plan.num_steps

@@ -264,7 +264,8 @@ class Batch:
     trained_columns  int64 [k], columns in which any row has a label; column 0 when there is none
     document_lengths per row the tokens of each document; what lies beyond their sum is padding
     step_weight      sum of `loss_weights` over the whole global step (all micro-batches, all
-                     ranks); 1.0 in validation, where there is no step
+                     ranks), a tensor where ranks had to add it up; 1.0 in validation, where there
+                     is no step
     num_tokens       tokens in this micro-batch that are not padding
     decoder          what the decoder reads, for encoder-decoder models: `input_ids`,
                      `position_ids` and `document_lengths` are then the encoder's, and `labels`,
@@ -279,7 +280,7 @@ class Batch:
     dataset_ids: torch.Tensor
     trained_columns: torch.Tensor
     document_lengths: list[list[int]]
-    step_weight: float
+    step_weight: float | torch.Tensor
     num_tokens: int
     decoder: DecoderInputs | None = None
 

@@ -81,7 +81,7 @@ BAD_WORDS = [
     ),
     (
         ["attention.backend=flash"],
-        ["attention.backend=flash: expected auto or sdpa"],
+        ["attention.backend=flash: expected auto or flash2"],
         ["attention.backend=sdpa"],
     ),
     (["adapter.name=full"], ["adapter.name=full", "type adapter=full"], ["adapter=full"]),
@@ -174,6 +174,18 @@ def test_bad_words_are_named_and_their_twins_pass(
         assert answer.config is not None
 
 
+@pytest.mark.parametrize("word", sorted(conf_files.WORDS_ELSEWHERE))
+def test_a_word_of_other_tools_is_answered_with_words_that_work(word: str, base: list[str]) -> None:
+    hint = conf_files.WORDS_ELSEWHERE[word]
+    group, _, option = word.partition("=")
+    for typed in (word, f"{group}={option.upper()}"):
+        answer = ask(*base, typed)
+        assert answer.code == 2
+        assert f"type {hint}" in answer.said
+    answer = ask(*base, *hint.split())
+    assert answer.code == 0, answer.said
+
+
 def test_all_problems_are_named_together(base: list[str]) -> None:
     said = ask(*base, "trainer.max_stepz=3", "optimizer.lr=abc", "oops", "adapter.rr=1").said
     assert said.startswith("error: 4 problems")
@@ -227,6 +239,8 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert answer.config.model.path == str(model)
     assert answer.config.adapter.path == str(tmp_path / "adapter")
     assert answer.config.data.datasets[0].path == str(data)
+    missing = ask("model.path=~/none", "data.datasets=[{path: ~/d.jsonl}]")
+    assert f"model.path={tmp_path / 'none'}: no such folder" in missing.said
 
 
 def test_a_value_may_be_that_of_another_setting(base: list[str]) -> None:

@@ -61,8 +61,28 @@ WORDS_ELSEWHERE = {
     "adapter=none": "adapter=full",
     "quantization=4bit": "quantization=nf4",
     "quantization=8bit": "quantization=int8",
+    "recompute=true": "recompute=full",
+    "recompute=block": "recompute=full",
+    "recompute=cpu_offload": "recompute=offload",
+    "optimizer=adamw_torch": "optimizer=adamw",
+    "optimizer=adamw_torch_fused": "optimizer=adamw",
+    "optimizer=adamw_8bit": "optimizer=adamw8bit",
+    "optimizer=adamw_bnb_8bit": "optimizer=adamw8bit",
+    "optimizer=paged_adamw_8bit": "optimizer=paged_adamw8bit",
+    "optimizer=schedule_free_adamw": "optimizer=schedule_free schedule=constant",
+    "optimizer=adamw_schedule_free": "optimizer=schedule_free schedule=constant",
+    "schedule=constant_with_warmup": "schedule=constant",
+    "schedule=cosine_with_min_lr": "schedule=cosine schedule.min_lr_ratio=0.1",
+    "schedule=cosine_with_restarts": "schedule=cosine",
+    "schedule=warmup_stable_decay": "schedule=wsd",
 }
 """what other tools call an option, and what it is here"""
+KEYS_ELSEWHERE = {
+    "gradient_checkpointing": "recompute=full",
+    "activation_checkpointing": "recompute=full",
+    "torch_compile": "trainer.compile=true",
+}
+"""the same for a key, whatever it stands under"""
 
 
 def groups(conf: Path) -> dict[str, list[str]]:

@@ -47,10 +47,12 @@ def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -
     """Compose and check the settings of a verb; UserError lists every problem that was found."""
     composed = compose(verb, words, conf)
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
         config: Any = OmegaConf.to_object(composed)
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
         raise UserError(_first_line(error)) from error
     _resolve_paths(config)

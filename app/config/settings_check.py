@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from app.config import schema
-from app.config.conf_files import ConfFile
+from app.config.conf_files import KEYS_ELSEWHERE, ConfFile
 from app.config.overrides import Given, refuse
 from app.errors import nearest
 
@@ -72,7 +72,9 @@ class Settings:
             here = self.options.get(group)
             return f"{found.key}: a setting of {group}={option}, but here {group}={here}"
         siblings = list(schema.hints_of(found.owner or self.verb))
-        guess = schema.suggest(found.key, siblings, self.all_keys())
+        said = KEYS_ELSEWHERE.get(found.key.rpartition(".")[2])
+        guess = f"; type {said}" if said else None
+        guess = guess or schema.suggest(found.key, siblings, self.all_keys())
         guess = guess or f"; there are {', '.join(siblings)}"
         return f"unknown key {found.key}={_brief(found.value)}{guess}"
 

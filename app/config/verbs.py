@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.evaluation.generation import EvaluationConfig
-from app.model import attention, quantization, recompute
+from app.model import attention, kernels, quantization, recompute
 from app.model.adapter import (
     INITS,
     AdapterConfig,
@@ -27,9 +27,18 @@ from app.output import OutputConfig, saved_folder
 from app.report.preview import ShownConfig
 from app.strategy import build as strategy
 from app.strategy.build import StrategyConfig
-from app.training import logger, trainer
+from app.training import logger, schedule, trainer
 from app.training.logger import LoggerConfig
-from app.training.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, ScheduleConfig
+from app.training.optimizer import (
+    AdafactorConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    PagedAdamW8bitConfig,
+    ScheduleFreeConfig,
+)
+from app.training.schedule import ScheduleConfig
 from app.training.trainer import TrainerConfig
 from data_modules import PACKING_METHODS, DataConfig, PackingConfig
 
@@ -109,7 +118,14 @@ VERBS: dict[str, type] = {
 }
 PARTS: dict[str, dict[str, type]] = {
     "adapter": {"lora": LoraConfig, "ia3": Ia3Config, "freeze": FreezeConfig, "full": FullConfig},
-    "optimizer": {"adamw": AdamWConfig, "muon": MuonConfig},
+    "optimizer": {
+        "adamw": AdamWConfig,
+        "adamw8bit": AdamW8bitConfig,
+        "paged_adamw8bit": PagedAdamW8bitConfig,
+        "adafactor": AdafactorConfig,
+        "muon": MuonConfig,
+        "schedule_free": ScheduleFreeConfig,
+    },
 }
 """the parts whose settings depend on the option: group -> option -> schema"""
 CHOICES: dict[str, Sequence[str]] = {
@@ -119,8 +135,9 @@ CHOICES: dict[str, Sequence[str]] = {
     "recompute.mode": recompute.MODES,
     "packing.method": PACKING_METHODS,
     "optimizer.scale_lr": ("none", "linear", "sqrt"),
-    "schedule.shape": ("cosine", "linear", "constant"),
+    "schedule.shape": schedule.SHAPES,
     "trainer.precision": trainer.PRECISIONS,
+    "trainer.kernels": kernels.CHOICES,
     "trainer.accelerator": ("auto", "cpu", "gpu"),
     "strategy.name": strategy.NAMES,
     "logger.name": logger.NAMES,

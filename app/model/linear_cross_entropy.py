@@ -14,6 +14,10 @@ from torch import Tensor
 
 LOGITS_PER_CHUNK = 2**25
 """logits held at once: 128 MiB in fp32, enough for the products to run at full speed"""
+GPU_ROWS = 1024
+"""positions a chunk has at least on a GPU: a product of fewer waits for the weight that it reads"""
+GPU_TILE = 128
+"""rows that a GPU's products take together"""
 
 
 def linear_cross_entropy(
@@ -40,6 +44,15 @@ def linear_cross_entropy(
     return total, losses
 
 
+def rows_per_chunk(vocabulary: int, device: str) -> int:
+    """Return how many positions have their logits at hand at once."""
+    rows = max(1, LOGITS_PER_CHUNK // vocabulary)
+    if device != "cuda":
+        return rows
+    rows = max(rows, GPU_ROWS)
+    return rows - rows % GPU_TILE
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Losses and gradients, chunk by chunk."""
 
@@ -59,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Sums over chunks stay in fp32: in half precision small parts would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
-        size = max(1, LOGITS_PER_CHUNK // len(weight))
+        size = rows_per_chunk(len(weight), hidden.device.type)
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
             rows = hidden[chunk]

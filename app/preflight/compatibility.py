@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from app.model.attention import IN_HALF, ON_GPU, PACKAGES
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WHOLE = ("full", "freeze")
 """adapters that train weights of the base"""
@@ -85,22 +87,32 @@ COUPLINGS = (
     ),
     Coupling(
         "attention.backend trainer.accelerator",
-        lambda s: s.config.attention.backend == "flash2" and not s.on_gpu,
-        lambda s: f"attention=flash2 runs on NVIDIA GPUs alone, and this run is on {s.device}",
-        lambda s: "attention=sdpa (documents of a pack stay apart there, too)",
+        lambda s: s.config.attention.backend in ON_GPU and not s.on_gpu,
+        lambda s: (
+            f"attention={s.config.attention.backend} {_needs_gpu(s)}, and this run is on "
+            f"{s.device}: attention that knows nothing of documents would let those of a pack see "
+            "each other"
+        ),
+        lambda s: "attention=sdpa (document by document there, which keeps them apart, too)",
         is_of_machine=True,
     ),
     Coupling(
         "attention.backend trainer.precision",
-        lambda s: s.config.attention.backend == "flash2" and s.config.trainer.precision == "fp32",
-        lambda s: "attention=flash2 computes in half precision alone, but trainer.precision=fp32",
+        lambda s: s.config.attention.backend in IN_HALF and s.config.trainer.precision == "fp32",
+        lambda s: (
+            f"attention={s.config.attention.backend} computes in half precision alone, but "
+            "trainer.precision=fp32"
+        ),
         lambda s: "trainer.precision=bf16, or attention=sdpa",
     ),
     Coupling(
         "attention.backend trainer.accelerator",
-        lambda s: s.config.attention.backend == "flash2" and s.on_gpu and not _has_flash_attn(),
-        lambda s: "attention=flash2 needs the package flash-attn, which is not installed",
-        lambda s: "attention=sdpa, or install it as the README says",
+        lambda s: s.config.attention.backend in PACKAGES and s.on_gpu and not _is_installed(s),
+        lambda s: (
+            f"attention={s.config.attention.backend} needs the package "
+            f"{PACKAGES[s.config.attention.backend][1]}, which is not installed"
+        ),
+        lambda s: "attention=varlen, which comes with PyTorch, or install the package",
         is_of_machine=True,
     ),
     Coupling(
@@ -108,6 +120,15 @@ COUPLINGS = (
         lambda s: s.config.strategy.name == "single" and s.num_ranks > 1,
         lambda s: f"strategy=single runs on one device, but {s.num_ranks} ranks were asked for",
         lambda s: "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
+    ),
+    Coupling(
+        "trainer.compile recompute.mode",
+        lambda s: s.config.trainer.compile and s.config.recompute.mode == "selective",
+        lambda s: (
+            "recompute=selective keeps single operations of a layer, and trainer.compile=true "
+            "makes others of them"
+        ),
+        lambda s: "recompute=full, or trainer.compile=false",
     ),
     Coupling(
         "trainer.global_batch_size trainer.gradient_accumulation_steps",
@@ -219,6 +240,80 @@ COUPLINGS = (
         lambda s: "optimizer=adamw",
     ),
     Coupling(
+        "optimizer.name schedule.shape",
+        lambda s: (
+            s.config.optimizer.name == "schedule_free" and s.config.schedule.shape != "constant"
+        ),
+        lambda s: (
+            "optimizer=schedule_free averages its weights instead of lowering the learning rate, "
+            f"which schedule={s.config.schedule.shape} lowers"
+        ),
+        lambda s: "schedule=constant (its warm-up stays), or optimizer=adamw",
+    ),
+    Coupling(
+        "optimizer.name trainer.precision",
+        lambda s: (
+            s.config.optimizer.name == "schedule_free" and s.config.trainer.precision == "bf16-pure"
+        ),
+        lambda s: (
+            "optimizer=schedule_free adds to an average of all steps, and trainer.precision="
+            "bf16-pure has too few digits for the share of one step among hundreds"
+        ),
+        lambda s: "trainer.precision=bf16, or optimizer=adamw",
+    ),
+    Coupling(
+        "optimizer.name optimizer.beta1",
+        lambda s: s.config.optimizer.name == "schedule_free" and s.config.optimizer.beta1 == 0,
+        lambda s: (
+            "optimizer.beta1=0 leaves optimizer=schedule_free no share of the averaged weights"
+        ),
+        lambda s: "optimizer.beta1=0.9",
+    ),
+    Coupling(
+        "optimizer.lr_by_pattern",
+        lambda s: not all(0 < each.ratio <= 1000 for each in s.config.optimizer.lr_by_pattern),
+        lambda s: (
+            "optimizer.lr_by_pattern: a ratio is above 0 and at most 1000, and not "
+            + ", ".join(
+                f"{each.ratio:g} ({each.pattern})"
+                for each in s.config.optimizer.lr_by_pattern
+                if not 0 < each.ratio <= 1000
+            )
+        ),
+        lambda s: "ratio: 0.1 (adapter=freeze keeps weights as they are)",
+    ),
+    Coupling(
+        "schedule.decay_ratio schedule.shape",
+        lambda s: (
+            s.config.schedule.decay_ratio != _default(s.config.schedule, "decay_ratio")
+            and s.config.schedule.shape != "wsd"
+        ),
+        lambda s: f"schedule.decay_ratio means nothing for schedule={s.config.schedule.shape}",
+        lambda s: "schedule=wsd beside it",
+    ),
+    Coupling(
+        "schedule.start_lr_ratio schedule.shape",
+        lambda s: (
+            s.config.schedule.start_lr_ratio != _default(s.config.schedule, "start_lr_ratio")
+            and s.config.schedule.shape != "one_cycle"
+        ),
+        lambda s: f"schedule.start_lr_ratio means nothing for schedule={s.config.schedule.shape}",
+        lambda s: "schedule=one_cycle beside it",
+    ),
+    Coupling(
+        "schedule.shape schedule.warmup_ratio schedule.warmup_steps schedule.decay_ratio",
+        lambda s: (
+            s.config.schedule.shape == "wsd"
+            and s.config.schedule.warmup_steps is None
+            and s.config.schedule.warmup_ratio + s.config.schedule.decay_ratio > 1
+        ),
+        lambda s: (
+            f"schedule.warmup_ratio={s.config.schedule.warmup_ratio:g} and schedule.decay_ratio="
+            f"{s.config.schedule.decay_ratio:g} are more than all steps"
+        ),
+        lambda s: f"schedule.decay_ratio={1 - s.config.schedule.warmup_ratio:g}",
+    ),
+    Coupling(
         "adapter.init adapter.use_dora",
         lambda s: s.config.adapter.init in CHANGE_BASE and s.config.adapter.use_dora,
         lambda s: (
@@ -276,6 +371,7 @@ def _share(value: Any) -> bool:
 
 
 RANGES = (
+    Range("recompute.every", _at_least_one, "1 or more (2 recomputes every other layer)"),
     Range("adapter.r", _at_least_one, "1 or more (8 to 64 is usual)"),
     Range("adapter.alpha", lambda v: 0 < v < math.inf, "above 0 (the rank or twice it is usual)"),
     Range("adapter.dropout", _share, "0 or more, below 1"),
@@ -296,9 +392,13 @@ RANGES = (
     Range("optimizer.eps", lambda v: 0 < v < 1, "above 0, below 1"),
     Range("optimizer.momentum", _share, "0 or more, below 1"),
     Range("optimizer.matrix_lr_ratio", lambda v: 0 < v <= 1000, "above 0, at most 1000"),
+    Range("optimizer.beta2_decay", lambda v: -1 <= v < 0, "from -1, below 0 (-0.8 is usual)"),
+    Range("optimizer.clip_threshold", lambda v: 0 < v < math.inf, "above 0 (1.0 is usual)"),
     Range("schedule.warmup_ratio", _share, "0 or more, below 1"),
     Range("schedule.warmup_steps", lambda v: v >= 0, "0 or more"),
     Range("schedule.min_lr_ratio", lambda v: 0 <= v <= 1, "from 0 to 1"),
+    Range("schedule.start_lr_ratio", lambda v: 0 < v <= 1, "above 0, at most 1"),
+    Range("schedule.decay_ratio", lambda v: 0 < v <= 1, "above 0, at most 1 (0.1 to 0.2 is usual)"),
     Range("trainer.micro_batch_size", _at_least_one, "1 or more"),
     Range("trainer.gradient_accumulation_steps", _at_least_one, "1 or more"),
     Range("trainer.global_batch_size", _at_least_one, "1 or more"),
@@ -417,5 +517,12 @@ def _default(part: Any, name: str) -> Any:
     return next(field.default for field in dataclasses.fields(part) if field.name == name)
 
 
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+def _needs_gpu(situation: Situation) -> str:
+    if situation.config.attention.backend == "flex":
+        return "has a gradient on NVIDIA GPUs alone"
+    return "runs on NVIDIA GPUs alone"
+
+
+def _is_installed(situation: Situation) -> bool:
+    module, _ = PACKAGES[situation.config.attention.backend]
+    return importlib.util.find_spec(module) is not None

@@ -48,33 +48,32 @@ def _decoder(numbers: Numbers, layer: Shapes) -> Shapes:
     return shapes | _repeat("model.layers", numbers["num_hidden_layers"], layer)
 
 
-def _llama(numbers: Numbers) -> Shapes:
-    hidden, inner = int(numbers["hidden_size"]), int(numbers["intermediate_size"])
+def _separate_attention(numbers: Numbers, output: str) -> Shapes:
+    """Return a layer's attention with a matrix each; `output` names the one behind it."""
+    hidden = int(numbers["hidden_size"])
     queries, keys = _query_and_key_rows(numbers)
-    layer: Shapes = {
+    return {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
+        f"self_attn.{output}": (hidden, queries),
+    }
+
+
+def _llama(numbers: Numbers) -> Shapes:
+    hidden, inner = int(numbers["hidden_size"]), int(numbers["intermediate_size"])
+    feed_forward: Shapes = {
         "mlp.gate_proj": (inner, hidden),
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    return _decoder(numbers, layer)
+    return _decoder(numbers, _separate_attention(numbers, "o_proj") | feed_forward)
 
 
 def _phi(numbers: Numbers) -> Shapes:
     hidden, inner = int(numbers["hidden_size"]), int(numbers["intermediate_size"])
-    queries, keys = _query_and_key_rows(numbers)
-    layer: Shapes = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.dense": (hidden, queries),
-        "mlp.fc1": (inner, hidden),
-        "mlp.fc2": (hidden, inner),
-    }
-    return _decoder(numbers, layer)
+    feed_forward: Shapes = {"mlp.fc1": (inner, hidden), "mlp.fc2": (hidden, inner)}
+    return _decoder(numbers, _separate_attention(numbers, "dense") | feed_forward)
 
 
 def _phi3(numbers: Numbers) -> Shapes:

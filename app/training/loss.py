@@ -92,7 +92,7 @@ def validate(
     prove_head(model, backend)
     model.eval()
     for batch in batches:
-        batch_loss(model, batch.to(model.device), backend, sums)
+        batch_loss(model, batch.to(model.device, non_blocking=True), backend, sums)
     return losses_by_dataset(sums.take().cpu(), dataset_names, "val")
 
 

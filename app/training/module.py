@@ -11,10 +11,13 @@ from torch import Tensor
 
 from app.model.attention import check_isolation, check_pair_isolation
 from app.model.head import prove_head
+from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
 from app.training.curves import Curves, StepRecord
 from app.training.loss import DatasetSums, batch_loss
-from app.training.optimizer import ScheduleConfig, base_lr, build_schedule
+from app.training.optimizer import base_lr
+from app.training.schedule import ScheduleConfig, build_schedule
+from app.training.schedule_free import use_averaged_weights, use_training_weights
 from app.training.what_trains import say_what_trains
 from data_modules import Batch
 
@@ -35,6 +38,7 @@ class FinetuneModule(L.LightningModule):
         total_steps: int,
         is_packed: bool,
         curves: Curves,
+        uses_fused_kernels: bool = True,
     ) -> None:
         super().__init__()
         self.build = build
@@ -44,6 +48,7 @@ class FinetuneModule(L.LightningModule):
         self.total_steps = total_steps
         self.is_packed = is_packed
         self.curves = curves
+        self.uses_fused_kernels = uses_fused_kernels
         self.model: Any = None
         self.train_sums = DatasetSums(len(curves.dataset_names))
         self.val_sums = DatasetSums(len(curves.dataset_names))
@@ -75,8 +80,18 @@ class FinetuneModule(L.LightningModule):
             elif self.is_packed:
                 check_isolation(self.model, self.backend)
             prove_head(self.model, self.backend)
+            if self.uses_fused_kernels:
+                fuse_layers(self.model)
         # From here on only dropout is random, and ranks must not drop the same.
         torch.manual_seed(torch.initial_seed() + self.global_rank)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Go back from what a validation measures to what trains, where the two differ."""
+        use_training_weights(self.optimizers(use_pl_optimizer=False))
+
+    def on_fit_end(self) -> None:
+        """Leave the model to be saved and measured by its own layers."""
+        unfuse_layers(self.model)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss whose gradients, added over micro-batches and ranks, are those of the exact mean."""
@@ -118,6 +133,7 @@ class FinetuneModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         """Write the steps before a validation, whose time does not count as training."""
+        use_averaged_weights(self.optimizers(use_pl_optimizer=False))
         self.curves.flush(self.sum_over_ranks, pause=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -130,7 +146,8 @@ class FinetuneModule(L.LightningModule):
         self.curves.add_validation(step, self.sum_over_ranks(self.val_sums.take()))
 
     def on_train_end(self) -> None:
-        """Write the last steps."""
+        """Write the last steps; the model is left with the weights that were learned."""
+        use_averaged_weights(self.optimizers(use_pl_optimizer=False))
         self.curves.flush(self.sum_over_ranks)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:

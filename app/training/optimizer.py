@@ -1,14 +1,22 @@
-"""Which weights move how fast: parameter groups, optimizer, learning-rate schedule."""
+"""Which algorithm moves the weights, and what it is told: the optimizer of a run."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter import AdapterConfig, LoraConfig, TrainedWeight, trained_weights
+from app.model.adapter import AdapterConfig, TrainedWeight, trained_weights
+from app.training.parameter_groups import (
+    GroupKind,
+    LrPattern,
+    check_every_weight_is_in_one_group,
+    check_patterns,
+    embedding_weights,
+    make_groups,
+    parameter_groups,
+    vocabulary_weights,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -17,15 +25,22 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     name: str = "adamw"
-    """adamw, or muon (orthogonalised updates for matrices, AdamW for the rest)"""
+    """adamw, adamw8bit, paged_adamw8bit, adafactor, muon or schedule_free"""
     lr: float | None = None
     """peak learning rate; null = by what is trained: LoRA 2e-4, IA3 3e-3, freeze and full 2e-5"""
+    lr_by_pattern: list[LrPattern] = field(default_factory=list)
+    """weights that learn faster or slower, by name: [{pattern: '*.embed_tokens.*', ratio: 0.1}]"""
     scale_lr: str = "none"
     """none, linear or sqrt: how `lr` grows with the global batch over `base_batch_size`"""
     base_batch_size: int = 8
     """packs a global step (rows when not packing) that `lr` is meant for; only with scale_lr"""
     weight_decay: float = 0.0
     """decoupled decay of matrices; vectors (norms, biases, IA3) and token rows never decay"""
+
+
+@dataclass(kw_only=True, slots=True)
+class AdamWConfig(OptimizerConfig):
+    name: str = "adamw"
     beta1: float = 0.9
     """decay of the running mean of gradients"""
     beta2: float = 0.999
@@ -35,12 +50,34 @@ class OptimizerConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class AdamWConfig(OptimizerConfig):
-    name: str = "adamw"
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW with moments of 8 bits (bitsandbytes): a quarter of AdamW's memory for them."""
+
+    name: str = "adamw8bit"
 
 
 @dataclass(kw_only=True, slots=True)
-class MuonConfig(OptimizerConfig):
+class PagedAdamW8bitConfig(AdamW8bitConfig):
+    """The same, with moments that move to the host when the GPU's memory runs out."""
+
+    name: str = "paged_adamw8bit"
+
+
+@dataclass(kw_only=True, slots=True)
+class AdafactorConfig(OptimizerConfig):
+    """Second moments by row and column alone (arXiv 1804.04235): hardly any memory."""
+
+    name: str = "adafactor"
+    beta2_decay: float = -0.8
+    """in step t the running means of squared gradients decay by 1 - t ** beta2_decay"""
+    clip_threshold: float = 1.0
+    """the root mean square of a matrix's update over `lr` is clipped to this"""
+
+
+@dataclass(kw_only=True, slots=True)
+class MuonConfig(AdamWConfig):
+    """Orthogonalised updates for matrices, AdamW for embeddings, head and vectors."""
+
     name: str = "muon"
     momentum: float = 0.95
     """Nesterov momentum of the matrices' updates"""
@@ -49,15 +86,12 @@ class MuonConfig(OptimizerConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class ScheduleConfig:
-    shape: str = "cosine"
-    """cosine, linear or constant, after the warm-up"""
-    warmup_ratio: float = 0.03
-    """share of all optimizer steps in which the learning rate rises from 0"""
-    warmup_steps: int | None = None
-    """the same in steps; wins over warmup_ratio"""
-    min_lr_ratio: float = 0.0
-    """where cosine and linear end, as a share of the peak"""
+class ScheduleFreeConfig(AdamWConfig):
+    """AdamW that averages its weights instead of lowering its rate (arXiv 2405.15682)."""
+
+    name: str = "schedule_free"
+    beta1: float = 0.9
+    """where gradients are taken: share of the averaged weights, the rest of the newest ones"""
 
 
 def build_optimizer(
@@ -70,63 +104,60 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer over what trains; no group is ever empty.
 
-    Each group has a `name`, and as `lr_ratio` its learning rate over `lr`.
+    Each group has a `name`, and as `lr_ratio` its learning rate over `lr`. `fused` is of AdamW
+    alone.
     """
     weights = trained_weights(model)
+    check_patterns(weights, config.lr_by_pattern)
     if isinstance(config, MuonConfig):
         optimizer = _build_muon(model, weights, config, adapter, lr, fused)
     else:
-        optimizer = _build_adamw(parameter_groups(weights, config, adapter, lr), config, fused)
-    _check_every_weight_is_in_one_group(weights, optimizer)
+        groups = parameter_groups(
+            weights,
+            adapter,
+            lr=lr,
+            weight_decay=config.weight_decay,
+            patterns=config.lr_by_pattern,
+        )
+        optimizer = _build(model, weights, groups, config, fused)
+    check_every_weight_is_in_one_group(weights, optimizer.param_groups)
     return optimizer
 
 
-def parameter_groups(
-    weights: Sequence[TrainedWeight], config: OptimizerConfig, adapter: AdapterConfig, lr: float
-) -> list[dict[str, Any]]:
-    """Divide weights by how fast they move and whether they decay.
+def _build(
+    model: torch.nn.Module,
+    weights: Sequence[TrainedWeight],
+    groups: list[dict[str, Any]],
+    config: OptimizerConfig,
+    fused: bool,
+) -> torch.optim.Optimizer:
+    if isinstance(config, AdafactorConfig):
+        from app.training.adafactor import build_adafactor
 
-    With `adapter.lora_plus_ratio` every B of a linear layer moves faster than all else (LoRA+,
-    arXiv 2402.12354); in LoRA of an embedding, where A starts at zero instead of B, none does.
-    """
-    matrices = _group("matrices", lr, config.weight_decay)
-    no_decay = _group("no decay", lr, 0.0)
-    lora_b = _lora_plus_group(config, adapter, lr)
-    for weight in weights:
-        # A token's row would shrink in every step, also in all those that never see the token.
-        if weight.is_vector or weight.kind == "token rows":
-            no_decay["params"].append(weight.parameter)
-        elif lora_b is not None and weight.kind == "lora B":
-            lora_b["params"].append(weight.parameter)
-        else:
-            matrices["params"].append(weight.parameter)
-    # An empty group crashes DeepSpeed's schedulers later on (OpenRLHF #1225).
-    return [group for group in (matrices, lora_b, no_decay) if group and group["params"]]
+        return build_adafactor(
+            groups, beta2_decay=config.beta2_decay, clip_threshold=config.clip_threshold
+        )
+    assert isinstance(config, AdamWConfig)
+    betas = (config.beta1, config.beta2)
+    if isinstance(config, ScheduleFreeConfig):
+        from app.training.schedule_free import build_schedule_free
 
+        return build_schedule_free(groups, betas=betas, eps=config.eps)
+    if isinstance(config, AdamW8bitConfig):
+        from app.training.eight_bit import build_adamw8bit
 
-def _lora_plus_group(
-    config: OptimizerConfig, adapter: AdapterConfig, lr: float
-) -> dict[str, Any] | None:
-    if not isinstance(adapter, LoraConfig) or adapter.lora_plus_ratio is None:
-        return None
-    weight_decay = adapter.lora_plus_weight_decay
-    if weight_decay is None:
-        weight_decay = config.weight_decay
-    return _group("lora B", lr, weight_decay, lr_ratio=adapter.lora_plus_ratio)
-
-
-def _group(name: str, lr: float, weight_decay: float, *, lr_ratio: float = 1.0) -> dict[str, Any]:
-    return {
-        "name": name,
-        "params": [],
-        "lr": lr * lr_ratio,
-        "lr_ratio": lr_ratio,
-        "weight_decay": weight_decay,
-    }
+        return build_adamw8bit(
+            groups,
+            _looked_up(model, weights),
+            betas=betas,
+            eps=config.eps,
+            is_paged=isinstance(config, PagedAdamW8bitConfig),
+        )
+    return _build_adamw(groups, config, fused)
 
 
 def _build_adamw(
-    groups: list[dict[str, Any]], config: OptimizerConfig, fused: bool
+    groups: list[dict[str, Any]], config: AdamWConfig, fused: bool
 ) -> torch.optim.Optimizer:
     import torch
 
@@ -147,77 +178,34 @@ def _build_muon(
 
     from app.training.muon import MuonWithAdamW
 
-    looked_up = {id(parameter) for parameter in _embedding_weights(model)}
-    matrices = _group("muon matrices", lr, config.weight_decay, lr_ratio=config.matrix_lr_ratio)
-    others = []
+    vocabulary = {id(parameter) for parameter in vocabulary_weights(model)}
+    matrices, others = [], []
     for weight in weights:
-        if weight.parameter.ndim != 2 or weight.is_vector or id(weight.parameter) in looked_up:
+        if weight.parameter.ndim != 2 or weight.is_vector or id(weight.parameter) in vocabulary:
             others.append(weight)
         else:
-            matrices["params"].append(weight.parameter)
+            matrices.append(weight)
+    patterns = config.lr_by_pattern
     parts: list[torch.optim.Optimizer] = []
-    if matrices["params"]:
+    if matrices:
+        kind = GroupKind("muon matrices", config.weight_decay, config.matrix_lr_ratio)
+        groups = make_groups({kind: matrices}, lr=lr, patterns=patterns)
         parts.append(
-            torch.optim.Muon([matrices], momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
+            torch.optim.Muon(groups, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
         )
     if others:
-        groups = parameter_groups(others, replace(config, weight_decay=0.0), adapter, lr)
+        groups = parameter_groups(others, adapter, lr=lr, weight_decay=0.0, patterns=patterns)
         parts.append(_build_adamw(groups, config, fused))
     return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
 
 
-def _check_every_weight_is_in_one_group(
-    weights: Sequence[TrainedWeight], optimizer: torch.optim.Optimizer
-) -> None:
-    grouped = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
-    for weight in weights:
-        if (count := grouped.pop(id(weight.parameter), 0)) != 1:
-            raise ValueError(f"{weight.module} ({weight.kind}) is in {count} parameter groups")
-    if grouped:
-        raise ValueError(f"the optimizer holds {len(grouped)} weights that do not train")
+def _looked_up(model: torch.nn.Module, weights: Sequence[TrainedWeight]) -> set[int]:
+    """Ids of the parameters of which a step reads the rows, or columns, of its tokens alone."""
+    by_kind = [w.parameter for w in weights if w.kind in ("token rows", "lora embedding A")]
+    return {id(parameter) for parameter in (*embedding_weights(model), *by_kind)}
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Return the learning rate of now, without the ratios that LoRA+ and Muon put on it."""
+    """Return the learning rate of now, without the ratios of LoRA+, Muon and patterns."""
     group = optimizer.param_groups[-1]
     return float(group["lr"] / group["lr_ratio"])
-
-
-def _embedding_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Weights that look tokens up; a tied head is the same parameter, an untied one is added."""
-    import torch
-
-    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-    vocabulary = {weight.shape for weight in weights}
-    heads = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    return weights + [weight for weight in heads if weight.shape in vocabulary]
-
-
-def build_schedule(
-    optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Build the schedule over `total_steps` optimizer steps, the same for any number of ranks."""
-    import torch
-
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(step, total_steps, config)
-    )
-
-
-def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
-    """Share of the peak learning rate that optimizer step `step` (from 0) uses.
-
-    The first step already moves; the peak is reached with the warm-up's last step.
-    """
-    warmup = config.warmup_steps
-    if warmup is None:
-        warmup = math.ceil(config.warmup_ratio * total_steps)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    remaining = {
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-        "linear": 1.0 - progress,
-        "constant": 1.0,
-    }[config.shape]
-    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining

@@ -38,6 +38,12 @@ class TrainerConfig:
     """fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (GPU, scaled loss)"""
     max_grad_norm: float = 1.0
     """the global gradient norm is clipped to this"""
+    compile: bool = False
+    """compile the layers with torch.compile, which takes a minute or more at the start; for GPUs:
+    on the CPU nothing is gained"""
+    kernels: str = "auto"
+    """auto: Liger's for norms and gates, on a GPU where it is installed and proven equal (faster,
+    less memory; left to the compiler with `compile`); torch: the model's own"""
     accelerator: str = "auto"
     """auto, cpu or gpu"""
     devices: Any = "auto"
@@ -66,6 +72,12 @@ class Placement:
     def torch_device(self) -> str:
         """Name of the first rank's device in torch."""
         return "cuda" if self.accelerator == "gpu" else "cpu"
+
+    @property
+    def row_multiple(self) -> int:
+        """Tokens of a packed row are rounded up to a multiple of this."""
+        # In half precision a CPU makes a kernel for every new size, which costs as much as a layer.
+        return 64 if self.accelerator == "cpu" and self.precision != "fp32" else 1
 
     def autocast(self) -> torch.autocast:
         """Context in which a model computes as it does in training."""

@@ -133,14 +133,51 @@ def _at_most(count: int, words: Iterable[str]) -> str:
     return ", ".join(words[:count] + ["..."] * (len(words) > count))
 
 
+def groups_table(optimizer: torch.optim.Optimizer) -> Table:
+    """Lay out the optimizer's groups, as they are before a schedule is built."""
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    title = f"parameter groups of {type(optimizer).__name__}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for heading in ("group", "tensors", "weights", "share", "lr", "decay"):
+        table.add_column(heading, justify="left" if heading == "group" else "right")
+    total = num_grouped(optimizer)
+    for group in optimizer.param_groups:
+        table.add_row(
+            escape(group["name"]),
+            f"{len(group['params']):,}",
+            *_size(sum(p.numel() for p in group["params"]), total),
+            written(group["lr"]),
+            f"{group['weight_decay']:g}",
+        )
+    return table
+
+
+def num_grouped(optimizer: torch.optim.Optimizer) -> int:
+    """Count the weights in all of the optimizer's groups."""
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+
 def say_what_trains(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Print the table of what trains, and under it how much that is of the model."""
+    """Print the table of what trains, the optimizer's groups, and how much that is of the model.
+
+    ValueError when the groups do not hold what trains.
+    """
     from rich.console import Console
 
+    report = report_trainable(model)
+    if (grouped := num_grouped(optimizer)) != report.num_trainable:
+        raise ValueError(
+            f"the optimizer's groups hold {grouped:,} weights, but {report.num_trainable:,} train"
+        )
     console = Console(highlight=False)
-    table = what_trains_table(trained_patterns(model, optimizer))
+    tables = [what_trains_table(trained_patterns(model, optimizer)), groups_table(optimizer)]
     if not console.is_terminal:
         # A log file has no width that its lines would have to fit.
-        console.width = max(console.width, Console(width=1000).measure(table).maximum)
-    console.print(table)
-    console.print(f"model: {report_trainable(model)}", soft_wrap=True)
+        widths = [Console(width=1000).measure(table).maximum for table in tables]
+        console.width = max(console.width, *widths)
+    for table in tables:
+        console.print(table)
+    console.print(f"model: {report}", soft_wrap=True)

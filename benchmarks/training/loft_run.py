@@ -27,7 +27,8 @@ def main(task: Task) -> None:
     from app.model.recompute import RecomputeConfig
     from app.training.curves import Curves
     from app.training.module import FinetuneModule
-    from app.training.optimizer import AdamWConfig, ScheduleConfig, build_optimizer
+    from app.training.optimizer import AdamWConfig, build_optimizer
+    from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
     from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
 
@@ -43,7 +44,7 @@ def main(task: Task) -> None:
     row_file = DatasetConfig(path=f"{task.folder}/rows.jsonl", format="pretokenized", name="rows")
     data = FinetuneDataModule(
         DataConfig(datasets=[row_file], sequence_len=SEQUENCE_LEN, val_set_size=0),
-        PackingConfig(method="like_length"),
+        PackingConfig(),
         AutoTokenizer.from_pretrained(f"{task.folder}/base"),
         context_len=SEQUENCE_LEN,
         micro_batch_size=1,
@@ -51,6 +52,7 @@ def main(task: Task) -> None:
         num_epochs=1,
         max_steps=task.steps,
         seed=0,
+        row_multiple=placement.row_multiple,
     )
     data.setup("fit")
 

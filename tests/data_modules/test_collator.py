@@ -152,3 +152,17 @@ def test_a_causal_example_is_no_pair() -> None:
     causal = Example(np.ones(2, np.int32), np.ones(2, np.float32), 0, Origin("d.json", 7))
     with pytest.raises(ValueError, match=r"d\.json:7 has no targets"):
         Collator(0, True, decoder_start_token_id=9)([[causal]], 1.0)
+
+
+def test_a_packed_row_is_padded_to_a_multiple_without_learning_more() -> None:
+    batch = Collator(7, packed=True, row_multiple=8)([[FIRST, SECOND]], 1.0)
+    plain = Collator(7, packed=True)([[FIRST, SECOND]], 1.0)
+    tokens = plain.input_ids.shape[1]
+    assert batch.input_ids.shape == (1, -(-tokens // 8) * 8)
+    assert torch.equal(batch.input_ids[:, :tokens], plain.input_ids)
+    assert (batch.input_ids[:, tokens:] == 7).all()
+    assert (batch.labels[:, tokens:] == -100).all()
+    assert not batch.loss_weights[:, tokens:].any()
+    assert torch.equal(batch.trained_columns, plain.trained_columns)
+    assert batch.num_tokens == plain.num_tokens
+    assert batch.document_lengths == plain.document_lengths

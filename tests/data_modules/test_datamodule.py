@@ -62,7 +62,10 @@ def build(
     } | options
     config = DataConfig(datasets=datasets, **(data or {}))
     module = FinetuneDataModule(config, PackingConfig(method=method), tokenizer, **settings)
-    module.trainer = SimpleNamespace(world_size=settings["num_ranks"], global_rank=rank)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    module.trainer = SimpleNamespace(
+        world_size=settings["num_ranks"], global_rank=rank, strategy=strategy
+    )
     module.setup("fit")
     return module
 
@@ -289,14 +292,28 @@ def test_token_ids_beyond_the_embedding_are_an_error(
         build(files, tokenizer, vocab_size=largest + 1)
 
 
-def test_batches_come_from_page_locked_memory_where_there_is_a_gpu(
+def test_batches_come_from_page_locked_memory_where_they_go_to_a_gpu(
     files: list[DatasetConfig], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = build(files, tokenizer)
-    for is_available in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda answer=is_available: answer)
+    # A run on the CPU of a machine with a GPU leaves the GPU alone.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("cuda:0", "cpu"):
+        module.trainer.strategy.root_device = torch.device(device)
         for loader in (module.train_dataloader(), module.val_dataloader()):
-            assert loader.pin_memory is is_available
+            assert loader.pin_memory is (device != "cpu")
+    module.trainer = None  # as in `app.evaluate`
+    assert module.whole_val_dataloader().pin_memory
+
+
+def test_workers_stay_for_the_next_validation(files: list[DatasetConfig], tokenizer: Any) -> None:
+    loader = build(files, tokenizer, data={"num_workers": 1}).val_dataloader()
+    passes = []
+    for _ in range(2):
+        batches = iter(loader)
+        passes.append((batches._workers[0].pid, [batch.input_ids for batch in batches]))
+    assert passes[0][0] == passes[1][0]
+    assert all(map(torch.equal, passes[0][1], passes[1][1]))
 
 
 def test_batch_is_moved_without_a_wait_for_a_gpu_only(

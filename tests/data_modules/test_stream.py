@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from data_modules import Batch, DataConfig, DataError, DatasetConfig, PackingConfig
+from data_modules import Batch, DataConfig, DataError, DatasetConfig, Example, PackingConfig
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.mixture import MixtureConfig
 from data_modules.settings import check_datasets
+from data_modules.stream import TokenStream
 from tests.conftest import ROOT
 
 
@@ -126,6 +130,56 @@ def test_the_order_follows_from_the_seed_and_a_later_start_is_its_rest(
         assert batch.step_weight == expected.step_weight
     window = texts(all_steps, tokenizer)
     assert window != sorted(window, key=lambda text: int(text.split(" ")[0]))
+
+
+def test_ranks_share_the_weight_of_a_step_without_reading_it(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda number: number.mul_(2))
+    module = build([write(tmp_path / "a.jsonl", 200)], tokenizer, num_ranks=2)
+    first, second, *_ = module.train_dataloader()
+    own = first.loss_weights.sum() + second.loss_weights.sum()
+    assert isinstance(first.step_weight, torch.Tensor)
+    assert first.step_weight.device == torch.device("cpu") and first.step_weight.shape == ()
+    assert first.step_weight == second.step_weight == 2 * own > 0
+
+
+def test_the_next_window_is_read_while_one_is_trained_on(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    take = TokenStream._take_window
+
+    def counted(stream: TokenStream, *args: Any) -> Iterator[Example]:
+        begun.append(threading.current_thread().name)
+        return take(stream, *args)
+
+    monkeypatch.setattr(TokenStream, "_take_window", counted)
+    batches = iter(build([write(tmp_path / "a.jsonl", 200)], tokenizer)._stream())
+    next(batches)
+    until = time.monotonic() + 10
+    while len(begun) < 2:
+        assert time.monotonic() < until, "nothing is read ahead"
+        time.sleep(0.01)
+    list(itertools.islice(batches, 3))  # the rest of the first window
+    assert len(begun) == 2
+    assert threading.main_thread().name not in begun
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name in begun]
+
+
+def test_a_row_that_stops_a_run_lets_the_windows_before_it_through(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    good = write(tmp_path / "a.jsonl", 60)
+    whole = stream_of(build([good], tokenizer), 4)
+    with Path(good.path).open("a") as file:
+        file.write('{"prompt": 3, "completion": "x"}\n')
+    batches = iter(build([good], tokenizer)._stream())
+    for expected in whole:
+        assert torch.equal(next(batches).input_ids, expected.input_ids)
+    with pytest.raises(DataError, match=r"a\.jsonl:61 prompt"):
+        list(batches)
 
 
 def test_weights_are_shares_of_rows(tmp_path: Path, tokenizer: Any) -> None:

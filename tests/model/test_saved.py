@@ -108,6 +108,21 @@ def test_every_adapter_is_saved_verified_and_loaded_exactly(
     assert not torch.equal(in_eval(base(base_dtype)), expected)
 
 
+@pytest.mark.parametrize("base_dtype", [FP32, BF16], ids=str)
+def test_an_adapter_is_reopened_in_the_middle_of_an_autocast(
+    base_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """As a run does: what autocast has cast while an adapter was made is not what was read."""
+    model = adapted("dora", base_dtype=base_dtype)
+    save_adapter(model, tmp_path)
+    with torch.autocast("cpu", BF16):
+        expected = in_eval(model)
+    with torch.autocast("cpu", BF16):
+        assert verify_adapter(model, tmp_path, probe_of(model)) == 0.0
+    with torch.autocast("cpu", BF16):
+        assert torch.equal(in_eval(load_adapter(base(base_dtype), tmp_path)), expected)
+
+
 @pytest.mark.parametrize("kind", list(ADAPTERS))
 @pytest.mark.parametrize("half", [False, True])
 def test_an_adapter_to_go_on_with_trains_what_it_trained_before(

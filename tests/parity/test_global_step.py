@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.model.attention import attention_implementation
+from app.training.loss import DatasetSums, batch_loss
+from data_modules import Batch, DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
 from tests.conftest import ROOT, TrainRun, read_column
 
 SAMPLES = ROOT / "data_modules" / "samples"
@@ -77,6 +83,58 @@ def test_every_cut_of_a_global_step_trains_the_same(
     assert read_column(folder, "val/loss") == pytest.approx(
         read_column(reference, "val/loss"), rel=1e-6
     )
+
+
+def test_ranks_that_read_a_stream_weigh_their_step_together(tmp_path: Path) -> None:
+    """The first gradient of two ranks is that of all their documents in one batch."""
+    lists = str(SAMPLES / "lists.json")
+    words = [
+        f"data.datasets=[{{path: {lists}}}]",
+        "data.streaming=true",
+        "data.val_set_size=0",
+        "adapter=full",
+        "trainer.max_steps=1",
+    ]
+    own = [word for word in SETTINGS if not word.startswith(("adapter", "data.datasets"))]
+    command = [sys.executable, "-m", "app.train", *own, *CUTS["two ranks"], *words]
+    folder = tmp_path / "run"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("LOFT_RUN_DIR", None)
+    subprocess.run(
+        [*command, f"output.dir={folder}"], cwd=ROOT, env=environment, check=True, timeout=300
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(SAMPLES / "tiny_base", dtype=torch.float32)
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    batches = [batch for rank in range(2) for batch in streamed(lists, rank)]
+    weight = sum(batch.step_weight for batch in batches)
+    losses = [batch_loss(model, batch, "sdpa", DatasetSums(1)) for batch in batches]
+    loss = torch.stack(losses).sum() / weight
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+    assert read_column(folder, "train/loss")[1] == pytest.approx(loss.item(), rel=1e-6)
+    assert first_gradient_norm(folder) == pytest.approx(norm.item(), rel=1e-6)
+
+
+def streamed(path: str, rank: int) -> list[Batch]:
+    """The two micro-batches of one of two ranks' first step."""
+    module = FinetuneDataModule(
+        DataConfig(
+            datasets=[DatasetConfig(path=path)], sequence_len=128, streaming=True, val_set_size=0
+        ),
+        PackingConfig(),
+        AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
+        context_len=1024,
+        micro_batch_size=2,
+        accumulation_steps=2,
+        num_ranks=2,
+        num_epochs=1,
+        max_steps=1,
+        seed=42,
+    )
+    module.trainer = SimpleNamespace(world_size=2, global_rank=rank)
+    module.setup("fit")
+    return list(itertools.islice(iter(module._stream()), 2))
 
 
 def test_packed_and_padded_documents_give_the_same_loss_and_gradient(

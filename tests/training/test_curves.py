@@ -18,7 +18,7 @@ from app.errors import TrainingFault
 from app.train import train
 from app.training.csv_logger import columns
 from app.training.curves import Curves, StepRecord
-from app.training.optimizer import ScheduleConfig, lr_factor
+from app.training.schedule import ScheduleConfig, lr_factor
 from data_modules import FinetuneDataModule
 from tests.conftest import TrainRun, read_column
 from tests.tiny import NAMES, TINY_BASE, small_run, train_into
@@ -198,7 +198,7 @@ def test_a_data_set_that_a_step_does_not_hold_has_no_loss_there(train_run: Train
 def test_a_step_that_is_not_finite_ends_the_run_and_is_named(
     every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    too_much = ("optimizer.lr=1", "adapter.alpha=1e18", f"trainer.log_every_steps={every}")
+    too_much = ("optimizer.lr=10", "adapter.alpha=5e18", f"trainer.log_every_steps={every}")
     words = [*small_run(*too_much), "logger=csv", f"output.dir={tmp_path / 'run'}"]
     code = run_verb("train", train, words=words)
     said = capsys.readouterr().err

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from app.model.attention import attention_implementation
-from app.model.head import token_losses
+from app.model.head import fuse_head, prove_head, token_losses
 from app.training.loss import (
     DatasetSums,
     batch_loss,
@@ -17,7 +16,7 @@ from app.training.loss import (
     validate,
 )
 from data_modules import Batch
-from tests.tiny import random_ids, tiny_llama
+from tests.tiny import random_ids, tiny_gpt2, tiny_llama
 
 IGNORED = -100
 
@@ -51,20 +50,6 @@ def model() -> Any:
     llama = tiny_llama()
     llama.set_attn_implementation(attention_implementation("sdpa"))
     return llama
-
-
-def tiny_gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=64,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=32,
-        initializer_range=0.2,
-        attn_implementation=attention_implementation("sdpa"),
-    )
-    return GPT2LMHeadModel(config).eval()
 
 
 @pytest.fixture
@@ -183,7 +168,7 @@ def test_the_loss_of_a_pack_is_that_of_its_documents_alone(
     positions: str, model: Any, batch: Batch
 ) -> None:
     if positions == "learned":  # where a document starts shows in these, in rotary ones hardly
-        model = tiny_gpt2()
+        model = tiny_gpt2(attn_implementation=attention_implementation("sdpa"))
     sums = DatasetSums(3)
     loss = batch_loss(model, batch, "sdpa", sums)
     tokens = by_hand(model, batch)
@@ -237,6 +222,33 @@ def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients_of_zero(model: 
             assert parameter.grad is not None, name
             assert not parameter.grad.any(), name
         assert not sums.take().any()
+
+
+def test_a_model_that_gave_its_loss_once_gives_logits_again(model: Any, batch: Batch) -> None:
+    expected = model(input_ids=batch.input_ids).logits
+    fuse_head(model)
+    batch_loss(model, batch, "sdpa", DatasetSums(3))
+    assert torch.equal(model(input_ids=batch.input_ids).logits, expected)
+    with pytest.raises(RuntimeError, match="did not reach its head"):
+        model.get_output_embeddings().take()
+
+
+def test_a_head_that_computes_in_its_own_way_is_left_alone(model: Any) -> None:
+    class Shifted(torch.nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden) + 1
+
+    model.lm_head.__class__ = Shifted
+    fuse_head(model)
+    assert type(model.get_output_embeddings()) is Shifted
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_proving_a_head_leaves_dropout_as_it_was(model: Any, is_training: bool) -> None:
+    fuse_head(model)
+    model.train(is_training)
+    prove_head(model, "sdpa")
+    assert {module.training for module in model.modules()} == {is_training}
 
 
 def test_validation_sums_all_batches_without_dropout_or_gradients(model: Any, batch: Batch) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from typing import Any
 
 import peft
 import pytest
 import torch
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from app.model.adapter import FullConfig, Ia3Config, LoraConfig, apply_adapter
 from app.training.muon import MuonWithAdamW
@@ -16,12 +15,10 @@ from app.training.optimizer import (
     AdamWConfig,
     MuonConfig,
     OptimizerConfig,
-    ScheduleConfig,
     base_lr,
     build_optimizer,
-    build_schedule,
-    lr_factor,
 )
+from app.training.schedule import ScheduleConfig, build_schedule
 from tests.tiny import random_ids, tiny_llama
 
 
@@ -264,6 +261,33 @@ def test_muon_takes_the_matrices_and_adamw_embeddings_head_and_vectors(tied: boo
     assert {(g["lr"], g["weight_decay"]) for g in adamw.param_groups} == {(0.01, 0.0)}
 
 
+def test_matrices_as_large_as_a_table_of_positions_are_no_vocabulary() -> None:
+    shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
+    config = GPTNeoConfig(
+        vocab_size=64, hidden_size=32, max_position_embeddings=32, eos_token_id=2, **shape
+    )
+    model = GPTNeoForCausalLM(config)
+    muon, _ = optimizer_of(model, MuonConfig()).parts
+    q_proj = model.transformer.h[0].attn.attention.q_proj
+    assert model.transformer.wpe.weight.shape == q_proj.weight.shape
+    under_muon = {name for group in muon.param_groups for name in names_in(model, group)}
+    assert under_muon == {n for n, p in model.named_parameters() if p.ndim == 2 and ".h." in n}
+
+
+def test_a_head_of_its_own_is_vocabulary_also_where_an_adapter_keeps_it_whole() -> None:
+    model = adapted(
+        peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        tie_word_embeddings=False,
+    )
+    _, adamw = optimizer_of(model, MuonConfig(), adapter=LoraConfig()).parts
+    (head,) = (name for group in adamw.param_groups for name in names_in(model, group))
+    assert head.endswith("lm_head.modules_to_save.default.weight")
+    model = adapted(
+        peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]), tie_word_embeddings=False
+    )
+    assert type(optimizer_of(model, MuonConfig(), adapter=LoraConfig())) is torch.optim.Muon
+
+
 def test_muon_moves_every_weight_and_runs_the_closure_with_gradients() -> None:
     model, ids = tiny_llama(), random_ids()
     optimizer = optimizer_of(model, MuonConfig())
@@ -296,84 +320,3 @@ def test_a_schedule_moves_both_parts_of_muon() -> None:
     before = weights(model)
     take_step(model, optimizer, 9)  # the rate is zero now, in both
     assert all(torch.equal(after, before[name]) for name, after in weights(model).items())
-
-
-@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()])
-def test_a_restored_state_goes_on_to_the_bit(config: OptimizerConfig) -> None:
-    schedule_config = ScheduleConfig(warmup_steps=2)
-
-    def build(model: Any) -> tuple[Any, Any]:
-        optimizer = optimizer_of(model, config)
-        return optimizer, build_schedule(optimizer, schedule_config, total_steps=6)
-
-    model = tiny_llama()
-    optimizer, schedule = build(model)
-    for seed in range(3):
-        take_step(model, optimizer, seed)
-        schedule.step()
-    states = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
-
-    resumed = tiny_llama(seed=8)
-    resumed_optimizer, resumed_schedule = build(resumed)
-    resumed.load_state_dict(states[0])
-    resumed_optimizer.load_state_dict(states[1])
-    resumed_schedule.load_state_dict(states[2])
-    pairs = ((model, optimizer, schedule), (resumed, resumed_optimizer, resumed_schedule))
-    for each_model, each_optimizer, each_schedule in pairs:
-        for seed in range(3, 6):
-            take_step(each_model, each_optimizer, seed)
-            each_schedule.step()
-    resumed_weights = weights(resumed)
-    for name, expected in weights(model).items():
-        assert torch.equal(resumed_weights[name], expected), name
-    rates = [[group["lr"] for group in o.param_groups] for o in (optimizer, resumed_optimizer)]
-    assert rates[0] == rates[1]
-
-
-@pytest.mark.parametrize("shape", ["cosine", "linear", "constant"])
-def test_the_warm_up_rises_evenly_and_reaches_the_peak_with_its_last_step(shape: str) -> None:
-    config = ScheduleConfig(shape=shape, warmup_steps=4)
-    factors = [lr_factor(step, 20, config) for step in range(20)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert max(factors) == factors[4] == 1.0
-    assert factors[0] > 0
-
-
-@pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1])
-@pytest.mark.parametrize("shape", ["cosine", "linear"])
-def test_the_rate_falls_to_its_minimum_at_the_last_step_of_all(
-    shape: str, min_lr_ratio: float
-) -> None:
-    config = ScheduleConfig(shape=shape, warmup_steps=3, min_lr_ratio=min_lr_ratio)
-    factors = [lr_factor(step, 23, config) for step in range(3, 24)]
-    assert all(later < earlier for earlier, later in itertools.pairwise(factors))
-    assert factors[-1] == pytest.approx(min_lr_ratio)
-    assert factors[10] == pytest.approx((1 + min_lr_ratio) / 2)
-    assert lr_factor(40, 23, config) == pytest.approx(min_lr_ratio)
-
-
-def test_cosine_and_linear_differ_where_they_should() -> None:
-    at_a_quarter = {
-        shape: lr_factor(5, 20, ScheduleConfig(shape=shape, warmup_steps=0))
-        for shape in ("cosine", "linear", "constant")
-    }
-    expected = {"cosine": 0.5 * (1 + 2**-0.5), "linear": 0.75, "constant": 1.0}
-    assert at_a_quarter == pytest.approx(expected)
-
-
-def test_constant_stays_at_the_peak() -> None:
-    config = ScheduleConfig(shape="constant", warmup_steps=0, min_lr_ratio=0.1)
-    assert {lr_factor(step, 10, config) for step in range(11)} == {1.0}
-
-
-def test_warmup_steps_win_over_the_ratio() -> None:
-    by_ratio = ScheduleConfig(warmup_ratio=0.5)
-    assert lr_factor(0, 20, by_ratio) == pytest.approx(1 / 10)
-    assert lr_factor(0, 20, ScheduleConfig(warmup_ratio=0.5, warmup_steps=2)) == 0.5
-    assert lr_factor(0, 20, ScheduleConfig(warmup_ratio=0.5, warmup_steps=0)) == 1.0
-
-
-def test_a_ratio_of_steps_is_rounded_up() -> None:
-    config = ScheduleConfig(warmup_ratio=0.03)
-    assert [lr_factor(step, 50, config) for step in range(2)] == [0.5, 1.0]
-    assert lr_factor(0, 50, ScheduleConfig(warmup_ratio=0.0)) == 1.0

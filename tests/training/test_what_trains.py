@@ -24,7 +24,8 @@ from app.model.adapter import (
     trained_weights,
 )
 from app.model.quantization import storage_of
-from app.training.optimizer import AdamWConfig, OptimizerConfig, build_optimizer
+from app.training.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, build_optimizer
+from app.training.parameter_groups import LrPattern
 from app.training.what_trains import (
     MAX_ROWS,
     TrainedPattern,
@@ -153,6 +154,43 @@ def test_more_patterns_than_rows_are_summed_up_in_the_last_row() -> None:
     assert sum(counts) == sum(pattern.num_weights for pattern in patterns)
     left_out = [p.num_weights for p in patterns if p.pattern not in shown]
     assert max(left_out) <= min(counts[:-1])
+
+
+def test_the_groups_are_listed_with_what_they_hold_and_sum_up_to_what_trains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = tiny_llama(attention_bias=True)
+    config = MuonConfig(weight_decay=0.1, matrix_lr_ratio=3.0)
+    config.lr_by_pattern = [LrPattern(pattern="*.layers.0.*", ratio=0.5)]
+    say_what_trains(model, optimizer_of(model, FullConfig(), config))
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(next(line for line in lines if "groups of MuonWithAdamW" in line))
+    rows = [line.rsplit(maxsplit=5) for line in lines[start + 4 :] if line.count("%") == 1][:-1]
+    layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    in_layer = [p for p in model.model.layers[0].parameters() if p.ndim == 1]
+    expected = [
+        ("muon matrices", 7, layer, "3e-3", "0.1"),
+        ("muon matrices, *.layers.0.*", 7, layer, "1.5e-3", "0.1"),
+        ("matrices", 1, 64 * 32, "1e-3", "0"),
+        ("no decay", len(vectors) - len(in_layer), None, "1e-3", "0"),
+        ("no decay, *.layers.0.*", len(in_layer), None, "5e-4", "0"),
+    ]
+    counted = [int(row[2].replace(",", "")) for row in rows]
+    for row, weights, (name, tensors, count, lr, decay) in zip(
+        rows, counted, expected, strict=True
+    ):
+        assert (row[0].strip(), row[1], row[4], row[5]) == (name, str(tensors), lr, decay)
+        assert count is None or weights == count
+    assert sum(counted) == report_trainable(model).num_trainable
+
+
+def test_groups_that_do_not_hold_what_trains_are_refused() -> None:
+    model = tiny_llama()
+    optimizer = optimizer_of(model, FullConfig())
+    model.model.norm.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"groups hold .* weights, but .* train"):
+        say_what_trains(model, optimizer)
 
 
 def test_a_log_file_gets_lines_that_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,171 @@
+"""Liger's fused kernels in place of a model's own norms and gates, where they are proven equal.
+
+On a GPU, and for training alone. A module's `forward` is replaced and given back after the fit;
+what the module holds is never touched, so that adapters, sharding and saving know nothing of it.
+
+The loss stays our own (`linear_cross_entropy`). Liger's (0.8.5) gives no weighted sum together with
+the loss of each position except by `reduction="none"`, which computes all logits a second time in
+the backward pass, and each call waits for the device to count the labels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+CHOICES = ("auto", "torch")
+PROBE_TOKENS = 8
+ROUNDING_STEPS = 8
+"""how many steps of their dtype two ways may be apart, over the whole of a tensor"""
+NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
+"""what is added to a norm's weight, and where it rounds"""
+
+
+@dataclass(slots=True)
+class FusedNorm:
+    """An RMS norm's forward by one kernel."""
+
+    kernel: Callable[..., torch.Tensor]
+    module: torch.nn.Module
+    eps: float
+    offset: float
+    casting: str
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        # Not in place: a gradient that another branch still reads would be overwritten.
+        weight = self.module.weight
+        return self.kernel(hidden, weight, self.eps, self.offset, self.casting, False)
+
+
+@dataclass(slots=True)
+class FusedGate:
+    """A gated layer's forward, down(silu(gate) * up), the middle by one kernel."""
+
+    kernel: Callable[..., torch.Tensor]
+    module: Any
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        layer = self.module
+        gated: torch.Tensor = layer.down_proj(
+            self.kernel(layer.gate_proj(hidden), layer.up_proj(hidden))
+        )
+        return gated
+
+
+Fused = FusedNorm | FusedGate
+
+
+def fuse_layers(model: Any) -> None:
+    """Let Liger compute each norm and gate of which it is proven that the results are the same.
+
+    Each is tried by itself on eight random tokens, with gradients. Does nothing on a CPU; says in
+    one line what runs.
+    """
+    if not _is_on_gpu(model):
+        return
+    if find_spec("liger_kernel") is None:
+        log.info("kernels: the model's own (liger-kernel is not installed)")
+        return
+    try:
+        from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
+
+        fused, refused = _prove_all(model, liger_rms_norm, liger_swiglu)
+    except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        log.warning("kernels: the model's own (liger-kernel is installed, but broken: %s)", reason)
+        return
+    for forward in fused:
+        forward.module.forward = forward
+    counts = Counter(type(forward.module).__name__ for forward in fused)
+    said = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none of the layers"
+    own = "".join(f"; the model's own for {name}, which differs" for name in sorted(refused))
+    log.info("kernels: Liger's for %s, proven equal%s", said, own)
+
+
+def unfuse_layers(model: torch.nn.Module) -> None:
+    """Give every module its own forward back."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), Fused):
+            del module.forward
+
+
+def _is_on_gpu(model: Any) -> bool:
+    return bool(model.device.type == "cuda")
+
+
+def _prove_all(
+    model: Any, rms_norm: Callable[..., Any], swiglu: Callable[..., Any]
+) -> tuple[list[Fused], set[str]]:
+    """Return what is proven, and the names of the classes of which a module is not."""
+    fused: list[Fused] = []
+    refused: set[str] = set()
+    dtype = model.get_input_embeddings().weight.dtype
+    was_training = model.training
+    model.eval()  # an adapter's dropout would differ by itself
+    for width, candidates in _candidates(model, rms_norm, swiglu):
+        proven = (one for one in candidates if _is_equal(one, width, dtype))
+        if (forward := next(proven, None)) is not None:
+            fused.append(forward)
+        else:
+            refused.add(type(candidates[0].module).__name__)
+    model.train(was_training)
+    return fused, refused
+
+
+def _candidates(
+    model: torch.nn.Module, rms_norm: Callable[..., Any], swiglu: Callable[..., Any]
+) -> Iterator[tuple[int, list[Fused]]]:
+    """Yield the width of what a module reads, and the fused forwards that may be the same."""
+    for module in model.modules():
+        own, children = vars(module), module._modules
+        eps = own.get("variance_epsilon", own.get("eps"))
+        if (
+            "RMSNorm" in type(module).__name__
+            and eps is not None
+            and "weight" in module._parameters
+        ):
+            variants = (FusedNorm(rms_norm, module, eps, *variant) for variant in NORM_VARIANTS)
+            yield len(module.weight), list(variants)
+        elif {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+            yield module.gate_proj.in_features, [FusedGate(swiglu, module)]
+
+
+def _is_equal(forward: Fused, width: int, dtype: torch.dtype) -> bool:
+    import torch
+
+    module = forward.module
+    trained = [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
+    device = next(module.parameters()).device
+    random = torch.Generator(device).manual_seed(0)
+    shape = (1, PROBE_TOKENS, width)
+    hidden = torch.randn(shape, generator=random, device=device, dtype=dtype, requires_grad=True)
+    found = []
+    with torch.enable_grad():
+        for compute in (module.forward, forward):
+            output = compute(hidden)
+            outer = torch.linspace(-1, 1, output.numel(), device=device, dtype=output.dtype)
+            grads = torch.autograd.grad(output, [hidden, *trained], outer.view_as(output))
+            found.append((output, *grads))
+    return all(map(_are_same, *found))
+
+
+def _are_same(own: torch.Tensor, fused: torch.Tensor) -> bool:
+    import torch
+
+    if own.dtype != fused.dtype:
+        return False
+    # Under autocast also a gradient in fp32 went through products that round to half precision.
+    device, dtype = own.device.type, own.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    apart = (own.float() - fused.float()).norm()
+    return bool(apart <= ROUNDING_STEPS * torch.finfo(dtype).eps * own.float().norm())

@@ -1,0 +1,55 @@
+"""An 8B model with random weights, made where it trains: no files, no copy of it on the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.gpu.task import Task
+
+
+def make_base(task: Task, implementation: str, dtype: Any, *, is_quantized: bool) -> Any:
+    """Make our base, its layers in nf4 or not; each weight is drawn on the device, in `dtype`."""
+    import torch
+
+    from app.model.base import ModelConfig, load_base
+
+    config = ModelConfig(from_scratch=True, architecture=task.shape)
+    with torch.device(task.device):
+        model = load_base(config, implementation, dtype)
+    if is_quantized:
+        quantize(model, dtype)
+    return model
+
+
+def quantize(model: Any, dtype: Any) -> None:
+    """Replace all linear layers but the head by nf4 ones, as the loader does that reads files."""
+    import torch
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    from app.model.quantization import QuantizationConfig, prepare_quantized, quantization_settings
+
+    head = model.get_output_embeddings()
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not torch.nn.Linear or child is head:
+                continue
+            layer = Linear4bit(
+                child.in_features,
+                child.out_features,
+                bias=False,
+                compute_dtype=dtype,
+                quant_type="nf4",
+                quant_storage=dtype,
+                device="meta",
+            )
+            weight = Params4bit(
+                child.weight.data, requires_grad=False, quant_type="nf4", quant_storage=dtype
+            )
+            layer.weight = weight.to(child.weight.device)
+            setattr(module, name, layer)
+    # By these two, peft and our rooms know what they see.
+    model.config.quantization_config = quantization_settings(
+        QuantizationConfig(method="nf4"), dtype
+    )
+    model.is_loaded_in_4bit = True
+    prepare_quantized(model, dtype)

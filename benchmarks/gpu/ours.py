@@ -1,0 +1,165 @@
+"""Our own training, by the rooms of `app.train`, from batches that are laid out already."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.model import make_base
+from benchmarks.gpu.task import RANK, Part, Task
+
+if TYPE_CHECKING:
+    import torch
+
+    from app.model.adapter import AdapterConfig
+    from data_modules import Batch
+
+NAMES = ["random"]
+
+
+def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], clock: Clock) -> str:
+    """Train as a run does: our model, module, optimizer and trainer; return the attention used."""
+    from app.model.adapter import FullConfig, LoraConfig
+    from app.model.attention import AttentionConfig, choose_backend
+    from app.model.base import ModelConfig, load_architecture
+    from app.strategy.build import StrategyConfig, build_strategy
+    from app.training.curves import Curves
+    from app.training.module import FinetuneModule
+    from app.training.optimizer import build_optimizer
+    from app.training.schedule import ScheduleConfig
+    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+
+    adapter: AdapterConfig = LoraConfig(r=RANK, alpha=2 * RANK, dropout=0.0)
+    config = TrainerConfig(
+        accelerator="gpu" if task.device == "cuda" else "cpu",
+        devices=1,
+        micro_batch_size=part.packs,
+        gradient_accumulation_steps=task.tokens_a_step // (part.packs * task.sequence_len),
+        precision="bf16",
+    )
+    if part.adapter == "full":
+        adapter, config.precision = FullConfig(), "bf16-pure"
+    placement = resolve_placement(config)
+    architecture = load_architecture(ModelConfig(from_scratch=True, architecture=task.shape))
+    attention = choose_backend(
+        AttentionConfig(), architecture, placement.accelerator, placement.precision
+    )
+    backend = attention.backend
+    total_steps = part.warm_up + task.steps + 1
+    curves = Curves(NAMES, [], config.log_every_steps)
+    module = FinetuneModule(
+        partial(build, task, part, adapter, recompute, backend, placement.precision),
+        backend=backend,
+        build_optimizer=partial(
+            build_optimizer, config=optimizer_of(part), adapter=adapter, lr=1e-5, fused=True
+        ),
+        schedule=ScheduleConfig(shape="constant", warmup_steps=0),
+        total_steps=total_steps,
+        is_packed=True,
+        curves=curves,
+        uses_fused_kernels=not part.is_compiled,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build_trainer(
+            config,
+            placement=placement,
+            strategy=build_strategy(StrategyConfig(), placement.num_ranks),
+            total_steps=total_steps,
+            loggers=[],
+            callbacks=[watch(clock), *compilation_of(part)],
+            folder=Path(folder),
+        )
+        trainer.fit(module, datamodule=data_of(batches))
+    return backend
+
+
+def build(
+    task: Task, part: Part, adapter: AdapterConfig, recompute: str, backend: str, precision: str
+) -> torch.nn.Module:
+    """Build base and adapter in the order of `app.model.build`, all of it on the device."""
+    import torch
+
+    from app.model.adapter import apply_adapter, drop_needless_copies
+    from app.model.attention import attention_implementation
+    from app.model.recompute import RecomputeConfig, apply_recompute
+
+    implementation = attention_implementation(backend)
+    model = make_base(task, implementation, torch.bfloat16, is_quantized=part.is_quantized)
+    apply_recompute(model, RecomputeConfig(mode=recompute))
+    with torch.device(task.device):
+        adapted = apply_adapter(model, adapter, half_precision=precision == "bf16-pure")
+    drop_needless_copies(adapted)
+    return adapted.train()
+
+
+def optimizer_of(part: Part) -> Any:
+    """Return the settings of a part's optimizer."""
+    from app.training.optimizer import AdamW8bitConfig, AdamWConfig
+
+    return {"adamw": AdamWConfig, "adamw8bit": AdamW8bitConfig}[part.optimizer]()
+
+
+def compilation_of(part: Part) -> list[Any]:
+    """Return the callback that compiles the layers, where the part asks for it."""
+    if not part.is_compiled:
+        return []
+    from app.training.callbacks.compilation import Compilation
+
+    class MustCompile(Compilation):
+        def on_train_end(self, *_: Any) -> None:
+            if self.layers is None or self.layers.failure is not None:
+                raise RuntimeError("the layers could not be compiled: see the warning above")
+
+    return [MustCompile()]
+
+
+def data_of(batches: Sequence[Batch]) -> Any:
+    """Return a data module that serves these batches and moves them as ours does."""
+    import lightning as L
+    from torch.utils.data import DataLoader
+
+    from data_modules import FinetuneDataModule
+
+    class Prepared(L.LightningDataModule):
+        transfer_batch_to_device = FinetuneDataModule.transfer_batch_to_device
+
+        def train_dataloader(self) -> DataLoader[Batch]:
+            return DataLoader(batches, batch_size=None)
+
+    return Prepared()
+
+
+def watch(clock: Clock) -> Any:
+    """Return a Lightning callback that marks the clock along the steps."""
+    import lightning as L
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            head = module.model.get_output_embeddings()
+            head.register_forward_pre_hook(lambda *_: clock.mark("layers"))
+            head.register_forward_hook(lambda *_: clock.mark("head and loss"))
+            clock.start()
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            clock.mark("between")
+
+        def on_before_backward(self, *_: Any) -> None:
+            clock.mark("forward")
+
+        def on_after_backward(self, *_: Any) -> None:
+            clock.mark("backward")
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
+        ) -> None:
+            clock.micro_batch_done(batch.num_tokens)
+            if trainer.fit_loop._should_accumulate():
+                return
+            clock.mark("optimizer")
+            clock.step_done()
+
+    return Watch()

@@ -1,0 +1,139 @@
+"""The results as a person keeps them: one Markdown page a day and device."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.figure import Figure
+
+PEAK_TFLOPS = 989.0
+"""dense bf16 of one H100 or H200 by its datasheet, which MFU is measured against"""
+PACKAGES = (
+    "torch", "transformers", "peft", "bitsandbytes", "lightning", "flash-attn", "liger-kernel"
+)  # fmt: skip
+COLUMNS = (
+    "part", "system", "attention", "tokens/s", "MFU", "peak GiB",
+    "ms a step: forward", "head and loss in it", "backward", "optimizer", "between",
+    "kernels' ms: attention", "products", "dequantizing", "other", "rounds",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What one system did in one part; the numbers are medians over its rounds."""
+
+    part: str
+    system: str
+    note: str
+    """how it differs from what was asked for; empty where it does not"""
+    attention: str
+    tokens_per_second: float
+    mfu: float
+    peak_gib: float | None
+    spans: dict[str, float]
+    """milliseconds of a step by what they went to"""
+    kinds: dict[str, float]
+    """milliseconds of the kernels of a step by kind"""
+    rounds: int
+
+    def cells(self) -> list[str]:
+        """Return the table's row."""
+        inside = ("layers", "head and loss", "forward")
+        forward = sum(self.spans.get(name, 0.0) for name in inside)
+        head = self.spans.get("head and loss")
+        spans = (self.spans.get(name, 0.0) for name in ("backward", "optimizer", "between"))
+        other = self.kinds.get("other", 0.0) + self.kinds.get("copies", 0.0)
+        kinds = (self.kinds.get(name, 0.0) for name in ("attention", "products", "dequantizing"))
+        return [
+            f"{self.part}{f' ({self.note})' if self.note else ''}",
+            self.system,
+            self.attention,
+            f"{self.tokens_per_second:,.0f}",
+            f"{self.mfu:.1%}",
+            "-" if self.peak_gib is None else f"{self.peak_gib:.1f}",
+            f"{forward:,.0f}",
+            "-" if head is None else f"{head:,.0f}",
+            *(f"{span:,.0f}" for span in spans),
+            *(f"{kind:,.0f}" for kind in (*kinds, other)),
+            str(self.rounds),
+        ]
+
+
+def write_sheet(
+    folder: Path,
+    device: str,
+    about: str,
+    results: Sequence[Result],
+    figures: Sequence[Figure],
+    aims: dict[str, float],
+    left_out: Sequence[str],
+) -> Path:
+    """Write FOLDER/DATE_DEVICE.md; a sheet of the same day and device is replaced."""
+    today = date.today().isoformat()
+    path = folder / f"{today}_{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.md"
+    lines = [
+        f"# {today}, {device}",
+        "",
+        f"{versions()}. `make bench-gpu`. {about}",
+        "",
+        *_table(COLUMNS, [result.cells() for result in results]),
+        "",
+        *_table(
+            ("figure", "value", "bar", "aim", "ok"),
+            [
+                [
+                    figure.figure,
+                    f"{figure.value:,.4g}" if figure.value < 100 else f"{figure.value:,.0f}",
+                    f"{figure.bar:,.6g}",
+                    f"{aims[figure.figure]:,.6g}" if figure.figure in aims else "",
+                    "yes" if figure.ok else "no",
+                ]
+                for figure in figures
+            ],
+        ),
+    ]
+    if left_out:
+        lines += ["", "Left out:", "", *(f"- {line}" for line in left_out)]
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
+
+
+def versions() -> str:
+    """Name the versions of what computes."""
+    import platform
+
+    import torch
+
+    found = {name: _version(name) for name in PACKAGES}
+    parts = [f"Python {platform.python_version()}"]
+    parts += [f"{name} {version}" for name, version in found.items() if version]
+    parts += [f"no {name}" for name, version in found.items() if not version]
+    return ", ".join([*parts, f"CUDA {torch.version.cuda}", f"driver {driver()}"])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def driver() -> str:
+    """Return the version of the NVIDIA driver, as its own tool says it."""
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    return done.stdout.split("\n")[0].strip() or "unknown"

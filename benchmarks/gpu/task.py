@@ -1,0 +1,134 @@
+"""What every part trains: the model's shape, random documents, and the arithmetic they cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.training.task import MEDIAN_TOKENS, SPREAD
+
+if TYPE_CHECKING:
+    from data_modules import Batch
+
+RANK = 16
+SHORTEST_TOKENS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """The model and the tokens, the same for every part and system."""
+
+    shape: dict[str, Any]
+    """the numbers of a Llama's config.json"""
+    device: str
+    """cuda or cpu"""
+    sequence_len: int = 4096
+    tokens_a_step: int = 32_768
+    """tokens that an optimizer step adds up over its micro-batches"""
+    steps: int = 3
+    """optimizer steps that are measured; one more is profiled"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One way to train."""
+
+    adapter: str = "lora"
+    """lora (on all linear layers) or full (every weight, bf16 throughout)"""
+    is_quantized: bool = False
+    """nf4 with quantized scales under the adapter"""
+    is_skewed: bool = False
+    """documents of skewed lengths packed by multipack, instead of full sequences"""
+    is_compiled: bool = False
+    """torch.compile of each layer; Liger's kernels are then left to the compiler"""
+    optimizer: str = "adamw"
+    """adamw, or adamw8bit"""
+    packs: int = 2
+    """packs of `sequence_len` tokens in a micro-batch"""
+    warm_up: int = 1
+    """first optimizer steps, which are not measured"""
+    first_round: int = 0
+    """the round in which it joins the others"""
+    seconds: float = 25.0
+    """what it is expected to take: it is left out where less is left of the budget"""
+
+
+def batches_of(task: Task, part: Part) -> list[Batch]:
+    """Return the micro-batches of warm-up, measured and profiled steps, as our packing lays them.
+
+    Token ids are random and every token is trained. Skewed lengths are lognormal with the median
+    and spread of the peers' benchmark, cut at `sequence_len`.
+    """
+    import numpy as np
+
+    from data_modules import Example, Origin
+    from data_modules.collator import Collator
+    from data_modules.packing import StepPlan
+
+    random = np.random.default_rng(0)
+    packs = task.tokens_a_step // task.sequence_len
+    num_steps = part.warm_up + task.steps + 1
+    lengths = np.full(num_steps * packs, task.sequence_len)
+    if part.is_skewed:
+        # Far more than is trained: an epoch's one pack that is not full is hardly among them.
+        mean = MEDIAN_TOKENS * math.exp(SPREAD**2 / 2)
+        count = math.ceil(20 * num_steps * task.tokens_a_step / min(mean, task.sequence_len / 2))
+        drawn = np.exp(random.normal(np.log(MEDIAN_TOKENS), SPREAD, count))
+        lengths = drawn.astype(int).clip(SHORTEST_TOKENS, task.sequence_len)
+    plan = StepPlan(
+        lengths,
+        lengths - 1.0,
+        lambda epoch: np.arange(len(lengths)),
+        capacity=task.sequence_len,
+        method="multipack",
+        seed=0,
+        micro_batch_size=part.packs,
+        accumulation_steps=packs // part.packs,
+        world_size=1,
+        max_steps=num_steps,
+    )
+    # Compiled for one size, as the data module does it.
+    row_len = part.packs * task.sequence_len if part.is_compiled else None
+    collate = Collator(0, packed=True, row_len=row_len)
+
+    def document(index: int) -> Example:
+        length = int(lengths[index])
+        ids = random.integers(0, task.shape["vocab_size"], length, dtype=np.int32)
+        return Example(ids, np.ones(length, np.float32), 0, Origin("random", index))
+
+    batches = []
+    for step in range(num_steps):
+        for micro_batch in plan.micro_batches(step, 0):
+            documents = [[document(index) for index in pack] for pack in micro_batch.packs]
+            batch = collate(documents, micro_batch.step_weight)
+            batches.append(batch.pin_memory() if task.device == "cuda" else batch)
+    return batches
+
+
+def flops_per_token(task: Task, part: Part, batches: Sequence[Batch]) -> float:
+    """Floating-point operations that a token needs, forward and backward, nothing recomputed.
+
+    Two for each weight of a matrix forward, two for the gradient of its input, two for its own
+    where it trains; causal attention sees half of what is before it, and costs three times its
+    forward. The embedding is looked up and costs nothing.
+    """
+    shape = task.shape
+    width, inner, layers = (
+        shape[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    heads = shape["num_attention_heads"]
+    head_dim = width // heads
+    shared = shape["num_key_value_heads"] * head_dim
+    matrices = [(width, width), (width, shared), (width, shared), (width, width)]
+    matrices += [(width, inner), (width, inner), (inner, width)]
+    weights = layers * sum(rows * columns for rows, columns in matrices)
+    weights += width * shape["vocab_size"]
+    lengths = [n for batch in batches for row in batch.document_lengths for n in row]
+    seen = sum(n * n for n in lengths) / sum(lengths)
+    attention = 3 * 2 * layers * width * seen
+    if part.adapter == "full":
+        return 6 * weights + attention
+    adapters = layers * RANK * sum(rows + columns for rows, columns in matrices)
+    return 4 * weights + attention + 6 * adapters

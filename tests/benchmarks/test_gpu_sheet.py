@@ -1,0 +1,221 @@
+"""The GPU's sheet: every part trains, by a small shape on whatever is here, and all is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]
+
+import benchmarks.gpu.__main__ as bench
+from app.model.base import ModelConfig, load_base
+from app.model.quantization import QuantizationConfig
+from benchmarks.gpu import ours, plain
+from benchmarks.gpu.clock import Clock
+from benchmarks.gpu.model import quantize
+from benchmarks.gpu.task import Part, Task, batches_of, flops_per_token
+from tests.tiny import random_ids, tiny_llama
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+SMALL = Task(shape=SHAPE, device="cpu", sequence_len=128, tokens_a_step=512, steps=2)
+COMPILED = {name: part for name, part in bench.PARTS.items() if part.is_compiled}
+QUICK = {name: part for name, part in bench.PARTS.items() if not part.is_compiled}
+PLAIN = ("lora", "full")
+
+
+def measured(folder: Path, capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[str, list[Any]]:
+    """Measure; returns the sheet, and what was printed as JSON."""
+    bench.measure(how.pop("task", SMALL), how.pop("parts", QUICK), "A GPU (80GB)", folder, **how)
+    printed = capsys.readouterr().out.splitlines()
+    (sheet,) = folder.iterdir()
+    assert sheet.name.endswith("_a-gpu-80gb.md")
+    return sheet.read_text(), [json.loads(line) for line in printed if line.startswith("{")]
+
+
+@pytest.mark.slow
+def test_every_part_trains_and_stands_in_the_sheet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheet, found = measured(tmp_path, capsys, rounds=2)
+    results = {(one["part"], one["system"]): one for one in found if "part" in one}
+    figures = {one["figure"]: one for one in found if "figure" in one}
+    assert {part for part, _ in results} == set(QUICK)
+    assert {part for part, system in results if system == "plain"} == set(PLAIN)
+    for (part, system), one in results.items():
+        assert one["rounds"] == (2 if QUICK[part].first_round == 0 else 1)
+        assert one["tokens_per_second"] > 0
+        spans = {"between", "forward", "backward", "optimizer"}
+        assert one["spans"].keys() == spans | ({"layers", "head and loss"} & one["spans"].keys())
+        assert all(span >= 0 for span in one["spans"].values())
+        # The marks lie side by side: together they are the time of a step.
+        step = 1000 * SMALL.tokens_a_step / one["tokens_per_second"]
+        assert sum(one["spans"].values()) == pytest.approx(step, rel=0.5)
+        assert one["kinds"]["products"] > 0
+        row = next(line for line in sheet.splitlines() if f"| {part} | {system} |" in line)
+        assert row.count("|") == len(sheet.splitlines()[4].split("|")) - 1
+    assert results["qlora", "ours"]["kinds"]["dequantizing"] > 0
+    assert figures.keys() == {
+        "gpu/lora/tokens_per_second",
+        "gpu/lora/speed_against_plain",
+        "gpu/full/tokens_per_second",
+        "gpu/full/speed_against_plain",
+        "gpu/qlora_against_lora",
+        "gpu/real_lengths_against_full_sequences",
+    }
+    lora = results["lora", "ours"]["tokens_per_second"]
+    assert figures["gpu/lora/tokens_per_second"]["value"] == pytest.approx(lora, rel=1e-4)
+    assert figures["gpu/lora/tokens_per_second"]["bar"] == 14_000
+    assert "| gpu/lora/tokens_per_second |" in sheet
+    assert "torch 2" in sheet
+    assert "Left out" not in sheet
+
+
+@pytest.mark.slow
+def test_the_compiled_parts_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sheet, found = measured(tmp_path, capsys, parts=COMPILED, rounds=2)
+    assert "Left out" not in sheet
+    assert {one["part"] for one in found if "part" in one} == set(COMPILED)
+    assert "gpu/lora/tokens_per_second" in sheet
+
+
+def test_what_does_not_fit_the_budget_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sheet, found = measured(tmp_path, capsys, budget_seconds=20, rounds=1)
+    assert found == []
+    assert "- lora, ours: it takes about 25 s, and 20 s were left" in sheet
+
+
+def test_a_part_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> str:
+        raise ValueError("no such kernel\nand more")
+
+    monkeypatch.setattr(plain, "train", broken)
+    sheet, found = measured(tmp_path, capsys, parts={"lora": Part()}, rounds=2)
+    assert "- lora, plain: ValueError: no such kernel\n" in sheet
+    assert [one["system"] for one in found if "part" in one] == ["ours"]
+
+
+def test_where_memory_does_not_suffice_all_is_recomputed_and_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, tried = ours.train, []
+
+    def needing(task: Task, part: Part, recompute: str, *rest: Any) -> str:
+        tried.append(recompute)
+        if recompute == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return train(task, part, recompute, *rest)
+
+    monkeypatch.setattr(ours, "train", needing)
+    parts = {"lora, real lengths": QUICK["lora, real lengths"]}
+    sheet, _ = measured(tmp_path, capsys, parts=parts, rounds=2)
+    assert "| lora, real lengths (recompute=full: memory) | ours |" in sheet
+    assert tried == ["none", "full", "full"]
+
+
+def test_without_a_gpu_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert bench.main() == 3
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "needs an NVIDIA GPU" in said
+
+
+@pytest.mark.parametrize(
+    ("adapter", "gigaflops", "tokens_at_peak"), [("lora", 33.5, 29_529), ("full", 48.2, 20_497)]
+)
+def test_flops_of_llama_8b_are_those_of_the_formula(
+    adapter: str, gigaflops: float, tokens_at_peak: float
+) -> None:
+    shape = yaml.safe_load((bench.ROOT / "conf/model/llama8b.yaml").read_text())["architecture"]
+    task = Task(shape=shape, device="cpu", steps=1)
+    part = Part(adapter=adapter)
+    flops = flops_per_token(task, part, batches_of(task, part))
+    assert flops / 1e9 == pytest.approx(gigaflops, rel=2e-3)
+    assert bench.PEAK_TFLOPS * 1e12 / flops == pytest.approx(tokens_at_peak, rel=1e-3)
+
+
+def test_short_documents_attend_to_less() -> None:
+    full, skewed = Part(), Part(is_skewed=True)
+    task = Task(shape=SHAPE, device="cpu", steps=1)
+    flops = [flops_per_token(task, part, batches_of(task, part)) for part in (full, skewed)]
+    assert flops[1] < flops[0]
+
+
+@pytest.mark.parametrize("part", [Part(), Part(is_skewed=True), Part(packs=1)])
+def test_batches_hold_the_tokens_of_a_step_in_full_packs(part: Part) -> None:
+    task = Task(shape=SHAPE, device="cpu", tokens_a_step=32_768, steps=1)
+    batches = batches_of(task, part)
+    micro_batches = 8 // part.packs
+    assert len(batches) == micro_batches * (part.warm_up + task.steps + 1)
+    tokens = sum(batch.num_tokens for batch in batches)
+    assert tokens >= 0.99 * len(batches) * part.packs * task.sequence_len
+    for first in range(0, len(batches), micro_batches):
+        step = batches[first : first + micro_batches]
+        labels = sum(int((batch.labels >= 0).sum()) for batch in step)
+        assert {batch.step_weight for batch in step} == {labels}
+    lengths = {n for batch in batches for row in batch.document_lengths for n in row}
+    assert lengths == {4096} if not part.is_skewed else len(lengths) > 100
+
+
+def test_a_base_quantized_in_place_is_the_one_that_the_loader_makes(tmp_path: Path) -> None:
+    tiny_llama(tie_word_embeddings=False).to(torch.bfloat16).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    loaded = load_base(config, "sdpa", torch.bfloat16, QuantizationConfig(method="nf4"))
+    made = load_base(config, "sdpa", torch.bfloat16)
+    quantize(made, torch.bfloat16)
+    ids = random_ids()
+    assert torch.equal(made(ids).logits, loaded(ids).logits)
+    assert {n: p.dtype for n, p in made.named_parameters()} == {
+        n: p.dtype for n, p in loaded.named_parameters()
+    }
+    assert not any(weight.requires_grad for weight in made.parameters())
+
+
+def test_a_clock_counts_measured_steps_alone() -> None:
+    clock = Clock("cpu", warm_up=1, steps=2)
+    clock.start()
+    for _ in range(4):
+        for _ in range(2):
+            clock.mark("between")
+            clock.mark("forward")
+            clock.micro_batch_done(100)
+        clock.step_done()
+    assert clock.tokens == 400
+    assert clock.seconds > 0
+    assert len(clock.marks) == 1 + 2 * 4
+    assert clock.profiler is None
+    assert clock.kinds.keys() >= {"attention", "products", "other"}
+
+
+@pytest.mark.gpu
+def test_every_part_trains_on_the_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = SHAPE | {"hidden_size": 256, "intermediate_size": 512}
+    task = Task(shape=shape, device="cuda", sequence_len=512, tokens_a_step=2048, steps=2)
+    parts = bench.PARTS
+    sheet, found = measured(tmp_path, capsys, task=task, parts=parts, rounds=2)
+    assert "Left out" not in sheet
+    for one in found:
+        if "part" in one:
+            assert one["peak_gib"] > 0
+            assert one["kinds"]["attention"] > 0
+            assert one["kinds"]["products"] > 0
+            step = 1000 * task.tokens_a_step / one["tokens_per_second"]
+            assert sum(one["spans"].values()) == pytest.approx(step, rel=0.2)

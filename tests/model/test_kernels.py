@@ -1,0 +1,262 @@
+"""Layers are computed by other kernels only where these are proven the same, forward and back."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from app.model import kernels
+from app.model.adapter import LoraConfig, apply_adapter
+from app.model.kernels import FusedGate, FusedNorm, fuse_layers, unfuse_layers
+from app.training.module import FinetuneModule
+from tests.conftest import TrainRun
+from tests.door import ask
+from tests.model.test_head import causal, losses_of
+from tests.tiny import random_ids, small_run, tiny_gpt2, tiny_llama
+
+silu = torch.nn.functional.silu
+
+
+def rms_norm(
+    hidden: Tensor, weight: Tensor, eps: float, offset: float, casting: str, in_place: bool
+) -> Tensor:
+    """What Liger's kernel computes, by its own words for its arguments."""
+    assert not in_place
+    scale = torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + eps)
+    if casting == "gemma":
+        return (hidden.float() * scale * (weight.float() + offset)).to(hidden.dtype)
+    return (hidden.float() * scale).to(hidden.dtype) * weight
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """What Liger's kernel computes."""
+    return silu(gate) * up
+
+
+class Wrong(torch.autograd.Function):
+    """Right forward, wrong gradient: what a comparison of logits cannot see."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return outer * up, outer * silu(gate)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put doubles of Liger's kernels in the place of the package, as on a GPU."""
+
+    def installed(rms_norm: Any = rms_norm, swiglu: Any = swiglu) -> None:
+        package = types.ModuleType("liger_kernel")
+        package.__spec__ = importlib.util.spec_from_loader("liger_kernel", None)
+        functional = types.ModuleType("liger_kernel.transformers.functional")
+        functional.liger_rms_norm, functional.liger_swiglu = rms_norm, swiglu  # type: ignore[attr-defined]
+        for name, module in (
+            ("liger_kernel", package),
+            ("liger_kernel.transformers", types.ModuleType("liger_kernel.transformers")),
+            ("liger_kernel.transformers.functional", functional),
+        ):
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(kernels, "_is_on_gpu", lambda model: True)
+
+    return installed
+
+
+def fused_of(model: torch.nn.Module) -> list[str]:
+    """Names of the modules that are computed by other kernels."""
+    kinds = (FusedNorm, FusedGate)
+    return [n for n, m in model.named_modules() if isinstance(vars(m).get("forward"), kinds)]
+
+
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_losses_and_gradients_stay_and_all_is_given_back(
+    install: Callable[..., None], adapter: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    model: Any = tiny_llama()
+    if adapter == "lora":
+        model = apply_adapter(model, LoraConfig(r=4, dropout=0.5), half_precision=False).eval()
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # at zero, dropout would change nothing
+                torch.nn.init.normal_(weight, std=0.1)
+    names = model.state_dict().keys()
+    total, _, _, grads = losses_of(model)
+    with caplog.at_level(logging.INFO):
+        fuse_layers(model.train())
+    assert model.training
+    assert "Liger's for 2 LlamaMLP, 5 LlamaRMSNorm, proven equal" in caplog.text
+    assert len(fused_of(model)) == 7
+    assert model.state_dict().keys() == names
+    fused_total, _, _, fused_grads = losses_of(model.eval())
+    assert fused_total.item() == pytest.approx(total.item(), rel=1e-6)
+    assert grads.keys() == fused_grads.keys()
+    for name, grad in fused_grads.items():
+        assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
+    unfuse_layers(model)
+    assert fused_of(model) == []
+    assert losses_of(model)[0].item() == total.item()
+
+
+def test_each_norm_gets_the_variant_that_is_its_own(install: Callable[..., None]) -> None:
+    install()
+    model = causal("gemma2", head_dim=8)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(weight)
+    fuse_layers(model)
+    assert model.model.norm.forward.offset == 1.0
+    assert not any("mlp" in name for name in fused_of(model))  # its gate is a GELU
+
+
+@pytest.mark.parametrize(
+    ("norm", "gate", "left"),
+    [
+        (lambda x, w, eps, *rest: rms_norm(x, w, eps + 0.1, *rest), swiglu, "LlamaRMSNorm"),
+        (rms_norm, lambda gate, up: silu(gate) * up * 1.001, "LlamaMLP"),
+        (lambda *given: rms_norm(*given).double(), swiglu, "LlamaRMSNorm"),
+        (rms_norm, lambda gate, up: silu(gate) * up / 0, "LlamaMLP"),
+        (rms_norm, Wrong.apply, "LlamaMLP"),
+    ],
+)
+def test_a_kernel_that_differs_is_left_out_and_that_is_said(
+    install: Callable[..., None],
+    norm: Any,
+    gate: Any,
+    left: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install(norm, gate)
+    model = tiny_llama()
+    with caplog.at_level(logging.INFO):
+        fuse_layers(model)
+    assert f"the model's own for {left}, which differs" in caplog.text
+    classes = {type(model.get_submodule(name)).__name__ for name in fused_of(model)}
+    assert classes == {"LlamaRMSNorm", "LlamaMLP"} - {left}
+
+
+def test_a_weight_gradient_is_proven_where_the_weight_trains(install: Callable[..., None]) -> None:
+    def of_frozen_weights(hidden: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        return rms_norm(hidden, weight.detach() + 0 * weight, *rest)
+
+    install(of_frozen_weights)
+    model = tiny_llama()
+    fuse_layers(model)
+    assert len(fused_of(model)) == 2
+    unfuse_layers(model)
+    fuse_layers(model.requires_grad_(False))
+    assert len(fused_of(model)) == 7
+
+
+def test_a_broken_package_is_said_once_and_training_goes_on(
+    install: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Tensor:
+        raise RuntimeError("0 active drivers ([]). There should only be one.\nmore lines")
+
+    install(broken)
+    model = tiny_llama()
+    with caplog.at_level(logging.INFO):
+        fuse_layers(model)
+    assert [record.getMessage() for record in caplog.records] == [
+        "kernels: the model's own (liger-kernel is installed, but broken: 0 active drivers ([]). "
+        "There should only be one.)"
+    ]
+    assert fused_of(model) == []
+
+
+def test_without_a_gpu_or_such_layers_nothing_changes(install: Callable[..., None]) -> None:
+    model: Any = tiny_llama()
+    fuse_layers(model)
+    assert fused_of(model) == []
+    install()
+    model = tiny_gpt2()
+    fuse_layers(model)
+    assert fused_of(model) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "proves"), [("trainer.kernels=auto", True), ("trainer.kernels=torch", False)]
+)
+def test_a_run_uses_them_while_it_trains_and_not_after(
+    install: Callable[..., None],
+    train_run: TrainRun,
+    word: str,
+    proves: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install()
+    steps: list[int] = []
+    step = FinetuneModule.training_step
+
+    def look(module: FinetuneModule, *args: Any) -> Tensor:
+        steps.append(len(fused_of(module.model)))
+        return step(module, *args)
+
+    def ended(module: FinetuneModule) -> None:
+        end(module)
+        assert fused_of(module.model) == []
+
+    end = FinetuneModule.on_fit_end
+    monkeypatch.setattr(FinetuneModule, "training_step", look)
+    monkeypatch.setattr(FinetuneModule, "on_fit_end", ended)
+    train_run(*small_run("trainer.max_steps=2"), word)
+    assert set(steps) == {13 if proves else 0}
+    assert ("proven equal" in capsys.readouterr().out) == proves
+
+
+def test_another_word_is_refused_with_those_there_are() -> None:
+    answer = ask(*small_run(), "trainer.kernels=liger")
+    assert answer.code == 2
+    assert "trainer.kernels=liger: expected auto or torch" in answer.said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("adapter", ["full", "lora"])
+def test_ligers_own_kernels_are_proven_and_agree_in_training(
+    dtype: torch.dtype, adapter: str
+) -> None:
+    pytest.importorskip("liger_kernel")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        initializer_range=0.05,
+    )
+    model: Any = transformers.LlamaForCausalLM(config).to("cuda", dtype)
+    if adapter == "lora":
+        model = apply_adapter(model, LoraConfig(r=4, dropout=0.0), half_precision=True)
+    ids = random_ids(2, 64).cuda()
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    own = gradients()
+    fuse_layers(model)
+    assert len(fused_of(model)) == 13
+    fused = gradients()
+    assert own.keys() == fused.keys()
+    bound = 20 * torch.finfo(dtype).eps
+    for name, grad in fused.items():
+        assert (grad - own[name]).norm() <= bound * own[name].norm(), name

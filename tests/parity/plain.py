@@ -1,0 +1,96 @@
+"""The recipe of the plain loops, as a person types it and as one would write it out."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoTokenizer
+
+from data_modules import Batch, DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+from tests.tiny import SAMPLES
+
+LISTS = SAMPLES / "lists.json"
+STEPS, ACCUMULATION, WARMUP, DECAY = 20, 2, 5, 0.1
+LR = {"lora": 2e-4, "full": 2e-5}  # the defaults: at larger ones rounding itself grows past 1e-6
+
+
+def words(base: Path, adapter: str, packing: str, sequence_len: int, micro: int) -> list[str]:
+    """What is typed for the run under test."""
+    return [
+        f"model.path={base}",
+        f"data.datasets=[{{path: {LISTS}, format: alpaca}}]",
+        f"data.sequence_len={sequence_len}",
+        f"adapter={adapter}",
+        *(["adapter.dropout=0"] if adapter == "lora" else []),
+        f"packing={packing}",
+        f"optimizer.lr={LR[adapter]}",
+        f"optimizer.weight_decay={DECAY}",
+        f"trainer.max_steps={STEPS}",
+        f"trainer.micro_batch_size={micro}",
+        f"trainer.gradient_accumulation_steps={ACCUMULATION}",
+        "trainer.precision=fp32",
+        f"schedule.warmup_steps={WARMUP}",
+    ]
+
+
+def global_steps(
+    base: Path, packing: str, sequence_len: int, micro: int, decoder_start: int | None = None
+) -> list[list[Batch]]:
+    """The micro-batches of every global step, as the data path serves them."""
+    datamodule = FinetuneDataModule(
+        DataConfig(
+            datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=sequence_len
+        ),
+        PackingConfig(method=packing),
+        AutoTokenizer.from_pretrained(base),
+        context_len=None,
+        micro_batch_size=micro,
+        accumulation_steps=ACCUMULATION,
+        num_epochs=1,
+        max_steps=STEPS,
+        seed=42,
+        decoder_start_token_id=decoder_start,
+    )
+    datamodule.setup("fit")
+    batches = list(datamodule.train_dataloader())
+    return [batches[i : i + ACCUMULATION] for i in range(0, len(batches), ACCUMULATION)]
+
+
+class PlainTraining:
+    """A model that trains by torch and peft alone: `model` gives the loss, `step` learns from it.
+
+    AdamW decays matrices and no vectors; the gradient is clipped to norm 1; the learning rate
+    warms up and falls by a cosine.
+    """
+
+    def __init__(self, model: Any, adapter: str) -> None:
+        if adapter == "lora":
+            lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear")
+            model = get_peft_model(model, lora)
+        self.model = model.train()
+        self.lr, self.steps_done = LR[adapter], 0
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        decayed = [p for p in self.trained if p.ndim >= 2]
+        vectors = [p for p in self.trained if p.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": DECAY},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr)
+
+    def step(self) -> None:
+        """Learn from the gradients that were added up, and drop them."""
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        done = self.steps_done
+        share = (done - WARMUP) / (STEPS - WARMUP)
+        rising = (done + 1) / WARMUP
+        factor = rising if done < WARMUP else 0.5 * (1 + math.cos(math.pi * share))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps_done += 1

@@ -1,0 +1,433 @@
+"""What holds for every optimizer: it is its library's own, it learns, a restored one goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes
+import peft
+import pytest
+import schedulefree
+import torch
+import transformers.optimization
+
+from app.config.verbs import PARTS
+from app.model.adapter import AdapterConfig, FullConfig, Ia3Config, LoraConfig
+from app.training.eight_bit import AdamW8bit
+from app.training.optimizer import (
+    AdafactorConfig,
+    AdamW8bitConfig,
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    PagedAdamW8bitConfig,
+    ScheduleFreeConfig,
+    base_lr,
+    build_optimizer,
+)
+from app.training.parameter_groups import LrPattern
+from app.training.schedule import ScheduleConfig, build_schedule
+from app.training.schedule_free import use_averaged_weights, use_training_weights
+from tests.conftest import TrainRun, read_column
+from tests.tiny import random_ids, small_run, tiny_llama
+
+CONFIGS = [schema() for schema in PARTS["optimizer"].values()]
+every_optimizer = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+
+
+def wide_llama(**numbers: Any) -> Any:
+    """A tiny Llama whose matrices and embedding have the 4096 numbers that 8 bits begin with."""
+    return tiny_llama(vocab_size=96, hidden_size=64, intermediate_size=128, **numbers)
+
+
+def optimizer_of(
+    model: Any, config: OptimizerConfig, *, adapter: AdapterConfig | None = None, lr: float = 1e-2
+) -> Any:
+    return build_optimizer(model, config, adapter or FullConfig(), lr=lr, fused=True)
+
+
+def take_step(model: Any, *optimizers: Any, seed: int) -> None:
+    """One step with random gradients, the same for the same seed."""
+    give_gradients(model, seed)
+    for optimizer in optimizers:
+        use_training_weights(optimizer)
+        optimizer.step()
+
+
+def give_gradients(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def check_same(model: Any, other: Any) -> None:
+    expected = weights(other)
+    for name, weight in weights(model).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_every_option_is_tried_here() -> None:
+    assert [config.name for config in CONFIGS] == list(PARTS["optimizer"])
+    assert {*PLAIN, "paged_adamw8bit"} == {*PARTS["optimizer"]}
+
+
+# Parity with the libraries' own loops.
+
+
+def plain_adamw(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
+    groups = [
+        {"params": [*vocabulary, *matrices], "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, fused=True)]
+
+
+def plain_8bit(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6}
+    eight, full = bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.AdamW
+    return [
+        eight(matrices, weight_decay=0.1, **settings),
+        full(vocabulary, weight_decay=0.1, **settings),
+        eight(vectors, weight_decay=0.0, **settings),
+    ]
+
+
+def plain_adafactor(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
+    settings: dict[str, Any] = {"lr": 1e-2, "scale_parameter": False, "relative_step": False}
+    return [
+        transformers.optimization.Adafactor(params, weight_decay=decay, **settings)
+        for params, decay in (([*vocabulary, *matrices], 0.1), (vectors, 0.0))
+    ]
+
+
+def plain_muon(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
+    return [
+        torch.optim.Muon(
+            matrices, lr=2e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(
+            [*vectors, *vocabulary],
+            lr=1e-2,
+            weight_decay=0.0,
+            betas=(0.8, 0.95),
+            eps=1e-6,
+            fused=True,
+        ),
+    ]
+
+
+def plain_schedule_free(matrices: Any, vectors: Any, vocabulary: Any) -> list[Any]:
+    groups = [
+        {"params": [*vocabulary, *matrices], "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [
+        schedulefree.AdamWScheduleFree(
+            groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6, warmup_steps=WARMUP
+        )
+    ]
+
+
+WARMUP = 4
+PLAIN: dict[str, Callable[[Any, Any, Any], list[Any]]] = {
+    "adamw": plain_adamw,
+    "adamw8bit": plain_8bit,
+    "adafactor": plain_adafactor,
+    "muon": plain_muon,
+    "schedule_free": plain_schedule_free,
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_ten_steps_are_those_of_the_library(name: str) -> None:
+    config = PARTS["optimizer"][name](weight_decay=0.1)
+    if isinstance(config, AdamWConfig):
+        config.beta1, config.beta2, config.eps = 0.8, 0.95, 1e-6
+    model, plain_model = (wide_llama(tie_word_embeddings=False) for _ in range(2))
+    ours = optimizer_of(model, config)
+    # Schedule-free AdamW has a warm-up of its own, which the schedule takes the place of.
+    is_averaging = name == "schedule_free"
+    schedule = build_schedule(
+        ours, ScheduleConfig(shape="constant", warmup_steps=WARMUP if is_averaging else 0), 10
+    )
+    parts: dict[str, list[Any]] = {"matrices": [], "vectors": [], "vocabulary": []}
+    for key, parameter in plain_model.named_parameters():
+        kind = "vectors" if "norm" in key else "matrices"
+        if "embed_tokens" in key or ("lm_head" in key and name == "muon"):
+            kind = "vocabulary"
+        parts[kind].append(parameter)
+    theirs = PLAIN[name](**parts)
+    for seed in range(10):
+        take_step(model, ours, seed=seed)
+        schedule.step()
+        take_step(plain_model, *theirs, seed=seed)
+    for optimizer in (ours, *theirs):
+        use_averaged_weights(optimizer)
+    before, expected = weights(wide_llama(tie_word_embeddings=False)), weights(plain_model)
+    for key, weight in weights(model).items():
+        assert torch.allclose(weight, expected[key], rtol=1e-6, atol=1e-7), key
+        assert not torch.equal(weight, before[key]), key
+
+
+# Groups.
+
+
+def adapted(config: peft.PeftConfig) -> Any:
+    return peft.get_peft_model(tiny_llama(tie_word_embeddings=False), config)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], AdapterConfig]] = {
+    "full": (tiny_llama, FullConfig()),
+    "untied": (lambda: tiny_llama(tie_word_embeddings=False), FullConfig()),
+    "lora": (lambda: adapted(peft.LoraConfig(r=2, target_modules=["q_proj"])), LoraConfig()),
+    "lora+": (
+        lambda: adapted(
+            peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], use_dora=True)
+        ),
+        LoraConfig(lora_plus_ratio=8.0),
+    ),
+    "rows": (
+        lambda: adapted(
+            peft.LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[3])
+        ),
+        LoraConfig(),
+    ),
+    "ia3": (
+        lambda: adapted(
+            peft.IA3Config(
+                target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+            )
+        ),
+        Ia3Config(),
+    ),
+}
+
+
+@every_optimizer
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("pattern", [None, "*.layers.1.*", "*"])
+def test_every_weight_is_in_one_group_and_no_group_is_empty(
+    config: OptimizerConfig, kind: str, pattern: str | None
+) -> None:
+    make, adapter = MODELS[kind]
+    model = make()
+    config = type(config)(weight_decay=0.1)
+    if pattern is not None:
+        config.lr_by_pattern = [LrPattern(pattern=pattern, ratio=0.5)]
+    optimizer = optimizer_of(model, config, adapter=adapter)
+    groups = optimizer.param_groups
+    assert all(group["params"] for group in groups)
+    assert len({group["name"] for group in groups}) == len(groups)
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    trained = [id(p) for p in model.parameters() if p.requires_grad]
+    assert sorted(grouped) == sorted(trained)
+    vectors = {id(p) for p in model.parameters() if p.ndim < 2}
+    for group in groups:
+        assert group["lr"] == pytest.approx(1e-2 * group["lr_ratio"])
+        if any(id(parameter) in vectors for parameter in group["params"]):
+            assert group["weight_decay"] == 0
+    assert base_lr(optimizer) == pytest.approx(1e-2)
+
+
+# Learning.
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    # Schedule-free AdamW is refused in bf16: an average of many steps has no room there.
+    [(config, torch.float32) for config in CONFIGS]
+    + [(config, torch.bfloat16) for config in CONFIGS if config.name != "schedule_free"],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_the_loss_falls_and_every_weight_moves(config: OptimizerConfig, dtype: torch.dtype) -> None:
+    model, ids = wide_llama().to(dtype), random_ids(rows=4)
+    optimizer = optimizer_of(model, config, lr=5e-3)
+    before, losses = weights(model), []
+    for _ in range(15):
+        use_training_weights(optimizer)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    for name, weight in weights(model).items():
+        assert weight.dtype == dtype
+        assert not torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [*((name, "lora") for name in PARTS["optimizer"]), ("adamw8bit", "full")],
+)
+def test_a_run_learns_and_says_its_groups(
+    name: str, adapter: str, train_run: TrainRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"optimizer={name}", f"adapter={adapter}", "schedule=constant"]
+    words += ["optimizer.lr=3e-3", "schedule.warmup_steps=2", "trainer.max_steps=6"]
+    folder = train_run(*small_run(), *words)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["tuned/val/loss"] < metrics["base/val/loss"]
+    rates = read_column(folder, "train/lr")
+    assert list(rates.values()) == pytest.approx([1.5e-3, *[3e-3] * 5])
+    said = capsys.readouterr().out
+    assert "parameter groups of" in said
+    assert ("there is nowhere to page to" in said) is (name == "paged_adamw8bit")
+
+
+# Going on.
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_averaged", [False, True])
+def test_a_restored_state_goes_on_to_the_bit(
+    config: OptimizerConfig, dtype: torch.dtype, is_averaged: bool
+) -> None:
+    """Six steps are three, a file, and three more; `is_averaged`: written by a validation."""
+    config = type(config)(lr_by_pattern=[LrPattern(pattern="*.embed_tokens.*", ratio=0.5)])
+
+    def build(model: Any) -> tuple[Any, Any]:
+        optimizer = optimizer_of(model, config)
+        return optimizer, build_schedule(optimizer, ScheduleConfig(warmup_steps=2), total_steps=6)
+
+    model = wide_llama().to(dtype)
+    optimizer, schedule = build(model)
+    for seed in range(3):
+        take_step(model, optimizer, seed=seed)
+        schedule.step()
+    if is_averaged:
+        use_averaged_weights(optimizer)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), schedule.state_dict()], file)
+
+    file.seek(0)
+    states = torch.load(file, weights_only=True)
+    resumed = wide_llama(seed=8).to(dtype)
+    resumed_optimizer, resumed_schedule = build(resumed)
+    for part, state in zip((resumed, resumed_optimizer, resumed_schedule), states, strict=True):
+        part.load_state_dict(state)
+    pairs = ((model, optimizer, schedule), (resumed, resumed_optimizer, resumed_schedule))
+    for each_model, each_optimizer, each_schedule in pairs:
+        for seed in range(3, 6):
+            take_step(each_model, each_optimizer, seed=seed)
+            each_schedule.step()
+        use_averaged_weights(each_optimizer)
+    check_same(resumed, model)
+    rates = [[group["lr"] for group in o.param_groups] for o in (optimizer, resumed_optimizer)]
+    assert rates[0] == rates[1]
+
+
+# What is kept in how many bits.
+
+
+@pytest.mark.parametrize("schema", [AdamW8bitConfig, PagedAdamW8bitConfig])
+def test_large_matrices_have_moments_of_8_bits_and_what_looks_tokens_up_of_32(
+    schema: type[AdamW8bitConfig],
+) -> None:
+    model = wide_llama(tie_word_embeddings=False)
+    optimizer = optimizer_of(model, schema())
+    assert type(optimizer) is AdamW8bit and not optimizer.is_paged  # on the CPU
+    take_step(model, optimizer, seed=0)
+    for name, parameter in model.named_parameters():
+        is_small = parameter.numel() < 4096
+        expected = torch.float32 if is_small or "embed_tokens" in name else torch.uint8
+        for moment in ("state1", "state2"):
+            assert optimizer.state[parameter][moment].dtype == expected, name
+    kept = {o["name"]: o["optim_bits"] for o in optimizer.param_groups}
+    assert kept == {"matrices": 8, "matrices, fp32 moments": 32, "no decay": 8}
+
+
+def test_lora_of_an_embedding_and_rows_of_tokens_look_up_too() -> None:
+    base = tiny_llama(vocab_size=4096)
+    lora = peft.LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora)
+    optimizer = optimizer_of(model, AdamW8bitConfig(), adapter=LoraConfig())
+    take_step(model, optimizer, seed=0)
+    (a,) = (p for name, p in model.named_parameters() if "lora_embedding_A" in name)
+    assert a.numel() >= 4096 and optimizer.state[a]["state1"].dtype == torch.float32
+    model = peft.get_peft_model(
+        wide_llama(), peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    )
+    optimizer = optimizer_of(model, AdamW8bitConfig(), adapter=LoraConfig())
+    bits = {g["name"]: g["optim_bits"] for g in optimizer.param_groups}
+    assert bits == {"matrices": 8, "no decay, fp32 moments": 32}
+
+
+def test_adafactor_keeps_rows_and_columns_in_fp32_and_learns_at_the_rate_it_is_given() -> None:
+    model = wide_llama().bfloat16()
+    optimizer = optimizer_of(model, AdafactorConfig())
+    take_step(model, optimizer, seed=0)
+    matrix = model.model.layers[0].mlp.up_proj.weight
+    state = optimizer.state[matrix]
+    tensors = {name: tuple(value.shape) for name, value in state.items() if name != "step"}
+    assert tensors == {"exp_avg_sq_row": (128,), "exp_avg_sq_col": (64,), "RMS": ()}
+    assert state["exp_avg_sq_row"].dtype == torch.float32
+    # LoRA's B starts at zero: a rate by the weight's own size would hardly move it.
+    lora = peft.get_peft_model(wide_llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    optimizer = optimizer_of(lora, AdafactorConfig(), adapter=LoraConfig(), lr=1e-3)
+    take_step(lora, optimizer, seed=0)
+    (b, _) = (p for name, p in lora.named_parameters() if "lora_B" in name)
+    assert b.square().mean().sqrt().item() == pytest.approx(1e-3, rel=0.05)
+
+
+def test_the_settings_reach_their_libraries() -> None:
+    model = wide_llama()
+    own = {"beta1": 0.8, "beta2": 0.97, "eps": 1e-6}
+    for schema in (AdamWConfig, AdamW8bitConfig, PagedAdamW8bitConfig, ScheduleFreeConfig):
+        for group in optimizer_of(model, schema(**own)).param_groups:
+            assert (tuple(group["betas"]), group["eps"]) == ((0.8, 0.97), 1e-6)
+    config = AdafactorConfig(beta2_decay=-0.5, clip_threshold=2.0)
+    for group in optimizer_of(model, config).param_groups:
+        assert (group["decay_rate"], group["clip_threshold"]) == (-0.5, 2.0)
+    muon, adamw = optimizer_of(model, MuonConfig(momentum=0.8, **own)).parts
+    assert {group["momentum"] for group in muon.param_groups} == {0.8}
+    assert {group["betas"] for group in adamw.param_groups} == {(0.8, 0.97)}
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+@every_optimizer
+def test_a_gpu_steps_as_the_cpu_does_and_waits_for_nothing(config: OptimizerConfig) -> None:
+    models = {device: wide_llama().to(device) for device in ("cpu", "cuda")}
+    for device, model in models.items():
+        optimizer = optimizer_of(model, config)
+        take_step(model, optimizer, seed=0)
+        # bitsandbytes waits for the device after every parameter, by itself.
+        is_watched = device == "cuda" and "8bit" not in config.name
+        for seed in range(1, 4):
+            use_training_weights(optimizer)
+            give_gradients(model, seed)
+            try:
+                torch.cuda.set_sync_debug_mode("error" if is_watched else "default")
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        use_averaged_weights(optimizer)
+    on_cpu, on_gpu = weights(models["cpu"]), weights(models["cuda"])
+    # A moment of 8 bits next to the middle of two codes may fall to either side; Muon's products
+    # are in bf16.
+    tolerance = 1e-2 if "8bit" in config.name or config.name == "muon" else 1e-4
+    for name, expected in on_cpu.items():
+        assert torch.allclose(on_gpu[name].cpu(), expected, rtol=tolerance, atol=tolerance), name
+
+
+@pytest.mark.gpu
+def test_large_moments_are_paged_on_a_gpu() -> None:
+    model = tiny_llama(hidden_size=256, intermediate_size=1024).cuda()
+    optimizer = optimizer_of(model, PagedAdamW8bitConfig())
+    assert optimizer.is_paged
+    take_step(model, optimizer, seed=0)
+    moments = optimizer.state[model.model.layers[0].mlp.up_proj.weight]["state1"]
+    assert moments.is_paged and moments.dtype == torch.uint8

@@ -1,0 +1,198 @@
+"""Between two writes of the curves no step waits for the device: nobody asks it for a value."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from app.training.curves import Curves
+from app.training.module import FinetuneModule
+from tests.conftest import ROOT, TrainRun
+from tests.tiny import SAMPLES, save_with_tokenizer, small_run, tiny_gpt2, tiny_t5
+
+EVERY, STEPS = 3, 8
+WRITES = [[1], [2, 3], [4, 5, 6]]
+RUN = {
+    "data.val_set_size": "0",
+    "data.sequence_len": "128",
+    "trainer.max_steps": f"{STEPS}",
+    "trainer.log_every_steps": f"{EVERY}",
+    "logger": "csv",
+}
+META = torch.device("meta")
+ASKS = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select"}
+"""what `.item()`, `if tensor`, `torch.equal` and indices by a condition call"""
+
+
+class EndOfTraining(Exception):
+    """What comes after the last step is not looked at."""
+
+
+@pytest.fixture(autouse=True)
+def _end_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(module: FinetuneModule) -> None:
+        raise EndOfTraining
+
+    monkeypatch.setattr(FinetuneModule, "on_train_end", end)
+
+
+def words(*changed: str) -> list[str]:
+    """Words of a run of eight steps that writes its curves at the first, third and sixth."""
+    own = RUN | dict(word.split("=", 1) for word in changed)
+    return small_run(*(f"{key}={value}" for key, value in own.items()))
+
+
+class DeviceWithoutValues(SingleDeviceStrategy):
+    """Trains on tensors that have a shape but no numbers: reading one is an error."""
+
+    def model_to_device(self) -> None:
+        self.model.to(META)
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        return super().batch_to_device(batch, META, dataloader_idx)
+
+    def teardown(self) -> None:
+        """Leave the weights where they are: they cannot come back."""
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The steps of every write of the curves, of a run on a device without values."""
+    found: list[list[int]] = []
+
+    def write(curves: Curves, reduce: Any, *, pause: bool = False) -> None:
+        found.append([record.step for record in curves.waiting])
+        curves.waiting = []
+
+    from app.training.optimizer import build_optimizer
+
+    def plain(*args: Any, **settings: Any) -> torch.optim.Optimizer:
+        return build_optimizer(*args, **(settings | {"fused": False}))
+
+    strategy = DeviceWithoutValues(torch.device("cpu"))
+    monkeypatch.setattr("app.strategy.build.build_strategy", lambda *_: strategy)
+    monkeypatch.setattr("app.training.optimizer.build_optimizer", plain)
+    monkeypatch.setattr(FinetuneModule, "on_fit_start", lambda module: None)  # it measures values
+    monkeypatch.setattr(Curves, "flush", write)
+    # Autocast does not know this device; it is off in fp32.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    monkeypatch.setattr(torch, "autocast", lambda *args, **settings: nullcontext())
+    return found
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["adapter=lora"],
+        ["adapter=lora", "adapter.use_dora=true"],
+        ["adapter=lora", "adapter.neftune_alpha=5"],
+        ["adapter=lora", "packing=none", "trainer.micro_batch_size=2"],
+        ["adapter=ia3"],
+        ["adapter=freeze"],
+        ["adapter=full", "recompute=full"],
+    ],
+    ids=" ".join,
+)
+def test_a_step_trains_without_reading_a_value(
+    changed: list[str], train_run: TrainRun, writes: list[list[int]]
+) -> None:
+    with pytest.raises(EndOfTraining):
+        train_run(*words(*changed))
+    assert writes == WRITES
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_a_step_of_another_architecture_reads_no_value(
+    kind: str, tmp_path: Path, train_run: TrainRun, writes: list[list[int]]
+) -> None:
+    # transformers looks for padding in the ids of a GPT-2 whose config names a padding token.
+    model = (
+        tiny_gpt2(vocab_size=768, pad_token_id=None) if kind == "gpt2" else tiny_t5(vocab_size=768)
+    )
+    base = save_with_tokenizer(model, tmp_path / "base")
+    lists = f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}}}]"
+    with pytest.raises(EndOfTraining):
+        train_run(*words(f"model.path={base}", lists))
+    assert writes == WRITES
+
+
+class Asking(TorchDispatchMode):
+    """Keeps where a value is asked for while it watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_watching = False
+        self.asked_by: list[str] = []
+
+    def watch(self, is_watching: bool) -> None:
+        self.is_watching = is_watching
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self.is_watching and func._schema.name in ASKS:
+            calls = traceback.extract_stack()[:-1]
+            self.asked_by.append(f"{func}: {' < '.join(str(call) for call in calls[:-8:-1])}")
+        return func(*args, **(kwargs or {}))
+
+
+def watch_between_writes(monkeypatch: pytest.MonkeyPatch, watch: Callable[[bool], None]) -> None:
+    """Watch from the first write of the curves to the last step, but for the writes."""
+    write, end_training = Curves.flush, FinetuneModule.on_train_end
+
+    def flush(curves: Curves, *args: Any, **settings: Any) -> None:
+        watch(False)
+        write(curves, *args, **settings)
+        watch(True)
+
+    def end(module: FinetuneModule) -> None:
+        watch(False)
+        end_training(module)
+
+    monkeypatch.setattr(Curves, "flush", flush)
+    monkeypatch.setattr(FinetuneModule, "on_train_end", end)
+
+
+OPTIMIZERS = sorted(file.stem for file in (ROOT / "conf" / "optimizer").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_optimizer_asks_for_a_value(
+    optimizer: str, precision: str, train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = Asking()
+    watch_between_writes(monkeypatch, asking.watch)
+    with asking, pytest.raises(EndOfTraining):
+        train_run(
+            *words("adapter=full", f"optimizer={optimizer}", f"trainer.precision={precision}")
+        )
+    assert asking.asked_by == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "changed",
+    [[], ["packing=none"], ["adapter=full"], ["quantization=nf4"], ["recompute=full"]],
+    ids=" ".join,
+)
+def test_no_step_waits_for_a_gpu(
+    changed: list[str], train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watch(is_watching: bool) -> None:
+        torch.cuda.set_sync_debug_mode("error" if is_watching else "default")
+
+    watch_between_writes(monkeypatch, watch)
+    try:
+        with pytest.raises(EndOfTraining):
+            train_run(*words("trainer.accelerator=gpu", "trainer.precision=bf16", *changed))
+    finally:
+        watch(False)
