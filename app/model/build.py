@@ -12,7 +12,6 @@ from app.model.adapter import (
     FullConfig,
     apply_adapter,
     drop_needless_copies,
-    fuse_lora,
     is_adapter,
     load_adapter,
     report_trainable,
@@ -63,7 +62,6 @@ def build_model(
     )
     if precision != "fp32":
         drop_needless_copies(adapted)
-    fuse_lora(adapted)
     apply_neftune(adapted, adapter.neftune_alpha)
     adapted.train()
     report_trainable(adapted)  # refuses a model of which nothing trains

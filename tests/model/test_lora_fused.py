@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.adapter import LoraConfig, apply_adapter, fuse_lora
+from app.model.adapter import LoraConfig, apply_adapter
 from app.model.adapter.fused import FusedLoraLinear
 from tests.tiny import probe_of, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -20,14 +20,16 @@ TINY: dict[str, Callable[..., Any]] = {"llama": tiny_llama, "t5": tiny_t5}
 
 def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
     """The same model with an adapter that is no longer zero, as peft has it and fused."""
-    plain = apply_adapter(model, LoraConfig(r=4, **settings), half_precision=False)
+    fused: Any = apply_adapter(model, LoraConfig(r=4, **settings), half_precision=False)
     torch.manual_seed(9)
     with torch.no_grad():
-        for weight in plain.parameters():
+        for weight in fused.parameters():
             if weight.requires_grad:
                 weight += 0.1 * torch.randn_like(weight)
-    fused = copy.deepcopy(plain)
-    fuse_lora(fused)
+    plain = copy.deepcopy(fused)
+    for module in plain.modules():
+        if isinstance(module, FusedLoraLinear):
+            module.__class__ = peft.tuners.lora.Linear
     return plain.train(), fused.train()
 
 

@@ -32,7 +32,7 @@ from app.model.adapter.settings import (
 )
 from app.model.adapter.trained import report_trainable
 from app.model.adapter.weights import TrainedWeight, trained_weights
-from app.model.adapter.wrap import drop_needless_copies, fuse_lora
+from app.model.adapter.wrap import drop_needless_copies
 
 __all__ = [
     "ADAPTER_FILE",
@@ -50,7 +50,6 @@ __all__ = [
     "check_adapter_file",
     "check_same_logits",
     "drop_needless_copies",
-    "fuse_lora",
     "goes_on",
     "is_adapter",
     "load_adapter",

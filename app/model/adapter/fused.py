@@ -1,7 +1,7 @@
 """LoRA beside a frozen matrix as one step: the same values, fewer passes over the activations.
 
 peft scales one product and adds it to another, each into a new tensor of the output's size, and the
-backward pass does as much again. Here the small products are added in place.
+backward pass does as much again. Here each sum is part of a product.
 """
 
 from __future__ import annotations
@@ -18,28 +18,32 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the matrix's output with the adapter's added; in every other case peft's own."""
-        base = self.base_layer
-        a, b = self.lora_A["default"].weight, self.lora_B["default"].weight
-        is_cast = torch.is_autocast_enabled(x.device.type)
+        name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
         is_plain = (
-            not (args or kwargs or self.merged or self.disable_adapters)
-            and self.active_adapters == ["default"]
+            name in self.lora_A
+            and name not in self.lora_variant
+            and not (args or kwargs or self.merged or self.disable_adapters)
+            and not self.base_layer.weight.requires_grad
             and not torch.compiler.is_compiling()
-            and not base.weight.requires_grad
-            and (is_cast or x.dtype == a.dtype)
         )
         if not is_plain:
             return super().forward(x, *args, **kwargs)
-        dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+        weight, bias = self.base_layer.weight, self.base_layer.bias
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        elif dtype != a.dtype:  # in which of the two to compute is for peft to say
+            return super().forward(x)
         x = x.to(dtype)
         output: Tensor = _LoraLinear.apply(
             x,
-            self.lora_dropout["default"](x),
-            base.weight.to(dtype),
-            None if base.bias is None else base.bias.to(dtype),
+            self.lora_dropout[name](x),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
             a.to(dtype),
             b.to(dtype),
-            self.scaling["default"],
+            self.scaling[name],
         )
         return output
 
@@ -61,7 +65,8 @@ class _LoraLinear(torch.autograd.Function):
         output = torch.nn.functional.linear(x, weight, bias)
         rows = dropped.flatten(0, -2)
         low = rows @ a.T
-        output.flatten(0, -2).addmm_(low, b.T, alpha=scale)
+        # Not in place: selective recompute keeps what a frozen matrix gave.
+        output = torch.addmm(output.flatten(0, -2), low, b.T, alpha=scale).view_as(output)
         ctx.save_for_backward(rows, low, weight, a, b)
         ctx.scale, ctx.drops = scale, dropped is not x
         return output

@@ -32,6 +32,7 @@ def wrap(
     # peft asks for gradients at the embedding's output where layers are computed again; only
     # reentrant checkpointing needs them, and the backward pass would go too deep.
     model.disable_input_require_grads()
+    _fuse_lora(adapted)
     return adapted
 
 
@@ -63,7 +64,7 @@ def _keep_dtype(module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) 
     return output.to(inputs[0].dtype)
 
 
-def fuse_lora(model: torch.nn.Module) -> None:
+def _fuse_lora(model: torch.nn.Module) -> None:
     """Let every plain LoRA beside a frozen, unquantized matrix compute in one step."""
     import peft
 

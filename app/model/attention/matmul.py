@@ -115,9 +115,7 @@ def _cut(part: Tensor, document: Document, key: Tensor) -> Tensor:
     row, start, end = document
     cut = part[row, :, start:end].unflatten(0, (key.shape[1], -1))
     missing = 0 if part.dtype == torch.float32 else (start - end) % BLOCK
-    if missing:
-        return torch.nn.functional.pad(cut, (0, 0, 0, missing))
-    return cut.contiguous()
+    return torch.nn.functional.pad(cut, (0, 0, 0, missing)) if missing else cut
 
 
 def _put(whole: Tensor, part: Tensor, document: Document) -> None:
