@@ -132,13 +132,21 @@ def resolve_accelerator(accelerator: str) -> str:
 
 
 def resolve_precision(precision: str, accelerator: str) -> str:
-    """Return the precision's name with `auto` resolved: bf16 where the device is fast at it."""
+    """Return the precision's name with `auto` resolved: bf16 where the device is fast at it.
+
+    ValueError for bf16 on a GPU that would only imitate it.
+    """
     import torch
 
-    if precision != "auto":
-        return precision
-    is_fast = accelerator == "gpu" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16" if is_fast else "fp32"
+    has_bf16 = accelerator == "gpu" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "auto":
+        return "bf16" if has_bf16 else "fp32"
+    if precision.startswith("bf16") and accelerator == "gpu" and not has_bf16:
+        raise ValueError(
+            f"trainer.precision={precision}: {torch.cuda.get_device_name()} has no bf16 of its own "
+            "(GPUs have it from compute capability 8.0 on); type trainer.precision=fp16 or fp32"
+        )
+    return precision
 
 
 def build_trainer(

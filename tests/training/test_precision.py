@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.training.module import FinetuneModule
+from app.training.trainer import resolve_precision
 from tests.conftest import TrainRun, read_column
 from tests.door import ask
 from tests.tiny import TINY_BASE, small_run
@@ -111,3 +112,20 @@ def test_fp16_is_refused_where_there_is_no_gpu() -> None:
     assert "trainer.precision=fp16 needs a GPU" in answer.said
     assert "trainer.precision=fp32 or bf16" in answer.said
     assert ask(*small_run("trainer.precision=fp16"), gpus=1).code == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+def test_bf16_is_refused_on_a_gpu_that_would_imitate_it(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    with pytest.raises(ValueError, match=r"Tesla T4 .* type trainer\.precision=fp16"):
+        resolve_precision(precision, "gpu")
+    assert resolve_precision("auto", "gpu") == "fp32"
+    assert resolve_precision(precision, "cpu") == precision
+
+
+def test_bf16_is_what_auto_means_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    assert resolve_precision("auto", "gpu") == resolve_precision("bf16", "gpu") == "bf16"
