@@ -105,3 +105,16 @@ def test_switched_off_merged_and_second_adapters_are_left_to_peft() -> None:
 def outcome_of(model: Any) -> Tensor:
     logits: Tensor = model(input_ids=torch.arange(20).unsqueeze(0), use_cache=False).logits
     return logits
+
+
+def test_a_model_may_change_a_layers_output_in_place() -> None:
+    plain, fused = pair(tiny_llama(), dropout=0.0)
+    hidden = torch.randn(2, 5, 32)
+    grads = []
+    for model in (plain, fused):
+        layer = model.base_model.model.model.layers[0].self_attn.q_proj
+        output = layer(hidden)
+        output += 1
+        output.square().sum().backward()
+        grads.append(layer.lora_A["default"].weight.grad)
+    assert torch.allclose(*grads, rtol=1e-4)

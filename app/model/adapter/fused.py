@@ -35,21 +35,22 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
         elif dtype != a.dtype:  # in which of the two to compute is for peft to say
             return super().forward(x)
-        x = x.to(dtype)
+        # Not reshaped inside the function: models add to a layer's output in place (Falcon).
+        rows = x.to(dtype).flatten(0, -2)
         output: Tensor = _LoraLinear.apply(
-            x,
-            self.lora_dropout[name](x),
+            rows,
+            self.lora_dropout[name](rows),
             weight.to(dtype),
             None if bias is None else bias.to(dtype),
             a.to(dtype),
             b.to(dtype),
             self.scaling[name],
         )
-        return output
+        return output.unflatten(0, x.shape[:-1])
 
 
 class _LoraLinear(torch.autograd.Function):
-    """W x + bias + scale B A d(x); `dropped` is d(x), the very tensor x where nothing drops."""
+    """W x + bias + scale B A d(x), for rows x; `dropped` is d(x), or x itself if nothing drops."""
 
     @staticmethod
     def forward(
@@ -63,28 +64,24 @@ class _LoraLinear(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         output = torch.nn.functional.linear(x, weight, bias)
-        rows = dropped.flatten(0, -2)
-        low = rows @ a.T
-        # Not in place: selective recompute keeps what a frozen matrix gave.
-        output = torch.addmm(output.flatten(0, -2), low, b.T, alpha=scale).view_as(output)
-        ctx.save_for_backward(rows, low, weight, a, b)
+        low = dropped @ a.T
+        ctx.save_for_backward(dropped, low, weight, a, b)
         ctx.scale, ctx.drops = scale, dropped is not x
-        return output
+        # Not in place: selective recompute keeps what a frozen matrix gave.
+        return torch.addmm(output, low, b.T, alpha=scale)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, d(x), A and B; W and bias are frozen."""
-        rows, low, weight, a, b = ctx.saved_tensors
-        grad = outer[0].flatten(0, -2)
+        dropped, low, weight, a, b = ctx.saved_tensors
+        grad = outer[0]
         grad_low = (grad @ b).mul_(ctx.scale)
-        grad_a, grad_b = grad_low.T @ rows, (grad.T @ low).mul_(ctx.scale)
-        shape = (*outer[0].shape[:-1], a.shape[1])
+        grad_a, grad_b = grad_low.T @ dropped, (grad.T @ low).mul_(ctx.scale)
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
             grad_x = grad @ weight
             if ctx.drops:
-                grad_dropped = (grad_low @ a).view(shape)
+                grad_dropped = grad_low @ a
             else:
                 grad_x.addmm_(grad_low, a)
-            grad_x = grad_x.view(shape)
         return grad_x, grad_dropped, None, None, grad_a, grad_b, None
