@@ -71,7 +71,7 @@ def test_in_half_precision_it_rounds_about_as_eager_attention_does(tokens: int) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept", [0, 1024])
+@pytest.mark.parametrize("kept", [0, 64, 1024])
 def test_documents_of_a_row_are_each_their_own(
     dtype: torch.dtype, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,11 @@ def test_switched_off_merged_and_second_adapters_are_left_to_peft() -> None:
     with plain.disable_adapter(), fused.disable_adapter():
         assert torch.equal(outcome_of(fused), outcome_of(plain))
     for model in (plain, fused):
-        model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False))
+        model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, use_dora=True))
+    magnitudes = [p for name, p in plain.named_parameters() if "magnitude" in name]
+    assert magnitudes
+    for magnitude in magnitudes:
+        magnitude.data *= 2
     for model in (plain, fused):
         model.load_state_dict(plain.state_dict())
         model.set_adapter("other")

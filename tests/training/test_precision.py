@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.training.module import FinetuneModule
-from app.training.trainer import resolve_precision
+from app.training.trainer import place_on_one_device, resolve_precision
 from tests.conftest import TrainRun, read_column
 from tests.door import ask
 from tests.tiny import TINY_BASE, small_run
@@ -129,3 +129,10 @@ def test_bf16_is_refused_on_a_gpu_that_would_imitate_it(
 def test_bf16_is_what_auto_means_on_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     assert resolve_precision("auto", "gpu") == resolve_precision("bf16", "gpu") == "bf16"
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", 64), ("bf16-pure", 64), ("fp32", 1)])
+def test_rows_come_in_few_sizes_where_each_would_cost_a_kernel(
+    precision: str, expected: int
+) -> None:
+    assert place_on_one_device("cpu", precision).row_multiple == expected
