@@ -1,7 +1,8 @@
-"""Liger's fused kernels in place of a model's own norms and gates, where they are proven equal.
+"""Fused kernels in place of a model's own norms and gates, where they are proven equal.
 
-On a GPU, and for training alone. A module's `forward` is replaced and given back after the fit;
-what the module holds is never touched, so that adapters, sharding and saving know nothing of it.
+Liger's on a GPU, our own norm on a CPU; in training alone, so that what is measured is the model as
+it is. A module's `forward` is replaced and given back after the fit; what the module holds is never
+touched, so that adapters, sharding and saving know nothing of it.
 
 The loss stays our own (`linear_cross_entropy`). Liger's (0.8.5) gives no weighted sum together with
 the loss of each position except by `reduction="none"`, which computes all logits a second time in
@@ -41,6 +42,9 @@ class FusedNorm:
     casting: str
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _forward(self, hidden)
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         # Not in place: a gradient that another branch still reads would be overwritten.
         weight = self.module.weight
         return self.kernel(hidden, weight, self.eps, self.offset, self.casting, False)
@@ -54,6 +58,9 @@ class FusedGate:
     module: Any
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _forward(self, hidden)
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         layer = self.module
         gated: torch.Tensor = layer.down_proj(
             self.kernel(layer.gate_proj(hidden), layer.up_proj(hidden))
@@ -64,12 +71,24 @@ class FusedGate:
 Fused = FusedNorm | FusedGate
 
 
-def fuse_layers(model: Any) -> None:
-    """Let Liger compute each norm and gate of which it is proven that the results are the same.
+def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
+    module = fused.module
+    if module.training:
+        return fused.compute(hidden)
+    output: torch.Tensor = type(module).forward(module, hidden)
+    return output
 
-    Each is tried by itself on eight random tokens, with gradients. Does nothing on a CPU; says in
-    one line what runs.
+
+def fuse_layers(model: Any) -> None:
+    """Let a kernel compute each norm and gate of which it is proven that the results are the same.
+
+    Each is tried by itself on eight random tokens, with gradients. Says in one line what runs on a
+    GPU; on a CPU there is nothing to choose.
     """
+    if model.device.type == "cpu" and not _is_on_gpu(model):
+        from app.model.rms_norm import rms_norm
+
+        _replace(_prove_all(model, rms_norm)[0])
     if not _is_on_gpu(model):
         return
     if find_spec("liger_kernel") is None:
@@ -83,12 +102,16 @@ def fuse_layers(model: Any) -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning("kernels: the model's own (liger-kernel is installed, but broken: %s)", reason)
         return
-    for forward in fused:
-        forward.module.forward = forward
+    _replace(fused)
     counts = Counter(type(forward.module).__name__ for forward in fused)
     said = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none of the layers"
     own = "".join(f"; the model's own for {name}, which differs" for name in sorted(refused))
     log.info("kernels: Liger's for %s, proven equal%s", said, own)
+
+
+def _replace(fused: list[Fused]) -> None:
+    for forward in fused:
+        forward.module.forward = forward
 
 
 def unfuse_layers(model: torch.nn.Module) -> None:
@@ -103,7 +126,7 @@ def _is_on_gpu(model: Any) -> bool:
 
 
 def _prove_all(
-    model: Any, rms_norm: Callable[..., Any], swiglu: Callable[..., Any]
+    model: Any, rms_norm: Callable[..., Any], swiglu: Callable[..., Any] | None = None
 ) -> tuple[list[Fused], set[str]]:
     """Return what is proven, and the names of the classes of which a module is not."""
     fused: list[Fused] = []
@@ -122,7 +145,7 @@ def _prove_all(
 
 
 def _candidates(
-    model: torch.nn.Module, rms_norm: Callable[..., Any], swiglu: Callable[..., Any]
+    model: torch.nn.Module, rms_norm: Callable[..., Any], swiglu: Callable[..., Any] | None
 ) -> Iterator[tuple[int, list[Fused]]]:
     """Yield the width of what a module reads, and the fused forwards that may be the same."""
     for module in model.modules():
@@ -135,7 +158,7 @@ def _candidates(
         ):
             variants = (FusedNorm(rms_norm, module, eps, *variant) for variant in NORM_VARIANTS)
             yield len(module.weight), list(variants)
-        elif {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+        elif swiglu is not None and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
             yield module.gate_proj.in_features, [FusedGate(swiglu, module)]
 
 
@@ -150,7 +173,7 @@ def _is_equal(forward: Fused, width: int, dtype: torch.dtype) -> bool:
     hidden = torch.randn(shape, generator=random, device=device, dtype=dtype, requires_grad=True)
     found = []
     with torch.enable_grad():
-        for compute in (module.forward, forward):
+        for compute in (module.forward, forward.compute):
             output = compute(hidden)
             outer = torch.linspace(-1, 1, output.numel(), device=device, dtype=output.dtype)
             grads = torch.autograd.grad(output, [hidden, *trained], outer.view_as(output))

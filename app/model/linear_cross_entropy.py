@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.model import onednn
+
 LOGITS_PER_CHUNK = 2**25
 """logits held at once: 128 MiB in fp32, enough for the products to run at full speed"""
+CPU_LOGITS, CPU_ROWS = 2**21, 256
+"""a chunk on a CPU: logits that stay in its cache, unless the products get too few rows"""
 GPU_ROWS = 1024
 """positions a chunk has at least on a GPU: a product of fewer waits for the weight that it reads"""
 GPU_TILE = 128
@@ -38,17 +42,23 @@ def linear_cross_entropy(
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    num_positions = len(labels)
+    if device == "cpu" and (missing := -num_positions % onednn.ROWS):
+        hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
+        labels = torch.nn.functional.pad(labels, (0, missing), value=-100)
+        loss_weights = torch.nn.functional.pad(loss_weights, (0, missing))
     arguments = (hidden.to(dtype), weight.to(dtype), bias, labels, loss_weights, softcap)
     with torch.autocast(device, enabled=False):
         total, losses = _LinearCrossEntropy.apply(*arguments)
-    return total, losses
+    return total, losses[:num_positions]
 
 
 def rows_per_chunk(vocabulary: int, device: str) -> int:
     """Return how many positions have their logits at hand at once."""
     rows = max(1, LOGITS_PER_CHUNK // vocabulary)
-    if device != "cuda":
-        return rows
+    if device == "cpu":
+        rows = min(rows, max(CPU_LOGITS // vocabulary, CPU_ROWS))
+        return rows - rows % onednn.ROWS or rows
     rows = max(rows, GPU_ROWS)
     return rows - rows % GPU_TILE
 
@@ -72,11 +82,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Sums over chunks stay in fp32: in half precision small parts would be lost.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
+        linear = onednn.linear if any(ctx.needs_input_grad[:3]) else torch.nn.functional.linear
         size = rows_per_chunk(len(weight), hidden.device.type)
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
             rows = hidden[chunk]
-            logits = (rows @ weight.T).float()
+            logits = linear(rows, weight).float()
             if bias is not None:
                 logits += bias
             slope = None
@@ -103,7 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_bias += grad.sum(0)
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
-                grad_hidden[chunk] = grad @ weight
+                grad_hidden[chunk] = linear(grad, weight.T)
             if grad_weight is not None:
                 grad_weight += grad.T @ rows
         ctx.grads = (

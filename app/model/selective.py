@@ -26,6 +26,8 @@ ATTENTION_KERNELS = (
 our own by matrix products, for the CPU, is none: it is computed again"""
 RIGHT_HAND_SIDE = {"aten::mm": 1, "aten::addmm": 2}
 """matrix products, and which of their arguments is the right-hand matrix"""
+ONEDNN = "mkldnn::_linear_pointwise"
+"""a product with its second argument transposed"""
 
 
 def is_dear(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
@@ -36,6 +38,9 @@ def is_dear(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
     that give more values than they read, as an MLP's first and a LoRA's B, are recomputed.
     """
     name = operator.name()
+    if name == ONEDNN:
+        width, height = args[1].shape
+        return bool(width <= height)
     if name in RIGHT_HAND_SIDE:
         height, width = args[RIGHT_HAND_SIDE[name]].shape
         return bool(width <= height)

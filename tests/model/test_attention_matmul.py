@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from app.model.attention import attend, matmul
-from app.model.attention.documents import Document, group_documents
+from app.model.attention.documents import (
+    MAX_PADDED_SHARE,
+    SHORT_TOKENS,
+    STACK_TOKENS,
+    Document,
+    group_documents,
+    place_documents,
+    stack_documents,
+)
 
 
 def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:
@@ -16,9 +24,9 @@ def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[T
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def whole(tensors: list[Tensor]) -> list[Document]:
+def whole(tensors: list[Tensor]) -> list[list[Document]]:
     """Each row as one document."""
-    return [Document(row, 0, tensors[0].shape[2]) for row in range(len(tensors[0]))]
+    return [[Document(row, 0, tensors[0].shape[2])] for row in range(len(tensors[0]))]
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -129,3 +137,16 @@ def test_queries_in_fp32_beside_values_in_half_precision_are_taken_as_autocast_h
     assert output.dtype == torch.bfloat16
     truth = reference(query, key, value, None).transpose(1, 2)
     assert torch.allclose(output.double(), truth, atol=5e-2)
+
+
+def test_short_documents_of_like_length_are_stacked_and_long_ones_stand_alone() -> None:
+    torch.manual_seed(0)
+    lengths = [int(length) for length in torch.randint(1, 150, (60,))]
+    documents = place_documents([lengths], sum(lengths))
+    stacks = stack_documents(documents)
+    assert sorted(one for stack in stacks for one in stack) == documents
+    assert max(map(len, stacks)) > 3
+    for stack in stacks:
+        longest, real = max(one.length for one in stack), sum(one.length for one in stack)
+        assert len(stack) == 1 or longest <= SHORT_TOKENS
+        assert longest * len(stack) <= min(MAX_PADDED_SHARE * real, STACK_TOKENS) or len(stack) == 1

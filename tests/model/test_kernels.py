@@ -17,6 +17,7 @@ from torch import Tensor
 from app.model import kernels
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.kernels import FusedGate, FusedNorm, fuse_layers, unfuse_layers
+from app.model.rms_norm import rms_norm as our_norm
 from app.training.module import FinetuneModule
 from tests.conftest import TrainRun
 from tests.door import ask
@@ -101,7 +102,10 @@ def test_losses_and_gradients_stay_and_all_is_given_back(
     assert "Liger's for 2 LlamaMLP, 5 LlamaRMSNorm, proven equal" in caplog.text
     assert len(fused_of(model)) == 7
     assert model.state_dict().keys() == names
-    fused_total, _, _, fused_grads = losses_of(model.eval())
+    assert losses_of(model.eval())[0].item() == total.item()  # measured by its own layers
+    for name in fused_of(model):  # and not the adapter's dropout
+        model.get_submodule(name).training = True
+    fused_total, _, _, fused_grads = losses_of(model)
     assert fused_total.item() == pytest.approx(total.item(), rel=1e-6)
     assert grads.keys() == fused_grads.keys()
     for name, grad in fused_grads.items():
@@ -178,14 +182,48 @@ def test_a_broken_package_is_said_once_and_training_goes_on(
     assert fused_of(model) == []
 
 
-def test_without_a_gpu_or_such_layers_nothing_changes(install: Callable[..., None]) -> None:
-    model: Any = tiny_llama()
+def test_without_such_layers_nothing_changes(install: Callable[..., None]) -> None:
+    model: Any = tiny_gpt2()
     fuse_layers(model)
     assert fused_of(model) == []
     install()
-    model = tiny_gpt2()
     fuse_layers(model)
     assert fused_of(model) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
+def test_on_a_cpu_norms_alone_are_fused_and_agree(kind: str, dtype: torch.dtype) -> None:
+    settings = {} if kind == "llama" else {"head_dim": 8}
+    model = causal(kind, **settings).to(dtype)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(weight)
+    total, _, _, grads = losses_of(model.train())
+    fuse_layers(model)
+    assert {type(model.get_submodule(name)) for name in fused_of(model)} == {type(model.model.norm)}
+    fused_total, _, _, fused_grads = losses_of(model)
+    bound = 1e-5 if dtype == torch.float32 else 0.05
+    assert fused_total.item() == pytest.approx(total.item(), rel=bound)
+    for name, grad in fused_grads.items():
+        assert (grad - grads[name]).norm() <= bound * grads[name].norm(), name
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_our_norms_gradients_are_exact(is_trained: bool) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, dtype=torch.float64, requires_grad=is_trained)
+    outer = torch.randn(3, 4, 6)
+    given = [hidden, weight] if is_trained else [hidden]
+    exact = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (weight + 1.0)
+    expected = torch.autograd.grad(exact, given, outer.double())
+    floats = [one.detach().float().requires_grad_(one.requires_grad) for one in (hidden, weight)]
+    ours = our_norm(*floats, 1e-3, 1.0, "gemma", False)
+    assert torch.allclose(ours.double(), exact, atol=1e-5)
+    found = torch.autograd.grad(ours, floats[: len(given)], outer)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.double(), other, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,14 @@ backward pass does as much again. Here each sum is part of a product.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import peft
 import torch
 from torch import Tensor
+
+from app.model import onednn
 
 
 class FusedLoraLinear(peft.tuners.lora.Linear):
@@ -45,6 +48,8 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
             a.to(dtype),
             b.to(dtype),
             self.scaling[name],
+            # What is measured is computed as without an adapter, to compare with the base exactly.
+            onednn.linear if self.training else torch.nn.functional.linear,
         )
         return output.unflatten(0, x.shape[:-1])
 
@@ -62,12 +67,14 @@ class _LoraLinear(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         scale: float,
+        linear: Callable[..., Tensor],
     ) -> Tensor:
-        output = torch.nn.functional.linear(x, weight, bias)
-        low = dropped @ a.T
+        output, low = linear(x, weight, bias), linear(dropped, a)
         ctx.save_for_backward(dropped, low, weight, a, b)
-        ctx.scale, ctx.drops = scale, dropped is not x
-        # Not in place: selective recompute keeps what a frozen matrix gave.
+        ctx.scale, ctx.drops, ctx.linear = scale, dropped is not x, linear
+        if len(weight) > weight.shape[1]:
+            return output.addmm_(low, b.T, alpha=scale)
+        # Selective recompute keeps what a frozen matrix gave that does not widen.
         return torch.addmm(output, low, b.T, alpha=scale)
 
     @staticmethod
@@ -75,13 +82,13 @@ class _LoraLinear(torch.autograd.Function):
         """The gradients of x, d(x), A and B; W and bias are frozen."""
         dropped, low, weight, a, b = ctx.saved_tensors
         grad = outer[0]
-        grad_low = (grad @ b).mul_(ctx.scale)
+        grad_low = ctx.linear(grad, b.T).mul_(ctx.scale)
         grad_a, grad_b = grad_low.T @ dropped, (grad.T @ low).mul_(ctx.scale)
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ weight
+            grad_x = ctx.linear(grad, weight.T)
             if ctx.drops:
                 grad_dropped = grad_low @ a
             else:
                 grad_x.addmm_(grad_low, a)
-        return grad_x, grad_dropped, None, None, grad_a, grad_b, None
+        return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.documents import DocumentGroups, place_documents
+from app.model.attention.documents import DocumentGroups, place_documents, stack_documents
 from app.model.attention.pairs import PairGroups
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ def attend_by_document(
     if isinstance(documents, DocumentGroups):
         from app.model.attention import matmul
 
-        longest = max(one.end - one.start for one in documents.documents)
+        longest = max(one.length for one in documents.documents)
         is_full = sliding_window is None or sliding_window >= longest
         if is_full and matmul.is_faster(query, value, dropout):
-            output = matmul.attend_causally(*in_one_dtype(*parts), documents.documents, scaling)
+            output = matmul.attend_causally(*in_one_dtype(*parts), documents.stacks, scaling)
             return output, None
         return _attend_causally(parts, documents, partial(attend, is_causal=True)), None
     # As transformers' own functions read it: what has no such attribute is causal.
@@ -174,7 +174,7 @@ def _attend(
         bias = bias[..., :num_queries, :num_keys].to(query.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     if is_causal and mask is None and matmul.is_faster(query, value, dropout):
-        rows = place_documents([[num_queries]] * len(query), num_queries)
+        rows = stack_documents(place_documents([[num_queries]] * len(query), num_queries))
         parts = in_one_dtype(query, key, value)
         return matmul.attend_causally(*parts, rows, scaling).transpose(1, 2)
     return torch.nn.functional.scaled_dot_product_attention(

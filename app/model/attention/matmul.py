@@ -1,4 +1,4 @@
-"""Causal attention by matrix products, a document at a time, on the CPU.
+"""Causal attention by matrix products, document by document, on the CPU.
 
 A block of queries is multiplied with the keys up to its end, so that what causality hides is not
 computed. PyTorch's flash attention takes up to three times as long there. In half precision scores
@@ -7,8 +7,8 @@ are rounded, as in transformers' eager attention; flash keeps them in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,16 +31,16 @@ def attend_causally(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    documents: Sequence[Document],
+    stacks: Sequence[Sequence[Document]],
     scaling: float | None,
 ) -> Tensor:
-    """Return [rows, tokens, heads, head_dim]; each token is in one of the documents.
+    """Return [rows, tokens, heads, head_dim]; each token is in a document of one of the stacks.
 
     query [rows, heads, tokens, head_dim]; key and value may have fewer heads, each shared by as
     many consecutive query heads.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output: Tensor = _DocumentAttention.apply(query, key, value, documents, scale)
+    output: Tensor = _DocumentAttention.apply(query, key, value, stacks, scale)
     return output
 
 
@@ -53,87 +53,118 @@ class _DocumentAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        documents: Sequence[Document],
+        stacks: Sequence[Sequence[Document]],
         scale: float,
     ) -> Tensor:
         rows, heads, tokens, width = query.shape
         output = query.new_empty(rows, tokens, heads, width)
         future = query.new_full((BLOCK, BLOCK), -torch.inf).triu_(1)
+        future = future.repeat_interleave(heads // key.shape[1], 0)
+        parts = _by_key_head(key.shape[1], query * scale, key, value)
+        (attended,) = _by_key_head(key.shape[1], output.transpose(1, 2))
         kept = []
-        for document in documents:
-            queries, keys, values = (_cut(part, document, key) for part in (query, key, value))
-            queries = queries * scale
-            attended = torch.empty_like(queries)
-            for start, end in _blocks(queries):
-                share = _shares(queries[:, :, start:end], keys[:, 0, :end], future)
-                product = torch.bmm(share, values[:, 0, :end])
-                attended[:, :, start:end] = product.unflatten(1, (-1, end - start))
-                if end <= MAX_TOKENS:
+        for stack in stacks:
+            queries, keys, values = (_cut(part, stack) for part in parts)
+            for block in _blocks(queries, keys):
+                share = _shares(queries[:, block.rows], keys[:, : block.end], future)
+                _put(attended, torch.bmm(share, values[:, : block.end]), stack, block.start)
+                if block.end <= MAX_TOKENS:
                     kept.append(share)
-            _put(output.transpose(1, 2), attended, document)
         ctx.save_for_backward(query, key, value, future, *kept)
-        ctx.documents, ctx.scale = documents, scale
+        ctx.stacks, ctx.scale = stacks, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients by the rule of the softmax (arXiv 2205.14135, appendix B)."""
         query, key, value, future, *kept = ctx.saved_tensors
-        shares = iter(kept)
-        grad = outer[0].transpose(1, 2)
-        grads = tuple(torch.empty_like(part) for part in (query, key, value))
-        for document in ctx.documents:
-            queries, keys, values = (_cut(part, document, key) for part in (query, key, value))
-            queries = queries * ctx.scale
-            given = _cut(grad, document, key)
-            grad_queries = torch.empty_like(queries)
-            # A key's gradient is a sum over blocks of queries: in fp32, or each would round it.
-            grad_keys, grad_values = (torch.zeros(part.shape) for part in (keys, values))
-            for start, end in _blocks(queries):
-                block, block_keys = queries[:, :, start:end], keys[:, 0, :end]
-                is_kept = end <= MAX_TOKENS
-                share = next(shares) if is_kept else _shares(block, block_keys, future)
-                block_grad = given[:, :, start:end].flatten(1, 2)
-                grad_values[:, 0, :end] += torch.bmm(share.mT, block_grad)
-                grad_share = torch.bmm(block_grad, values[:, 0, :end].mT)
+        num_groups = key.shape[1]
+        parts = _by_key_head(num_groups, query * ctx.scale, key, value, outer[0].transpose(1, 2))
+        grads = [torch.empty_like(part) for part in (query, key, value)]
+        to_queries, to_keys, to_values = _by_key_head(num_groups, *grads)
+        for stack in reversed(ctx.stacks):
+            queries, keys, values, given = (_cut(part, stack) for part in parts)
+            # Added up over blocks of queries, of which the last has all keys: in fp32, or each
+            # would round.
+            grad_keys = grad_values = torch.empty(0)
+            for block in reversed(_blocks(queries, keys)):
+                block_queries, block_keys = queries[:, block.rows], keys[:, : block.end]
+                block_given = given[:, block.rows]
+                is_kept = block.end <= MAX_TOKENS
+                share = kept.pop() if is_kept else _shares(block_queries, block_keys, future)
+                grad_share = torch.bmm(block_given, values[:, : block.end].mT)
                 grad_scores = torch._softmax_backward_data(grad_share, share, -1, share.dtype)
-                product = torch.bmm(grad_scores, block_keys)
-                grad_queries[:, :, start:end] = product.unflatten(1, (-1, end - start))
-                grad_keys[:, 0, :end] += torch.bmm(grad_scores.mT, block.flatten(1, 2))
-            grad_queries.mul_(ctx.scale)
-            for whole, part in zip(grads, (grad_queries, grad_keys, grad_values), strict=True):
-                _put(whole, part, document)
+                _put(to_queries, torch.bmm(grad_scores, block_keys), stack, block.start)
+                of_keys = torch.bmm(grad_scores.mT, block_queries)
+                of_values = torch.bmm(share.mT, block_given)
+                if block.end == keys.shape[1]:
+                    grad_keys, grad_values = of_keys.float(), of_values.float()
+                else:
+                    grad_keys[:, : block.end] += of_keys
+                    grad_values[:, : block.end] += of_values
+            _put(to_keys, grad_keys, stack)
+            _put(to_values, grad_values, stack)
+        grads[0].mul_(ctx.scale)
         return (*grads, None, None)
 
 
-def _cut(part: Tensor, document: Document, key: Tensor) -> Tensor:
-    """A document's [key heads, heads a key head, tokens, head_dim] of [rows, heads, tokens, ...].
+def _by_key_head(num_groups: int, *parts: Tensor) -> list[Tensor]:
+    """View [rows, heads, tokens, head_dim] as [rows, key heads, tokens, heads a key head, ...]."""
+    return [part.unflatten(1, (num_groups, -1)).transpose(2, 3) for part in parts]
 
-    In half precision its tokens are a multiple of BLOCK: a product of a new shape waits for a
-    kernel to be made, longer than it then takes. No real token sees those at the end.
+
+def _cut(part: Tensor, stack: Sequence[Document]) -> Tensor:
+    """Return documents as [documents * key heads, tokens * heads a key head, head_dim].
+
+    Shorter ones are padded by zeros at the end, which no real token sees. In half precision the
+    tokens are a multiple of BLOCK: a product of a new shape waits for a kernel to be made, longer
+    than it then takes.
     """
-    row, start, end = document
-    cut = part[row, :, start:end].unflatten(0, (key.shape[1], -1))
-    missing = 0 if part.dtype == torch.float32 else (start - end) % BLOCK
-    return torch.nn.functional.pad(cut, (0, 0, 0, missing)) if missing else cut
+    tokens = max(document.length for document in stack)
+    if part.dtype != torch.float32:
+        tokens += -tokens % BLOCK
+    first = stack[0]
+    if len(stack) == 1 and first.length == tokens:
+        return part[first.row, :, first.start : first.end].flatten(1, 2)
+    _, num_groups, _, shared, width = part.shape
+    cut = part.new_zeros(len(stack), num_groups, tokens, shared, width)
+    for slot, (row, start, end) in zip(cut, stack, strict=True):
+        slot[:, : end - start] = part[row, :, start:end]
+    return cut.flatten(2, 3).flatten(0, 1)
 
 
-def _put(whole: Tensor, part: Tensor, document: Document) -> None:
-    """Write what `_cut` would cut back into `whole` [rows, heads, tokens, head_dim]."""
-    row, start, end = document
-    whole[row, :, start:end] = part.flatten(0, 1)[:, : end - start]
+def _put(whole: Tensor, part: Tensor, stack: Sequence[Document], first: int = 0) -> None:
+    """Write what documents have from token `first` on back into what `_cut` cut from."""
+    _, num_groups, _, shared, _ = whole.shape
+    slots = part.unflatten(1, (-1, shared)).unflatten(0, (len(stack), num_groups))
+    for slot, (row, start, end) in zip(slots, stack, strict=True):
+        place = whole[row, :, start + first : end][:, : slot.shape[1]]
+        place.copy_(slot[:, : place.shape[1]])
 
 
-def _blocks(queries: Tensor) -> Iterator[tuple[int, int]]:
-    tokens = queries.shape[2]
-    for start in range(0, tokens, BLOCK):
-        yield start, min(start + BLOCK, tokens)
+class _Block(NamedTuple):
+    """Queries of a product: their first token, the one behind their last, and their rows."""
+
+    start: int
+    end: int
+    rows: slice
+
+
+def _blocks(queries: Tensor, keys: Tensor) -> list[_Block]:
+    tokens = keys.shape[1]
+    shared = queries.shape[1] // tokens
+    starts = range(0, tokens, BLOCK)
+    ends = (min(start + BLOCK, tokens) for start in starts)
+    return [
+        _Block(start, end, slice(start * shared, end * shared))
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def _shares(queries: Tensor, keys: Tensor, future: Tensor) -> Tensor:
-    """Probabilities [key heads, heads a key head * queries, keys] of the last of these keys."""
-    num_queries, num_keys = queries.shape[2], keys.shape[1]
-    scores = torch.bmm(queries.flatten(1, 2), keys.mT)
-    last = scores.unflatten(1, (-1, num_queries))[..., num_keys - num_queries :]
-    last.add_(future[:num_queries, :num_queries])
+    """Probabilities [documents * key heads, queries, keys] of the last of these keys."""
+    scores = torch.bmm(queries, keys.mT)
+    num_queries = queries.shape[1]
+    num_own = num_queries * future.shape[1] // future.shape[0]
+    scores[:, :, -num_own:].add_(future[:num_queries, :num_own])
     return torch.softmax(scores, dim=-1)
