@@ -1,19 +1,15 @@
 """Fused kernels in place of a model's own norms and gates, where they are proven equal.
 
-Liger's on a GPU, our own norm on a CPU; in training alone, so that what is measured is the model as
-it is. A module's `forward` is replaced and given back after the fit; what the module holds is never
-touched, so that adapters, sharding and saving know nothing of it.
-
-The loss stays our own (`linear_cross_entropy`). Liger's (0.8.5) gives no weighted sum together with
-the loss of each position except by `reduction="none"`, which computes all logits a second time in
-the backward pass, and each call waits for the device to count the labels.
+Liger's on a GPU; our own norm and oneDNN's products on a CPU. In training alone, so that what is
+measured is the model as it is. A module's `forward` is replaced and given back after the fit; what
+the module holds is never touched, so that adapters, sharding and saving know nothing of it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHOICES = ("auto", "torch")
-PROBE_TOKENS = 8
+PROBE_TOKENS = 64
 ROUNDING_STEPS = 8
 """how many steps of their dtype two ways may be apart, over the whole of a tensor"""
 NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
@@ -68,7 +64,30 @@ class FusedGate:
         return gated
 
 
-Fused = FusedNorm | FusedGate
+@dataclass(slots=True)
+class FusedLinear:
+    """A linear layer's forward by another library's products."""
+
+    kernel: Callable[..., torch.Tensor]
+    module: Any
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _forward(self, hidden)
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.kernel(hidden, self.module.weight, self.module.bias)
+
+
+Fused = FusedNorm | FusedGate | FusedLinear
+
+
+@dataclass(kw_only=True, slots=True)
+class Kernels:
+    """What can compute layers on a device; None where nothing does it better than the model."""
+
+    norm: Callable[..., torch.Tensor]
+    gate: Callable[..., torch.Tensor] | None = None
+    linear: Callable[..., torch.Tensor] | None = None
 
 
 def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
@@ -82,13 +101,14 @@ def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
 def fuse_layers(model: Any) -> None:
     """Let a kernel compute each norm and gate of which it is proven that the results are the same.
 
-    Each is tried by itself on eight random tokens, with gradients. Says in one line what runs on a
+    Each is tried by itself on random tokens, with gradients. Says in one line what runs on a
     GPU; on a CPU there is nothing to choose.
     """
     if model.device.type == "cpu" and not _is_on_gpu(model):
+        from app.model.onednn import trained_linear
         from app.model.rms_norm import rms_norm
 
-        _replace(_prove_all(model, rms_norm)[0])
+        _replace(_prove_all(model, Kernels(norm=rms_norm, linear=trained_linear))[0])
     if not _is_on_gpu(model):
         return
     if find_spec("liger_kernel") is None:
@@ -97,7 +117,7 @@ def fuse_layers(model: Any) -> None:
     try:
         from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
 
-        fused, refused = _prove_all(model, liger_rms_norm, liger_swiglu)
+        fused, refused = _prove_all(model, Kernels(norm=liger_rms_norm, gate=liger_swiglu))
     except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning("kernels: the model's own (liger-kernel is installed, but broken: %s)", reason)
@@ -125,16 +145,14 @@ def _is_on_gpu(model: Any) -> bool:
     return bool(model.device.type == "cuda")
 
 
-def _prove_all(
-    model: Any, rms_norm: Callable[..., Any], swiglu: Callable[..., Any] | None = None
-) -> tuple[list[Fused], set[str]]:
+def _prove_all(model: Any, kernels: Kernels) -> tuple[list[Fused], set[str]]:
     """Return what is proven, and the names of the classes of which a module is not."""
     fused: list[Fused] = []
     refused: set[str] = set()
     dtype = model.get_input_embeddings().weight.dtype
     was_training = model.training
     model.eval()  # an adapter's dropout would differ by itself
-    for width, candidates in _candidates(model, rms_norm, swiglu):
+    for width, candidates in _candidates(model, kernels):
         proven = (one for one in candidates if _is_equal(one, width, dtype))
         if (forward := next(proven, None)) is not None:
             fused.append(forward)
@@ -144,10 +162,10 @@ def _prove_all(
     return fused, refused
 
 
-def _candidates(
-    model: torch.nn.Module, rms_norm: Callable[..., Any], swiglu: Callable[..., Any] | None
-) -> Iterator[tuple[int, list[Fused]]]:
+def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int, Sequence[Fused]]]:
     """Yield the width of what a module reads, and the fused forwards that may be the same."""
+    import torch
+
     for module in model.modules():
         own, children = vars(module), module._modules
         eps = own.get("variance_epsilon", own.get("eps"))
@@ -156,10 +174,12 @@ def _candidates(
             and eps is not None
             and "weight" in module._parameters
         ):
-            variants = (FusedNorm(rms_norm, module, eps, *variant) for variant in NORM_VARIANTS)
+            variants = (FusedNorm(kernels.norm, module, eps, *variant) for variant in NORM_VARIANTS)
             yield len(module.weight), list(variants)
-        elif swiglu is not None and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
-            yield module.gate_proj.in_features, [FusedGate(swiglu, module)]
+        elif kernels.gate and {"gate_proj", "up_proj", "down_proj"} <= children.keys():
+            yield module.gate_proj.in_features, [FusedGate(kernels.gate, module)]
+        elif kernels.linear and type(module) is torch.nn.Linear and module.weight.requires_grad:
+            yield module.in_features, [FusedLinear(kernels.linear, module)]
 
 
 def _is_equal(forward: Fused, width: int, dtype: torch.dtype) -> bool:

@@ -6,6 +6,8 @@ PyTorch takes oneDNN for half precision and another library for fp32. The operat
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,3 +31,32 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(rows, weight, bias)
     output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return output
+
+
+def trained_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what a linear layer does whose weight trains; hidden [..., width]."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.nn.functional.linear(hidden, weight, bias)
+    output: Tensor = _TrainedLinear.apply(hidden.flatten(0, -2), weight, bias)
+    return output.unflatten(0, hidden.shape[:-1])
+
+
+class _TrainedLinear(torch.autograd.Function):
+    """rows @ weight.T + bias; a weight's gradient, of few rows, gains nothing by oneDNN."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return linear(rows, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of what needs one."""
+        rows, weight = ctx.saved_tensors
+        grad = outer[0]
+        of_rows, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            linear(grad, weight.T) if of_rows else None,
+            grad.T @ rows if of_weight else None,
+            grad.sum(0) if of_bias else None,
+        )

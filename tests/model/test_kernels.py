@@ -16,7 +16,7 @@ from torch import Tensor
 
 from app.model import kernels
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.kernels import FusedGate, FusedNorm, fuse_layers, unfuse_layers
+from app.model.kernels import FusedGate, FusedLinear, FusedNorm, fuse_layers, unfuse_layers
 from app.model.rms_norm import rms_norm as our_norm
 from app.training.module import FinetuneModule
 from tests.conftest import TrainRun
@@ -79,7 +79,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def fused_of(model: torch.nn.Module) -> list[str]:
     """Names of the modules that are computed by other kernels."""
-    kinds = (FusedNorm, FusedGate)
+    kinds = (FusedNorm, FusedGate, FusedLinear)
     return [n for n, m in model.named_modules() if isinstance(vars(m).get("forward"), kinds)]
 
 
@@ -183,7 +183,7 @@ def test_a_broken_package_is_said_once_and_training_goes_on(
 
 
 def test_without_such_layers_nothing_changes(install: Callable[..., None]) -> None:
-    model: Any = tiny_gpt2()
+    model: Any = tiny_gpt2().requires_grad_(False)
     fuse_layers(model)
     assert fused_of(model) == []
     install()
@@ -199,6 +199,9 @@ def test_on_a_cpu_norms_alone_are_fused_and_agree(kind: str, dtype: torch.dtype)
     for name, weight in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(weight)
+    model.requires_grad_(False)
+    for weight in model.model.norm.parameters():
+        weight.requires_grad_(True)
     total, _, _, grads = losses_of(model.train())
     fuse_layers(model)
     assert {type(model.get_submodule(name)) for name in fused_of(model)} == {type(model.model.norm)}
@@ -207,6 +210,24 @@ def test_on_a_cpu_norms_alone_are_fused_and_agree(kind: str, dtype: torch.dtype)
     assert fused_total.item() == pytest.approx(total.item(), rel=bound)
     for name, grad in fused_grads.items():
         assert (grad - grads[name]).norm() <= bound * grads[name].norm(), name
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_on_a_cpu_linear_layers_that_train_are_fused_and_agree(kind: str, tokens: int) -> None:
+    model = causal(kind)
+    ids = torch.randint(0, 32, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    own = gradients()
+    fuse_layers(model)
+    assert sum("proj" in name for name in fused_of(model)) == 7 * len(model.model.layers)
+    for name, grad in gradients().items():
+        assert (grad - own[name]).norm() <= 1e-5 * own[name].norm(), name
 
 
 @pytest.mark.parametrize("is_trained", [True, False])

@@ -6,6 +6,7 @@ from app.model.adapter.converted import (
     remember_start,
     reopen_converted,
     save_converted,
+    start_weights,
 )
 from app.model.adapter.origin import ORIGIN_FILE, write_origin
 from app.model.adapter.saved import (
@@ -61,6 +62,7 @@ __all__ = [
     "save_adapter",
     "save_converted",
     "saves_whole_model",
+    "start_weights",
     "trained_weights",
     "verify_adapter",
     "write_origin",

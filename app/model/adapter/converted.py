@@ -37,6 +37,16 @@ def changed_its_base(model: torch.nn.Module) -> bool:
     return any(_START_A in layer._buffers for layer in model.modules())
 
 
+def start_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return A0 and B0 of every layer whose base was changed, by full name; {} where none was."""
+    return {
+        f"{name}.{part}": layer._buffers[part]
+        for name, layer in model.named_modules()
+        for part in (_START_A, _START_B)
+        if part in layer._buffers
+    }
+
+
 def save_converted(model: peft.PeftModel, folder: Path) -> None:
     """Write the adapter as a LoRA of twice the rank, for the base as it was before.
 
