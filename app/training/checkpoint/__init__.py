@@ -1,0 +1,1 @@
+"""How a training is kept: its state on the disk, whole or not at all."""

@@ -1,0 +1,96 @@
+"""Every file operation of a save, each announced to `app.faults` before it is done.
+
+What is written is on the disk when a function returns: its bytes are synced, and `sync_folder`
+syncs the names.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from app import faults
+
+BLOCK_BYTES = 4 << 20
+"""read or written at once"""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """What a file holds, as told by who wrote it."""
+
+    sha256: str
+    num_bytes: int
+
+
+def make_folder(folder: Path) -> None:
+    """Make one folder."""
+    faults.reach("disk.mkdir")
+    folder.mkdir()
+
+
+def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> Written:
+    """Write a new file from `blocks` of bytes, hash it on the way and sync it."""
+    digest, num_bytes = hashlib.sha256(), 0
+    faults.reach("disk.create")
+    with file.open("xb", buffering=0) as stream:
+        for block in blocks:
+            digest.update(block)
+            rest = memoryview(block)
+            num_bytes += rest.nbytes
+            while rest.nbytes:
+                faults.reach("disk.write")
+                rest = rest[stream.write(rest) or 0 :]
+        faults.reach("disk.fsync")
+        os.fsync(stream.fileno())
+    return Written(sha256=digest.hexdigest(), num_bytes=num_bytes)
+
+
+def read_hash(file: Path) -> str:
+    """Return the sha256 of a file's bytes."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while num_bytes := stream.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    faults.reach("disk.fsync")
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts know no such
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file or a folder; a folder's target must be empty or missing."""
+    faults.reach("disk.replace")
+    os.replace(source, target)
+
+
+def remove_file(file: Path) -> None:
+    """Remove one file."""
+    faults.reach("disk.unlink")
+    file.unlink()
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and all that is in it; what links lead to stays."""
+    for entry in sorted(folder.iterdir()):
+        if entry.is_dir() and not entry.is_symlink():
+            remove_folder(entry)
+        else:
+            remove_file(entry)
+    faults.reach("disk.rmdir")
+    folder.rmdir()

@@ -1,0 +1,285 @@
+"""The checkpoints of one run: folders `step-N`, each whole or not there.
+
+A checkpoint is made as `step-N.tmp`. Its manifest tells size and sha256 of every file, `COMMITTED`
+is written last and tells the manifest's, and only then the folder gets its name. To remove one,
+its marker goes first. Readers never change anything; leftovers are removed by the next save.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app import faults
+from app.errors import UserError
+from app.training.checkpoint import disk
+from app.training.checkpoint.checkpoint import (
+    DOCUMENT,
+    FORMAT,
+    MANIFEST,
+    MARKER,
+    NAME,
+    TENSORS,
+    Checkpoint,
+    DamageError,
+    Json,
+    load_checkpoint,
+    marker_of,
+    read_manifest,
+    versions,
+)
+from app.training.checkpoint.space import SaveError, free_bytes, in_units
+from app.training.checkpoint.tensors import file_bytes, write_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+NOTE = ".written"
+"""ends the name of what another process tells of a file that it wrote"""
+_STEP = re.compile(r"step-(\d+)(\.old)?")
+_LEFTOVER = re.compile(r"step-\d+\.tmp")
+
+
+class CheckpointStore:
+    """Make, keep and find the checkpoints of one run; `folder` is the run's own for them."""
+
+    def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
+        if keep_last < 1 or keep_best < 0:
+            raise ValueError(
+                f"keep_last={keep_last}, keep_best={keep_best}: a run keeps its last checkpoint at "
+                "least; type trainer.checkpoint.keep_last=1 or more"
+            )
+        self.folder = folder
+        self.keep_last, self.keep_best = keep_last, keep_best
+        self._written: dict[str, disk.Written] = {}
+        """by the process that began the save, of this save"""
+        self._begun: int | None = None
+
+    def begin(self, step: int) -> Path:
+        """Begin the save of `step`: on the first rank, before any rank adds to it."""
+        faults.reach("save", step)
+        self._written, self._begun = {}, step
+        unfinished = self._unfinished(step)
+        with self._failing_in_words(step):
+            if not self.folder.exists():
+                disk.make_folder(self.folder)
+                disk.sync_folder(self.folder.parent)
+            self._remove_leftovers()
+            disk.make_folder(unfinished)
+            faults.reach("ckpt:after_begin", step)
+        return unfinished
+
+    def add_tensors(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write `tensors` to a file of their own; on any rank, each name once."""
+        with self._failing_in_words(step, file_bytes(tensors)):
+            file = self._new_file(step, name + TENSORS)
+            self._note(step, file, write_tensors(file, tensors))
+
+    def add_document(self, step: int, name: str, content: Json) -> None:
+        """Write `content` as JSON to a file of its own; on any rank, each name once.
+
+        Its floats come back with every bit.
+        """
+        text = json.dumps(content, indent=1).encode() + b"\n"
+        with self._failing_in_words(step, len(text)):
+            file = self._new_file(step, name + DOCUMENT)
+            self._note(step, file, disk.write_file(file, [text]))
+
+    def commit(self, step: int, *, metric: float | None = None, details: Json = None) -> Checkpoint:
+        """Make `step` a checkpoint, on the first rank when all have added; remove old ones.
+
+        `metric` is what `keep_best` goes by, lower is better; None or NaN is no best one.
+        """
+        unfinished, folder = self._unfinished(step), self._folder(step)
+        with self._failing_in_words(step):
+            self._take_notes(unfinished)
+            manifest = {
+                "format": FORMAT,
+                "step": step,
+                "metric": metric if metric is not None and math.isfinite(metric) else None,
+                "details": details,
+                "versions": versions(),
+                "files": {name: asdict(self._written[name]) for name in sorted(self._written)},
+            }
+            text = json.dumps(manifest, indent=1).encode() + b"\n"
+            written = disk.write_file(unfinished / MANIFEST, [text])
+            disk.sync_folder(unfinished)
+            faults.reach("ckpt:after_manifest", step)
+            disk.write_file(unfinished / MARKER, [marker_of(written.sha256)])
+            disk.sync_folder(unfinished)
+            faults.reach("ckpt:after_marker", step)
+            if folder.exists():  # the same step again: one of the two is there at any moment
+                disk.replace(folder, folder.with_suffix(".old"))
+            disk.replace(unfinished, folder)
+            disk.sync_folder(self.folder)
+            faults.reach("ckpt:after_rename", step)
+        self._begun = None
+        committed = Checkpoint(folder=folder, step=step, manifest=manifest)
+        self._rotate(committed)
+        return committed
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written of a save that will not be finished."""
+        self._begun = None
+        with suppress(OSError):
+            disk.remove_folder(self._unfinished(step))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """List the committed checkpoints by step, oldest first, without checking their files."""
+        found = []
+        for step, folder in self._folders():
+            with suppress(DamageError, UserError):
+                found.append(Checkpoint(folder=folder, step=step, manifest=read_manifest(folder)))
+        return found
+
+    def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint that is as it was written, and a sentence a damaged one.
+
+        UserError where the newest that is whole was written by a newer version of this program.
+        """
+        damaged: list[tuple[int, str]] = []
+        good = None
+        for step, folder in reversed(self._folders()):
+            try:
+                good = load_checkpoint(folder, step)
+                break
+            except DamageError as error:
+                damaged.append((step, f"{folder.name} damaged ({error})"))
+        sentences = [sentence for _, sentence in damaged]
+        if sentences and good is not None:
+            lost = damaged[0][0] - good.step
+            sentences[-1] += f"; using {good.folder.name}, {lost} steps lost"
+        elif sentences:
+            sentences[-1] += "; no good checkpoint is left"
+        return good, sentences
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """List the folders of finished saves by step, oldest first; damaged ones too."""
+        found: dict[int, Path] = {}
+        if self.folder.is_dir():
+            for entry in self.folder.iterdir():
+                match = _STEP.fullmatch(entry.name)
+                if match is None or entry.is_symlink() or not entry.is_dir():
+                    continue
+                step = int(match[1])
+                if match[2] is None or step not in found:  # .old: replaced, or about to be
+                    found[step] = entry
+        return sorted(found.items())
+
+    def _folder(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def _unfinished(self, step: int) -> Path:
+        return self.folder / f"step-{step}.tmp"
+
+    def _new_file(self, step: int, name: str) -> Path:
+        if not NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a file of a checkpoint")
+        return self._unfinished(step) / name
+
+    def _note(self, step: int, file: Path, written: disk.Written) -> None:
+        if self._begun == step:
+            self._written[file.name] = written
+        else:  # another process commits, and does not read the file again to learn its hash
+            note = file.with_name(file.name + NOTE)
+            disk.write_file(note, [json.dumps(asdict(written)).encode()])
+        faults.reach("ckpt:after_file", step)
+
+    def _take_notes(self, unfinished: Path) -> None:
+        for note in sorted(unfinished.glob(f"*{NOTE}")):
+            self._written[note.name.removesuffix(NOTE)] = disk.Written(
+                **json.loads(note.read_text())
+            )
+            disk.remove_file(note)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what killed processes left of saves and of removals."""
+        for entry in sorted(self.folder.iterdir()):
+            if entry.is_symlink() or not entry.is_dir():
+                continue
+            match = _STEP.fullmatch(entry.name)
+            is_cut_short = _LEFTOVER.fullmatch(entry.name) is not None
+            is_unmarked = match is not None and not (entry / MARKER).exists()
+            is_replaced = (
+                match is not None
+                and match[2] is not None
+                and (entry.with_suffix("") / MARKER).exists()
+            )
+            if is_cut_short or is_unmarked or is_replaced:
+                self._remove(entry)
+
+    def _rotate(self, newest: Checkpoint) -> None:
+        """Remove what is neither among the last nor among the best; never `newest`."""
+        # What is newer is of a course that this run has left by going on from before it.
+        there = [one for one in self.checkpoints() if one.step <= newest.step]
+        last = {one.step for one in there[-self.keep_last :]}
+        rated = [one for one in there if one.metric is not None]
+        best = {one.step for one in sorted(rated, key=_by_metric)[: self.keep_best]}
+        for step, folder in self._folders():
+            if step > newest.step:
+                log.warning("%s removed: the run went on from before it", folder)
+            if step not in {newest.step, *last, *best}:
+                self._remove(folder, newest.step)
+        replaced = newest.folder.with_suffix(".old")
+        if replaced.exists():
+            self._remove(replaced, newest.step)
+        faults.reach("ckpt:after_rotation", newest.step)
+
+    def _remove(self, folder: Path, step: int | None = None) -> None:
+        """Remove a checkpoint, its marker first; what cannot be removed is tried again later."""
+        try:
+            if (folder / MARKER).exists():
+                disk.remove_file(folder / MARKER)
+                disk.sync_folder(folder)
+                faults.reach("ckpt:after_unmark", step)
+            disk.remove_folder(folder)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", folder, error.strerror)
+
+    @contextmanager
+    def _failing_in_words(self, step: int, num_bytes: int = 0) -> Iterator[None]:
+        """Word a failure of the disk, and remove what was written of the save.
+
+        `num_bytes`: about to be written.
+        """
+        try:
+            yield
+        except OSError as error:
+            need = max(self._size_of_one(), num_bytes + sum(map(_size, self._written.values())))
+            self.abandon(step)
+            raise SaveError(self._in_words(error, step, need)) from error
+
+    def _in_words(self, error: OSError, step: int, need: int) -> str:
+        what = f"{self.folder}: the checkpoint of step {step} could not be written"
+        kept = self._folders()
+        rest = f"{kept[-1][1].name} is kept" if kept else "there is none before it"
+        if error.errno in disk.NO_ROOM:
+            return (
+                f"{what}: {error.strerror}; it needs {in_units(need)}, "
+                f"{in_units(free_bytes(self.folder))} are free; {rest}; make room, or type "
+                "trainer.checkpoint.keep_last=1"
+            )
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{what}: {error.strerror}{where}; {rest}"
+
+    def _size_of_one(self) -> int:
+        """Return the bytes of the largest checkpoint there is."""
+        sizes = (one.manifest["files"].values() for one in self.checkpoints())
+        return max((sum(file["num_bytes"] for file in files) for files in sizes), default=0)
+
+
+def _by_metric(checkpoint: Checkpoint) -> tuple[float, int]:
+    return checkpoint.manifest["metric"], -checkpoint.step
+
+
+def _size(written: disk.Written) -> int:
+    return written.num_bytes

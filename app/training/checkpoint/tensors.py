@@ -1,0 +1,132 @@
+"""Tensors by name as a safetensors file: written as a stream, read back lazily.
+
+Writing holds one block in memory beside the tensors, never a copy of them all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.training.checkpoint import disk
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""torch's names of the types that the format knows, and its own"""
+HEADER_MULTIPLE = 8
+"""bytes; the format's, so that every tensor starts where its type allows"""
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> disk.Written:
+    """Write a new file of `tensors`, from whatever device they are on.
+
+    ValueError for a type that the format does not know, or a tensor that is not dense.
+    """
+    tensors = _in_order(tensors)
+    header = _header(tensors)
+
+    def blocks() -> Iterator[bytes | memoryview]:
+        yield header
+        for tensor in tensors.values():
+            yield from _bytes_of(tensor)
+
+    return disk.write_file(file, blocks())
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Return the size of the file that `write_tensors` makes."""
+    return len(_header(_in_order(tensors))) + sum(map(_size, tensors.values()))
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Map a file's tensors into memory: each is read from the disk when it is used."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+
+
+def check_tensors(file: Path) -> None:
+    """Read a file's header; ValueError where it is not a safetensors file of this size."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is not a safetensors file ({error})") from error
+
+
+def _in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put the widest types first: each tensor then starts at a multiple of its own width."""
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries, start = {}, 0
+    for name, tensor in tensors.items():
+        dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None or tensor.layout is not _strided():
+            raise ValueError(f"{name}: a {tensor.dtype} tensor ({tensor.layout}) cannot be saved")
+        end = start + _size(tensor)
+        entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    length = math.ceil(len(text) / HEADER_MULTIPLE) * HEADER_MULTIPLE
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def _strided() -> torch.layout:
+    import torch
+
+    return torch.strided
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in its logical order, in blocks; each is good until the next."""
+    import torch
+
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.numel() == 0:
+        return
+    if not tensor.is_contiguous() and len(tensor) > 1:
+        # By rows, through one buffer: making it contiguous as a whole would copy it as a whole.
+        num_rows = max(1, disk.BLOCK_BYTES * len(tensor) // _size(tensor))
+        buffer = torch.empty_like(tensor[:num_rows], memory_format=torch.contiguous_format)
+        for rows in tensor.split(num_rows):
+            yield from _bytes_of(buffer[: len(rows)].copy_(rows))
+        return
+    blocks = tensor.contiguous().view(-1).view(torch.uint8).split(disk.BLOCK_BYTES)
+    if tensor.device.type == "cpu":
+        yield from (memoryview(block.numpy()) for block in blocks)
+        return
+    host = torch.empty(len(blocks[0]), dtype=torch.uint8, pin_memory=tensor.is_cuda)
+    for block in blocks:
+        yield memoryview(host[: len(block)].copy_(block).numpy())

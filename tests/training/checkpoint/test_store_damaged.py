@@ -1,0 +1,252 @@
+"""Every damaged checkpoint is found, named with its file, and skipped; nothing in one is run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.errors import USER_ERROR, UserError, exit_code
+from app.training.checkpoint.checkpoint import DamageError, load_checkpoint
+from app.training.checkpoint.store import CheckpointStore
+from tests.training.checkpoint.saves import is_as_saved, names_in, save
+
+NUM_DAMAGED = 200
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 60 and 80, undamaged."""
+    folder = tmp_path_factory.mktemp("whole") / "checkpoints"
+    store = CheckpointStore(folder)
+    save(store, 60)
+    save(store, 80)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(whole, tmp_path / "checkpoints")
+
+
+def what_is_told(folder: Path) -> str:
+    """Return the one sentence on step 80, after seeing that step 60 is used and nothing changed."""
+    before = names_in(folder)
+    good, sentences = CheckpointStore(folder).newest_good()
+    assert good is not None and good.step == 60 and is_as_saved(good)
+    assert names_in(folder) == before
+    (sentence,) = sentences
+    assert sentence.startswith("step-80 damaged (")
+    assert sentence.endswith("); using step-60, 20 steps lost")
+    return sentence
+
+
+def flip_a_bit(file: Path, dice: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    file.write_bytes(content)
+
+
+def cut_off(file: Path, dice: random.Random) -> None:
+    os.truncate(file, dice.randrange(1, file.stat().st_size))
+
+
+def empty(file: Path, dice: random.Random) -> None:
+    os.truncate(file, 0)
+
+
+def remove(file: Path, dice: random.Random) -> None:
+    file.unlink()
+
+
+def add_bytes(file: Path, dice: random.Random) -> None:
+    with file.open("ab") as stream:
+        stream.write(dice.randbytes(dice.randrange(1, 100)))
+
+
+def overwrite_a_block(file: Path, dice: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    start = dice.randrange(len(content))
+    content[start : start + 16] = bytes(byte ^ 0xFF for byte in content[start : start + 16])
+    file.write_bytes(content)
+
+
+DAMAGES: list[Callable[[Path, random.Random], None]] = [
+    flip_a_bit,
+    cut_off,
+    empty,
+    remove,
+    add_bytes,
+    overwrite_a_block,
+]
+
+
+def test_every_damage_is_found_and_named(whole: Path, tmp_path: Path) -> None:
+    dice = random.Random(6)
+    files = names_in(whole / "step-80")
+    seen = set()
+    for number in range(NUM_DAMAGED):
+        folder = shutil.copytree(whole, tmp_path / str(number))
+        name, damage = dice.choice(files), dice.choice(DAMAGES)
+        damage(folder / "step-80" / name, dice)
+        sentence = what_is_told(folder)
+        # What does not fit its marker is the manifest, whichever of the two was damaged.
+        assert name in sentence or (name == "COMMITTED" and "manifest.json" in sentence)
+        seen.add((name, damage))
+        shutil.rmtree(folder)
+    assert len(seen) > 30
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (flip_a_bit, "sha256 of optimizer.safetensors"),
+        (empty, "optimizer.safetensors has 0 of "),
+        (cut_off, "optimizer.safetensors has "),
+        (remove, "optimizer.safetensors is missing"),
+    ],
+)
+def test_the_kind_of_damage_is_worded(
+    folder: Path, damage: Callable[[Path, random.Random], None], words: str
+) -> None:
+    damage(folder / "step-80" / "optimizer.safetensors", random.Random(0))
+    assert words in what_is_told(folder)
+
+
+def test_a_missing_rank_file_is_named(folder: Path) -> None:
+    (folder / "step-80" / "random-rank-0.json").unlink()
+    assert "(random-rank-0.json is missing)" in what_is_told(folder)
+
+
+def test_a_folder_without_its_marker_is_no_checkpoint(folder: Path) -> None:
+    (folder / "step-80" / "COMMITTED").unlink()
+    assert "(COMMITTED is missing)" in what_is_told(folder)
+    assert [one.step for one in CheckpointStore(folder).checkpoints()] == [60]
+
+
+def test_a_checkpoint_of_another_step_is_not_taken(folder: Path) -> None:
+    (folder / "step-80").rename(folder / "step-90")
+    good, sentences = CheckpointStore(folder).newest_good()
+    assert good is not None and good.step == 60
+    assert sentences == [
+        "step-90 damaged (manifest.json is of step 80); using step-60, 30 steps lost"
+    ]
+
+
+def test_all_damaged_ones_are_told(folder: Path) -> None:
+    for step in (60, 80):
+        (folder / f"step-{step}" / "model.safetensors").unlink()
+    good, sentences = CheckpointStore(folder).newest_good()
+    assert good is None
+    assert sentences == [
+        "step-80 damaged (model.safetensors is missing)",
+        "step-60 damaged (model.safetensors is missing); no good checkpoint is left",
+    ]
+
+
+def test_no_checkpoint_is_no_damage(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "none").newest_good() == (None, [])
+
+
+def test_a_damaged_one_is_replaced_when_its_step_comes_again(folder: Path) -> None:
+    (folder / "step-80" / "model.safetensors").unlink()
+    store = CheckpointStore(folder)
+    save(store, 80)
+    good, damaged = store.newest_good()
+    assert good is not None and good.step == 80 and is_as_saved(good) and damaged == []
+
+
+def sealed_again(folder: Path, change: Callable[[dict], None]) -> None:
+    """Change a manifest and make the marker fit it, as one who means ill would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "COMMITTED").write_text(f"{hashlib.sha256(text).hexdigest()}\n")
+
+
+def told_of(file: Path) -> dict[str, object]:
+    content = file.read_bytes()
+    return {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
+
+
+def test_a_file_outside_the_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.json"
+    outside.write_text("{}")
+    name = "../../outside.json"
+    sealed_again(
+        folder / "step-80", lambda manifest: manifest["files"].update({name: told_of(outside)})
+    )
+    assert "'../../outside.json' is no name of a file of a checkpoint" in what_is_told(folder)
+
+
+def test_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+    file = folder / "step-80" / "trainer.json"
+    moved = file.rename(tmp_path / "trainer.json")
+    file.symlink_to(moved)
+    assert "trainer.json is no file" in what_is_told(folder)
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (self.file, "w")
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors", "trainer.pkl"])
+def test_a_pickle_is_refused_and_not_run(folder: Path, tmp_path: Path, name: str) -> None:
+    file = folder / "step-80" / name
+    file.write_bytes(pickle.dumps(Trap(tmp_path / "trapped")))
+    sealed_again(
+        folder / "step-80", lambda manifest: manifest["files"].update({name: told_of(file)})
+    )
+    assert name in what_is_told(folder)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_a_file_that_is_not_in_the_manifest_is_refused(folder: Path) -> None:
+    (folder / "step-80" / "extra.safetensors").write_bytes(b"")
+    assert "extra.safetensors is not in the manifest" in what_is_told(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format": 1}', b"\xff", b"null"])
+def test_an_unreadable_manifest_is_named(folder: Path, content: bytes) -> None:
+    (folder / "step-80" / "manifest.json").write_bytes(content)
+    marker = hashlib.sha256(content).hexdigest()
+    (folder / "step-80" / "COMMITTED").write_text(f"{marker}\n")
+    assert "manifest.json is unreadable" in what_is_told(folder)
+
+
+def test_a_newer_format_is_refused_with_both_versions(folder: Path) -> None:
+    def change(manifest: dict) -> None:
+        manifest["format"] = 7
+        manifest["versions"]["loft"] = "9.1"
+        manifest["shards"] = []  # of which this version knows nothing
+
+    sealed_again(folder / "step-80", change)
+    for read in (CheckpointStore(folder).newest_good, lambda: load_checkpoint(folder / "step-80")):
+        with pytest.raises(UserError, match=r"by loft 9\.1 as format 7.*format 1; upgrade") as told:
+            read()
+        assert exit_code(told.value) == USER_ERROR
+    # Going on from the older one by name works, and its saves do not stumble over the newer.
+    assert is_as_saved(load_checkpoint(folder / "step-60"))
+    save(CheckpointStore(folder), 70)
+
+
+def test_one_checkpoint_is_opened_by_its_folder(folder: Path, tmp_path: Path) -> None:
+    elsewhere = (folder / "step-80").rename(tmp_path / "kept for later")
+    assert is_as_saved(load_checkpoint(elsewhere))
+    (elsewhere / "model.safetensors").unlink()
+    with pytest.raises(DamageError, match=r"model\.safetensors is missing"):
+        load_checkpoint(elsewhere)
