@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from data_modules.types import Example as Example
     from data_modules.types import Origin as Origin
     from data_modules.types import Prompt as Prompt
+    from data_modules.types import StepRow as StepRow
 
 _HOMES = {
     "Audit": "audit",
@@ -40,6 +41,7 @@ _HOMES = {
     "PACKING_METHODS": "packing",
     "PackingConfig": "packing",
     "Prompt": "types",
+    "StepRow": "types",
     "TEMPLATE_NAMES": "template",
     "check_datasets": "settings",
     "is_hub_id": "source",

@@ -95,6 +95,16 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRow:
+    """Name a row that a global step learns from, and who does it; numbers from 0."""
+
+    rank: int
+    micro_batch: int
+    dataset: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Hold one row as its file has it."""
 

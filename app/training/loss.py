@@ -28,6 +28,11 @@ class DatasetSums:
             self.sums = parts.new_zeros(3, self.num_datasets)
         self.sums.index_add_(1, dataset_ids, parts)
 
+    def spoil(self, datasets: Tensor, value: float) -> None:
+        """Multiply the losses so far of data sets [k] with `value`, which may be NaN."""
+        assert self.sums is not None
+        self.sums[0, datasets] *= value
+
     def take(self) -> Tensor:
         """Return the sums [3, data sets] and start again at zero; raises if nothing was added."""
         if self.sums is None:

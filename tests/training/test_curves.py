@@ -194,17 +194,33 @@ def test_a_data_set_that_a_step_does_not_hold_has_no_loss_there(train_run: Train
     assert len(rows) == 4
 
 
+TOO_MUCH = ("optimizer.lr=10", "adapter.alpha=5e18")
+"""after a step of these the weights are finite, and no loss is"""
+
+
+def test_a_validation_that_is_not_finite_ends_the_run_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*small_run(*TOO_MUCH), "logger=csv", f"output.dir={tmp_path / 'run'}"]
+    code = run_verb("train", train, words=words)
+    said = capsys.readouterr().err
+    assert code == 4
+    assert "validation after step 1: loss nan (of lists, orders)" in said
+    assert "optimizer.lr" in said
+    assert validation_steps(tmp_path / "run") == [0, 1]
+    assert not list(tmp_path.glob("run/checkpoints/step-*"))
+
+
 @pytest.mark.parametrize("every", [1, 10])
 def test_a_step_that_is_not_finite_ends_the_run_and_is_named(
     every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    too_much = ("optimizer.lr=10", "adapter.alpha=5e18", f"trainer.log_every_steps={every}")
-    words = [*small_run(*too_much), "logger=csv", f"output.dir={tmp_path / 'run'}"]
+    words = [*small_run(*TOO_MUCH, f"trainer.log_every_steps={every}")]
+    words += ["trainer.validate_every_steps=4", "logger=csv", f"output.dir={tmp_path / 'run'}"]
     code = run_verb("train", train, words=words)
     said = capsys.readouterr().err
     assert code == 4
-    assert "step 2: loss" in said
-    assert "nan" in said
+    assert "step 2: loss nan (of lists, orders), gradient norm nan; rows " in said
     assert "optimizer.lr" in said
     rows = train_rows(tmp_path / "run")
     assert [int(row["step"]) for row in rows] == [1, 2]
@@ -234,6 +250,7 @@ def record(
         sums=sums,
         num_tokens=10,
         is_scaled=is_scaled,
+        losses=[torch.tensor(loss)],
     )
 
 

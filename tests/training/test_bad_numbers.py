@@ -1,0 +1,550 @@
+"""A step whose loss or gradients are not finite moves nothing, and is told with its rows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from app import faults
+from app.config.verbs import PARTS
+from app.errors import TrainingFault
+from app.model.adapter import FullConfig
+from app.model.attention import attention_implementation
+from app.training import bad_numbers
+from app.training.bad_numbers import StepWatch, check_finite, hold_back, spread
+from app.training.checkpoint.state import model_state, optimizer_state
+from app.training.curves import Curves, StepRecord
+from app.training.loss import DatasetSums
+from app.training.module import FinetuneModule
+from app.training.optimizer import build_optimizer
+from app.training.schedule import ScheduleConfig
+from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+from data_modules import Batch, FinetuneDataModule, Origin, StepRow
+from tests.tiny import random_ids, tiny_llama
+from tests.training.test_loss import make_batch
+
+NAMES = ["lists", "orders"]
+OPTIMIZERS = list(PARTS["optimizer"])
+every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+STEPS, BAD = 5, 3
+State = tuple[dict[str, Tensor], dict[str, Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    faults.arm([], Path())
+
+
+@dataclass
+class Fit:
+    """What a short training left behind."""
+
+    states: list[State] = field(default_factory=list)
+    """weights, tensors and numbers of the optimizer before the first step and after each"""
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    curves: Any = None
+    fault: TrainingFault | None = None
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows[step] = metrics
+
+    def keep(self, module: FinetuneModule) -> None:
+        tensors, numbers = optimizer_state(module.model, module.optimizers(use_pl_optimizer=False))
+        parts = model_state(module.model), tensors
+        weights, moments = ({k: v.clone() for k, v in part.items()} for part in parts)
+        for group in numbers["groups"]:
+            for name in ("scheduled_lr", "train_mode"):  # of the schedule, and of a validation
+                group.pop(name, None)
+        self.states.append((weights, moments, numbers))
+
+    def moved(self, step: int) -> bool:
+        """Tell whether a step has changed a weight, or anything of the optimizer."""
+        before, after = self.states[step - 1], self.states[step]
+        # An optimizer may make a moment of zeros in a step that it then leaves out.
+        new = after[1].keys() - before[1].keys()
+        return (
+            any(not torch.equal(before[0][name], after[0][name]) for name in after[0])
+            or any(not torch.equal(before[1][name], after[1][name]) for name in before[1])
+            or any(bool(after[1][name].count_nonzero()) for name in new)
+            or before[2]["numbers"] != after[2]["numbers"]
+            or before[2]["groups"] != after[2]["groups"]
+        )
+
+
+class Keeper(L.Callback):
+    def __init__(self, fit: Fit, change: Callable[[FinetuneModule], None] | None = None) -> None:
+        self.fit, self.change = fit, change
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.fit.keep(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.change is not None and trainer.global_step == BAD - 1:
+            self.change(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.fit.keep(pl_module)
+
+
+def batches(accumulation: int) -> list[Batch]:
+    """Micro-batches of five steps, each of one document of either data set."""
+    ids = random_ids(rows=STEPS * accumulation * 2, tokens=12).tolist()
+    made = []
+    for number in range(STEPS * accumulation):
+        pair = ids[2 * number : 2 * number + 2]
+        batch = make_batch(pair, [[0.0] + [1.0] * 11] * 2, [0, 1])
+        batch.step_weight = 22.0 * accumulation
+        made.append(batch)
+    return made
+
+
+def build_model() -> Any:
+    model = tiny_llama(vocab_size=96, hidden_size=64, intermediate_size=128)  # 8 bits need 4096
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    return model.train()
+
+
+def fit(
+    folder: Path,
+    optimizer: str = "adamw",
+    *texts: str,
+    accumulation: int = 1,
+    precision: str = "fp32",
+    change: Callable[[FinetuneModule], None] | None = None,
+    watch: StepWatch | None = None,
+    every: int = 10,
+    accelerator: str = "cpu",
+) -> Fit:
+    """Train five steps with `faults=[texts]`; `change` is called before the third."""
+    found = Fit()
+    found.curves = Curves(NAMES, [found], every, watch)
+    parsed, problems = faults.parse_faults(texts)
+    assert problems == []
+    faults.arm(parsed, folder)
+    module = FinetuneModule(
+        build_model,
+        backend="sdpa",
+        build_optimizer=partial(
+            build_optimizer,
+            config=PARTS["optimizer"][optimizer](),
+            adapter=FullConfig(),
+            lr=1e-2,
+            fused=precision != "fp16",
+        ),
+        schedule=ScheduleConfig(shape="constant", warmup_steps=0),
+        total_steps=STEPS,
+        is_packed=True,
+        curves=found.curves,
+    )
+    config = TrainerConfig(
+        accelerator=accelerator,
+        devices=1,
+        gradient_accumulation_steps=accumulation,
+        precision=precision,
+    )
+    trainer = build_trainer(
+        config,
+        placement=resolve_placement(config),
+        strategy="auto",
+        total_steps=STEPS,
+        loggers=[],
+        callbacks=[Keeper(found, change)],
+        folder=folder,
+    )
+    try:
+        trainer.fit(module, DataLoader(batches(accumulation), batch_size=None))  # type: ignore[arg-type]
+    except TrainingFault as fault:
+        found.fault = fault
+    return found
+
+
+def infinite_number_of_a_gradient(module: FinetuneModule) -> None:
+    """Let one number of one weight's gradient be infinite in the next backward."""
+    weight = module.model.model.layers[0].mlp.up_proj.weight
+
+    def spoil(grad: Tensor) -> Tensor:
+        hook.remove()
+        return grad.index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(math.inf))
+
+    hook = weight.register_hook(spoil)
+
+
+WAYS = ["nan", "inf", "grad_inf", "one number"]
+
+
+@every_optimizer
+@pytest.mark.parametrize(("accumulation", "precision"), [(1, "fp32"), (4, "bf16")])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bad_step_moves_nothing_and_ends_the_run(
+    optimizer: str, accumulation: int, precision: str, way: str, tmp_path: Path
+) -> None:
+    is_fault = way in faults.NAMES
+    found = fit(
+        tmp_path,
+        optimizer,
+        *([f"{way}@{BAD}"] if is_fault else []),
+        accumulation=accumulation,
+        precision=precision,
+        change=None if is_fault else infinite_number_of_a_gradient,
+    )
+    assert [found.moved(step) for step in range(1, STEPS + 1)] == [True, True, False, True, True]
+    assert all(weight.isfinite().all() for weight in found.states[-1][0].values())
+    said = str(found.fault)
+    row = found.rows[BAD]
+    assert not math.isfinite(row["train/grad_norm"])
+    if way in ("nan", "inf"):
+        assert said.startswith(f"step {BAD}: loss {way} (of lists, orders), gradient norm nan")
+        assert str(row["train/loss"]) == str(row["train/loss/lists"]) == way
+    else:
+        assert said.startswith(f"step {BAD}: loss {row['train/loss']}, gradient norm ")
+        assert math.isfinite(row["train/loss"])
+    assert "trainer.max_skipped_steps=1" in said
+
+
+@every_optimizer
+def test_a_bad_first_step_moves_nothing(optimizer: str, tmp_path: Path) -> None:
+    watch = StepWatch(max_skipped_steps=1)
+    found = fit(tmp_path, optimizer, "nan@1", watch=watch, every=1)
+    assert [found.moved(step) for step in (1, 2)] == [False, True]
+    assert found.fault is None
+
+
+@every_optimizer
+@pytest.mark.parametrize(("accumulation", "precision"), [(1, "bf16"), (4, "fp32")])
+def test_steps_that_are_judged_are_those_that_are_not(
+    optimizer: str,
+    accumulation: int,
+    precision: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judged = fit(tmp_path, optimizer, accumulation=accumulation, precision=precision)
+    monkeypatch.setattr("app.training.module.hold_back", lambda *args, **settings: None)
+    monkeypatch.setattr("app.training.module.spread", lambda loss: loss)
+    plain = fit(tmp_path, optimizer, accumulation=accumulation, precision=precision)
+    for (weights, moments, numbers), (others, other_moments, other_numbers) in zip(
+        judged.states, plain.states, strict=True
+    ):
+        assert all(torch.equal(weights[name], others[name]) for name in others)
+        assert all(torch.equal(moments[name], other_moments[name]) for name in other_moments)
+        assert numbers == other_numbers
+
+
+def test_without_the_check_a_bad_step_would_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.training.module.hold_back", lambda *args, **settings: None)
+    found = fit(tmp_path, "adamw", f"nan@{BAD}")
+    assert not any(weight.isfinite().all() for weight in found.states[BAD][0].values())
+
+
+def test_an_infinite_loss_with_finite_gradients_spoils_them() -> None:
+    loss = torch.tensor(math.inf, requires_grad=True)
+    spread(loss).backward()
+    assert loss.grad is not None and math.isnan(loss.grad.item())
+    for value in (0.0, -2.5, 2.0**100):
+        sound = torch.tensor(value, requires_grad=True)
+        after = spread(sound)
+        after.backward()
+        assert after.item() == value and sound.grad is not None and sound.grad.item() == 1
+
+
+@pytest.mark.gpu
+@every_optimizer
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("way", ["nan", "inf", "grad_inf"])
+def test_a_bad_step_moves_nothing_on_a_gpu(
+    optimizer: str, precision: str, way: str, tmp_path: Path
+) -> None:
+    found = fit(tmp_path, optimizer, f"{way}@{BAD}", precision=precision, accelerator="gpu")
+    # A loss scaler's first steps may overflow, and a gradient of its is no fault.
+    is_first = 1 if precision != "fp16" else BAD
+    moved = [found.moved(step) for step in range(is_first, BAD + 1)]
+    assert moved == [True] * (BAD - is_first) + [False]
+    assert all(weight.isfinite().all() for weight in found.states[-1][0].values())
+    if precision == "fp16" and way == "grad_inf":
+        assert found.fault is None
+    else:
+        assert str(found.fault).startswith(f"step {BAD}: loss ")
+
+
+# What is told.
+
+
+def test_skipped_steps_are_warned_of_and_one_too_many_ends_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["nan@2", "grad_inf@3", "inf@5"]
+    with caplog.at_level(logging.WARNING):
+        found = fit(tmp_path, "adamw", *texts, watch=StepWatch(max_skipped_steps=2), every=1)
+    assert [found.moved(step) for step in range(1, STEPS)] == [True, False, False, True]
+    warnings = [record.message for record in caplog.records if "left out" in record.message]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("step 2: loss nan (of lists, orders), gradient norm nan; ")
+    assert warnings[0].endswith("1 of trainer.max_skipped_steps=2")
+    assert warnings[1].startswith("step 3: loss ")
+    assert str(found.fault).startswith("step 5: loss inf (of lists, orders), gradient norm nan; ")
+    assert "after 2 that trainer.max_skipped_steps=2 let pass" in str(found.fault)
+    assert "trainer.max_skipped_steps=3" in str(found.fault)
+
+
+def test_skipped_steps_count_through_a_resume_and_stand_in_the_figures(tmp_path: Path) -> None:
+    found = fit(tmp_path, "adamw", f"nan@{STEPS}", watch=StepWatch(max_skipped_steps=1))
+    assert found.fault is None
+    assert found.curves.summary()["train/skipped_steps"] == 1.0
+    state = found.curves.state_dict()
+    assert all(math.isfinite(value) for value in state["latest"].values())
+    resumed = Curves(NAMES, [], 1, StepWatch(max_skipped_steps=1))
+    resumed.load_state_dict(state)
+    with pytest.raises(TrainingFault, match="step 6: "):
+        resumed.add(bad_record(6), lambda tensor: tensor)
+
+
+def test_the_rate_of_the_next_step_is_that_of_its_number(tmp_path: Path) -> None:
+    plain = fit(tmp_path, "adamw", every=1)
+    skipping = fit(tmp_path, "adamw", "nan@2", watch=StepWatch(max_skipped_steps=1), every=1)
+    rates = [[found.rows[step]["train/lr"] for step in range(1, 6)] for found in (plain, skipping)]
+    assert rates[0] == rates[1]
+
+
+def bad_record(
+    step: int, losses: tuple[float, float] = (math.nan, 1.0), *, rank: int = 0, num_ranks: int = 1
+) -> StepRecord:
+    """A step of two micro-batches with these losses, the first of `lists`, the other of both."""
+    sums = torch.tensor([[losses[0] + losses[1], losses[1]], [2.0, 1.0], [2.0, 1.0]])
+    return StepRecord(
+        step=step,
+        lr=1e-3,
+        grad_norm=torch.tensor(math.nan),
+        sums=sums.double(),
+        num_tokens=10,
+        is_scaled=False,
+        losses=[torch.tensor(loss) for loss in losses],
+        rank=rank,
+        num_ranks=num_ranks,
+    )
+
+
+def rows_of(step: int) -> Iterator[StepRow]:
+    """Three rows of either data set in each of two micro-batches of two ranks."""
+    for rank in range(2):
+        for micro_batch in range(2):
+            for dataset in NAMES:
+                for line in range(3):
+                    yield StepRow(
+                        rank, micro_batch, dataset, Origin(f"{dataset}-{rank}{micro_batch}", line)
+                    )
+
+
+def test_the_rows_of_the_bad_data_set_in_the_bad_micro_batch_are_named() -> None:
+    curves = Curves(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    other_rank = torch.zeros(2, 2)
+
+    def reduce(tensor: Tensor) -> Tensor:
+        return tensor + other_rank if tensor.shape == (2, 2) else tensor
+
+    record = bad_record(7, rank=1, num_ranks=2)
+    with pytest.raises(TrainingFault, match="loss nan") as caught:
+        curves.add(record, reduce)
+    said = str(caught.value)
+    assert "(of lists), gradient norm nan; rows lists-10:0, lists-10:1, lists-10:2. The" in said
+    other_rank[0, 1] = 1.0  # the same of the other rank, in its second micro-batch
+    with pytest.raises(TrainingFault) as caught:
+        curves.add(record, reduce)
+    assert "rows lists-01:0, lists-01:1, lists-01:2, lists-10:0, lists-10:1 and 1 more" in str(
+        caught.value
+    )
+
+
+def test_a_bad_gradient_alone_names_all_rows_of_the_step() -> None:
+    curves = Curves(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    with pytest.raises(TrainingFault) as caught:
+        curves.add(bad_record(7, (1.0, 1.0), num_ranks=2), lambda tensor: tensor)
+    assert "rows lists-00:0, lists-00:1, lists-00:2, orders-00:0, orders-00:1 and 19 more" in str(
+        caught.value
+    )
+
+
+def test_of_a_stream_the_rows_are_not_known() -> None:
+    with pytest.raises(TrainingFault, match="the rows of a stream are not known by line"):
+        Curves(NAMES, [], 1).add(bad_record(7), lambda tensor: tensor)
+
+
+# Spikes.
+
+
+def spike_warnings(
+    losses: list[float], caplog: pytest.LogCaptureFixture, is_scaled: bool = False
+) -> list[str]:
+    curves = Curves(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        for step, loss in enumerate(losses, start=1):
+            record = bad_record(step, (loss, loss))
+            record.grad_norm = torch.tensor(1.0)
+            record.sums[0] = torch.tensor([loss * 2, loss])
+            curves.add(record, lambda tensor: tensor)
+    return [record.message for record in caplog.records]
+
+
+def test_a_spike_is_warned_of_with_its_rows_and_not_again_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    usual = [2.0, 2.2, 1.8, 2.1]
+    losses = usual * 5 + [9.0, 9.5] + usual * 20 + [8.0]
+    said = spike_warnings(losses, caplog)
+    assert len(said) == 2
+    assert said[0].startswith("step 21: loss 9.0000 is 4.4 times the median of the 20 steps before")
+    assert "rows lists-00:0, " in said[0]
+    assert said[1].startswith(f"step {len(losses)}: loss 8.0000")
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [6.0 * 0.9**step for step in range(60)],
+        [2.0, 3.0] * 20 + [5.0],
+        [0.001] * 40 + [0.2],
+        [9.0, 1.0, 9.0],
+    ],
+    ids=["falling", "twice the median", "learned by heart", "too early"],
+)
+def test_what_is_no_spike(losses: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    assert spike_warnings(losses, caplog) == []
+
+
+# A loss scaler (fp16), with a double on the CPU.
+
+
+@pytest.mark.parametrize(
+    ("loss_factor", "grad_factor", "steps"),
+    [(1.0, 1.0, True), (math.inf, 1.0, False), (math.nan, 1.0, False), (1.0, math.inf, False)],
+)
+@every_optimizer
+def test_a_loss_scaler_skips_what_is_bad_by_itself(
+    optimizer: str, loss_factor: float, grad_factor: float, steps: bool
+) -> None:
+    model, scaler = build_model(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    own = build_optimizer(
+        model, PARTS["optimizer"][optimizer](), FullConfig(), lr=1e-2, fused=False
+    )
+    if optimizer == "schedule_free":
+        own.train()  # type: ignore[attr-defined]
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    ids = random_ids(rows=2)
+    loss = model(input_ids=ids, labels=ids).loss
+    # Infinite by what is added: its gradients are finite.
+    loss = loss + 0.0 if loss_factor == 1.0 else loss + loss_factor
+    loss.register_hook(lambda grad: grad * grad_factor)
+    scaler.scale(spread(loss)).backward()
+    scaler.unscale_(own)
+    norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
+    hold_back(own, norm, is_scaled=True)
+    scaler.step(own)
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if steps else 2.0)
+    moved = [not torch.equal(w, before[name]) for name, w in model.named_parameters()]
+    assert all(moved) if steps else not any(moved)
+
+
+def test_a_scaler_that_never_takes_a_step_ends_the_run() -> None:
+    curves = Curves(NAMES, [], 1)
+
+    def overflow(step: int) -> None:
+        record = bad_record(step, (1.0, 1.0))
+        record.is_scaled = True
+        curves.add(record, lambda tensor: tensor)
+
+    for step in range(1, bad_numbers.MAX_OVERFLOWS + 1):
+        overflow(step)
+    with pytest.raises(TrainingFault, match=r"step 33: .* in the 32 steps before"):
+        overflow(33)
+    assert curves.watch.num_skipped == 0
+
+
+# What is kept.
+
+
+def test_what_is_not_finite_is_not_kept() -> None:
+    sound = {"a": torch.ones(3), "b": torch.full((2, 2), -3e38).bfloat16(), "n": torch.arange(3)}
+    check_finite(4, sound, {"none": torch.zeros(0), "exp_avg/a": torch.zeros(3, 2)})
+    for value in (math.nan, math.inf, -math.inf):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            bad = torch.zeros(5, 7, dtype=dtype)
+            bad[3, 2] = value
+            with pytest.raises(TrainingFault, match=r"step 4: exp_avg/b .*, and so do 1 more"):
+                check_finite(4, sound, {"exp_avg/b": bad.T, "x": bad[2:], "y": bad[:2]})
+
+
+def test_an_8_bit_moment_that_is_not_finite_shows_in_its_scale(tmp_path: Path) -> None:
+    def spoil(module: FinetuneModule) -> None:
+        optimizer: Any = module.optimizers(use_pl_optimizer=False)
+        state = optimizer.state[module.model.model.layers[0].mlp.up_proj.weight]
+        state["absmax1"][0] = math.inf
+
+    found = fit(tmp_path, "adamw8bit", change=spoil)
+    with pytest.raises(TrainingFault, match=r"absmax1/.*up_proj"):
+        check_finite(BAD, found.states[BAD][1])
+
+
+# Faults, as they are injected.
+
+
+def test_a_spoilt_loss_is_of_the_data_sets_of_its_micro_batch() -> None:
+    sums = DatasetSums(3)
+    ids = torch.tensor([0, 1, 2])
+    sums.add(torch.ones(3), torch.ones(3), ids)
+    sums.spoil(torch.tensor([1]), math.nan)
+    taken = sums.take()
+    assert taken.isnan().tolist() == [[False, True, False], [False] * 3, [False] * 3]
+
+
+def test_the_rows_of_a_step_are_those_that_its_batches_hold() -> None:
+    from transformers import AutoTokenizer
+
+    from app.config import load_config
+    from tests.tiny import TINY_BASE, small_run
+
+    config = load_config("train", small_run("data.val_set_size=0"))
+    datamodule = FinetuneDataModule(
+        config.data,
+        config.packing,
+        AutoTokenizer.from_pretrained(TINY_BASE),
+        context_len=1024,
+        micro_batch_size=2,
+        accumulation_steps=2,
+        num_epochs=1,
+        max_steps=3,
+        seed=config.seed,
+    )
+    datamodule.setup("fit")
+    examples = {str(e.origin): e.input_ids.tolist() for e in datamodule.train_examples}
+    for number, batch in enumerate(datamodule.train_dataloader()):
+        step, micro_batch = number // 2 + 1, number % 2
+        rows = [r for r in datamodule.rows_of_step(step) if r.micro_batch == micro_batch]
+        ids = [token for row in rows for token in examples[str(row.origin)]]
+        held: list[int] = []
+        for row_ids, lengths in zip(batch.input_ids, batch.document_lengths, strict=True):
+            held += row_ids[: sum(lengths)].tolist()
+        assert ids == held
+        assert {f"{row.dataset}_test" for row in rows} == {
+            Path(row.origin.file).stem for row in rows
+        }
+    assert number == 5

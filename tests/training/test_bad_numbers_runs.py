@@ -1,0 +1,185 @@
+"""Whole runs that meet a bad number: how they end, what they keep, and how they go on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app import faults
+from app.config import run_verb
+from app.train import train
+from app.training.checkpoint.saving import CheckpointSaver
+from app.training.checkpoint.store import CheckpointStore
+from tests.conftest import ROOT
+from tests.runs import check_same_run
+from tests.tiny import SAMPLES, small_run
+
+RUN = (
+    "trainer.max_steps=6",
+    "trainer.validate_every_steps=5",
+    "trainer.checkpoint.every_steps=2",
+    "trainer.checkpoint.keep_last=9",
+    "trainer.log_every_steps=4",
+    "evaluation.exact_match=false",
+    "adapter.dropout=0.1",
+    "logger=csv",
+)
+STREAM = ("data.streaming=true", "data.mixture.weights=rows")
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    faults.arm([], Path())
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Run the verb in this process; returns its exit code and what it said on stderr."""
+
+    def run(folder: Path, *words: str) -> tuple[int, str]:
+        for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
+            os.environ.pop(name, None)
+        code = run_verb("train", train, words=[*small_run(*RUN, *words), f"output.dir={folder}"])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def steps_kept(folder: Path) -> list[int]:
+    return [one.step for one in CheckpointStore(folder / "checkpoints").checkpoints()]
+
+
+def losses(folder: Path) -> dict[int, str]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return {int(r["step"]): r["train/loss"] for r in csv.DictReader(file) if r["train/loss"]}
+
+
+def test_a_run_stops_with_the_rows_and_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, run: Any
+) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    assert run(whole)[0] == 0
+    words = ("resume=auto", "faults=[nan@3,grad_inf@5]")
+    code, said = run(folder, *words)
+    assert code == 4
+    assert "error (training stopped): step 3: loss nan (of " in said
+    named = re.findall(rf"{re.escape(str(SAMPLES))}/\w+\.jsonl?:(\d+)", said)
+    assert named and all(int(line) >= 1 for line in named)
+    assert steps_kept(folder) == [2] and losses(folder)[3] == "nan"
+    assert not (folder / "adapter").exists() and not (folder / "metrics.json").exists()
+    code, said = run(folder, *words)
+    assert code == 4
+    assert re.search(r"step 5: loss [\d.]+, gradient norm (inf|nan); rows ", said)
+    assert steps_kept(folder) == [2, 4]
+    assert run(folder, *words)[0] == 0
+    check_same_run(folder, whole)
+
+
+def test_a_run_that_may_skip_goes_on_and_counts_also_after_a_resume(
+    tmp_path: Path, run: Any
+) -> None:
+    words = ("trainer.max_skipped_steps=2", "faults=[inf@1,grad_nan@5]", "resume=auto")
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    code, said = run(whole, *words)
+    assert code == 0, said
+    assert json.loads((whole / "metrics.json").read_text())["train/skipped_steps"] == 2.0
+    assert losses(whole)[1] == "inf"
+    for file in whole.glob("checkpoints/*/*.json"):
+        text = file.read_text()
+        assert not re.search(r"NaN|Infinity", text), file
+    with pytest.MonkeyPatch.context() as patch:
+        save = CheckpointSaver.save
+
+        def save_then_die(saver: CheckpointSaver, trainer: Any, module: Any) -> None:
+            save(saver, trainer, module)
+            if trainer.global_step == 4:
+                raise OSError("killed")
+
+        patch.setattr(CheckpointSaver, "save", save_then_die)
+        assert run(folder, *words)[0] == 3
+    assert steps_kept(folder) == [2, 4]
+    assert run(folder, *words)[0] == 0
+    check_same_run(folder, whole)
+    assert run(tmp_path / "less", *words[1:], "trainer.max_skipped_steps=1")[0] == 4
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_what_went_bad_after_its_step_is_not_kept(
+    name: str, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_step = CheckpointSaver._end_step
+
+    def spoil(saver: CheckpointSaver, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 4:
+            weights, moments = module.kept_tensors()
+            tensors = weights if name == "model" else moments
+            with torch.no_grad():
+                next(reversed(tensors.values())).fill_(torch.inf)
+        end_step(saver, trainer, module)
+
+    monkeypatch.setattr(CheckpointSaver, "_end_step", spoil)
+    code, said = run(tmp_path / "run")
+    assert code == 4
+    assert "step 4: " in said and "holds numbers that are not finite" in said
+    assert steps_kept(tmp_path / "run") == [2]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
+
+
+def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
+    code, said = run(tmp_path / "run", *STREAM, "faults=[nan@3]")
+    assert code == 4, said
+    assert "step 3: loss nan (of " in said and "the rows of a stream are not known by line" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said_of_it"),
+    [("nan:1@3", "step 3: loss nan (of "), ("grad_inf:0@3", "step 3: loss ")],
+)
+def test_a_bad_number_of_one_rank_stops_both_with_one_message(
+    fault: str, said_of_it: str, tmp_path: Path
+) -> None:
+    words = [*small_run(*RUN, "trainer.devices=2"), f"faults=[{fault}]"]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("LOFT_R")
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "app.train", *words, f"output.dir={tmp_path / 'run'}"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert done.stderr.count("error (training stopped): ") == 1
+    assert said_of_it in done.stderr and f"{SAMPLES}" in done.stderr
+    assert steps_kept(tmp_path / "run") == [2]
+
+
+@pytest.mark.slow
+def test_the_ordinary_command_ends_with_code_4(tmp_path: Path) -> None:
+    words = [*small_run(*RUN), "faults=[inf@2]", f"output.dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "app.train", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert "error (training stopped): step 2: loss inf (of " in done.stderr
+    assert "Traceback" not in done.stderr
