@@ -11,6 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from app.errors import UserError
+from app.output import write_whole
+
 LIBRARIES = (
     "torch",
     "lightning",
@@ -21,6 +24,7 @@ LIBRARIES = (
     "hydra-core",
     "safetensors",
 )
+MANIFEST_FILE = "manifest.json"
 STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
 """when the command started: the verb imports this before it does anything"""
 
@@ -30,12 +34,31 @@ def save_manifest(folder: Path, **facts: Any) -> None:
     manifest = {
         "command": [sys.executable, *sys.orig_argv[1:]],
         "started": STARTED,
-        "versions": {name: version(name) for name in LIBRARIES},
+        "versions": installed_versions(),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "git": git_state(),
     } | facts
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read a run's manifest; UserError where it is not one."""
+    file = folder / MANIFEST_FILE
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        manifest["versions"], manifest["base"], manifest["data"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}), which says what the run is made of; copy it back, "
+            "or leave resume out and type another output.dir"
+        ) from error
+    return manifest
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the libraries that results depend on."""
+    return {name: version(name) for name in LIBRARIES}
 
 
 def git_state() -> dict[str, Any] | None:

@@ -13,6 +13,8 @@ from app.launch import RUN_DIR_VARIABLE, is_first_rank, is_one_of_several
 
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
+"""in a run's folder: its settings from its start on, its figures when it has finished"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,8 +25,11 @@ class OutputConfig:
     """folder of this run; null = outputs/<name>/<time>"""
 
 
-def check_output(config: OutputConfig) -> list[str]:
-    """List what forbids writing a run here: a bad name, a folder that holds another run."""
+def check_output(config: OutputConfig, *, goes_on: bool = False) -> list[str]:
+    """List what forbids writing a run here: a bad name, a folder that holds another run.
+
+    `goes_on`: a run in that folder may be resumed.
+    """
     problems = []
     if config.name is not None and not NAME_PATTERN.fullmatch(config.name):
         problems.append(
@@ -35,10 +40,11 @@ def check_output(config: OutputConfig) -> list[str]:
         folder = Path(config.dir)
         if folder.exists() and not folder.is_dir():
             problems.append(f"output.dir={config.dir}: this is a file; type a folder's name")
-        elif (folder / "config.yaml").exists() and is_first_rank():
+        elif (folder / CONFIG_FILE).exists() and is_first_rank() and not goes_on:
             problems.append(
-                f"output.dir={config.dir} holds another run (config.yaml is there): "
-                "type another folder, or leave output.dir out to get a new one"
+                f"output.dir={config.dir} holds another run ({CONFIG_FILE} is there): type another "
+                "folder, or leave output.dir out to get a new one; resume=auto goes on with a "
+                "training run"
             )
     return problems
 
@@ -47,20 +53,19 @@ def decide_run_dir(config: OutputConfig) -> Path:
     """Make this run's folder, or return the one that the parent process has decided on."""
     if RUN_DIR_VARIABLE in os.environ:
         return Path(os.environ[RUN_DIR_VARIABLE])
-    problems = check_output(config)
-    if problems:
-        raise UserError(problems)
-    folder = _make_folder(config)
-    os.environ[RUN_DIR_VARIABLE] = str(folder.resolve())
+    folder = make_run_dir(config)
+    hand_to_ranks(folder)
     return folder
 
 
-def _make_folder(config: OutputConfig) -> Path:
+def make_run_dir(config: OutputConfig, *, goes_on: bool = False) -> Path:
+    """Make a run's folder; with `goes_on` it may be there, and hold a run."""
+    problems = check_output(config, goes_on=goes_on)
+    if problems:
+        raise UserError(problems)
     if config.dir is not None:
         folder = Path(config.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        if is_first_rank():
-            (folder / REASON_FILE).unlink(missing_ok=True)  # of a run that never started
         return folder
     if is_one_of_several():
         raise UserError(
@@ -79,6 +84,20 @@ def _make_folder(config: OutputConfig) -> Path:
     raise UserError(f"{parent}: a hundred runs of this second already; type another output.name")
 
 
+def hand_to_ranks(folder: Path) -> None:
+    """Tell this run's folder to the ranks that this process starts, and to its own errors."""
+    if is_first_rank():
+        (folder / REASON_FILE).unlink(missing_ok=True)  # why an earlier process stopped
+    os.environ[RUN_DIR_VARIABLE] = str(folder.resolve())
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file of a run's folder so that it is the old or the new one whenever it is read."""
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, file)
+
+
 def find_run(run: str | None, name: str | None = None) -> Path:
     """Return folder `run`, or the newest finished run under outputs/ (of that name, if given).
 
@@ -88,7 +107,7 @@ def find_run(run: str | None, name: str | None = None) -> Path:
         folder = Path(run)
         if not folder.is_dir():
             raise UserError(f"run={run}: no such folder{_known_runs(name)}")
-        if not (folder / "metrics.json").exists() or not _is_training(folder / "config.yaml"):
+        if not (folder / METRICS_FILE).exists() or not is_training(folder / CONFIG_FILE):
             raise UserError(
                 f"run={run}: not the folder of a finished training run (metrics.json and its "
                 f"config.yaml){_known_runs(name)}"
@@ -103,12 +122,12 @@ def find_run(run: str | None, name: str | None = None) -> Path:
 
 def finished_runs(name: str | None = None) -> list[Path]:
     """List the finished training runs under outputs/, oldest first."""
-    found = (OUTPUTS / name if name else OUTPUTS).rglob("metrics.json")
-    runs = [file.parent for file in found if _is_training(file.parent / "config.yaml")]
-    return sorted(runs, key=lambda run: (run / "metrics.json").stat().st_mtime_ns)
+    found = (OUTPUTS / name if name else OUTPUTS).rglob(METRICS_FILE)
+    runs = [file.parent for file in found if is_training(file.parent / CONFIG_FILE)]
+    return sorted(runs, key=lambda run: (run / METRICS_FILE).stat().st_mtime_ns)
 
 
-def _is_training(config: Path) -> bool:
+def is_training(config: Path) -> bool:
     """Tell a training run from an evaluation, which leaves metrics.json too."""
     return config.exists() and "optimizer:" in config.read_text(encoding="utf-8").splitlines()
 

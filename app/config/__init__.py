@@ -1,18 +1,13 @@
 """THE DOOR: what a person types and what conf/ says becomes one typed object, or an error.
 
-`door` calls Hydra; `verbs` says what each verb can be told; `conf_files` reads conf/ and knows its
+`door` calls Hydra; `of_run` has the settings of a run that is there; `nodes` asks of one value
+what it is; `verbs` says what each verb can be told; `conf_files` reads conf/ and knows its
 lines; `overrides` quotes and refuses words; `schema` and `settings_check` find every wrong key and
 value at once; `help` is the page.
 """
 
-from app.config.door import (
-    check_before_start,
-    check_words,
-    load_config,
-    load_run_config,
-    run_verb,
-    save_config,
-)
+from app.config.door import check_before_start, check_words, load_config, run_verb
+from app.config.of_run import load_run_config, save_config
 from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig
 
 __all__ = [

@@ -9,18 +9,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from app.config import conf_files
 from app.config.conf_files import ConfFile
+from app.config.nodes import first_line, parse_override, takes_value
+from app.config.of_run import (
+    fill_from_run,
+    fill_to_resume,
+    load_run_config,
+    options_of,
+    resolve_paths,
+    run_with_settings,
+)
 from app.config.overrides import Given, read_words
-from app.config.schema import Leaf, hints_of
+from app.config.schema import hints_of
 from app.config.settings_check import Settings, check_file, check_given
 from app.config.verbs import (
     ALTERNATIVES,
@@ -31,16 +37,15 @@ from app.config.verbs import (
     PreviewConfig,
     TrainConfig,
 )
-from app.errors import DONE, ROOT, UserError, report
+from app.errors import DONE, UserError, report
+from app.faults import parse_faults
 from app.launch import check_launch, is_child, is_first_rank
-from app.model.adapter import Ia3Config, LoraConfig
-from app.output import check_output, find_run
+from app.output import check_output
 from app.preflight import check_compatibility, check_files, num_ranks
-from data_modules import TEMPLATE_NAMES
+from app.resume import NEVER, check_resume
+from app.supervise.run import check_supervise
 
 DEFAULT_EXPERIMENT = "quickstart"
-TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
-"""what an evaluation takes over from its run's trainer; the rest is of training or of a machine"""
 
 
 def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> Any:
@@ -54,9 +59,11 @@ def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
-        raise UserError(_first_line(error)) from error
-    _resolve_paths(config)
-    problems = _check_required(config, conf_files.groups(conf)) + check_output(config.output)
+        raise UserError(first_line(error)) from error
+    resolve_paths(config)
+    problems = _check_required(config, conf_files.groups(conf))
+    goes_on = isinstance(config, TrainConfig) and config.resume != NEVER
+    problems += check_output(config.output, goes_on=goes_on)
     if problems:
         raise UserError(problems)
     return config
@@ -64,7 +71,9 @@ def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -
 
 def compose(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> Any:
     """Return the DictConfig of a verb, after checking every key and value that was given."""
-    given, files, settings = check_words(verb, words, conf)
+    run = run_with_settings(words, conf) if verb == "train" else None
+    of_run = [] if run is None else options_of(run, words)
+    given, files, settings = check_words(verb, [*of_run, *words], conf)
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -75,18 +84,21 @@ def compose(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> An
     experiment = next((one.value for one in given if one.key == "experiment"), None)
     overrides = [one.override for one in given if one.key != "experiment"]
     typed = {one.key for one in given}
-    overrides += _reset_alternatives(typed, verb)
+    reset = _reset_alternatives(typed, verb)
+    overrides += [f"++{key}={'null' if value is None else value}" for key, value in reset.items()]
     if experiment is not None:
         overrides.append(f"+experiment={_fit_experiment(files[-1], settings)}")
     try:
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             composed: Any = hydra_compose(verb, overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_first_line(error)) from error
+        raise UserError(first_line(error)) from error
     name = composed["output"]["name"] or _default_name(verb, experiment)
     OmegaConf.update(composed, "output.name", name)
     if verb == "evaluate" and (composed["run"] or not composed["model"]["path"]):
-        return _fill_from_run(composed, given)
+        return fill_from_run(composed, given)
+    if verb == "train":
+        composed = fill_to_resume(composed, given[len(of_run) :], reset, run)
     if "trainer.num_epochs" in typed and composed["trainer"]["max_steps"] is not None:
         say(
             f"note: trainer.max_steps={composed['trainer']['max_steps']} wins over "
@@ -102,38 +114,20 @@ def _default_name(verb: str, experiment: str | None) -> str:
     return f"{experiment}-preview" if verb == "preview" else experiment
 
 
-def _reset_alternatives(typed: set[str], verb: str) -> list[str]:
+def _reset_alternatives(typed: set[str], verb: str) -> dict[str, Any]:
     """Where one of two ways to say a thing was typed, take the other one back to its default.
 
     An experiment's schedule.warmup_steps would else win over a typed schedule.warmup_ratio.
     """
-    overrides = []
+    reset = {}
     for pair in ALTERNATIVES:
         for one, other in (pair, pair[::-1]):
             group, _, name = other.partition(".")
             if one in typed and other not in typed:
                 schema = hints_of(VERBS[verb])[group]
                 field = next(f for f in dataclasses.fields(schema) if f.name == name)
-                default = "null" if field.default is None else field.default
-                overrides.append(f"++{other}={default}")
-    return overrides
-
-
-def _fill_from_run(composed: Any, given: list[Given]) -> Any:
-    """Take model, data and the rest from a finished run's settings, where nothing was typed."""
-    from omegaconf import OmegaConf
-
-    run = find_run(composed["run"])
-    typed = {one.key for one in given} | {"run", "output"}
-    of_run = dataclasses.asdict(load_run_config(run))
-    shared = {name: of_run[name] for name in composed if name in of_run and name not in typed}
-    if "trainer" in shared:
-        shared["trainer"] = {name: shared["trainer"][name] for name in TAKEN_FROM_TRAINER}
-    filled = OmegaConf.merge(composed, shared, {"run": str(run)})
-    for one in given:
-        if "." in one.key:
-            OmegaConf.update(filled, one.key, one.value)
-    return filled
+                reset[other] = field.default
+    return reset
 
 
 def check_words(
@@ -141,7 +135,7 @@ def check_words(
 ) -> tuple[list[Given], list[ConfFile], Settings]:
     """Read and check all overrides and all files that they choose; UserError with every problem."""
     groups = conf_files.groups(conf)
-    given, problems = read_words(words, groups, conf_files.ADDED_GROUPS, _parse_override)
+    given, problems = read_words(words, groups, conf_files.ADDED_GROUPS, parse_override)
     if any(one.key == "sweep" for one in given):
         raise UserError("sweep=NAME lists several runs: add -m to try each of them")
     try:
@@ -184,20 +178,6 @@ def _fit_experiment(file: ConfFile, settings: Settings) -> str:
     return fitted
 
 
-def _parse_override(word: str) -> tuple[Any, bool]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        parsed = OverridesParser.create().parse_override(word)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(str(error)) from error
-    if parsed.is_sweep_override():
-        return None, True
-    return parsed.value(), False
-
-
 def _settings_in_use(verb: str, files: list[ConfFile], replaced: frozenset[str]) -> Settings:
     parts, options = {}, {}
     for file in files:
@@ -205,19 +185,7 @@ def _settings_in_use(verb: str, files: list[ConfFile], replaced: frozenset[str])
         if file.package in PARTS and name in PARTS[file.package]:
             parts[file.package] = PARTS[file.package][name]
             options[file.package] = file.path.stem
-    return Settings(VERBS[verb], parts, options, PARTS, _takes_value, CHOICES, replaced)
-
-
-def _takes_value(leaf: Leaf) -> bool:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    node = OmegaConf.structured(leaf.owner)
-    try:
-        node[leaf.field] = leaf.value
-    except OmegaConfBaseException:
-        return False
-    return True
+    return Settings(VERBS[verb], parts, options, PARTS, takes_value, CHOICES, replaced)
 
 
 @functools.cache
@@ -232,16 +200,14 @@ def _register_schemas() -> None:
             store.store(group=f"schema/{group}", name=name, node=schema)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
-
-
 def _check_required(
     config: TrainConfig | EvaluateConfig, groups: dict[str, list[str]]
 ) -> list[str]:
     problems = []
     run = config.run if isinstance(config, EvaluateConfig) else None
     if isinstance(config, PreviewConfig):
+        if config.resume != NEVER:
+            problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
         if config.model.path is None and config.model.tokenizer_path is None:
             problems.append(
                 f"no tokenizer: type model=NAME ({', '.join(groups['model'])}), or "
@@ -260,71 +226,6 @@ def _check_required(
             "'data.datasets=[{path: FILE, format: alpaca}]'; +experiment=quickstart is a whole run"
         )
     return problems
-
-
-def _resolve_paths(config: Any) -> None:
-    """Make paths that exist absolute, so that a run can be evaluated from another folder.
-
-    Expands `~`, and lets relative paths of the shipped YAML files work from any folder. What does
-    not exist stays as it was typed: a hub id, a template's name, or a mistake to be named.
-    """
-
-    def resolve(path: str | None) -> str | None:
-        if not path:
-            return path
-        for candidate in (Path(path).expanduser(), ROOT / path):
-            if candidate.exists():
-                return os.path.abspath(candidate)
-        return str(Path(path).expanduser()) if path.startswith("~") else path
-
-    config.model.path = resolve(config.model.path)
-    config.model.tokenizer_path = resolve(config.model.tokenizer_path)
-    if config.data.chat_template not in TEMPLATE_NAMES:
-        config.data.chat_template = resolve(config.data.chat_template)
-    for dataset in (*config.data.datasets, *config.data.test_datasets):
-        dataset.path = resolve(dataset.path) or dataset.path
-    if isinstance(config, EvaluateConfig):
-        config.adapter_path = resolve(config.adapter_path)
-    elif isinstance(config.adapter, (LoraConfig, Ia3Config)):
-        config.adapter.path = resolve(config.adapter.path)
-
-
-def save_config(config: Any, path: Path) -> None:
-    """Write settings as plain YAML, which `load_run_config` reads back."""
-    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
-    path.write_text(text, encoding="utf-8")
-
-
-def load_run_config(folder: Path) -> TrainConfig:
-    """Read a run's config.yaml back through the same schemas; UserError with file and key."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    file = conf_files.read_conf_file(folder / "config.yaml", package="")
-    parts = {
-        group: options[name]
-        for group, options in PARTS.items()
-        if (name := (file.values.get(group) or {}).get("name")) in options
-    }
-    settings = Settings(TrainConfig, parts, {}, PARTS, _takes_value, CHOICES)
-    problems = check_file(file, settings)
-    problems += [
-        f"{conf_files.shown(file.path)} {group}.name: expected one of {', '.join(options)}"
-        for group, options in PARTS.items()
-        if group not in parts
-    ]
-    if problems:
-        raise UserError(problems)
-    node = OmegaConf.structured(TrainConfig)
-    try:
-        for group, schema in parts.items():
-            node[group] = OmegaConf.structured(schema)
-        config = OmegaConf.to_object(OmegaConf.merge(node, file.values))
-    except OmegaConfBaseException as error:
-        raise UserError(f"{conf_files.shown(file.path)}: {_first_line(error)}") from error
-    assert isinstance(config, TrainConfig)
-    _resolve_paths(config)
-    return config
 
 
 def run_verb(
@@ -391,11 +292,23 @@ def check_before_start(config: Any) -> None:
         problems += check_compatibility(config, on_this_machine=False)
         problems += check_files(config, needs_weights=False)
     else:
-        problems = check_launch(num_ranks(config))
-        problems += check_compatibility(config)
-        problems += check_files(config)
+        problems, is_done = _check_resume(config)
+        if not is_done:  # a run that is done needs neither its data nor its model
+            problems += check_launch(num_ranks(config))
+            problems += check_compatibility(config)
+            problems += check_files(config)
     if problems:
         raise UserError(problems)
+
+
+def _check_resume(config: TrainConfig | EvaluateConfig) -> tuple[list[str], bool]:
+    """List what is wrong with resume and faults; says whether the run is done already."""
+    if not isinstance(config, TrainConfig):
+        return [], False
+    _, problems = parse_faults(config.faults)
+    problems += check_supervise(config)
+    found, is_done = check_resume(config, load_run_config)
+    return problems + found, is_done and not problems
 
 
 def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
@@ -417,4 +330,4 @@ def _print_composed(verb: str, words: list[str]) -> None:
     try:
         print(OmegaConf.to_yaml(composed, resolve=True), end="")
     except OmegaConfBaseException as error:
-        raise UserError(_first_line(error)) from error
+        raise UserError(first_line(error)) from error

@@ -19,6 +19,8 @@ SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-
 REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 """`${key.of.another.setting}`, whole: one inside another could spell a resolver's name"""
 
+SPELLED = {"trainer.checkpoint.async": "trainer.checkpoint.asynchronous"}
+"""keys as people type them, where Python keeps the word for itself"""
 Parse = Callable[[str], tuple[Any, bool]]
 """`key=value` -> (the value as plain Python, whether it lists several for a sweep); ValueError"""
 
@@ -46,7 +48,7 @@ def read_words(
         if match is None:
             problems.append(f"{word}: expected key=value{_hint_for_word(word, groups)}")
             continue
-        key, value = match["key"], match["value"]
+        key, value = SPELLED.get(match["key"], match["key"]), match["value"]
         if (refusal := refuse(key, value)) is not None:
             problems.append(refusal)
         elif match["prefix"] == "~":

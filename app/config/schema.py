@@ -46,6 +46,10 @@ OTHER_WORDS = {
     "output_dir": "output.dir",
     "lr_scheduler_type": "schedule",
     "val_check_interval": "trainer.validate_every_steps",
+    "async": "trainer.checkpoint.asynchronous",
+    "save_steps": "trainer.checkpoint.every_steps",
+    "save_total_limit": "trainer.checkpoint.keep_last",
+    "resume_from_checkpoint": "resume",
 }
 
 

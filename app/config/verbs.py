@@ -27,6 +27,7 @@ from app.output import OutputConfig, saved_folder
 from app.report.preview import ShownConfig
 from app.strategy import build as strategy
 from app.strategy.build import StrategyConfig
+from app.supervise.settings import SuperviseConfig
 from app.training import logger, schedule, trainer
 from app.training.logger import LoggerConfig
 from app.training.optimizer import (
@@ -61,8 +62,17 @@ class TrainConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
     seed: int = 42
     """every random choice follows from it: weights, order of the data, dropout"""
+    resume: str = "never"
+    """never; auto = from the newest good checkpoint in output.dir, or of the newest unfinished run
+    of this name, if there is one; must = the same, or an error; or the folder of a run or of one
+    of its checkpoints, which brings the run's own settings"""
+    resume_allow: list[str] = field(default_factory=list)
+    """what may differ from the run that is resumed: lr, schedule, epochs, data, precision"""
+    faults: list[str] = field(default_factory=list)
+    """faults to try a run out with, each once: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
 
 
 @dataclass(kw_only=True, slots=True)

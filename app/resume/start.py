@@ -1,0 +1,198 @@
+"""How a training starts: anew, from a checkpoint, or not at all because it is done."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.errors import UserError
+from app.launch import RUN_DIR_VARIABLE, STEP_VARIABLE, is_first_rank
+from app.manifest import installed_versions, read_manifest
+from app.output import CONFIG_FILE, METRICS_FILE, hand_to_ranks, is_training, make_run_dir
+from app.preflight import describe_base, num_ranks
+from app.resume.changes import (
+    check_allow,
+    check_global_batch,
+    check_stream,
+    compare_facts,
+    compare_settings,
+    describe_global_batch,
+    judge,
+)
+from app.resume.lock import hold_run
+from app.resume.which import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
+from app.training.checkpoint.checkpoint import Checkpoint, DamageError, load_checkpoint
+
+log = logging.getLogger(__name__)
+
+ReadSettings = Callable[[Path], Any]
+"""reads a run's config.yaml"""
+LENGTHENS = ("epochs", "data")
+"""changes that give a finished run more to do"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Start:
+    """Where a run begins."""
+
+    folder: Path
+    checkpoint: Checkpoint | None = None
+    """what it goes on from; None: it starts anew"""
+    is_done: bool = False
+    """the run had finished, and nothing is left to do"""
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """the manifest of the run that it goes on with"""
+    allow: list[str] = field(default_factory=list)
+    """resume_allow"""
+
+    @property
+    def step(self) -> int:
+        """Return how many optimizer steps are done."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    def check(self, facts: Mapping[str, Any]) -> None:
+        """Compare what the data became with what it was; UserError where that forbids to go on."""
+        if self.checkpoint is None or not is_first_rank():
+            return
+        problems, notes = judge(compare_facts(self.before, facts), self.allow)
+        total = facts["total_steps"]
+        if not problems and self.step > total:
+            problems = [
+                f"the run has {total} steps now, and goes on from step {self.step}; type "
+                "trainer.max_steps or trainer.num_epochs for a longer one, or resume from an "
+                "earlier checkpoint by resume=FOLDER/checkpoints/step-N"
+            ]
+        if problems:
+            raise UserError(problems)
+        for note in notes:
+            log.info("RESUME: %s", note)
+        log.info("RESUME: %d of %d steps are done", self.step, total)
+
+    def earlier(self) -> list[dict[str, Any]]:
+        """Return what earlier processes did of this run, for its manifest."""
+        if self.checkpoint is None:
+            return []
+        newest = {name: self.before[name] for name in ("command", "started", "versions")}
+        return [*self.before.get("earlier", []), {**newest, "until_step": self.step}]
+
+    def take_over(self) -> None:
+        """Take back what says that the run has finished, on the first rank before it trains."""
+        (self.folder / METRICS_FILE).unlink(missing_ok=True)
+
+
+def check_resume(config: Any, read_settings: ReadSettings) -> tuple[list[str], bool]:
+    """List what forbids to go on with the run in output.dir, before torch is imported.
+
+    Returns the problems, and whether there is nothing left to do.
+    """
+    problems = check_allow(config.resume_allow)
+    if problems or not _is_resumed(config):
+        return problems, False
+    found = _compare(config, read_settings)
+    return found.problems, found.is_done and not found.problems
+
+
+def start_run(config: Any, read_settings: ReadSettings) -> Start:
+    """Decide and hold the run's folder, and choose the checkpoint that it goes on from.
+
+    The first rank checks every byte of the checkpoint, and tells the ranks that it starts.
+    """
+    if RUN_DIR_VARIABLE in os.environ:
+        folder = Path(config.output.dir or os.environ[RUN_DIR_VARIABLE])
+        step = int(os.environ.get(STEP_VARIABLE, 0))
+        start = Start(folder=folder, allow=list(config.resume_allow))
+        if step:
+            start.checkpoint = _of_step(folder, step)
+            start.before = read_manifest(folder) if is_first_rank() else {}
+        return start
+    folder = make_run_dir(config.output, goes_on=config.resume != NEVER)
+    start = Start(folder=folder, allow=list(config.resume_allow))
+    found = _compare(config, read_settings) if _is_resumed(config) else _Found()
+    if found.problems:
+        raise UserError(found.problems)
+    if found.is_done:
+        start.is_done, start.before = True, found.before
+        return start
+    if is_first_rank():
+        hold_run(folder)
+    if _is_resumed(config):
+        start.before, start.checkpoint = found.before, _choose(config, folder)
+    if start.checkpoint is not None:
+        for note in found.notes:
+            log.info("RESUME: %s", note)
+        log.info("RESUME: from %s", start.checkpoint.folder)
+    elif config.resume != NEVER:
+        log.info("RESUME: fresh start, no checkpoint in %s", folder)
+    hand_to_ranks(folder)
+    os.environ[STEP_VARIABLE] = str(start.step)
+    return start
+
+
+@dataclass(kw_only=True, slots=True)
+class _Found:
+    """What a run that is there says of going on with it."""
+
+    before: Mapping[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_done: bool = False
+
+
+def _is_resumed(config: Any) -> bool:
+    """Tell whether the run's folder holds a run that may be resumed."""
+    folder = config.output.dir
+    return config.resume != NEVER and folder is not None and is_training(Path(folder) / CONFIG_FILE)
+
+
+def _compare(config: Any, read_settings: ReadSettings) -> _Found:
+    """Compare settings, base, versions and ranks with those of the run in output.dir."""
+    folder = Path(config.output.dir)
+    has_finished = (folder / METRICS_FILE).exists()
+    if not has_checkpoints(folder) and not has_finished:  # nothing is there to go on with
+        missing = f"resume={config.resume}: {folder} has no checkpoint; type resume=auto to start"
+        return _Found(problems=[] if config.resume == AUTO else [f"{missing} it anew"])
+    before = read_manifest(folder)
+    changes = compare_settings(read_settings(folder), config)
+    now = {"base": describe_base(config.model), "versions": installed_versions()}
+    problems, notes = judge([*changes, *compare_facts(before, now)], config.resume_allow)
+    if "global_batch" in before:
+        batch = describe_global_batch(config.trainer, num_ranks(config) or 1)
+        refused, noted = check_global_batch(before["global_batch"], batch, config.trainer)
+        if config.data.streaming and not refused:
+            refused = check_stream(changes, before["global_batch"], batch)
+        problems, notes = problems + refused, notes + noted
+    is_done = has_finished and not any(change.kind in LENGTHENS for change in changes)
+    if not is_done and not has_checkpoints(folder):
+        problems.append(f"{folder} has finished and has no checkpoint to go on from")
+    return _Found(before=before, problems=problems, notes=notes, is_done=is_done)
+
+
+def _choose(config: Any, folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that was typed, else the newest good one; None where there is none."""
+    if (step := typed_step(config.resume)) is not None:
+        try:
+            return load_checkpoint(Path(config.resume).expanduser(), step)
+        except DamageError as error:
+            raise UserError(
+                f"resume={config.resume} is damaged ({error}); type resume={folder} for the "
+                "newest good checkpoint"
+            ) from error
+    good, damaged = checkpoints_of(folder).newest_good()
+    if good is None and damaged:
+        raise UserError(
+            [f"{folder}: {sentence}" for sentence in damaged]
+            + ["leave resume out and type another output.dir to start anew"]
+        )
+    if is_first_rank():
+        for sentence in damaged:
+            log.warning("RESUME: %s", sentence)
+    return good
+
+
+def _of_step(folder: Path, step: int) -> Checkpoint:
+    """Return the checkpoint that the first rank has checked."""
+    return next(one for one in checkpoints_of(folder).checkpoints() if one.step == step)

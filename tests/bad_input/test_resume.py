@@ -1,0 +1,470 @@
+"""What a person sees who goes on with a run that is not as it was, not there, or not alone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import load_config, load_run_config
+from app.errors import ROOT, UserError
+from app.resume import Start, start_run
+from tests.door import ask, make_data, make_model
+from tests.resumed import contents, damage, damage_all, make_run
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words of a run that is right, on files of this test."""
+    folder = tmp_path_factory.mktemp("files")
+    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl", 40)
+    return [
+        f"model.path={model}",
+        f"data.datasets=[{{path: {data}}}]",
+        "trainer.max_steps=4",
+        "trainer.gradient_accumulation_steps=4",
+        "schedule.warmup_steps=1",
+        "optimizer.lr=1e-3",
+    ]
+
+
+@pytest.fixture
+def run(words: list[str], tmp_path: Path) -> Path:
+    """A run that was killed after its fourth step."""
+    return make_run(tmp_path / "run", *words)
+
+
+def start(*typed: str) -> Start:
+    """Start as the verb does; another start of this process may follow."""
+    try:
+        return start_run(load_config("train", typed), load_run_config)
+    finally:
+        for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
+            os.environ.pop(name, None)
+
+
+REFUSED = [
+    ("adapter.r=8", "adapter.r was 16 and is 8: that is another run; type adapter.r=16"),
+    ("adapter=full", "adapter.name was lora and is full: that is another run"),
+    ("optimizer=adafactor", "optimizer.name was adamw and is adafactor: that is another run"),
+    ("optimizer.weight_decay=0.1", "type optimizer.weight_decay=0.0"),
+    ("data.sequence_len=64", "data.sequence_len was null and is 64: that is another run"),
+    ("packing=none", "packing.method was multipack and is none: that is another run"),
+    ("seed=7", "seed was 42 and is 7: that is another run; type seed=42"),
+    ("model.added_tokens=[<x>]", "type 'model.added_tokens=[]'"),
+]
+ALLOWED = [
+    ("optimizer.lr=2e-3", "lr", "optimizer.lr was 0.001 and is 0.002"),
+    ("trainer.max_grad_norm=0.5", "lr", "trainer.max_grad_norm was 1.0 and is 0.5"),
+    ("schedule=linear", "schedule", "schedule.shape was cosine and is linear"),
+    ("schedule.warmup_ratio=0.1", "schedule", "schedule.warmup_steps was 1 and is null"),
+    ("trainer.max_steps=8", "epochs", "trainer.max_steps was 4 and is 8"),
+    ("trainer.num_epochs=3", "epochs", "trainer.num_epochs was 1 and is 3"),
+    ("data.on_long=truncate_left", "data", "data.on_long was drop and is truncate_left"),
+    ("data.val_set_size=2", "data", "data.val_set_size was 0.05 and is 2"),
+    ("data.mixture.weights=rows", "data", "data.mixture.weights was epochs and is rows"),
+]
+HARMLESS = [
+    "trainer.log_every_steps=1",
+    "trainer.validate_every_steps=2",
+    "trainer.checkpoint.every_steps=3",
+    "trainer.checkpoint.async=true",
+    "logger=csv",
+    "evaluation.exact_match=true",
+    "data.cache_dir=elsewhere",
+    "data.num_workers=2",
+    "output.name=other",
+    "attention=eager",
+    "recompute=full",
+]
+
+
+@pytest.mark.parametrize(("word", "said"), REFUSED, ids=[word for word, _ in REFUSED])
+def test_settings_that_make_another_run_are_refused(run: Path, word: str, said: str) -> None:
+    answer = ask(f"resume={run}", word, "resume_allow=[lr,schedule,epochs,data,precision]")
+    assert answer.code == 2
+    assert said in answer.said
+
+
+@pytest.mark.parametrize(("word", "allow", "said"), ALLOWED, ids=[word for word, *_ in ALLOWED])
+def test_settings_that_may_change_say_the_word_for_it(
+    run: Path, word: str, allow: str, said: str
+) -> None:
+    answer = ask(f"resume={run}", word)
+    assert answer.code == 2
+    assert said in answer.said
+    assert f"type 'resume_allow=[{allow}]'" in answer.said
+    allowed = [f"resume_allow=[{allow}]"]
+    if word == "schedule.warmup_ratio=0.1":
+        assert "schedule.warmup_ratio was 0.03 and is 0.1" in answer.said
+    answer = ask(f"resume={run}", word, *allowed)
+    assert answer.code == 0, answer.said
+
+
+@pytest.mark.parametrize("word", HARMLESS)
+def test_settings_on_which_nothing_depends_may_change(run: Path, word: str) -> None:
+    answer = ask(f"resume={run}", word)
+    assert answer.code == 0, answer.said
+
+
+def test_all_that_changed_is_named_together(run: Path) -> None:
+    answer = ask(f"resume={run}", "adapter.r=8", "optimizer.lr=2e-3", "trainer.log_every_steps=1")
+    assert answer.said.startswith("error: 2 problems")
+    assert "adapter.r was" in answer.said and "optimizer.lr was" in answer.said
+
+
+def test_a_misspelt_word_of_resume_allow(run: Path) -> None:
+    answer = ask(f"resume={run}", "resume_allow=[epoch]")
+    assert answer.code == 2
+    assert "resume_allow=epoch: expected lr, schedule, epochs, data, precision" in answer.said
+    assert "did you mean epochs?" in answer.said
+    assert "expected a list" in ask(f"resume={run}", "resume_allow=lr").said
+
+
+WRONG_RESUME = [
+    ("atuo", "did you mean auto?"),
+    ("true", "type resume=auto"),
+    ("latest", "type resume=must"),
+    ("no/such/folder", "no such folder; expected never, auto, must, or the folder of a run"),
+]
+
+
+@pytest.mark.parametrize(("value", "said"), WRONG_RESUME, ids=[value for value, _ in WRONG_RESUME])
+def test_what_resume_does_not_take(words: list[str], value: str, said: str) -> None:
+    answer = ask(*words, f"resume={value}")
+    assert answer.code == 2
+    assert said in answer.said
+
+
+def test_a_folder_that_is_no_run(words: list[str], tmp_path: Path) -> None:
+    answer = ask(f"resume={tmp_path}")
+    assert answer.code == 2
+    assert f"resume={tmp_path}: no training run is there" in answer.said
+
+
+def test_a_run_goes_on_in_its_own_folder_alone(run: Path, tmp_path: Path) -> None:
+    answer = ask(f"resume={run}", f"output.dir={tmp_path / 'other'}")
+    assert answer.code == 2
+    assert "leave output.dir out" in answer.said
+    assert ask(f"resume={run}", f"output.dir={run}").code == 0
+
+
+def test_a_preview_resumes_nothing(run: Path, words: list[str]) -> None:
+    answer = ask(*words, f"resume={run}", verb="preview")
+    assert answer.code == 2
+    assert "a preview trains nothing" in answer.said
+
+
+def test_nothing_to_resume_is_an_error_where_something_must_be(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = ask(*words, "resume=must")
+    assert answer.code == 2
+    assert "resume=must, but there is no unfinished run" in answer.said
+    assert "outputs/train; type resume=auto" in answer.said
+    answer = ask(*words, "resume=must", f"output.dir={tmp_path / 'new'}")
+    assert f"there is no run in {tmp_path / 'new'}" in answer.said
+    make_run(tmp_path / "empty", *words, steps=())
+    answer = ask("resume=must", f"output.dir={tmp_path / 'empty'}")
+    assert answer.code == 2
+    assert f"{tmp_path / 'empty'} has no checkpoint; type resume=auto" in answer.said
+
+
+def test_nothing_to_resume_is_a_line_where_a_run_may_start(
+    words: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for folder in (tmp_path / "new", make_run(tmp_path / "empty", *words, steps=())):
+        caplog.clear()
+        started = start(*words, "resume=auto", f"output.dir={folder}")
+        assert (started.step, started.checkpoint) == (0, None)
+        assert caplog.messages == [f"RESUME: fresh start, no checkpoint in {folder}"]
+
+
+def test_a_run_that_never_saved_starts_anew_with_any_settings(
+    words: list[str], tmp_path: Path
+) -> None:
+    empty = make_run(tmp_path / "empty", *words, steps=())
+    answer = ask(*words, "adapter.r=8", "resume=auto", f"output.dir={empty}")
+    assert answer.code == 0, answer.said
+
+
+def test_a_run_that_is_there_is_refused_without_resume(run: Path, words: list[str]) -> None:
+    answer = ask(*words, f"output.dir={run}")
+    assert answer.code == 2
+    assert "holds another run" in answer.said and "resume=auto" in answer.said
+
+
+def test_an_evaluation_is_no_run_to_resume(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model:\n  path: null\n")
+    answer = ask(*words, f"output.dir={tmp_path}", "resume=auto")
+    assert answer.code == 2
+    assert "holds an evaluation" in answer.said
+
+
+def test_a_finished_run_says_so_and_touches_nothing(words: list[str], tmp_path: Path) -> None:
+    done = make_run(tmp_path / "done", *words, finished=True)
+    shutil.move(tmp_path / "done", tmp_path / "moved")
+    done, before = tmp_path / "moved", contents(tmp_path / "moved")
+    started = time.monotonic()
+    said = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "app.train", f"resume={done}", "logger=csv"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    seconds = time.monotonic() - started
+    assert said.returncode == 0, said.stderr[-500:]
+    assert said.stdout.startswith(f"done at step 4: {done} has finished")
+    assert said.stdout.splitlines()[-1] == f"run: {done}"
+    imported = {line.rpartition("|")[2].strip() for line in said.stderr.splitlines()}
+    assert not {"torch", "lightning", "transformers", "datasets"} & imported
+    assert seconds < 5
+    assert contents(done) == before
+
+
+def test_a_finished_run_needs_neither_data_nor_model(words: list[str], tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    model, data = make_model(files / "model"), make_data(files / "data.jsonl")
+    own = [*words, f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    done = make_run(tmp_path / "done", *own, finished=True)
+    data.unlink()
+    assert ask(f"resume={done}").code == 0
+    assert start(f"resume={done}").is_done
+
+
+def test_a_finished_run_of_other_settings_is_not_called_done(
+    words: list[str], tmp_path: Path
+) -> None:
+    done = make_run(tmp_path / "done", *words, finished=True)
+    answer = ask(*words, "adapter.r=8", "resume=auto", f"output.dir={done}")
+    assert answer.code == 2
+    assert "adapter.r was 16 and is 8" in answer.said
+
+
+def test_a_finished_run_goes_on_where_it_is_made_longer(words: list[str], tmp_path: Path) -> None:
+    done = make_run(tmp_path / "done", *words, finished=True)
+    longer = [f"resume={done}", "trainer.max_steps=8"]
+    assert "type 'resume_allow=[epochs]'" in ask(*longer).said
+    started = start(*longer, "resume_allow=[epochs]")
+    assert (started.is_done, started.step) == (False, 4)
+    assert (done / "metrics.json").exists()
+    started.take_over()
+    assert not (done / "metrics.json").exists()
+
+
+def test_damaged_checkpoints_are_named_and_the_good_one_is_taken(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    damage(run / "checkpoints" / "step-4" / "training.json")
+    assert start(f"resume={run}").step == 2
+    said = "\n".join(caplog.messages)
+    assert "step-4 damaged (sha256 of training.json); using step-2, 2 steps lost" in said
+    assert "RESUME: from" in said and "step-2" in said
+
+
+def test_a_typed_checkpoint_is_taken_or_named_as_damaged(run: Path) -> None:
+    typed = run / "checkpoints" / "step-2"
+    assert ask(f"resume={typed}").code == 0
+    assert start(f"resume={typed}").step == 2
+    damage(typed / "training.json")
+    with pytest.raises(UserError, match=r"step-2 is damaged \(sha256 of training.json\)"):
+        start(f"resume={typed}")
+
+
+@pytest.mark.parametrize("word", ["auto", "must"])
+def test_nothing_is_started_anew_over_damaged_checkpoints(run: Path, word: str) -> None:
+    damage_all(run)
+    before = contents(run)
+    with pytest.raises(UserError) as caught:
+        start(f"resume={word}", f"output.dir={run}")
+    said = str(caught.value)
+    assert "step-4 damaged" in said and "step-2 damaged" in said
+    assert contents(run).keys() - {"run.lock"} == before.keys()
+
+
+def test_a_checkpoint_of_a_newer_format_is_not_read(run: Path) -> None:
+    import hashlib
+
+    folder = run / "checkpoints" / "step-4"
+    text = (folder / "manifest.json").read_text().replace('"format": 1', '"format": 99')
+    (folder / "manifest.json").write_text(text)
+    (folder / "COMMITTED").write_text(hashlib.sha256(text.encode()).hexdigest() + "\n")
+    with pytest.raises(UserError, match=r"format 99.*upgrade loft"):
+        start(f"resume={run}")
+
+
+def test_a_changed_base_is_refused(words: list[str], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    own = [*words, f"model.path={model}"]
+    run = make_run(tmp_path / "run", *own)
+    moved = Path(shutil.move(model, tmp_path / "moved"))
+    answer = ask(f"resume={run}", f"model.path={moved}")
+    assert answer.code == 0, answer.said
+    weights = moved / "model.safetensors"
+    damage(weights)
+    answer = ask(f"resume={run}", f"model.path={moved}", "resume_allow=[data]")
+    assert answer.code == 2
+    assert "the base model's weights (sha256) was" in answer.said
+    make_model(moved, context=256)
+    answer = ask(f"resume={run}", f"model.path={moved}")
+    assert "the base model (sha256 of its config and the shapes of its weights)" in answer.said
+
+
+def test_another_number_of_ranks_keeps_the_global_batch_or_says_how(
+    words: list[str], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", *words, "trainer.devices=2")
+    answer = ask(f"resume={run}", "trainer.devices=1")
+    assert answer.code == 2
+    assert (
+        "the run took 8 packs a step (micro_batch_size 1 x accumulation 4 x 2 ranks) and would now "
+        "take 4 (micro_batch_size 1 x accumulation 4 x 1 rank)" in answer.said
+    )
+    (fix,) = [word for word in answer.said.split() if word.startswith("trainer.grad")]
+    assert fix == "trainer.gradient_accumulation_steps=8"
+    answer = ask(f"resume={run}", "trainer.devices=1", fix)
+    assert answer.code == 0, answer.said
+    answer = ask(f"resume={run}", "trainer.devices=1", "trainer.micro_batch_size=2")
+    assert answer.code == 0, answer.said
+    answer = ask(f"resume={run}", "trainer.devices=1", "trainer.global_batch_size=16")
+    assert "type trainer.global_batch_size=8" in answer.said
+    answer = ask(f"resume={run}", "trainer.devices=3")
+    assert "type trainer.devices=2" in answer.said
+
+
+def test_a_stream_wants_its_ranks_and_workers_back(words: list[str], tmp_path: Path) -> None:
+    stream = ["data.streaming=true", "data.val_set_size=2", "trainer.devices=2"]
+    run = make_run(tmp_path / "run", *words, *stream)
+    answer = ask(f"resume={run}", "trainer.devices=1", "trainer.gradient_accumulation_steps=8")
+    assert answer.code == 2
+    assert "the run had 2 ranks and would now have 1" in answer.said
+    answer = ask(f"resume={run}", "data.num_workers=2")
+    assert "data.num_workers was 0 and is 2" in answer.said
+    assert ask(f"resume={run}").code == 0
+
+
+FACTS = [
+    ({"data": [{"name": "d", "path": "p", "sha256": "1" * 64, "rows": 999}]}, "data", "1,000 -> 9"),
+    ({"template_sha256": "d" * 64}, "data", "the chat template (sha256) was aaaaaaaaaaaa and is"),
+    ({"tokens_sha256": "d" * 64}, "data", "what is learned of the same rows"),
+    ({"precision": "bf16"}, "precision", "the precision was fp32 and is bf16"),
+    ({"precision": "bf16-pure"}, None, "the precision was fp32 and is bf16-pure: that is another"),
+    ({"tokenizer_sha256": "d" * 64}, None, "the tokenizer (sha256) was bbbbbbbbbbbb and is"),
+    ({"total_steps": 3}, None, "the run has 3 steps now, and goes on from step 4"),
+]
+
+
+@pytest.mark.parametrize(("fact", "allow", "said"), FACTS, ids=[said for *_, said in FACTS])
+def test_what_the_data_became_is_compared_once_it_is_read(
+    run: Path, fact: dict[str, Any], allow: str | None, said: str
+) -> None:
+    manifest = json.loads((run / "manifest.json").read_text())
+    facts = {name: manifest[name] for name in ("data", "precision", "total_steps", "base")}
+    facts |= {name: manifest[name] for name in manifest if name.endswith("sha256")}
+    started = start(f"resume={run}")
+    started.check(facts)
+    with pytest.raises(UserError) as caught:
+        started.check(facts | fact)
+    assert said in str(caught.value)
+    everything = start(f"resume={run}", "resume_allow=[lr,schedule,epochs,data,precision]")
+    if allow is None:
+        with pytest.raises(UserError):
+            everything.check(facts | fact)
+    else:
+        assert f"type 'resume_allow=[{allow}]'" in str(caught.value)
+        everything.check(facts | fact)
+
+
+def test_other_versions_of_libraries_are_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = run / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["versions"]["torch"] = "2.9.0"
+    file.write_text(json.dumps(manifest))
+    caplog.set_level("INFO")
+    start(f"resume={run}")
+    assert any(line.startswith("RESUME: torch was 2.9.0 and is") for line in caplog.messages)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]"])
+def test_a_run_without_its_manifest_is_not_resumed(run: Path, content: str | None) -> None:
+    (run / "manifest.json").unlink()
+    if content is not None:
+        (run / "manifest.json").write_text(content)
+    answer = ask(f"resume={run}")
+    assert answer.code == 2
+    assert "manifest.json cannot be read" in answer.said
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from app.resume.lock import hold_run
+hold_run(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Hold a run by another process, which forks a worker as a data loader does."""
+    script = HOLD.replace("time.sleep", "import os; os.fork(); time.sleep")
+    command = [sys.executable, "-c", script, str(folder)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, 9)
+
+
+def test_a_second_process_on_a_run_is_refused_and_a_dead_ones_lock_is_taken(
+    run: Path, words: list[str], tmp_path: Path
+) -> None:
+    with held(run) as process:
+        before = contents(run)
+        with pytest.raises(UserError) as caught:
+            start(f"resume={run}")
+        said = str(caught.value)
+        assert f"process {process.pid} on {socket.gethostname()}, started " in said
+        assert "is at work on this run" in said
+        assert contents(run) == before
+        process.kill()  # its worker lives on
+        process.wait()
+        assert start(f"resume={run}").step == 4
+    note = json.loads((run / "run.lock").read_text())
+    assert (note["pid"], note["host"]) == (os.getpid(), socket.gethostname())
+
+
+def test_two_new_runs_do_not_share_a_folder(words: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    with held(folder), pytest.raises(UserError, match="is at work on this run"):
+        start(*words, f"output.dir={folder}")
+
+
+def test_a_disk_without_locks_is_told_and_used(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lockf(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    assert start(f"resume={run}").step == 4
+    assert any("start one process a run" in line for line in caplog.messages)

@@ -1,0 +1,158 @@
+"""Runs that go on after they were moved, and after what they learn from was changed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from app.config import load_config
+from app.errors import UserError
+from app.train import train
+from tests.conftest import read_column
+from tests.tiny import SAMPLES, train_into
+
+WORDS = (
+    "trainer.checkpoint.every_steps=2",
+    "trainer.checkpoint.keep_last=9",
+    "adapter.dropout=0.1",
+    "optimizer.lr=1e-3",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that nobody disturbed, on data of its own."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name in ("lists_test.json", "orders_test.jsonl"):
+        shutil.copy(SAMPLES / name, folder / name)
+    return train_into(folder / "run", f"data.datasets={datasets(folder)}", *WORDS)
+
+
+@pytest.fixture
+def killed(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, with data of its own, as if it had been killed in its third step."""
+    shutil.copytree(whole.parent, tmp_path / "copy")
+    run = tmp_path / "copy" / "run"
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    shutil.rmtree(run / "adapter")
+    (run / "metrics.json").unlink()
+    return run
+
+
+def datasets(folder: Path) -> str:
+    """Word the two data sets that lie in a folder."""
+    lists, orders = folder / "lists_test.json", folder / "orders_test.jsonl"
+    return f"[{{path: {lists}, name: lists}}, {{path: {orders}, name: orders}}]"
+
+
+def go_on(run: Path, *typed: str) -> Path:
+    """Resume a run in this process."""
+    os.environ.pop("LOFT_RUN_DIR", None)
+    os.environ.pop("LOFT_RESUME_STEP", None)
+    try:
+        train(load_config("train", [f"resume={run}", *typed]))
+    finally:
+        os.environ.pop("LOFT_RUN_DIR", None)
+        os.environ.pop("LOFT_RESUME_STEP", None)
+    return run
+
+
+def refused(run: Path, *typed: str) -> str:
+    """Return what is said where a run may not go on; nothing of it may change."""
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != "run.lock"}
+    with pytest.raises(UserError) as caught:
+        go_on(run, *typed)
+    after = {file: file.stat().st_mtime_ns for file in run.rglob("*") if file.name != "run.lock"}
+    assert {file for file in before if before[file] != after.get(file)} - {run} == set()
+    return str(caught.value)
+
+
+def test_a_moved_run_goes_on_as_if_nothing_had_been(
+    whole: Path, killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(killed)
+    # The data that it knows lies where it was; its checkpoints are found beside its settings.
+    go_on(Path("../run"))
+    for name in ("train/loss", "val/loss", "train/lr", "train/grad_norm"):
+        assert read_column(killed, name) == read_column(whole, name)
+    adapters = [run / "adapter" / "adapter_model.safetensors" for run in (whole, killed)]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    manifest = json.loads((killed / "manifest.json").read_text())
+    assert [one["until_step"] for one in manifest["earlier"]] == [2]
+    one, other = (json.loads((run / "metrics.json").read_text()) for run in (whole, killed))
+    assert {k: v for k, v in one.items() if not k.startswith("speed/")} == {
+        k: v for k, v in other.items() if not k.startswith("speed/")
+    }
+
+
+def test_a_run_killed_while_it_saved_its_adapter_saves_it_again(
+    whole: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    (run / "metrics.json").unlink()
+    weights = run / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    go_on(run)
+    assert weights.read_bytes() == (whole / "adapter" / weights.name).read_bytes()
+    assert read_column(run, "val/loss") == read_column(whole, "val/loss")
+    assert (run / "metrics.json").exists()
+
+
+def test_data_that_only_moved_is_the_same_data(whole: Path, killed: Path) -> None:
+    go_on(killed, f"data.datasets={datasets(killed.parent)}")
+    assert read_column(killed, "train/loss") == read_column(whole, "train/loss")
+
+
+def test_changed_rows_are_refused_and_may_be_allowed(whole: Path, killed: Path) -> None:
+    file = killed.parent / "lists_test.json"
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps(rows[:-1]))
+    words = f"data.datasets={datasets(killed.parent)}"
+    said = refused(killed, words)
+    assert "data.datasets[0] lists: sha256 of its rows (200 -> 199 rows) was" in said
+    assert "type 'resume_allow=[data]'" in said
+    assert "orders" not in said and "tokens" not in said
+    go_on(killed, words, "resume_allow=[data]")
+    ours, before = read_column(killed, "train/loss"), read_column(whole, "train/loss")
+    assert [ours[step] == before[step] for step in (1, 2, 3)] == [True, True, False]
+
+
+def test_another_template_is_named(killed: Path) -> None:
+    said = refused(killed, "data.chat_template=plain")
+    assert "the chat template (sha256) was" in said and "'resume_allow=[data]'" in said
+
+
+def test_another_learning_rate_is_used_where_it_is_allowed(whole: Path, killed: Path) -> None:
+    go_on(killed, "optimizer.lr=4e-3", "resume_allow=[lr]")
+    ours, before = read_column(killed, "train/lr"), read_column(whole, "train/lr")
+    assert [round(ours[step] / before[step], 6) for step in (1, 2, 3, 4)] == [1, 1, 4, 4]
+
+
+def test_a_longer_run_follows_the_longer_schedule(whole: Path, killed: Path) -> None:
+    go_on(killed, "trainer.max_steps=8", "resume_allow=[epochs]")
+    ours, before = read_column(killed, "train/lr"), read_column(whole, "train/lr")
+    assert list(ours) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [ours[1], ours[2]] == [before[1], before[2]]
+    # Half a cosine over the seven steps after the warm-up's only one.
+    assert ours[3] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi / 7)))
+    assert ours[8] == pytest.approx(1e-3 * 0.5 * (1 + math.cos(math.pi * 6 / 7)))
+
+
+def test_a_run_computes_less_precisely_where_that_is_allowed(killed: Path) -> None:
+    said = refused(killed, "trainer.precision=bf16")
+    assert "the precision was fp32 and is bf16" in said
+    go_on(killed, "trainer.precision=bf16", "resume_allow=[precision]")
+    assert len(read_column(killed, "train/loss")) == 4
+
+
+def test_a_run_that_never_saved_leaves_nothing_of_its_curves(whole: Path, killed: Path) -> None:
+    shutil.rmtree(killed / "checkpoints")
+    go_on(Path("auto"), f"output.dir={killed}")
+    assert read_column(killed, "train/loss") == read_column(whole, "train/loss")
+    num_rows = [len((run / "metrics.csv").read_text().splitlines()) for run in (whole, killed)]
+    assert num_rows[0] == num_rows[1]

@@ -1,0 +1,230 @@
+"""Which run is meant, whose settings it goes on with, and how every setting is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from app.config import load_config, load_run_config, schema
+from app.config.help import help_page
+from app.config.verbs import PARTS, TrainConfig
+from app.errors import UserError
+from app.launch import read_launch
+from app.resume import ALLOWED, start_run
+from app.resume.changes import (
+    COMPARED,
+    HARMLESS,
+    KINDS,
+    OF_A_START,
+    REFUSED,
+    ROUNDING,
+    compare_settings,
+    kind_of,
+)
+from tests.door import ask, make_data, make_model
+from tests.resumed import make_run
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The words of a run that is right, on files of this test."""
+    folder = tmp_path_factory.mktemp("files")
+    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl", 40)
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.max_steps=4"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to be in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def resumed(*typed: str) -> Path | None:
+    """Return the run that the words mean; None where they start a new one."""
+    config = load_config("train", typed)
+    if config.output.dir is None or not (Path(config.output.dir) / "config.yaml").exists():
+        return None
+    return Path(config.output.dir)
+
+
+def all_settings() -> list[str]:
+    """Return the full key of every setting that a training has."""
+    keys = []
+    for name, hint in schema.hints_of(TrainConfig).items():
+        options = PARTS.get(name, {"": hint}).values()
+        for part in options:
+            is_schema = dataclasses.is_dataclass(part)
+            keys += schema.keys_of(part, f"{name}.") if is_schema else [name]
+    groups = {key.rpartition(".")[0].removesuffix("[]") for key in keys} - {"data.datasets"}
+    return sorted(set(keys) - groups)
+
+
+def test_every_setting_is_judged() -> None:
+    kinds = {HARMLESS, ROUNDING, COMPARED, REFUSED, OF_A_START, *ALLOWED}
+    settings = all_settings()
+    assert {"adapter.r", "optimizer.momentum", "trainer.checkpoint.asynchronous"} <= set(settings)
+    # Elements of other lists are compared with their list.
+    whole = ("data.test_datasets[]", "optimizer.lr_by_pattern[]")
+    forgotten = [key for key in settings if kind_of(key) not in kinds and not key.startswith(whole)]
+    assert not forgotten
+    for entry in KINDS:
+        part = entry.removesuffix("*")
+        assert any(key == entry or key.startswith(part) for key in settings), f"{entry} is gone"
+
+
+def test_nothing_differs_from_itself_and_everything_that_differs_is_found(
+    words: list[str],
+) -> None:
+    typed = ["adapter.r=8", "data.val_set_size=2", "trainer.checkpoint.keep_last=3", "seed=1"]
+    one, other = load_config("train", words), load_config("train", [*words, *typed])
+    assert compare_settings(one, load_config("train", words)) == []
+    found = {change.what: (change.before, change.now) for change in compare_settings(one, other)}
+    assert found == {
+        "adapter.r": (16, 8),
+        "data.val_set_size": (0.05, 2),
+        "trainer.checkpoint.keep_last": (2, 3),
+        "seed": (42, 1),
+    }
+
+
+def test_a_folder_brings_the_runs_own_settings(words: list[str], tmp_path: Path) -> None:
+    typed = [
+        "adapter=ia3",
+        "optimizer=adafactor",
+        "optimizer.clip_threshold=0.8",
+        "schedule=linear",
+        "trainer.gradient_accumulation_steps=3",
+        "seed=5",
+        "output.name=mine",
+    ]
+    run = make_run(tmp_path / "run", *words, *typed)
+    before = load_run_config(run)
+    answer = ask(f"resume={run}", "trainer.log_every_steps=2", "faults=[nan@3]")
+    assert answer.code == 0, answer.said
+    now = answer.config
+    assert (now.resume, now.faults, now.trainer.log_every_steps) == (str(run), ["nan@3"], 2)
+    assert now.output.name == "mine"
+    assert [change.what for change in compare_settings(before, now)] == ["trainer.log_every_steps"]
+    # Of two ways to say the same thing, the typed one is taken.
+    answer = ask(f"resume={run}", "trainer.global_batch_size=3")
+    assert answer.code == 0, answer.said
+    assert answer.config.trainer.gradient_accumulation_steps == 8
+
+
+def test_what_was_typed_for_one_start_is_not_of_the_run(words: list[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *words, "faults=[nan@3]", "resume_allow=[lr]")
+    config = load_config("train", [f"resume={run}"])
+    assert (config.faults, config.resume_allow) == ([], [])
+
+
+def test_an_experiment_is_compared_and_not_replaced(words: list[str], tmp_path: Path) -> None:
+    typed = ["+experiment=quickstart", *words, "data.sequence_len=512"]
+    run = make_run(tmp_path / "run", *typed, "adapter.r=4")
+    again = [*typed, "resume=auto", f"output.dir={run}"]
+    answer = ask(*again)
+    assert answer.code == 2
+    assert "adapter.r was 4 and is 16" in answer.said
+    answer = ask(*again, "adapter.r=4")
+    assert answer.code == 0, answer.said
+
+
+def test_the_settings_are_shown_as_they_would_be_used(words: list[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *words, "adapter.r=4")
+    answer = ask(f"resume={run}", "--cfg", "job")
+    assert answer.code == 0, answer.said
+    assert "r: 4\n" in answer.printed
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/checkpoints", "/checkpoints/step-2"])
+def test_a_run_may_be_typed_by_a_folder_in_it(words: list[str], here: Path, tail: str) -> None:
+    make_run(here / "with space" / "rün", *words)
+    assert resumed(f"resume=with space/rün{tail}") == Path("with space/rün")
+
+
+def test_a_run_may_be_moved_and_typed_by_a_relative_path(
+    words: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(here / "run", *words)
+    shutil.move(here / "run", here / "moved")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    config = load_config("train", ["resume=../moved"])
+    assert Path(config.output.dir) == here / "moved"
+    monkeypatch.chdir(here / "moved")
+    assert load_config("train", ["resume=."]).output.dir == "."
+
+
+def test_auto_takes_the_newest_unfinished_run_of_the_name(words: list[str], here: Path) -> None:
+    outputs = here / "outputs"
+    mine = [*words, "output.name=mine"]
+    make_run(outputs / "mine" / "2026-01-01_10-00-00", *mine)
+    newest = make_run(outputs / "mine" / "2026-01-02_10-00-00_1", *mine)
+    make_run(outputs / "mine" / "2026-01-02_10-00-00", *mine)
+    make_run(outputs / "mine" / "2026-01-03_10-00-00", *mine, finished=True)
+    make_run(outputs / "mine" / "2026-01-04_10-00-00", *mine, steps=())
+    make_run(outputs / "other" / "2026-01-05_10-00-00", *words, "output.name=other")
+    (outputs / "mine" / "2026-01-06_10-00-00").mkdir()
+    os.utime(outputs / "mine" / "2026-01-01_10-00-00")  # a copy is newer on the disk
+    for word in ("auto", "must"):
+        assert resumed(*mine, f"resume={word}") == newest.relative_to(here)
+    assert resumed(*words, "output.name=third", "resume=auto") is None
+    with pytest.raises(UserError, match="no unfinished run with a checkpoint in outputs/third"):
+        resumed(*words, "output.name=third", "resume=must")
+
+
+def test_auto_alone_takes_the_newest_unfinished_run_of_any_name(
+    words: list[str], here: Path
+) -> None:
+    make_run(here / "outputs" / "a" / "2026-01-01_10-00-00", *words, "output.name=a")
+    make_run(here / "outputs" / "b" / "2026-01-02_10-00-00", *words, "output.name=b", "seed=3")
+    config = load_config("train", ["resume=auto"])
+    assert (config.output.dir, config.output.name) == ("outputs/b/2026-01-02_10-00-00", "b")
+    assert config.seed == 3
+
+
+def test_the_folder_decides_where_one_is_typed(words: list[str], here: Path) -> None:
+    make_run(here / "outputs" / "train" / "2026-01-02_10-00-00", *words)
+    assert resumed(*words, "resume=auto", "output.dir=new") is None
+    run = make_run(here / "run", *words, steps=(2,))
+    assert resumed(*words, "resume=auto", "output.dir=run") == Path("run")
+    assert resumed("resume=must", f"output.dir={run}") == run
+
+
+def test_ranks_are_told_the_checkpoint(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", *words)
+    typed = [f"resume={run / 'checkpoints' / 'step-2'}"]
+    monkeypatch.delenv("LOFT_RESUME_STEP", raising=False)
+    assert start_run(load_config("train", typed), load_run_config).step == 2
+    assert os.environ["LOFT_RUN_DIR"] == str(run)
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.get(name, "0"))
+    read_launch.cache_clear()
+    # A rank neither looks for the newest one, nor judges what the data became.
+    rank = start_run(load_config("train", typed), load_run_config)
+    assert (rank.step, rank.folder) == (2, run)
+    rank.check({"total_steps": 0})
+    read_launch.cache_clear()
+
+
+def test_a_run_remembers_the_processes_before(words: list[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *words, earlier=[{"until_step": 2}])
+    start = start_run(load_config("train", [f"resume={run}"]), load_run_config)
+    first, second = start.earlier()
+    assert first == {"until_step": 2}
+    assert (second["until_step"], second["versions"]) == (4, start.before["versions"])
+
+
+def test_help_knows_resume() -> None:
+    from app.config.conf_files import CONF
+
+    page = help_page("train", TrainConfig, PARTS, CONF)
+    assert "python -m app.train resume=FOLDER" in page
+    for key in ("resume", "resume_allow", "trainer.checkpoint.every_steps"):
+        assert f"\n  {key} " in page
