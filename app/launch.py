@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from dataclasses import dataclass
+
+from app.heartbeat import PARENT_VARIABLE, PIPE_VARIABLE
 
 RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
 """hands the run's folder to the ranks that Lightning starts by the same command line"""
+STEP_VARIABLE = "LOFT_RESUME_STEP"
+"""hands them the step of the checkpoint that the run goes on from, 0 where it starts anew"""
 VARIABLES_OF_A_RANK = (
     RUN_DIR_VARIABLE,
+    STEP_VARIABLE,
+    PIPE_VARIABLE,
+    PARENT_VARIABLE,
     "LOCAL_RANK",
     "RANK",
     "GROUP_RANK",
@@ -138,8 +146,8 @@ def is_first_rank() -> bool:
 
 
 def is_child() -> bool:
-    """Say whether Lightning started this process, after the first rank had checked everything."""
-    return RUN_DIR_VARIABLE in os.environ and not is_first_rank()
+    """Say whether the run's own launcher started this process, after it had checked everything."""
+    return RUN_DIR_VARIABLE in os.environ
 
 
 def is_one_of_several() -> bool:
@@ -174,3 +182,10 @@ def _fitting(launch: Launch) -> str:
     per_node = int(told) if told.isdecimal() and int(told) else total
     nodes = f" trainer.num_nodes={total // per_node}" if per_node != total else ""
     return f"type trainer.devices={per_node}{nodes}"
+
+
+def free_port() -> int:
+    """Return a port that the system has found free; another program may take it before us."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

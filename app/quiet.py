@@ -19,7 +19,10 @@ MEANINGLESS_WARNINGS = (
     # The loaders are ours: their length and their epochs are the data plan's.
     ".*number of training batches.*smaller than the logging interval.*",
     ".*GPU available but not used.*",
-    ".*Total length of `list` across ranks is zero.*",  # no validation rows were asked for
+    # No validation rows were asked for, or a resumed run has no step left.
+    ".*Total length of `.*` across ranks is zero.*",
+    # Our loaders begin where the checkpoint stands, by the data plan.
+    ".*resuming from a checkpoint that ended before the epoch ended.*",
     # peft tells what saving without a hub look-up means; the base's name is in the manifest.
     ".*Could not find a config file in.*",
     # peft warns of what our own error then says.

@@ -7,9 +7,14 @@ this project's own: the trainer must be made with `use_distributed_sampler=False
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
-from collections.abc import Sequence
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,13 +37,14 @@ from data_modules.packing import (
     pack_documents,
     shard_packs,
 )
+from data_modules.prepare import hash_of
 from data_modules.prepared_data import PreparedData
 from data_modules.rows import chunks_of, find_format
 from data_modules.settings import DataConfig, dataset_names
 from data_modules.store import Examples
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate
-from data_modules.types import Batch, DataError, Prompt
+from data_modules.types import Batch, DataError, Prompt, StepRow
 
 if TYPE_CHECKING:
     import transformers
@@ -143,6 +149,19 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return the sha256 of the chat template in use."""
         return self.template.hash
 
+    def fingerprints(self) -> dict[str, str]:
+        """Return hashes of template and tokenizer and, but for a stream, of all that is learned."""
+        found = {
+            "template_sha256": self.template_hash,
+            "tokenizer_sha256": hash_of(self._tokenizer),
+        }
+        if not self._config.streaming:
+            digest, examples = hashlib.sha256(), self.train_examples
+            for column in (examples.digests, examples.label_weights, examples.datasets):
+                digest.update(column.tobytes())
+            found["tokens_sha256"] = digest.hexdigest()
+        return found
+
     @property
     def stop_token_ids(self) -> set[int]:
         """Return the tokens that end answers, as the template and the rows have them."""
@@ -211,6 +230,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Batch] | StreamedSteps:
         """Return this rank's micro-batches of all steps from `first_step` on, as one epoch."""
         if isinstance(self.plan, StreamPlan):
+            if self.first_step:
+                log.info("data: the stream is read again up to step %d", self.first_step)
             loader = self._wrapped(self._stream(), None)
             return StreamedSteps(
                 loader, self.plan, self._accumulation_steps, self.first_step, self._sum_over_ranks
@@ -234,6 +255,19 @@ class FinetuneDataModule(lightning.LightningDataModule):
         packs = pack_documents(lengths, self.sequence_len, self._seed, 0, method)
         batches = shard_packs(packs, self._micro_batch_size, num_ranks, rank)
         return self._loader(self.val_examples, batches)
+
+    def rows_of_step(self, step: int) -> Iterator[StepRow]:
+        """Yield what all ranks learn from in global step `step`, counted from 1.
+
+        None of a stream, of which nobody keeps a plan.
+        """
+        if isinstance(self.plan, StreamPlan):
+            return
+        for rank in range(self._num_ranks):
+            for number, micro_batch in enumerate(self.plan.micro_batches(step - 1, rank)):
+                for index in (int(i) for pack in micro_batch.packs for i in pack):
+                    name = self.dataset_names[int(self.train_examples.datasets[index])]
+                    yield StepRow(rank, number, name, self.train_examples.origin(index))
 
     def prompts(self, max_rows: int) -> dict[str, list[Prompt]]:
         """Return the prompts of the first `max_rows` rows of each data set with answers to ask for.
@@ -282,6 +316,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             batch_size=None,
             num_workers=self._config.num_workers,
             persistent_workers=self._config.num_workers > 0,
+            worker_init_fn=_obey_the_trainer_alone,
             pin_memory=self._goes_to_a_gpu,
             # A loader without its own generator draws a number from the global one, so that a
             # validation pass would change the dropout of the steps after it.
@@ -383,3 +418,19 @@ def choose_sequence_len(sequence_len: int | None, context_len: int | None) -> in
             f"set data.sequence_len={context_len}"
         )
     return sequence_len
+
+
+def _obey_the_trainer_alone(worker_id: int) -> None:
+    """Outlive a SIGTERM that all processes of a run get: the step under way still needs batches.
+
+    Called in a loader's worker. The training process ends it, by a SIGTERM too.
+    """
+    if sys.platform == "linux":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_wait_for_its_sigterm, daemon=True).start()
+
+
+def _wait_for_its_sigterm() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -131,6 +131,12 @@ class StepPlan:
             )
         return line
 
+    def ends_epoch(self, step: int) -> bool:
+        """Tell whether an epoch is through when `step` steps are done."""
+        while self._first_steps[-1] < step:
+            self._count_another_epoch()
+        return step in self._first_steps[1:]
+
     def step_weight(self, step: int) -> float:
         """Return the sum of the loss weights of all labels of a global step."""
         epoch, index = self._locate(step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,10 @@ class StreamPlan:
             f"streaming: {self.num_steps:,} steps of {self.packs_per_step:,} packs; rows are read, "
             "shuffled and packed a window at a time"
         )
+
+    def ends_epoch(self, step: int) -> bool:
+        """Tell whether a tenth of the run is through: nobody knows how long a stream's epoch is."""
+        return step % math.ceil(self.num_steps / 10) == 0
 
 
 class TokenStream(IterableDataset[Batch]):

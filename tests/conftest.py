@@ -43,7 +43,7 @@ def _no_run_folder_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
     It also forbids the hub when all its files are local, which holds for its own process.
     """
-    for name in ("LOFT_RUN_DIR", "HF_HUB_OFFLINE"):
+    for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "")  # so that what a test's run sets is undone after it
         monkeypatch.delenv(name)
 

@@ -173,6 +173,7 @@ RANGES: list[tuple[str, list[Any], Any]] = [
     ("trainer.num_epochs", [0, -1], 1),
     ("trainer.max_steps", [0, -1], 1),
     ("trainer.max_grad_norm", [0.0, NAN], 0.5),
+    ("trainer.max_skipped_steps", [-1], 3),
     ("trainer.devices", [0, -1, "two", 1.5, True], 1),
     ("trainer.validate_every_steps", [0], 1),
     ("evaluation.max_new_tokens", [0], 1),

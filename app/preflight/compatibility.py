@@ -371,6 +371,8 @@ def _share(value: Any) -> bool:
 
 
 RANGES = (
+    Range("supervise.max_restarts", lambda v: v >= 0, "0 or more"),
+    Range("supervise.hang_minutes", lambda v: 0 < v < math.inf, "above 0 (10 is usual), or null"),
     Range("recompute.every", _at_least_one, "1 or more (2 recomputes every other layer)"),
     Range("adapter.r", _at_least_one, "1 or more (8 to 64 is usual)"),
     Range("adapter.alpha", lambda v: 0 < v < math.inf, "above 0 (the rank or twice it is usual)"),
@@ -405,6 +407,7 @@ RANGES = (
     Range("trainer.num_epochs", _at_least_one, "1 or more"),
     Range("trainer.max_steps", _at_least_one, "1 or more"),
     Range("trainer.max_grad_norm", lambda v: 0 < v < math.inf, "above 0 (1.0 is usual)"),
+    Range("trainer.max_skipped_steps", lambda v: v >= 0, "0 or more"),
     Range(
         "trainer.devices",
         lambda v: v == "auto" or (isinstance(v, int) and not isinstance(v, bool) and v >= 1),
@@ -413,6 +416,11 @@ RANGES = (
     Range("trainer.num_nodes", _at_least_one, "1 or more"),
     Range("trainer.validate_every_steps", _at_least_one, "1 or more"),
     Range("trainer.log_every_steps", _at_least_one, "1 or more"),
+    Range(
+        "trainer.checkpoint.every_steps", _at_least_one, "1 or more, or null for once an epoch"
+    ),
+    Range("trainer.checkpoint.keep_last", _at_least_one, "1 or more"),
+    Range("trainer.checkpoint.keep_best", lambda v: v >= 0, "0 or more"),
     Range("evaluation.max_rows", _at_least_one, "1 or more"),
     Range("evaluation.max_new_tokens", _at_least_one, "1 or more"),
     Range("evaluation.batch_size", _at_least_one, "1 or more"),

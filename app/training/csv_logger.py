@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ class CsvLogger(Logger):
         self.path = path
         self.columns = columns(dataset_names)
 
+    @rank_zero_only
+    def cut_after(self, step: int) -> None:
+        """Drop what a run wrote after `step`, from which it goes on; a cut-off row goes, too."""
+        if not self.path.exists():
+            return
+        end = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file):
+                first = line.split(b",", 1)[0]
+                is_whole = line.endswith(b"\n")
+                if not is_whole or (number and not (first.isdigit() and int(first) <= step)):
+                    break
+                end += len(line)
+        os.truncate(self.path, end)
+
     @property
     def name(self) -> str:
         """Name of this logger."""
@@ -43,12 +59,19 @@ class CsvLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Append one row; the header first when the file is new."""
-        is_new = not self.path.exists()
+        is_new = not self.path.exists() or not self.path.stat().st_size
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
             if is_new:
                 writer.writeheader()
             writer.writerow({"step": step} | metrics)
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Bring the rows to the disk, so that no checkpoint is there without them."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Settings stand in config.yaml."""

@@ -11,8 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.errors import TrainingFault
+from app.errors import TrainingFault, UserError
+from app.training.bad_numbers import StepWatch, not_finite
 from app.training.loss import losses_by_dataset
+
+COUNTED = (
+    "dataset_names",
+    "latest",
+    "latest_step",
+    "validations",
+    "validated_step",
+    "trained_tokens",
+    "num_tokens",
+    "train_seconds",
+)
+"""of `Curves`: what a resumed run goes on from"""
 
 
 @dataclass(slots=True)
@@ -28,19 +41,35 @@ class StepRecord:
     """tokens this rank ran through the model, without padding"""
     is_scaled: bool
     """whether a loss scaler watches over the gradients (fp16)"""
+    losses: list[Tensor]
+    """of this rank's micro-batches, as far as they are parts of the step's"""
+    rank: int = 0
+    num_ranks: int = 1
 
 
 class Curves:
-    """Collects steps and writes them in blocks: one reduction and one copy to the host a block."""
+    """Collects steps and writes them in blocks: one reduction and one copy to the host a block.
 
-    def __init__(self, dataset_names: list[str], loggers: Sequence[Any], every_steps: int) -> None:
+    `watch` judges each step that is written. One that was left out stands in the rows with the loss
+    and the norm for which it was: nan or inf.
+    """
+
+    def __init__(
+        self,
+        dataset_names: list[str],
+        loggers: Sequence[Any],
+        every_steps: int,
+        watch: StepWatch | None = None,
+    ) -> None:
         self.dataset_names = dataset_names
         self.loggers = loggers
         self.every_steps = every_steps
+        self.watch = watch or StepWatch()
         self.waiting: list[StepRecord] = []
         self.latest: dict[str, float] = {}
         self.latest_step = -1
         self.validations: list[dict[str, float]] = []
+        self.validated_step = -1
         self.trained_tokens = [0.0] * len(dataset_names)
         self.num_tokens = 0
         self.train_seconds = 0.0
@@ -59,7 +88,7 @@ class Curves:
             self.flush(reduce)
 
     def flush(self, reduce: Callable[[Tensor], Tensor], *, pause: bool = False) -> None:
-        """Write what waits; TrainingFault names the first step whose loss is not finite."""
+        """Write what waits; TrainingFault where `watch` finds a step bad that may not pass."""
         seconds = self._take_seconds(pause)
         if not self.waiting:
             return
@@ -84,24 +113,28 @@ class Curves:
                 "speed/tokens_per_second": rate,
             }
             self.write(record.step, metrics)
-            # A loss scaler skips a step whose scaled gradients overflow: its norm says nothing.
-            norm_is_bad = not math.isfinite(norm) and not record.is_scaled
-            if norm_is_bad or not math.isfinite(metrics.get("train/loss", 0.0)):
-                raise TrainingFault(
-                    f"step {record.step}: loss {metrics.get('train/loss')}, gradient norm {norm}; "
-                    "lower optimizer.lr, or look at this step's data"
-                )
+            self.watch.judge(record, metrics, reduce)
         self.waiting = []
 
     def add_validation(self, step: int, sums: Tensor) -> None:
-        """Write a validation's exact losses; sums [3, data sets] are those of all ranks."""
+        """Write a validation's exact losses; sums [3, data sets] are those of all ranks.
+
+        TrainingFault where one is not finite: no checkpoint could be rated by it.
+        """
         metrics = losses_by_dataset(sums.cpu(), self.dataset_names, "val")
         self.validations.append(metrics)
+        self.validated_step = step
         self.write(step, metrics)
+        if bad := not_finite(metrics, "val/loss/"):
+            raise TrainingFault(
+                f"validation after step {step}: loss {metrics['val/loss']} (of {', '.join(bad)}); "
+                "lower optimizer.lr, or look at the validation rows"
+            )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Hand one row to every logger."""
-        self.latest |= metrics
+        # Without what is not finite: it is kept in checkpoints.
+        self.latest |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.latest_step = step
         for logger in self.loggers:
             logger.log_metrics(metrics, step=step)
@@ -119,7 +152,33 @@ class Curves:
             "speed/tokens_per_second": self.num_tokens / max(self.train_seconds, 1e-9),
             "speed/train_seconds": self.train_seconds,
             "train/tokens": float(self.num_tokens),
+            "train/skipped_steps": float(self.watch.num_skipped),
         } | {
             f"train/trained_tokens/{name}": count
             for name, count in zip(self.dataset_names, self.trained_tokens, strict=True)
         }
+
+    def val_loss_at(self, step: int) -> float | None:
+        """Return the validation loss after `step`; None where there was none."""
+        if self.validated_step != step:
+            return None
+        return self.validations[-1].get("val/loss")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that was counted and measured so far, as JSON; nothing may wait."""
+        if self.waiting:
+            raise RuntimeError("steps wait to be written")
+        counted = {name: getattr(self, name) for name in COUNTED}
+        return counted | {"skipped_steps": self.watch.num_skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`; UserError where the data sets have other names."""
+        if state["dataset_names"] != self.dataset_names:
+            raise UserError(
+                f"resume: the run's curves are of the data sets {', '.join(state['dataset_names'])}"
+                f", these are named {', '.join(self.dataset_names)}; give them their names back by "
+                "data.datasets=[{name: ...}], or start anew with resume=never"
+            )
+        for name in COUNTED:
+            setattr(self, name, state[name])
+        self.watch.num_skipped = state["skipped_steps"]

@@ -11,6 +11,9 @@ import torch
 
 log = logging.getLogger(__name__)
 
+MOMENTS = ("state1", "state2")
+"""bitsandbytes' names of them in a weight's state; they may be paged, the rest never is"""
+
 
 class AdamW8bit(bitsandbytes.optim.AdamW8bit):
     """Bitsandbytes' AdamW of 8 bits, in which a group may keep its moments in fp32.

@@ -18,13 +18,20 @@ class LoggerConfig:
     """tensorboard: event files beside metrics.csv; csv: metrics.csv alone"""
 
 
-def build_loggers(config: LoggerConfig, folder: Path, dataset_names: list[str]) -> list[Logger]:
-    """Build the loggers of a run that writes into `folder`."""
+def build_loggers(
+    config: LoggerConfig, folder: Path, dataset_names: list[str], *, last_step: int | None = None
+) -> list[Logger]:
+    """Build the loggers of a run that writes into `folder`.
+
+    What is there is kept up to `last_step`, from which the run goes on; None where it starts anew.
+    """
     from app.training.csv_logger import CsvLogger
 
-    loggers: list[Logger] = [CsvLogger(folder / "metrics.csv", dataset_names)]
+    rows = CsvLogger(folder / "metrics.csv", dataset_names)
+    rows.cut_after(-1 if last_step is None else last_step)
+    loggers: list[Logger] = [rows]
     if config.name == "tensorboard":
         from app.training.tensorboard_logger import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger(folder / "tensorboard"))
+        loggers.append(TensorBoardLogger(folder / "tensorboard", last_step=last_step))
     return loggers

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from app.model.attention import check_isolation, check_pair_isolation
 from app.model.head import prove_head
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
+from app.training.bad_numbers import StepSkipped, hold_back, inject, spread
+from app.training.checkpoint.checkpoint import Checkpoint
+from app.training.checkpoint.checkpoint_io import OPTIMIZER
+from app.training.checkpoint.progress import progress_after
+from app.training.checkpoint.saving import random_state_of
+from app.training.checkpoint.state import (
+    model_state,
+    optimizer_state,
+    restore_model,
+    restore_optimizer,
+    restore_random_state,
+    restore_schedule,
+)
 from app.training.curves import Curves, StepRecord
 from app.training.loss import DatasetSums, batch_loss
 from app.training.optimizer import base_lr
@@ -20,6 +35,9 @@ from app.training.schedule import ScheduleConfig, build_schedule
 from app.training.schedule_free import use_averaged_weights, use_training_weights
 from app.training.what_trains import say_what_trains
 from data_modules import Batch
+
+RANDOM_APART = 1_000_003
+"""between the seeds of two steps: larger than any number of ranks"""
 
 
 class FinetuneModule(L.LightningModule):
@@ -53,7 +71,11 @@ class FinetuneModule(L.LightningModule):
         self.train_sums = DatasetSums(len(curves.dataset_names))
         self.val_sums = DatasetSums(len(curves.dataset_names))
         self.step_tokens = 0
+        self.step_losses: list[Tensor] = []
         self.grad_norm: Tensor | None = None
+        self.source: Checkpoint | None = None
+        """what this run goes on from, until its first batch"""
+        self._resumed: dict[str, Any] = {}
 
     def configure_model(self) -> None:
         """Build the model once; Lightning calls this before every fit and validate."""
@@ -84,13 +106,19 @@ class FinetuneModule(L.LightningModule):
                 fuse_layers(self.model)
         # From here on only dropout is random, and ranks must not drop the same.
         torch.manual_seed(torch.initial_seed() + self.global_rank)
+        if self.source is not None:
+            self._restore_optimizer(self.source)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Go back from what a validation measures to what trains, where the two differ."""
+        if self.source is not None:
+            self._go_on(self.source, batch)
+            self.source = None
         use_training_weights(self.optimizers(use_pl_optimizer=False))
 
     def on_fit_end(self) -> None:
-        """Leave the model to be saved and measured by its own layers."""
+        """Leave the model with what was learned, to be saved and measured by its own layers."""
+        use_averaged_weights(self.optimizers(use_pl_optimizer=False))
         unfuse_layers(self.model)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -98,6 +126,10 @@ class FinetuneModule(L.LightningModule):
         self.curves.resume_clock()
         self.step_tokens += batch.num_tokens
         loss = batch_loss(self.model, batch, self.backend, self.train_sums) / batch.step_weight
+        if self.source is None:  # else it is a rehearsal
+            loss = inject(loss, self.trainer.global_step + 1, batch, self.train_sums)
+        self.step_losses.append(loss.detach())
+        loss = spread(loss)
         # Lightning divides by the accumulation, DDP averages over ranks: both are undone here.
         return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
 
@@ -107,24 +139,34 @@ class FinetuneModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global norm and keep the norm for the curves."""
+        """Clip by the global norm, keep it for the curves; no step where it is not finite."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+        hold_back(optimizer, self.grad_norm, is_scaled=self.is_scaled)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:
         """Step, then keep the step's row for the curves."""
         lr = base_lr(optimizer)
-        super().optimizer_step(epoch, batch_idx, optimizer, *args)
+        with suppress(StepSkipped):
+            super().optimizer_step(epoch, batch_idx, optimizer, *args)
         record = StepRecord(
             step=self.trainer.global_step + 1,
             lr=lr,
             grad_norm=self.grad_norm,
             sums=self.train_sums.take(),
             num_tokens=self.step_tokens,
-            is_scaled=self.trainer.precision == "16-mixed",
+            is_scaled=self.is_scaled,
+            losses=self.step_losses,
+            rank=self.global_rank,
+            num_ranks=self.trainer.world_size,
         )
-        self.step_tokens = 0
+        self.step_tokens, self.step_losses = 0, []
         self.curves.add(record, self.sum_over_ranks)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Tell whether a loss scaler watches over the gradients."""
+        return self.trainer.precision == "16-mixed"
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         """End the run at its last step, which makes Lightning validate there."""
@@ -146,8 +188,7 @@ class FinetuneModule(L.LightningModule):
         self.curves.add_validation(step, self.sum_over_ranks(self.val_sums.take()))
 
     def on_train_end(self) -> None:
-        """Write the last steps; the model is left with the weights that were learned."""
-        use_averaged_weights(self.optimizers(use_pl_optimizer=False))
+        """Write the last steps."""
         self.curves.flush(self.sum_over_ranks)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -155,3 +196,76 @@ class FinetuneModule(L.LightningModule):
         if self.trainer.world_size == 1:
             return tensor
         return self.trainer.strategy.reduce(tensor, reduce_op="sum")
+
+    def kept_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what a checkpoint keeps as tensors: of the model, and of the optimizer so far."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        return model_state(self.model), optimizer_state(self.model, optimizer)[0]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the model: what trains, by the base's names."""
+        return model_state(self.model)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Copy `state_dict` into the model, all of it or UserError."""
+        restore_model(self.model, state_dict)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add all that a run goes on from to what Lightning has collected."""
+        step, optimizer = self.trainer.global_step, self.optimizers(use_pl_optimizer=False)
+        checkpoint["optimizer_tensors"], numbers = optimizer_state(self.model, optimizer)
+        checkpoint["training"] = {
+            "step": step,
+            "optimizer": numbers,
+            "curves": self.curves.state_dict(),
+        }
+        checkpoint["metric"] = self.curves.val_loss_at(step)
+        checkpoint["details"] = {
+            "num_ranks": self.trainer.world_size,
+            "total_steps": self.total_steps,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take what is restored later, when there is an optimizer, and at the first batch."""
+        self.source, self._resumed = checkpoint["source"], checkpoint["training"]
+        self.curves.load_state_dict(self._resumed["curves"])
+        trainer = self.trainer
+        progress = progress_after(
+            trainer.fit_loop, self._resumed["step"], trainer.accumulate_grad_batches
+        )
+        checkpoint["loops"] = {"fit_loop": progress}
+
+    def _restore_optimizer(self, source: Checkpoint) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        tensors, numbers = source.tensors(OPTIMIZER), self._resumed["optimizer"]
+        restore_optimizer(self.model, optimizer, tensors, numbers)
+        restore_schedule(self.lr_schedulers(), source.step)
+        self._resumed = {}
+
+    def _go_on(self, source: Checkpoint, batch: Batch) -> None:
+        """Make sure that `batch` is the next one, and go on as the last step left off."""
+        begun = self.trainer.datamodule.first_step
+        if not self.trainer.global_step == begun == source.step:
+            raise RuntimeError(
+                f"{source.folder} was saved after step {source.step}; the trainer goes on from "
+                f"step {self.trainer.global_step}, the data from step {begun}"
+            )
+        if self.trainer.world_size > 2 and isinstance(self.trainer.strategy, DDPStrategy):
+            self._rehearse(batch)
+        own = random_state_of(self.global_rank)
+        if own in source.names():
+            restore_random_state(source.document(own), self.device)
+        else:  # there are more ranks than there were
+            torch.manual_seed(torch.initial_seed() + RANDOM_APART * source.step)
+
+    def _rehearse(self, batch: Batch) -> None:
+        """Take a step for nothing, after which DDP's buckets are as in the run that is resumed.
+
+        DDP lays its buckets out anew behind a process's first step, in the order in which the
+        gradients came. Where a number stands in a bucket decides in which order its parts are
+        added, which shows in its last bits from three ranks on.
+        """
+        self.trainer.strategy.training_step(batch, 0).backward()
+        self.zero_grad()
+        self.train_sums.take()
+        self.step_tokens, self.step_losses = 0, []

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
 from app.preflight import check_devices, check_global_batch
+from app.training.checkpoint.settings import CheckpointConfig
 
 if TYPE_CHECKING:
     import torch
     from lightning import Callback, Trainer
+    from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
 
@@ -38,12 +40,17 @@ class TrainerConfig:
     """fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (GPU, scaled loss)"""
     max_grad_norm: float = 1.0
     """the global gradient norm is clipped to this"""
+    max_skipped_steps: int = 0
+    """optimizer steps of a run that may be left out because their loss or gradient norm was not
+    finite, each with a warning; one more stops the run. None ever moves a weight; with adamw no
+    step waits for the device to know, the other optimizers read one number a step"""
     compile: bool = False
     """compile the layers with torch.compile, which takes a minute or more at the start; for GPUs:
     on the CPU nothing is gained"""
     kernels: str = "auto"
-    """auto: Liger's for norms and gates, on a GPU where it is installed and proven equal (faster,
-    less memory; left to the compiler with `compile`); torch: the model's own"""
+    """auto: Liger's for norms and gates on a GPU where it is installed, our own for norms on a CPU,
+    where proven equal (faster, less memory; left to the compiler with `compile`); torch: the
+    model's own"""
     accelerator: str = "auto"
     """auto, cpu or gpu"""
     devices: Any = "auto"
@@ -54,6 +61,7 @@ class TrainerConfig:
     """optimizer steps between validations; null = ten times a run"""
     log_every_steps: int = 10
     """optimizer steps between writes of the curves (every step has its row all the same)"""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +84,8 @@ class Placement:
     @property
     def row_multiple(self) -> int:
         """Tokens of a packed row are rounded up to a multiple of this."""
-        # In half precision a CPU makes a kernel for every new size, which costs as much as a layer.
-        return 64 if self.accelerator == "cpu" and self.precision != "fp32" else 1
+        # A CPU makes a kernel for every new size, which costs as much as a layer.
+        return 64 if self.accelerator == "cpu" else 1
 
     def autocast(self) -> torch.autocast:
         """Context in which a model computes as it does in training."""
@@ -149,6 +157,12 @@ def resolve_precision(precision: str, accelerator: str) -> str:
     return precision
 
 
+def validation_interval(config: TrainerConfig, total_steps: int) -> int:
+    """Return the steps from one validation to the next; there is one more at the end."""
+    every = config.validate_every_steps or math.ceil(total_steps / VALIDATIONS_PER_RUN)
+    return min(every, total_steps)
+
+
 def build_trainer(
     config: TrainerConfig,
     *,
@@ -158,6 +172,7 @@ def build_trainer(
     loggers: Sequence[Logger],
     callbacks: Sequence[Callback],
     folder: Path,
+    checkpoints: CheckpointIO | None = None,
 ) -> Trainer:
     """Build the trainer of one run.
 
@@ -169,7 +184,6 @@ def build_trainer(
     # Importing Lightning sets its log levels; what it says of devices is said by the verb.
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    every = config.validate_every_steps or math.ceil(total_steps / VALIDATIONS_PER_RUN)
     return L.Trainer(
         accelerator=placement.accelerator,
         devices=placement.devices,
@@ -182,7 +196,9 @@ def build_trainer(
         accumulate_grad_batches=placement.accumulation,
         gradient_clip_val=config.max_grad_norm,
         num_sanity_val_steps=-1,  # the whole validation set: the curves' step 0
-        val_check_interval=min(every, total_steps) * placement.accumulation,
+        val_check_interval=validation_interval(config, total_steps) * placement.accumulation,
+        check_val_every_n_epoch=None,  # by the batches of the whole run, also of a resumed one
+        plugins=[checkpoints] if checkpoints is not None else None,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -263,6 +263,17 @@ def test_sampler_starts_anywhere_with_what_would_come_there() -> None:
         assert len(sampler) == len(rest)
 
 
+def test_ends_of_epochs_are_known_by_the_steps_done() -> None:
+    epoch = make_plan([10] * 30, num_epochs=1).num_steps
+    for plan in (
+        make_plan([10] * 30, num_epochs=3),
+        make_plan([10] * 30, max_steps=3 * epoch + 1),
+    ):
+        ends = [step for step in range(plan.num_steps + 1) if plan.ends_epoch(step)]
+        assert ends == [epoch, 2 * epoch, 3 * epoch]
+    assert make_plan([10] * 30, max_steps=9 * epoch).ends_epoch(7 * epoch)
+
+
 def test_line_tells_documents_packs_steps_and_epochs() -> None:
     assert make_plan([48] * 10, max_steps=6).line() == (
         "10 documents in 10 packs, 75.0% of 64 tokens full; 3 steps of 4 packs an epoch; "

@@ -21,7 +21,7 @@ from data_modules import Batch, DataConfig, DataError, DatasetConfig, Example, P
 from data_modules.datamodule import FinetuneDataModule
 from data_modules.mixture import MixtureConfig
 from data_modules.settings import check_datasets
-from data_modules.stream import TokenStream
+from data_modules.stream import StreamPlan, TokenStream
 from tests.conftest import ROOT
 
 
@@ -130,6 +130,12 @@ def test_the_order_follows_from_the_seed_and_a_later_start_is_its_rest(
         assert batch.step_weight == expected.step_weight
     window = texts(all_steps, tokenizer)
     assert window != sorted(window, key=lambda text: int(text.split(" ")[0]))
+
+
+@pytest.mark.parametrize(("steps", "ends"), [(40, 10), (8, 8), (25, 8)])
+def test_a_tenth_of_a_stream_counts_as_an_epoch(steps: int, ends: int) -> None:
+    plan = StreamPlan(steps, 4)
+    assert sum(map(plan.ends_epoch, range(1, steps + 1))) == ends
 
 
 def test_ranks_share_the_weight_of_a_step_without_reading_it(

@@ -54,3 +54,23 @@ def test_the_last_step_is_always_said(
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     run_steps(5, 10, rank=1)
     assert capsys.readouterr().out == ""
+
+
+def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 120.0])
+    monkeypatch.setattr("app.training.callbacks.progress.time.monotonic", lambda: next(clock))
+    curves = Curves(["a"], [], 10)
+    bar = ProgressBar(curves)
+    trainer: Any = SimpleNamespace(
+        is_global_zero=True, accumulate_grad_batches=1, max_steps=1000, global_step=0
+    )
+    module: Any = None
+    bar.on_fit_start(trainer, module)
+    trainer.global_step = 900
+    bar.on_train_start(trainer, module)
+    trainer.global_step = 910
+    curves.write(910, {"train/loss": 1.0})
+    bar.on_train_batch_end(trainer, module, None, None, 9)
+    assert capsys.readouterr().out.endswith("180 s left\n")

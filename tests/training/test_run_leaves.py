@@ -87,11 +87,13 @@ def test_the_folder_holds_what_was_promised_and_nothing_else(run: Run) -> None:
         "adapter",
         "audit.json",
         "audit.txt",
+        "checkpoints",
         "config.yaml",
         "manifest.json",
         "metrics.csv",
         "metrics.json",
         "mixture.json",
+        "run.lock",
         "tensorboard",
     }
 

@@ -31,6 +31,7 @@ class ProgressBar(L.Callback):
         self.progress: Progress | None = None
         self.task = TaskID(0)
         self.started = 0.0
+        self.first_step = 0
         self.next_line = 0.0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -50,6 +51,12 @@ class ProgressBar(L.Callback):
             "train", total=trainer.max_steps, what="validate", figures=""
         )
         self.progress.start()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin where a resumed run does: the steps before it took none of this time."""
+        self.first_step = trainer.global_step
+        if self.progress is not None:
+            self.progress.update(self.task, completed=self.first_step)
 
     def on_train_batch_end(
         self,
@@ -96,7 +103,8 @@ class ProgressBar(L.Callback):
 
     def _say(self, step: int, total: int) -> None:
         seconds = time.monotonic() - self.started
-        left = f"{seconds / step * (total - step):.0f} s left" if step < total else "done"
+        a_step = seconds / max(1, step - self.first_step)
+        left = f"{a_step * (total - step):.0f} s left" if step < total else "done"
         print(f"step {step}/{total}  {self.figures()}  {left}", flush=True)
 
     def _close(self) -> None:

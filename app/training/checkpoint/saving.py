@@ -1,0 +1,173 @@
+"""When a checkpoint is written, and what every rank does for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from app import faults
+from app.errors import Interrupted, UserError
+from app.signals import take_handlers
+from app.training.bad_numbers import check_finite
+from app.training.checkpoint.background import BackgroundWriter
+from app.training.checkpoint.checkpoint import Checkpoint
+from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.settings import CheckpointConfig
+from app.training.checkpoint.space import check_space
+from app.training.checkpoint.state import random_state
+from app.training.checkpoint.store import CheckpointStore
+from app.training.checkpoint.tensors import file_bytes
+from app.training.stopping import Stopping
+from app.training.trainer import TrainerConfig, validation_interval
+
+CHECKPOINTS = "checkpoints"
+"""in a run's folder"""
+
+
+def random_state_of(rank: int) -> str:
+    """Name the file that holds the random generators of a rank."""
+    return f"random-rank-{rank}"
+
+
+class CheckpointSaver(L.Callback):
+    """Save between two steps, behind the validation of the first where it has one.
+
+    `is_due` tells the steps after which to save, `validates_after` those with a validation.
+    """
+
+    def __init__(
+        self,
+        checkpoints: StoredCheckpoints,
+        *,
+        is_due: Callable[[int], bool],
+        validates_after: Callable[[int], bool],
+    ) -> None:
+        self.checkpoints, self.store = checkpoints, checkpoints.store
+        self.is_due, self.validates_after = is_due, validates_after
+        self.has_room_for_all = False
+        self.stopping = Stopping()
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Take back the handlers of signals, which Lightning has just put aside."""
+        take_handlers()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Refuse to train where no checkpoint can be written, as far as that is known now."""
+        self._check_room(trainer, pl_module)
+        self.stopping.begin(trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Announce the step that begins or goes on."""
+        faults.reach("batch", trainer.global_step + 1)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Leave what a signal does to what comes after the training."""
+        self.stopping.end(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End a step that no validation follows."""
+        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        if is_step and not self.validates_after(trainer.global_step):
+            self._end_step(trainer, pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """End a step with its validation."""
+        if not trainer.sanity_checking:
+            self._end_step(trainer, pl_module)
+
+    def _end_step(self, trainer: L.Trainer, module: Any) -> None:
+        if not self.has_room_for_all:  # the first step has made the optimizer's state
+            self._check_room(trainer, module)
+            self.has_room_for_all = True
+            if trainer.is_global_zero:
+                self.checkpoints.reserve(*module.kept_tensors())
+        step = trainer.global_step
+        if self.is_due(step):
+            self.save(trainer, module)
+        faults.reach("step", step)
+        if (signum := self.stopping.agreed()) is not None:
+            if not self.is_due(step):
+                self.save(trainer, module)
+            self.checkpoints.wait()
+            raise Interrupted(signum, f"step {step} is saved")
+
+    def _check_room(self, trainer: L.Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            num_bytes = sum(map(file_bytes, module.kept_tensors()))
+            check_space(self.store.folder, num_bytes, self.store.keep_last + self.store.keep_best)
+
+    def save(self, trainer: L.Trainer, module: Any) -> None:
+        """Save now; called by all ranks at the same step. TrainingFault if a number is bad."""
+        step, ranks = trainer.global_step, trainer.strategy
+        # Nothing is saved of a step whose loss is not known to be finite.
+        module.curves.flush(module.sum_over_ranks, pause=True)
+        if self.checkpoints.writer is None:  # else the thread looks at its copy
+            check_finite(step, *module.kept_tensors())
+        self.checkpoints.wait()
+        for logger in trainer.loggers:
+            self.checkpoints.do_before_commit(logger.save)
+        if trainer.is_global_zero:
+            self.store.begin(step)
+        ranks.barrier("a checkpoint has begun")
+        own = random_state(ranks.root_device)
+        add = partial(self.store.add_document, step, random_state_of(trainer.global_rank), own)
+        if trainer.is_global_zero:
+            self.checkpoints.do_before_commit(add)
+        else:
+            add()
+        ranks.barrier("every rank has added its own")
+        trainer.save_checkpoint(self.store.folder / f"step-{step}", weights_only=False)
+
+
+def build_checkpoints(
+    config: CheckpointConfig, run: Path, source: Checkpoint | None
+) -> StoredCheckpoints:
+    """Build what writes the checkpoints of a run in folder `run`, and reads `source`."""
+    store = CheckpointStore(
+        run / CHECKPOINTS, keep_last=config.keep_last, keep_best=config.keep_best
+    )
+    writer = BackgroundWriter() if config.asynchronous else None
+    return StoredCheckpoints(store, source, writer)
+
+
+def build_saver(
+    config: TrainerConfig, checkpoints: StoredCheckpoints, plan: Any, *, has_validation: bool
+) -> CheckpointSaver:
+    """Build what saves a run of `plan`, the plan of its steps, at its last step at least."""
+    every, total_steps = config.checkpoint.every_steps, plan.num_steps
+    validate_every = validation_interval(config, total_steps)
+
+    def is_due(step: int) -> bool:
+        is_time = plan.ends_epoch(step) if every is None else step % every == 0
+        return is_time or step == total_steps
+
+    def validates_after(step: int) -> bool:
+        return has_validation and (step == total_steps or step % validate_every == 0)
+
+    if config.checkpoint.keep_best:
+        validated = range(validate_every, total_steps, validate_every) if has_validation else ()
+        _check_that_some_are_rated(filter(is_due, validated), validate_every, has_validation)
+    return CheckpointSaver(checkpoints, is_due=is_due, validates_after=validates_after)
+
+
+def _check_that_some_are_rated(
+    rated: Iterable[int], validate_every: int, has_validation: bool
+) -> None:
+    """Refuse to choose the best checkpoints where no step but the last has a validation loss."""
+    if any(rated):
+        return
+    why, fix = (
+        ("only the last of the saved steps is validated", "trainer.checkpoint.every_steps=")
+        if has_validation
+        else ("there are no validation rows", "data.val_set_size=0.05")
+    )
+    raise UserError(
+        f"trainer.checkpoint.keep_best goes by the validation loss, and {why}; type "
+        f"{fix}{validate_every if has_validation else ''} or trainer.checkpoint.keep_best=0"
+    )

@@ -1,0 +1,232 @@
+"""The state of a training as tensors by name and JSON, and back: bit for bit.
+
+A weight goes by the base's name for it, and an optimizer's state by the weight it belongs to, never
+by an index, so that other numbers of ranks, and other strategies, find it. Numbers go as JSON:
+Python writes a float with as many digits as tell it from every other one.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from app.errors import UserError
+from app.model.adapter import start_weights, trained_weights
+from app.training.muon import MuonWithAdamW
+
+Json = Any
+"""what JSON can hold"""
+
+SETTINGS_OF_A_GROUP = ("params", "name", "lr", "initial_lr", "lr_ratio", "weight_decay")
+"""what the run's own settings and its schedule say of a parameter group, also after a resume"""
+OTHER_RUN = (
+    "go on with the settings that the checkpoint was made with (the run's config.yaml), or start "
+    "anew with resume=never and another output.dir"
+)
+
+
+def weights_that_train(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return what trains, by the base's names; a tied weight comes once."""
+    weights = trained_weights(model)
+    by_name = {weight.name: weight.parameter for weight in weights}
+    if len(by_name) < len(weights):
+        raise ValueError("two weights that train have one name, a checkpoint would hold only one")
+    return by_name
+
+
+def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint keeps of a model, not copied: what trains, and what PiSSA and OLoRA
+    took out of its base to start from."""
+    trained = {name: weight.detach() for name, weight in weights_that_train(model).items()}
+    return trained | start_weights(model)
+
+
+@torch.no_grad()
+def restore_model(model: torch.nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Copy `model_state` into a model that was built anew.
+
+    UserError where the model trains other weights, or its base is not as it was.
+    """
+    starts = start_weights(model)
+    weights = weights_that_train(model)
+    _check_same_weights(weights | starts, saved)
+    for name, start in starts.items():
+        if not torch.equal(start, saved[name].to(start.device)):
+            raise UserError(
+                f"resume: {name}, which adapter.init takes out of the base, came out another one "
+                "than in the run that is resumed, and so did the base that trains; resume on the "
+                "machine and with the number of threads (OMP_NUM_THREADS) of that run"
+            )
+    for name, weight in weights.items():
+        weight.copy_(saved[name])
+
+
+def _check_same_weights(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    problems = []
+    for what, names in (
+        ("holds no", sorted(ours.keys() - saved.keys())),
+        ("holds, but this run does not train,", sorted(saved.keys() - ours.keys())),
+    ):
+        if names:
+            problems.append(f"the checkpoint {what} {names[0]}{_and_more(names)}")
+    for name in sorted(ours.keys() & saved.keys()):
+        here, there = _described(ours[name]), _described(saved[name])
+        if here != there:
+            problems.append(f"the checkpoint's {name} is {there}, this run's {here}")
+    if problems:
+        raise UserError(f"resume: {problem}; {OTHER_RUN}" for problem in problems)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _and_more(names: list[str]) -> str:
+    return f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+
+
+def optimizer_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], Json]:
+    """Return an optimizer's tensors as `exp_avg/NAME OF THE WEIGHT`, not copied, and the rest."""
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Json]] = {}
+    on_host = set()
+    parts = _parts_of(optimizer)
+    for name, weight in weights_that_train(model).items():
+        for part in parts:
+            # Looked for and not indexed: the state of a weight begins to exist when it is asked.
+            for key, value in part.state.get(weight, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{key}/{name}"] = value
+                    if value.device != weight.device:  # a count of AdamW's, or a paged moment
+                        on_host.add(key)
+                else:
+                    numbers.setdefault(name, {})[key] = value
+    groups = [
+        {key: value for key, value in group.items() if key not in SETTINGS_OF_A_GROUP}
+        for group in optimizer.param_groups
+    ]
+    return tensors, {
+        "class": type(optimizer).__name__,
+        "groups": [
+            {"name": group["name"]} | kept
+            for group, kept in zip(optimizer.param_groups, groups, strict=True)
+        ],
+        "numbers": numbers,
+        "on_host": sorted(on_host),
+    }
+
+
+def restore_optimizer(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    document: Json,
+) -> None:
+    """Give a new optimizer the state that `optimizer_state` returned.
+
+    Rates and decay stay those of the settings. UserError where it is another optimizer's state.
+    """
+    # Not by load_state_dict: it goes by index, rounds to the weights' dtype, and some keep a table.
+    _check_same_optimizer(optimizer, document)
+    for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
+        for key in saved.keys() - {"name"}:
+            is_tuple = isinstance(group[key], tuple)
+            group[key] = tuple(saved[key]) if is_tuple else saved[key]
+    part_of = {
+        weight: part
+        for part in _parts_of(optimizer)
+        for group in part.param_groups
+        for weight in group["params"]
+    }
+    weights = weights_that_train(model)
+    for name, numbers in document["numbers"].items():
+        weight = weights[name]
+        part_of[weight].state[weight].update(numbers)
+    for full_name, value in tensors.items():
+        key, _, name = full_name.partition("/")
+        weight = weights[name]
+        device = torch.device("cpu") if key in document["on_host"] else weight.device
+        room = _room(part_of[weight], weight, key, value, device)
+        part_of[weight].state[weight][key] = room.copy_(value)
+
+
+def _room(
+    part: Any, weight: torch.nn.Parameter, key: str, value: Tensor, device: torch.device
+) -> Tensor:
+    if type(part).__name__ == "AdamW8bit":
+        # Imported where it is used: bitsandbytes takes seconds.
+        from app.training.eight_bit import MOMENTS
+
+        if key in MOMENTS:  # paged where the optimizer would page it
+            room: Tensor = part.get_state_buffer(weight, dtype=value.dtype)
+            return room
+    return torch.empty_like(value, device=device)
+
+
+def _parts_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:
+    return optimizer.parts if isinstance(optimizer, MuonWithAdamW) else (optimizer,)
+
+
+def _check_same_optimizer(optimizer: torch.optim.Optimizer, document: Json) -> None:
+    there = [document["class"], *(group["name"] for group in document["groups"])]
+    here = [type(optimizer).__name__, *(group["name"] for group in optimizer.param_groups)]
+    if here != there:
+        raise UserError(
+            f"resume: the checkpoint's optimizer is {there[0]} with the groups "
+            f"{', '.join(there[1:])}, this run's {here[0]} with {', '.join(here[1:])}; {OTHER_RUN}"
+        )
+
+
+def restore_schedule(schedule: torch.optim.lr_scheduler.LambdaLR, step: int) -> None:
+    """Move a new schedule to where `step` optimizer steps have brought it.
+
+    It is a pure function of the step: only that is kept, and the rate follows.
+    """
+    factors = [factor(step) for factor in schedule.lr_lambdas]
+    rates = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+    schedule.load_state_dict(
+        schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates}
+    )
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def random_state(device: torch.device) -> Json:
+    """Return the state of every random generator of this rank."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, [int(key) for key in keys], position, has_gauss, cached],
+        "torch": _as_text(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _as_text(torch.cuda.get_rng_state(device))
+    return state
+
+
+def restore_random_state(state: Json, device: torch.device) -> None:
+    """Put this rank's random generators back to `random_state`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_as_tensor(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_as_tensor(state["cuda"]), device)
+
+
+def _as_text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _as_tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

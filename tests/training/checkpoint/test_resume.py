@@ -1,0 +1,292 @@
+"""A run that goes on from a checkpoint is, bit for bit, the run that never stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import load_config
+from app.train import train
+from app.training.checkpoint.checkpoint import Checkpoint
+from app.training.checkpoint.checkpoint_io import MODEL, OPTIMIZER, TRAINING
+from app.training.checkpoint.state import random_state
+from app.training.checkpoint.store import CheckpointStore
+from app.training.module import FinetuneModule
+from tests.runs import check_same_run, figures_of
+from tests.tiny import SAMPLES, small_run
+
+RUN = (
+    "trainer.max_steps=8",
+    "trainer.validate_every_steps=3",
+    "trainer.checkpoint.every_steps=1",
+    "trainer.checkpoint.keep_last=9",
+    "evaluation.exact_match=false",
+    "logger=csv",
+)
+FULL = ("adapter=full", "optimizer.lr=1e-3")
+THREE_SETS = (
+    "data.datasets="
+    f"[{{path: {SAMPLES / 'lists_test.json'}, name: lists, weight: 2.0}},"
+    f" {{path: {SAMPLES / 'orders_test.jsonl'}, name: orders}},"
+    f" {{path: {SAMPLES / 'orders_test.jsonl'}, name: more, weight: 0.5}}]"
+)
+STREAM = ("data.streaming=true", "packing=multipack")
+
+Ids = list[tuple[int, str]]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Ids:
+    """What was trained on: the step and the hash of the token ids of every micro-batch."""
+    ids: Ids = []
+    plain = FinetuneModule.training_step
+
+    def watched(self: FinetuneModule, batch: Any, batch_idx: int) -> Any:
+        ids.append(
+            (self.trainer.global_step, hashlib.sha256(batch.input_ids.cpu().numpy()).hexdigest())
+        )
+        return plain(self, batch, batch_idx)
+
+    monkeypatch.setattr(FinetuneModule, "training_step", watched)
+    return ids
+
+
+def run_into(folder: Path, *words: str) -> Path:
+    os.environ.pop("LOFT_RUN_DIR", None)
+    train(load_config("train", [*small_run(*RUN, *words), f"output.dir={folder}"]))
+    return folder
+
+
+def resume_from(run: Path, step: int, *words: str, total: int = 8) -> Path:
+    """Go on from `step` in a copy of a finished run, as it was when it was killed after it."""
+    copy = run.parent / f"{run.name}-from-{step}"
+    shutil.copytree(run, copy)
+    for number in range(step + 1, total + 1):
+        shutil.rmtree(copy / "checkpoints" / f"step-{number}", ignore_errors=True)
+    for made in ("adapter", "model"):
+        shutil.rmtree(copy / made, ignore_errors=True)
+    (copy / "metrics.json").unlink()
+    return run_into(copy, *words, "resume=must")
+
+
+CASES = {
+    "lora packed": ("adapter.dropout=0.1",),
+    "lora padded": ("adapter.dropout=0.1", "packing=none", "trainer.micro_batch_size=2"),
+    "full packed": FULL,
+    "full padded": (*FULL, "packing=none"),
+    "three sets": (THREE_SETS, "adapter.dropout=0.1"),
+    "four micro-batches": ("adapter.dropout=0.1", "trainer.gradient_accumulation_steps=4"),
+    "one micro-batch": ("adapter.dropout=0.1", "trainer.gradient_accumulation_steps=1"),
+    "stream": (*STREAM, "adapter.dropout=0.1"),
+    "bf16": ("trainer.precision=bf16", "adapter.dropout=0.1"),
+    "bf16-pure": (*FULL, "trainer.precision=bf16-pure"),
+    "averaged weights": (*FULL, "optimizer=schedule_free"),
+    "two optimizers in one": (*FULL, "optimizer=muon"),
+    "8 bits": (*FULL, "optimizer=adamw8bit"),
+    "noise": ("adapter.neftune_alpha=5",),
+    "dora": ("adapter.use_dora=true", "adapter.dropout=0.1"),
+    "principal components": ("adapter.init=pissa",),
+    "new tokens": ("model.added_tokens=[<|a|>,<|b|>]",),
+    "top layers": ("adapter=freeze",),
+    "4-bit base": ("quantization=nf4", "adapter.dropout=0.1"),
+    "computed again": ("recompute=full", "adapter.dropout=0.1"),
+    "workers": ("data.num_workers=2", "adapter.dropout=0.1"),
+    "no validation": ("data.val_set_size=0", "adapter.dropout=0.1"),
+}
+QUICK = ("lora packed", "full padded", "three sets", "four micro-batches", "averaged weights")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, words in CASES.items()
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    tmp_path: Path, seen: Ids, words: tuple[str, ...]
+) -> None:
+    whole = run_into(tmp_path / "whole", *words)
+    everything = list(seen)
+    assert len({step for step, _ in everything}) == 8
+    seen.clear()
+    # 4: between validations; 6: right behind one.
+    for step in (4, 6):
+        resumed = resume_from(whole, step, *words)
+        assert seen == [each for each in everything if each[0] >= step]
+        check_same_run(resumed, whole)
+        seen.clear()
+
+
+class Stopped(Exception):
+    """Stands for a kill."""
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let a run die when a hook of the module is called for the n-th time."""
+
+    def arm(hook: str, number: int) -> None:
+        calls = iter(range(1, 10_000))
+        plain = getattr(FinetuneModule, hook)
+
+        def dying(self: FinetuneModule, *args: Any, **kwargs: Any) -> Any:
+            if next(calls) == number:
+                monkeypatch.setattr(FinetuneModule, hook, plain)
+                raise Stopped
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(FinetuneModule, hook, dying)
+
+    return arm
+
+
+BETWEEN = ("trainer.checkpoint.every_steps=2", "adapter.dropout=0.1", "data.sequence_len=128")
+
+
+@pytest.mark.parametrize(
+    ("hook", "number"),
+    [
+        ("training_step", 1),  # before anything is saved
+        ("training_step", 14),  # between the micro-batches of step 7
+        ("configure_gradient_clipping", 8),  # in the last step
+        ("validation_step", 20),
+        ("on_validation_epoch_end", 3),  # of step 6, whose row and checkpoint are not there yet
+        ("on_validation_end", 3),  # they are
+        ("on_train_end", 1),
+    ],
+)
+def test_a_run_that_dies_anywhere_ends_as_if_it_had_not(
+    tmp_path: Path, stop_at: Any, hook: str, number: int
+) -> None:
+    whole = run_into(tmp_path / "whole", *BETWEEN)
+    stop_at(hook, number)
+    with pytest.raises(Stopped):
+        run_into(tmp_path / "run", *BETWEEN)
+    check_same_run(run_into(tmp_path / "run", *BETWEEN, "resume=auto"), whole)
+
+
+def test_three_deaths_in_one_epoch_change_nothing(tmp_path: Path, stop_at: Any, seen: Ids) -> None:
+    whole = run_into(tmp_path / "whole", *BETWEEN)
+    everything = list(seen)
+    seen.clear()
+    for number in (7, 5, 6):  # of the micro-batches of its process: steps 3, 4 and 6
+        stop_at("training_step", number)
+        with pytest.raises(Stopped):
+            run_into(tmp_path / "run", *BETWEEN, "resume=auto")
+    resumed = run_into(tmp_path / "run", *BETWEEN, "resume=auto")
+    check_same_run(resumed, whole)
+    steps = [step for step, _ in seen]
+    assert sorted(set(steps)) == list(range(8)) and len(steps) > len(everything)
+    assert set(seen) == set(everything)
+
+
+def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(tmp_path: Path, seen: Ids) -> None:
+    few = tmp_path / "few.jsonl"
+    rows = (SAMPLES / "orders_test.jsonl").read_text().splitlines(keepends=True)
+    few.write_text("".join(rows[:40]))
+    words = ("trainer.max_steps=null", "trainer.num_epochs=3", "adapter.dropout=0.1")
+    words += ("trainer.checkpoint.every_steps=null", f"data.datasets=[{{path: {few}, name: few}}]")
+    whole = run_into(tmp_path / "whole", *words)
+    steps = [one.step for one in CheckpointStore(whole / "checkpoints").checkpoints()]
+    first, second, last = steps
+    assert 0 < first < second < last == len({step for step, _ in seen})
+    for step in (first, second):
+        check_same_run(resume_from(whole, step, *words, total=last), whole)
+
+
+def test_the_last_checkpoint_is_what_a_longer_run_goes_on_from(tmp_path: Path) -> None:
+    words = ("schedule=constant", "schedule.warmup_steps=0", "adapter.dropout=0.1")
+    words += ("trainer.validate_every_steps=2",)
+    longer = (*words, "trainer.max_steps=10")
+    whole = run_into(tmp_path / "whole", *longer)
+    shorter = run_into(tmp_path / "run", *words)
+    allowed = ("resume=must", "resume_allow=[epochs]")
+    check_same_run(run_into(shorter, *longer, *allowed), whole)
+
+
+@pytest.mark.parametrize("words", [("adapter.dropout=0.1",), (*FULL, "optimizer=schedule_free")])
+def test_a_run_that_died_behind_its_last_step_trains_nothing_more(
+    tmp_path: Path, seen: Ids, words: tuple[str, ...]
+) -> None:
+    for more in ((), ("data.val_set_size=0",)):
+        whole = run_into(tmp_path / f"whole{len(more)}", *words, *more)
+        seen.clear()
+        check_same_run(resume_from(whole, 8, *words, *more), whole)
+        assert not seen
+
+
+def test_a_save_beside_the_training_is_the_same(tmp_path: Path) -> None:
+    words = (*FULL, "optimizer=muon")
+    whole = run_into(tmp_path / "whole", *words)
+    beside = run_into(tmp_path / "beside", *words, "trainer.checkpoint.async=true")
+    stores = [CheckpointStore(run / "checkpoints").checkpoints() for run in (whole, beside)]
+    assert len(stores[0]) == len(stores[1]) == 8
+    for one, other in zip(*stores, strict=True):
+        for name, written in one.manifest["files"].items():
+            if name != "training.json":
+                assert other.manifest["files"][name] == written, (one.step, name)
+        documents = [each.document("training")["curves"] for each in (one, other)]
+        assert documents[0]["validations"] == documents[1]["validations"]
+        assert documents[0]["latest_step"] == documents[1]["latest_step"] == one.step
+    check_same_run(resume_from(beside, 5, *words, "trainer.checkpoint.async=true"), whole)
+
+
+def test_only_what_trains_is_kept(tmp_path: Path) -> None:
+    run = run_into(tmp_path / "run", "trainer.max_steps=1")
+    (only,) = CheckpointStore(run / "checkpoints").checkpoints()
+    assert only.names() == ["model", "optimizer", "random-rank-0", "training"]
+    assert {".lora_A.", ".lora_B."} == {
+        f".{name.split('.')[-2]}." for name in only.tensors("model")
+    }
+    assert only.metric == pytest.approx(figures_of(run)["val/loss"])
+    assert not list(run.rglob("*.pt")) + list(run.rglob("*.ckpt")) + list(run.rglob("*.bin"))
+
+
+ON_A_GPU = {
+    "scaled loss": ("trainer.precision=fp16", "adapter.dropout=0.1"),
+    "8 bits": ("adapter=full", "optimizer=paged_adamw8bit"),
+    "beside the training": ("trainer.checkpoint.async=true", "adapter.dropout=0.1"),
+}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("trainer.accelerator=cpu", "adapter.dropout=0.1"), id="cpu"),
+        *(
+            pytest.param(("trainer.accelerator=gpu", *words), id=name, marks=pytest.mark.gpu)
+            for name, words in ON_A_GPU.items()
+        ),
+    ],
+)
+def test_at_the_first_batch_all_is_as_it_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    looked = []
+    plain = FinetuneModule._go_on
+
+    def look(self: FinetuneModule, source: Checkpoint, batch: Any) -> None:
+        plain(self, source, batch)
+        for name, kept in zip((MODEL, OPTIMIZER), self.kept_tensors(), strict=True):
+            saved = source.tensors(name)
+            assert saved.keys() == kept.keys()
+            for key, tensor in saved.items():
+                assert torch.equal(tensor, kept[key].cpu()), (name, key)
+        scaler = source.document(TRAINING)["lightning"].get("MixedPrecision", {})
+        assert scaler == self.trainer.precision_plugin.state_dict()
+        assert bool(scaler) == ("trainer.precision=fp16" in words)
+        assert random_state(self.device) == source.document("random-rank-0")
+        looked.append(source.step)
+
+    monkeypatch.setattr(FinetuneModule, "_go_on", look)
+    whole = run_into(tmp_path / "whole", *words)
+    assert not looked
+    resume_from(whole, 4, *words)
+    assert looked == [4]

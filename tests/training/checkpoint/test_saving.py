@@ -1,0 +1,156 @@
+"""When a run saves, what the save is rated by, and what it costs in memory and in room."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
+from app.training.checkpoint.saving import build_checkpoints, build_saver
+from app.training.checkpoint.settings import CheckpointConfig
+from app.training.checkpoint.space import SaveError
+from app.training.checkpoint.store import CheckpointStore
+from app.training.curves import Curves
+from app.training.trainer import TrainerConfig
+from tests.conftest import ROOT, read_column
+from tests.tiny import train_into
+
+Usage = namedtuple("Usage", "total used free")
+QUIET = ("evaluation.exact_match=false", "logger=csv")
+
+
+def saves_of(
+    tmp_path: Path,
+    every: int | None,
+    total: int,
+    *,
+    epoch: int = 3,
+    has_validation: bool = True,
+    keep_best: int = 0,
+) -> tuple[list[int], list[int]]:
+    """Steps after which a run saves, and those that it validates behind."""
+    config = TrainerConfig(
+        checkpoint=CheckpointConfig(every_steps=every, keep_best=keep_best), validate_every_steps=2
+    )
+    plan = SimpleNamespace(num_steps=total, ends_epoch=lambda step: step % epoch == 0)
+    checkpoints = build_checkpoints(config.checkpoint, tmp_path, None)
+    saver = build_saver(config, checkpoints, plan, has_validation=has_validation)
+    steps = range(1, total + 1)
+    return [s for s in steps if saver.is_due(s)], [s for s in steps if saver.validates_after(s)]
+
+
+def test_a_run_saves_once_an_epoch_or_every_so_many_steps_and_at_its_end(tmp_path: Path) -> None:
+    assert saves_of(tmp_path, None, 7) == ([3, 6, 7], [2, 4, 6, 7])
+    assert saves_of(tmp_path, 4, 8) == ([4, 8], [2, 4, 6, 8])
+    assert saves_of(tmp_path, 50, 5, has_validation=False) == ([5], [])
+
+
+def test_the_best_of_checkpoints_without_a_loss_are_refused(tmp_path: Path) -> None:
+    assert saves_of(tmp_path, 3, 7, keep_best=1)[0] == [3, 6, 7]
+    with pytest.raises(
+        UserError, match=r"only the last of .* type trainer.checkpoint.every_steps=2"
+    ):
+        saves_of(tmp_path, 3, 6, keep_best=1)
+    with pytest.raises(UserError, match=r"no validation rows; type data.val_set_size=0.05 or "):
+        saves_of(tmp_path, 2, 6, keep_best=1, has_validation=False)
+
+
+def test_the_best_are_kept_by_the_validation_behind_them(tmp_path: Path) -> None:
+    words = ("trainer.max_steps=6", "trainer.validate_every_steps=2", *QUIET, "optimizer.lr=1e-2")
+    words += ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.keep_last=1")
+    words += ("trainer.checkpoint.keep_best=2", "schedule=constant", "schedule.warmup_steps=6")
+    run = train_into(tmp_path / "run", *words)
+    losses = read_column(run, "val/loss")
+    kept = CheckpointStore(run / "checkpoints").checkpoints()
+    rated = {one.step: one.metric for one in kept}
+    best = sorted((step for step in (2, 4, 6)), key=losses.__getitem__)[:2]
+    assert set(rated) == {6, *best}
+    assert all(metric == losses[step] for step, metric in rated.items())
+
+
+def test_nothing_is_saved_of_a_step_whose_loss_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Curves.add
+
+    def spoil(self: Curves, record: Any, reduce: Any) -> None:
+        if record.step == 3:
+            record.sums[0] = float("nan")
+        plain(self, record, reduce)
+
+    monkeypatch.setattr(Curves, "add", spoil)
+    with pytest.raises(TrainingFault, match="step 3: loss nan"):
+        words = ("trainer.checkpoint.every_steps=1", "trainer.validate_every_steps=4")
+        train_into(tmp_path / "run", *QUIET, *words)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
+    assert [one.step for one in store.checkpoints()] == [1, 2]
+    assert not list(store.folder.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(("free", "last_step"), [(1000, None), (1_500_000, "1")])
+def test_room_is_looked_for_before_the_first_step_and_when_all_is_known_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, last_step: str | None
+) -> None:
+    # Some 0.6 MB of adapter, and 1.3 MB more of AdamW's moments.
+    words = (*QUIET, "trainer.checkpoint.keep_last=1", "trainer.log_every_steps=1")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, free))
+    with pytest.raises(SaveError, match=r"1 checkpoints and the one .* are free") as told:
+        train_into(tmp_path / "run", *words)
+    assert exit_code(told.value) == ENVIRONMENT_ERROR
+    lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()
+    assert (lines[-1].split(",")[0] if len(lines) > 2 else None) == last_step
+
+
+PEAK = """
+import resource, sys, torch
+from pathlib import Path
+from app.model.adapter import FullConfig
+from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.state import model_state, optimizer_state
+from app.training.checkpoint.store import CheckpointStore
+from tests.tiny import tiny_llama
+
+model = tiny_llama(hidden_size=1024, intermediate_size=4096)
+optimizer = torch.optim.AdamW([{"params": list(model.parameters()), "name": "all"}], fused=True)
+for weight in model.parameters():
+    weight.grad = torch.zeros_like(weight)
+optimizer.step()
+optimizer.zero_grad()
+tensors, numbers = optimizer_state(model, optimizer)
+checkpoint = {
+    "state_dict": model_state(model), "optimizer_tensors": tensors,
+    "training": {"step": 1, "optimizer": numbers}, "metric": None, "details": None,
+}
+size = sum(t.nbytes for part in (checkpoint["state_dict"], tensors) for t in part.values())
+store = CheckpointStore(Path(sys.argv[1]) / "checkpoints")
+store.begin(1)
+before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+Path("/proc/self/clear_refs").write_text("5")
+StoredCheckpoints(store).save_checkpoint(checkpoint, store.folder / "step-1")
+peak = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")]
+print(size, int(peak[0].split()[1]) * 1024 - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+def test_a_save_takes_hardly_any_memory(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    size, more = map(int, done.stdout.split()[-2:])
+    assert size > 200_000_000
+    assert more <= 0.1 * size

@@ -1,0 +1,246 @@
+"""The state of a training as tensors by name and JSON: what comes back is every bit of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from app.config.verbs import PARTS
+from app.errors import UserError
+from app.model.adapter import FullConfig, LoraConfig, apply_adapter
+from app.training.checkpoint.state import (
+    model_state,
+    optimizer_state,
+    random_state,
+    restore_model,
+    restore_optimizer,
+    restore_random_state,
+    restore_schedule,
+)
+from app.training.checkpoint.tensors import read_tensors, write_tensors
+from app.training.optimizer import AdamWConfig, MuonConfig, build_optimizer
+from app.training.schedule import SHAPES, ScheduleConfig, build_schedule
+from app.training.schedule_free import use_averaged_weights, use_training_weights
+from tests.tiny import random_ids, tiny_llama
+
+OPTIMIZERS = [schema() for schema in PARTS["optimizer"].values()]
+every_optimizer = pytest.mark.parametrize("config", OPTIMIZERS, ids=lambda config: config.name)
+WIDE = {"intermediate_size": 160}
+LORA = LoraConfig(r=32, dropout=0.0, target_modules=["gate_proj", "up_proj", "down_proj"])
+"""matrices of more than 4096 numbers, which are kept in 8 bits"""
+
+
+class Training:
+    """A model, its optimizer and its schedule, of steps on random rows."""
+
+    def __init__(self, config: Any, adapter: Any, *, seed: int = 0, dtype: Any = torch.float32):
+        model = tiny_llama(seed=seed, **WIDE).to(dtype)
+        self.model = apply_adapter(model, adapter, half_precision=dtype != torch.float32)
+        self.model.train()
+        self.optimizer = build_optimizer(self.model, config, adapter, lr=1e-2, fused=True)
+        self.schedule = build_schedule(self.optimizer, ScheduleConfig(warmup_steps=2), 8)
+
+    def take_steps(self, seeds: range) -> None:
+        for seed in seeds:
+            use_training_weights(self.optimizer)
+            ids = random_ids(2).roll(seed, 1)
+            self.model(input_ids=ids, labels=ids).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+
+    def save(self, folder: Path) -> None:
+        tensors, document = optimizer_state(self.model, self.optimizer)
+        write_tensors(folder / "model", model_state(self.model))
+        write_tensors(folder / "optimizer", tensors)
+        (folder / "document").write_text(json.dumps(document))
+
+    def restore(self, folder: Path, step: int) -> None:
+        restore_model(self.model, read_tensors(folder / "model"))
+        document = json.loads((folder / "document").read_text())
+        restore_optimizer(self.model, self.optimizer, read_tensors(folder / "optimizer"), document)
+        restore_schedule(self.schedule, step)
+
+
+def check_same(one: Training, other: Training) -> None:
+    states = [model_state(each.model) for each in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+    (tensors, document), (others, other_document) = (
+        optimizer_state(each.model, each.optimizer) for each in (one, other)
+    )
+    assert tensors.keys() == others.keys() and tensors
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, others[name]) and tensor.dtype == others[name].dtype, name
+    assert document == other_document
+    rates = [[group["lr"] for group in each.optimizer.param_groups] for each in (one, other)]
+    assert rates[0] == rates[1]
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("adapter", [LORA, FullConfig()], ids=["lora", "full"])
+def test_a_restored_training_goes_on_as_the_one_that_never_stopped(
+    tmp_path: Path, config: Any, adapter: Any, dtype: torch.dtype
+) -> None:
+    whole = Training(config, adapter, dtype=dtype)
+    whole.take_steps(range(3))
+    whole.save(tmp_path)
+    resumed = Training(config, adapter, seed=0, dtype=dtype)
+    with torch.no_grad():
+        for weight in resumed.model.parameters():
+            if weight.requires_grad:
+                weight.add_(1.0)
+    resumed.restore(tmp_path, 3)
+    check_same(whole, resumed)
+    for training in (whole, resumed):
+        training.take_steps(range(3, 6))
+        use_averaged_weights(training.optimizer)
+    check_same(whole, resumed)
+
+
+def test_weights_averaged_for_a_validation_are_restored_as_such(tmp_path: Path) -> None:
+    config = PARTS["optimizer"]["schedule_free"]()
+    whole, resumed = (Training(config, FullConfig()) for _ in range(2))
+    whole.take_steps(range(3))
+    use_averaged_weights(whole.optimizer)
+    whole.save(tmp_path)
+    resumed.restore(tmp_path, 3)
+    for training in (whole, resumed):
+        training.take_steps(range(3, 5))
+    check_same(whole, resumed)
+
+
+def test_names_are_the_base_s_own_and_tied_weights_come_once(tmp_path: Path) -> None:
+    training = Training(AdamWConfig(), FullConfig())
+    training.take_steps(range(1))
+    names = set(model_state(training.model))
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    tensors, _ = optimizer_state(training.model, training.optimizer)
+    assert set(tensors) == {
+        f"{key}/{name}" for key in ("exp_avg", "exp_avg_sq", "step") for name in names
+    }
+    adapted = Training(AdamWConfig(), LoraConfig(r=4))
+    names = set(model_state(adapted.model))
+    assert "model.layers.0.self_attn.q_proj.lora_A.weight" in names
+    assert all(".lora_" in name for name in names)
+
+
+def test_nothing_is_copied() -> None:
+    training = Training(MuonConfig(), FullConfig())
+    training.take_steps(range(1))
+    own = {weight.data_ptr() for weight in training.model.parameters()}
+    assert {tensor.data_ptr() for tensor in model_state(training.model).values()} <= own
+    tensors, _ = optimizer_state(training.model, training.optimizer)
+    pointers = {tensor.data_ptr() for tensor in tensors.values()}
+    again, _ = optimizer_state(training.model, training.optimizer)
+    assert {tensor.data_ptr() for tensor in again.values()} == pointers
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_schedule_is_where_its_steps_have_brought_it(shape: str) -> None:
+    def build() -> tuple[Any, Any]:
+        weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+        groups = [{"params": [w], "lr": lr} for w, lr in zip(weights, (1e-3, 7e-3), strict=True)]
+        optimizer = torch.optim.AdamW(groups)
+        return optimizer, build_schedule(optimizer, ScheduleConfig(shape=shape), 50)
+
+    optimizer, schedule = build()
+    for step in range(1, 50):
+        optimizer.step()
+        schedule.step()
+        other, restored = build()
+        restore_schedule(restored, step)
+        assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
+        other.step()
+        restored.step()
+        assert restored.get_last_lr() == [
+            base * factor(step + 1)
+            for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        ]
+
+
+def test_every_generator_goes_on_where_it_was() -> None:
+    def draw() -> list[float]:
+        drawn = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
+        return [*drawn, float(torch.rand(())), float(torch.randn(()))]
+
+    draw()  # a gauss that is kept for the next call is state, too
+    state = json.loads(json.dumps(random_state(torch.device("cpu"))))
+    expected = draw()
+    draw()
+    restore_random_state(state, torch.device("cpu"))
+    assert draw() == expected
+
+
+def test_another_model_s_checkpoint_is_refused_by_name() -> None:
+    saved = model_state(Training(AdamWConfig(), LoraConfig(r=4)).model)
+    with pytest.raises(UserError, match=r"q_proj.lora_A.weight is float32 \[4, 32\], this run's"):
+        restore_model(Training(AdamWConfig(), LoraConfig(r=8)).model, saved)
+    with pytest.raises(UserError, match=r"holds no model.embed_tokens.weight and .* more"):
+        restore_model(Training(AdamWConfig(), FullConfig()).model, saved)
+    one = LoraConfig(r=4, target_modules=["q_proj"])
+    with pytest.raises(UserError, match="holds, but this run does not train"):
+        restore_model(Training(AdamWConfig(), one).model, saved)
+
+
+def test_another_optimizer_s_state_is_refused() -> None:
+    training = Training(MuonConfig(), FullConfig())
+    training.take_steps(range(1))
+    tensors, document = optimizer_state(training.model, training.optimizer)
+    other = Training(AdamWConfig(), FullConfig())
+    with pytest.raises(UserError, match=r"optimizer is MuonWithAdamW .* this run's AdamW"):
+        restore_optimizer(other.model, other.optimizer, tensors, document)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_base_that_gave_its_start_away_is_the_same_again_or_refused(init: str) -> None:
+    config = LoraConfig(r=4, init=init)
+    training = Training(AdamWConfig(), config)
+    saved = model_state(training.model)
+    assert any(name.endswith("lora_A_at_start") for name in saved)
+    again = Training(AdamWConfig(), config)
+    restore_model(again.model, saved)
+    weights = dict(training.model.named_parameters())
+    for name, weight in again.model.named_parameters():
+        assert torch.equal(weight, weights[name]), name
+    other = {name: tensor.clone() for name, tensor in saved.items()}
+    next(t for name, t in other.items() if name.endswith("at_start")).mul_(-1)
+    with pytest.raises(UserError, match="came out another one than in the run that is resumed"):
+        restore_model(again.model, other)
+
+
+@pytest.mark.gpu
+def test_moments_that_are_paged_are_paged_again() -> None:
+    config = PARTS["optimizer"]["paged_adamw8bit"]()
+
+    def build() -> tuple[Any, Any]:
+        model = tiny_llama(hidden_size=256, intermediate_size=512).cuda()  # pages from 1e5 numbers
+        return model, build_optimizer(model, config, FullConfig(), lr=1e-2, fused=True)
+
+    def step(model: Any, optimizer: Any) -> None:
+        for weight in model.parameters():
+            weight.grad = torch.full_like(weight, 0.5)
+        optimizer.step()
+
+    def num_paged(optimizer: Any) -> int:
+        states = optimizer.state.values()
+        return sum(getattr(state["state1"], "is_paged", False) for state in states)
+
+    (model, optimizer), (other, restored) = build(), build()
+    step(model, optimizer)
+    tensors, document = optimizer_state(model, optimizer)
+    restore_model(other, model_state(model))
+    restore_optimizer(other, restored, tensors, json.loads(json.dumps(document)))
+    assert num_paged(restored) == num_paged(optimizer) > 0
+    step(model, optimizer)
+    step(other, restored)
+    for weight, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(weight, expected)

@@ -1,0 +1,84 @@
+"""What the loggers of a run that goes on keep of what is there, and what they drop."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from app.errors import UserError
+from app.training.csv_logger import CsvLogger
+from app.training.curves import Curves
+from app.training.logger import LoggerConfig, build_loggers
+
+
+def rows_in(file: Path) -> list[tuple[str, str]]:
+    with file.open(newline="") as stream:
+        return [(row["step"], row["train/loss"]) for row in csv.DictReader(stream)]
+
+
+def write_steps(logger: CsvLogger, *steps: int) -> None:
+    for step in steps:
+        logger.log_metrics({"train/loss": step / 2}, step=step)
+
+
+@pytest.mark.parametrize("step", [0, 1, 9, 10, 11, 99, 100, 120])
+def test_rows_up_to_the_step_stay(tmp_path: Path, step: int) -> None:
+    written = [*range(13), 12, 100, 100, 101]
+    logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
+    write_steps(logger, *written)
+    logger.cut_after(step)
+    assert rows_in(logger.path) == [(str(n), str(n / 2)) for n in written if n <= step]
+
+
+@pytest.mark.parametrize("num_bytes", range(1, 19))
+def test_a_row_that_was_cut_off_goes(tmp_path: Path, num_bytes: int) -> None:
+    logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
+    write_steps(logger, 1, 12)
+    text = logger.path.read_bytes()
+    logger.path.write_bytes(text[:-num_bytes])
+    logger.cut_after(15)
+    logger.log_metrics({"train/loss": 6.0}, step=13)
+    assert rows_in(logger.path) == [("1", "0.5"), ("13", "6.0")]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10])
+def test_a_file_of_half_a_header_begins_again(tmp_path: Path, num_bytes: int) -> None:
+    logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
+    write_steps(logger, 1)
+    logger.path.write_bytes(logger.path.read_bytes()[:num_bytes])
+    logger.cut_after(4)
+    write_steps(logger, 5)
+    assert rows_in(logger.path) == [("5", "2.5")]
+
+
+def points_in(folder: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+@pytest.mark.parametrize(("last_step", "kept"), [(3, 3), (None, 0)])
+def test_no_point_is_shown_twice(tmp_path: Path, last_step: int | None, kept: int) -> None:
+    config = LoggerConfig(name="tensorboard")
+    for logger in build_loggers(config, tmp_path, ["a"]):
+        for step in range(1, 7):
+            logger.log_metrics({"train/loss": float(step)}, step=step)
+        logger.finalize("killed")
+    assert points_in(tmp_path / "tensorboard") == [(step, float(step)) for step in range(1, 7)]
+    for logger in build_loggers(config, tmp_path, ["a"], last_step=last_step):
+        for step in range(kept + 1, 9):
+            logger.log_metrics({"train/loss": step + 0.5}, step=step)
+        logger.finalize("success")
+    expected = [(step, step + (0.0 if step <= kept else 0.5)) for step in range(1, 9)]
+    assert points_in(tmp_path / "tensorboard") == expected
+    assert rows_in(tmp_path / "metrics.csv") == [(str(n), str(loss)) for n, loss in expected]
+
+
+def test_curves_of_other_data_sets_are_refused() -> None:
+    state = Curves(["a", "b"], [], 10).state_dict()
+    with pytest.raises(UserError, match=r"the data sets a, b, these are named a, c; give them"):
+        Curves(["a", "c"], [], 10).load_state_dict(state)
