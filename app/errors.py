@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from app.heartbeat import LOST, PORT_TAKEN, tell
 from app.launch import RUN_DIR_VARIABLE, is_first_rank
 from data_modules import DataError
 
@@ -20,6 +22,9 @@ REASON_FILE = "error.txt"
 """in a run's folder: why the run stopped"""
 LOST_CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.I)
 """how torch words that another rank has left"""
+TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
+DEAD_WORKER = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)", re.S)
+"""how torch words that a process which makes batches is gone"""
 
 DONE, USER_ERROR, ENVIRONMENT_ERROR, TRAINING_FAULT = 0, 2, 3, 4
 INTERRUPTED, TERMINATED = 130, 143
@@ -37,6 +42,17 @@ class TrainingFault(RuntimeError):
     """Training went bad: a loss that is not finite, a saved adapter that does not read back."""
 
 
+class Interrupted(SystemExit):
+    """A signal ends the run; `message` says what was saved of it."""
+
+    def __init__(self, signum: int, message: str) -> None:
+        self.signum, self.message = signum, message
+        super().__init__(128 + signum)
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.signum).name}: {self.message}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Word a guess at what was meant: `; did you mean X?`, or nothing."""
     by_lower = {candidate.lower(): candidate for candidate in known}
@@ -50,12 +66,16 @@ def exit_code(error: BaseException) -> int:
         return _code_of_exit(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if isinstance(error, TrainingFault):  # whatever the rows are called that it names
+        return TRAINING_FAULT
     if _is_of_sigterm(error):
         return TERMINATED
     if _is_of_the_user(error):
         return USER_ERROR
     out_of_memory = type(error).__name__ == "OutOfMemoryError"  # torch's, without importing torch
     if isinstance(error, (OSError, ImportError, MemoryError)) or out_of_memory:
+        return ENVIRONMENT_ERROR
+    if isinstance(error, RuntimeError) and _words_of_the_environment(error):
         return ENVIRONMENT_ERROR
     return TRAINING_FAULT
 
@@ -65,6 +85,9 @@ def report(error: BaseException) -> int:
     code = exit_code(error)
     if os.environ.get(TRACEBACK_VARIABLE) == "1":
         traceback.print_exception(error)
+    elif isinstance(error, Interrupted):
+        if is_first_rank():
+            print(f"\n{error}", file=sys.stderr)
     elif code == INTERRUPTED:
         if is_first_rank():
             print("\ninterrupted", file=sys.stderr)
@@ -78,16 +101,22 @@ def report(error: BaseException) -> int:
 def _speaks_first(error: BaseException, message: str) -> bool:
     """Claim the run's one message by writing it into the run's folder.
 
-    Not rank 0 by rule: what fails on one rank alone is told there, and Lightning then kills the
-    others. That the connection to such a rank was lost is only its echo.
+    Not rank 0 by rule: what fails on one rank alone is told there, and the others are then ended.
+    That the connection to such a rank was lost is only its echo.
     """
     folder = os.environ.get(RUN_DIR_VARIABLE)
+    if TAKEN_PORT.search(str(error)) and tell(PORT_TAKEN):
+        return False  # who started the ranks tries another
+    is_lost = not isinstance(error, TrainingFault) and LOST_CONNECTION.search(str(error))
+    if is_lost and tell(f"{LOST} {message}"):
+        return False  # who started the ranks knows which of them was the first to go
     if folder is None:
         return is_first_rank()
     if not is_first_rank() and LOST_CONNECTION.search(str(error)):
         return False
     try:
-        with (Path(folder) / REASON_FILE).open("x", encoding="utf-8") as file:
+        reason = Path(folder) / REASON_FILE
+        with reason.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{message}\n")
     except FileExistsError:
         return False
@@ -103,6 +132,11 @@ def _message(error: BaseException, code: int) -> str:
     kind = {ENVIRONMENT_ERROR: "the environment", TRAINING_FAULT: "training stopped"}[code]
     where = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
     hint = f"{TRACEBACK_VARIABLE}=1 before the command shows where it happened"
+    if DEAD_WORKER.search(problems[0]):
+        hint = (
+            "a loader's worker is often killed for lack of memory, or of room in /dev/shm; type a "
+            "smaller data.num_workers (0 makes batches in the training process)"
+        )
     return f"error ({kind}): {where}{problems[0]}\n  {hint}"
 
 
@@ -126,6 +160,11 @@ def _code_of_exit(error: SystemExit) -> int:
     if error.code is None:
         return DONE
     return error.code if isinstance(error.code, int) else TRAINING_FAULT
+
+
+def _words_of_the_environment(error: RuntimeError) -> bool:
+    text = str(error)
+    return any(words.search(text) for words in (LOST_CONNECTION, TAKEN_PORT, DEAD_WORKER))
 
 
 def _is_of_sigterm(error: BaseException) -> bool:

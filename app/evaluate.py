@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.output import decide_run_dir
 from app.quiet import is_offline, quiet_libraries
+from app.streams import keep_streams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,4 +113,5 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    keep_streams()
     sys.exit(run_verb("evaluate", evaluate))

@@ -1,4 +1,4 @@
-"""Which of a run's processes this one is, as torchrun, srun or Lightning's launcher tell it.
+"""Which of a run's processes this one is, as torchrun, srun or our own launcher tell it.
 
 The only place that reads their variables: a run whose ranks read them differently hangs.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from app.heartbeat import PARENT_VARIABLE, PIPE_VARIABLE
 
 RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
-"""hands the run's folder to the ranks that Lightning starts by the same command line"""
+"""hands the run's folder to the ranks that are started by the same command line"""
 STEP_VARIABLE = "LOFT_RESUME_STEP"
 """hands them the step of the checkpoint that the run goes on from, 0 where it starts anew"""
 VARIABLES_OF_A_RANK = (
@@ -57,13 +57,13 @@ WAYS = (
         beside=("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
-    Way(  # Lightning's launcher
+    Way(  # our own launcher, by Lightning's names
         told_by="LOCAL_RANK",
         ranks=("NODE_RANK", "LOCAL_RANK"),
         beside=("WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
-    Way(  # by hand on each machine, whose further ranks Lightning starts
+    Way(  # by hand on each machine, where this program starts the ranks
         told_by="NODE_RANK",
         ranks=("NODE_RANK",),
         beside=("MASTER_ADDR", "MASTER_PORT"),
@@ -86,7 +86,7 @@ class Launch:
     told_by: str | None = None
     is_first: bool = True
     num_ranks: int | None = None
-    """ranks that were started; None where Lightning is to start them"""
+    """ranks that were started; None where this program is to start them"""
     problems: tuple[str, ...] = ()
 
 

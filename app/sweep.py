@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import check_before_start, check_words, conf_files, load_config
 from app.config.overrides import WORD, quote_value
 from app.errors import DONE, INTERRUPTED, UserError
+from app.heartbeat import PARENT_VARIABLE
 from app.launch import VARIABLES_OF_A_RANK
 from app.output import OUTPUTS
 
@@ -225,6 +226,7 @@ def run_trial(number: int, words: list[str], folder: Path) -> Trial:
     words = [word for word in words if not word.startswith("output.dir=")]
     print(f"\ntrial {number}: {' '.join(words)}", flush=True)
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
+    environment[PARENT_VARIABLE] = str(os.getpid())  # a trial ends with its sweep
     where = f"output.dir={quote_value(str(trial_folder))}"
     command = [sys.executable, "-m", "app.train", *words, where]
     started = time.monotonic()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,12 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config import TrainConfig, run_verb, save_config
+from app.config import TrainConfig, load_run_config, run_verb, save_config
+from app.errors import Interrupted
+from app.faults import arm, parse_faults
+from app.heartbeat import is_watched, live_with_parent
 from app.launch import is_first_rank
 from app.manifest import save_manifest
-from app.output import decide_run_dir
+from app.output import CONFIG_FILE, METRICS_FILE, write_whole
 from app.preflight import describe_base
 from app.quiet import is_offline, quiet_libraries
+from app.resume import Start, describe_global_batch, start_run
+from app.signals import hear_signals, leave_soon
+from app.streams import keep_streams
+from app.supervise.run import how_to_go_on, requeue, run_ranks, starts_ranks
 from app.sweep import run_sweep
 
 if TYPE_CHECKING:
@@ -32,8 +40,11 @@ Measure = Callable[[Any], dict[str, float]]
 
 def train(config: TrainConfig) -> float | None:
     """Fine-tune as `config` says; return the final validation loss, None on ranks above 0."""
-    folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(config.model, config.data))
+    start = start_run(config, load_run_config)
+    if start.is_done:
+        return say_done(start)
+    folder, source = start.folder, start.checkpoint
 
     # Imported here and not above: --help and a config error must not wait for torch.
     import lightning as L
@@ -48,7 +59,10 @@ def train(config: TrainConfig) -> float | None:
     from app.model.tokenizer import build_tokenizer, new_token_ids
     from app.model.tokens import num_rows, trained_token_ids
     from app.strategy.build import build_strategy
+    from app.training.bad_numbers import StepWatch
+    from app.training.callbacks.heartbeat import Heartbeat
     from app.training.callbacks.progress import ProgressBar
+    from app.training.checkpoint.saving import build_checkpoints, build_saver
     from app.training.curves import Curves
     from app.training.learning_rate import resolve_lr
     from app.training.logger import build_loggers
@@ -93,20 +107,38 @@ def train(config: TrainConfig) -> float | None:
         row_multiple=placement.row_multiple,
         pad_packs=config.trainer.compile,  # one size of batch is compiled for, not each that comes
     )
+    datamodule.first_step = start.step
     datamodule.setup("fit")
     prompts = datamodule.prompts(config.evaluation.max_rows)
     if is_first_rank():
         for line in (*datamodule.report.lines(), *datamodule.audit.lines()):
             log.info("data: %s", line)
         datamodule.audit.check()
+    facts: dict[str, Any] = {
+        "seed": config.seed,
+        "base": describe_base(config.model),
+        "data": [asdict(dataset) for dataset in datamodule.report.datasets],
+        "test_data": [asdict(dataset) for dataset in datamodule.report.test_datasets],
+        "precision": precision,
+        "global_batch": describe_global_batch(config.trainer, placement.num_ranks),
+        "total_steps": datamodule.total_steps,
+        **datamodule.fingerprints(),
+    }
+    start.check(facts)
     log.info("plan: %s; %s", datamodule.plan.line(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
     log.info("device: %s, attention %s", placement, attention)
 
     # How it learns.
-    loggers = build_loggers(config.logger, folder, datamodule.dataset_names)
-    curves = Curves(datamodule.dataset_names, loggers, config.trainer.log_every_steps)
+    loggers = build_loggers(
+        config.logger,
+        folder,
+        datamodule.dataset_names,
+        last_step=None if source is None else source.step,
+    )
+    watch = StepWatch(config.trainer.max_skipped_steps, datamodule.rows_of_step)
+    curves = Curves(datamodule.dataset_names, loggers, config.trainer.log_every_steps, watch)
     module = FinetuneModule(
         partial(
             build_model,
@@ -140,28 +172,37 @@ def train(config: TrainConfig) -> float | None:
         from app.training.callbacks.compilation import Compilation
 
         watched.append(Compilation())
+    checkpoints = build_checkpoints(config.trainer.checkpoint, folder, source)
+    if is_watched():
+        watched.append(Heartbeat(folder))
+    saver = build_saver(
+        config.trainer,
+        checkpoints,
+        datamodule.plan,
+        has_validation=len(datamodule.val_examples) > 0,
+    )
     trainer = build_trainer(
         config.trainer,
         placement=placement,
         strategy=build_strategy(config.strategy, placement.num_ranks),
         total_steps=datamodule.total_steps,
         loggers=loggers,
-        callbacks=[ProgressBar(curves), *watched],
+        callbacks=[ProgressBar(curves), *watched, saver],
         folder=folder,
+        checkpoints=checkpoints,
     )
-    base = describe_base(config.model)
+    arm(
+        parse_faults(config.faults)[0],
+        folder,
+        rank=trainer.global_rank,
+        num_ranks=placement.num_ranks,
+    )
     if trainer.is_global_zero:
-        save_config(config, folder / "config.yaml")
+        start.take_over()
+        save_config(config, folder / CONFIG_FILE)
         datamodule.write_reports(folder)
-        save_manifest(
-            folder,
-            seed=config.seed,
-            base=base,
-            data=[asdict(dataset) for dataset in datamodule.report.datasets],
-            test_data=[asdict(dataset) for dataset in datamodule.report.test_datasets],
-            template_sha256=datamodule.template_hash,
-        )
-    trainer.fit(module, datamodule=datamodule)
+        save_manifest(folder, **facts, earlier=start.earlier())
+    trainer.fit(module, datamodule=datamodule, ckpt_path=None if source is None else source.folder)
     if not trainer.is_global_zero:
         return None
 
@@ -182,7 +223,7 @@ def train(config: TrainConfig) -> float | None:
             architecture,
             folder,
             datamodule.probe(),
-            base=base,
+            base=facts["base"],
             reload_base=reload_base,
         )
         metrics = compare(
@@ -196,7 +237,7 @@ def train(config: TrainConfig) -> float | None:
         )
     tokenizer.save_pretrained(saved)
     metrics |= curves.summary()
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     say_comparison(metrics, datamodule.dataset_names)
     say_where(folder, saved)
     return metrics.get("val/loss")
@@ -242,6 +283,38 @@ def compare(
     return metrics
 
 
+def start(config: TrainConfig) -> None:
+    """Train in this process, or start the ranks of this machine and watch over them."""
+    hear_signals()
+    try:
+        if not starts_ranks(config):
+            train(config)
+            return
+        quiet_libraries(offline=is_offline(config.model, config.data))
+        begun = start_run(config, load_run_config)
+        if begun.is_done:
+            say_done(begun)
+        elif code := run_ranks(config, begun, sys.argv[1:]):
+            sys.exit(code)
+    except Interrupted as interrupted:
+        if interrupted.signum == signal.SIGUSR1:
+            requeue(config.supervise)
+        interrupted.message += f"\n{how_to_go_on()}"
+        leave_soon()
+        raise
+
+
+def say_done(start: Start) -> float | None:
+    """Say that nothing is left to train; return the run's final validation loss."""
+    if is_first_rank():
+        print(f"done at step {start.before.get('total_steps')}: {start.folder} has finished")
+        where = shlex.quote(str(start.folder))
+        print(f"to train on: resume={where} trainer.max_steps=N 'resume_allow=[epochs]'")
+        print(f"run: {start.folder}")
+    metrics = json.loads((start.folder / METRICS_FILE).read_text(encoding="utf-8"))
+    return metrics.get("val/loss")
+
+
 def say_where(folder: Path, saved: Path) -> None:
     """Print where everything is, and what a person may want to type next."""
     print(f"\n{saved}: reopened after saving and compared with the model in memory")
@@ -255,4 +328,6 @@ def say_where(folder: Path, saved: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_verb("train", train, sweep=run_sweep))
+    live_with_parent()
+    keep_streams()
+    sys.exit(run_verb("train", start, sweep=run_sweep))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from app.config.overrides import _read_word
-from app.errors import TrainingFault, UserError, exit_code
+from app.errors import Interrupted, TrainingFault, UserError, exit_code
 from app.output import OutputConfig, decide_run_dir
 from app.preflight.base_model import shapes_of_architecture
 from data_modules import DataError
@@ -32,9 +33,22 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (ModuleNotFoundError("No module named 'flash_attn'"), 3, "flash_attn"),
         (MemoryError(), 3, "MemoryError"),
         (TrainingFault("loss is nan at step 3"), 4, "loss is nan at step 3"),
+        (TrainingFault("loss is nan: nccl/igloo.jsonl:3"), 4, "nccl/igloo.jsonl:3"),
         (RuntimeError("size mismatch"), 4, "RuntimeError: size mismatch"),
         (ValueError("of a library"), 4, "ValueError: of a library"),
         (KeyboardInterrupt(), 130, "interrupted"),
+        (
+            Interrupted(signal.SIGTERM, "step 5 is saved"),
+            143,
+            "stopped by SIGTERM: step 5 is saved",
+        ),
+        (Interrupted(signal.SIGINT, "step 5 is saved"), 130, "stopped by SIGINT: step 5 is saved"),
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+            3,
+            "type a smaller data.num_workers",
+        ),
+        (RuntimeError("port: 1, name: EADDRINUSE"), 3, "EADDRINUSE"),
     ],
 )
 def test_exit_codes(words: list[str], error: BaseException, code: int, fragment: str) -> None:
@@ -87,9 +101,9 @@ def test_ranks_that_fail_together_say_it_once(
 def test_the_echo_of_a_lost_rank_is_left_to_the_first(words: list[str], tmp_path: Path) -> None:
     of_run = {"LOFT_RUN_DIR": str(tmp_path)}
     answer = ask(*words, error=GLOO, environment=of_run | SECOND_RANK)
-    assert (answer.code, answer.said) == (4, "")
+    assert (answer.code, answer.said) == (3, "")
     answer = ask(*words, error=GLOO, environment=of_run)
-    assert (answer.code, "Connection closed" in answer.said) == (4, True)
+    assert (answer.code, "Connection closed" in answer.said) == (3, True)
 
 
 def test_before_there_is_a_folder_only_the_first_rank_speaks() -> None:

@@ -211,3 +211,18 @@ def test_a_signal_comes_within_its_step(
             assert heard == ([faults.SIGNALS[name]] if step == 3 else [])
     finally:
         signal.signal(faults.SIGNALS[name], before)
+
+
+def test_a_micro_batch_is_counted_within_its_step(tmp_path: Path) -> None:
+    def reach_batches(*steps: int) -> int:
+        def work() -> None:
+            arm(tmp_path, "batch_killed:2@3", rank=1, num_ranks=2)
+            for step in steps:
+                faults.reach("batch", step)
+
+        return in_a_child(work)
+
+    assert reach_batches(1, 1, 2, 2, 3, 4, 4) == NOT_KILLED
+    assert reach_batches(2, 3, 3) == -signal.SIGKILL
+    assert reach_batches(2, 3, 3) == NOT_KILLED  # it struck
+    assert "type batch_killed:1@12" in faults.parse_faults(["batch_killed@3"])[1][0]

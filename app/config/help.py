@@ -45,6 +45,7 @@ MOST_USED = {
         "output.dir",
         "resume",
         "resume_allow",
+        "supervise.max_restarts",
         "seed",
     ),
     "preview": (

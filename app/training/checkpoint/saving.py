@@ -66,6 +66,7 @@ class CheckpointSaver(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Leave what a signal does to what comes after the training."""
+        self._wait_for_all(trainer)
         self.stopping.end(trainer)
 
     def on_train_batch_end(
@@ -94,8 +95,13 @@ class CheckpointSaver(L.Callback):
         if (signum := self.stopping.agreed()) is not None:
             if not self.is_due(step):
                 self.save(trainer, module)
-            self.checkpoints.wait()
+            self._wait_for_all(trainer)
             raise Interrupted(signum, f"step {step} is saved")
+
+    def _wait_for_all(self, trainer: L.Trainer) -> None:
+        """Let no rank leave before the first has written: its end would end the others."""
+        self.checkpoints.wait()
+        trainer.strategy.barrier("all is written")
 
     def _check_room(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
@@ -110,9 +116,9 @@ class CheckpointSaver(L.Callback):
         if self.checkpoints.writer is None:  # else the thread looks at its copy
             check_finite(step, *module.kept_tensors())
         self.checkpoints.wait()
-        for logger in trainer.loggers:
-            self.checkpoints.do_before_commit(logger.save)
         if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                self.checkpoints.do_before_commit(logger.save)
             self.store.begin(step)
         ranks.barrier("a checkpoint has begun")
         own = random_state(ranks.root_device)

@@ -1,0 +1,42 @@
+"""A sign of life from every rank, for the process that watches over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from app.heartbeat import ENDED, beat, begin_to_beat, tell
+
+
+class Heartbeat(L.Callback):
+    """Beat with every micro-batch, of training and of validation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Begin before the first validation."""
+        begin_to_beat(self.folder, trainer.global_rank)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Begin where a resumed run has no first validation."""
+        begin_to_beat(self.folder, trainer.global_rank)
+        beat(trainer.global_step)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Beat."""
+        beat(trainer.global_step)
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        """Beat before what may never return."""
+        beat(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Beat."""
+        beat(trainer.global_step)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """End: what is left is not done in steps."""
+        tell(ENDED)

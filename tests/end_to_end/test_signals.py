@@ -1,0 +1,128 @@
+"""The ordinary command, told to stop or hit: what is saved, what is said, what is left of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.training.checkpoint.store import CheckpointStore
+from tests.conftest import ROOT
+from tests.processes import (
+    RUN,
+    TWO_RANKS,
+    environment_of_a_person,
+    processes_of,
+    start_train,
+    type_train,
+    wait_until_gone,
+)
+from tests.runs import check_same_run, rows_of
+from tests.tiny import small_run
+
+pytestmark = pytest.mark.slow
+
+
+def steps_of(run: Path) -> list[int]:
+    return [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()]
+
+
+def test_a_run_that_was_told_to_stop_goes_on_by_the_command_it_prints(tmp_path: Path) -> None:
+    assert type_train(tmp_path / "whole")[0] == 0
+    run = tmp_path / "run"
+    words = ("resume=auto", "faults=[sigint@3,sigterm@7]", "data.num_workers=1")
+    code, _, said = type_train(run, *words)
+    assert (code, steps_of(run)) == (130, [2, 3])
+    assert "stopped by SIGINT: step 3 is saved\n" in said and "Traceback" not in said
+    code, _, said = type_train(run, *words)
+    assert (code, steps_of(run)) == (143, [6, 7])
+    command = said.partition("to go on: ")[2].splitlines()[0]
+    typed = shlex.split(command)
+    assert typed[:3] == ["python", "-m", "app.train"]
+    done = start_train(*typed[3:])
+    done.communicate(timeout=300)
+    assert done.returncode == 0
+    check_same_run(run, tmp_path / "whole")
+
+
+def test_a_stop_of_the_whole_group_is_one_stop(tmp_path: Path) -> None:
+    words = small_run(*RUN, "data.num_workers=2", "trainer.max_steps=400")
+    process = start_train(*words, f"output.dir={tmp_path / 'run'}")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    workers = len(processes_of(tmp_path / "run")) - 1
+    assert workers >= 2
+    os.killpg(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143
+    *_, last = steps_of(tmp_path / "run")
+    assert f"stopped by SIGTERM: step {last} is saved" in said
+    assert max(int(row["step"]) for row in rows_of(tmp_path / "run")) == last
+    wait_until_gone(tmp_path / "run")
+
+
+def test_two_ranks_stop_together_and_are_started_again(tmp_path: Path) -> None:
+    assert type_train(tmp_path / "whole", *TWO_RANKS)[0] == 0
+    run, bin_ = tmp_path / "run", tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol\n')
+    (bin_ / "scontrol").chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "77", "PATH": f"{bin_}:{os.environ['PATH']}"}
+    words = (
+        *TWO_RANKS,
+        "resume=auto",
+        "supervise.requeue=true",
+        "supervise.max_restarts=2",
+        # One rank alone hears of the time limit.
+        "faults=[sigusr1:1@3,rank_killed:0@5,rank_killed:1@7]",
+    )
+    code, _, said = type_train(run, *words, environment=slurm)
+    assert (code, steps_of(run)) == (138, [2, 3])
+    assert "supervise.requeue: job 77 put back into the queue" in said
+    assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
+    code, _, said = type_train(run, *words, environment=slurm)
+    assert code == 0, said
+    assert "rank 0 was killed by SIGKILL" in said and "after step 5" in said
+    assert "rank 1 was killed by SIGKILL" in said and "after step 7" in said
+    assert said.count("error") == 2 and "gloo" not in said
+    assert "restart 1 of 2, from step 4" in said and "restart 2 of 2, from step 6" in said
+    check_same_run(run, tmp_path / "whole")
+
+
+def test_ranks_of_torchrun_are_started_again_by_it(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    assert type_train(whole, *TWO_RANKS)[0] == 0
+    words = small_run(*RUN, *TWO_RANKS, "resume=auto", "faults=[rank_killed:1@5]")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("--max-restarts=2", "-m", "app.train", *words, f"output.dir={tmp_path / 'run'}"),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment_of_a_person(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "RESUME: from" in done.stdout
+    wait_until_gone(tmp_path / "run")
+    check_same_run(tmp_path / "run", whole)
+
+
+def test_a_killed_loader_worker_is_named(tmp_path: Path) -> None:
+    words = ("data.num_workers=1", "faults=[worker_killed@3]")
+    code, _, said = type_train(tmp_path / "run", *words)
+    assert code == 3
+    assert said.count("error") == 1 and "Traceback" not in said
+    assert "DataLoader worker" in said and "killed by signal: Killed" in said
+    assert "type a smaller data.num_workers" in said

@@ -1,0 +1,88 @@
+"""The ordinary command in processes of its own: typed, disturbed, and gone without a trace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from app.launch import VARIABLES_OF_A_RANK
+from tests.conftest import ROOT
+from tests.tiny import small_run
+
+RUN = (
+    "trainer.max_steps=8",
+    "trainer.validate_every_steps=3",
+    "trainer.checkpoint.every_steps=2",
+    "evaluation.exact_match=false",
+    "adapter.dropout=0.1",
+    "logger=csv",
+)
+"""a run of eight steps in which everything happens"""
+TWO_RANKS = ("trainer.devices=2", "trainer.accelerator=cpu")
+SECONDS = 15
+"""within which nothing is left of a run that has ended, however it did"""
+
+
+def environment_of_a_person() -> dict[str, str]:
+    """This process's environment without what it may have found as a rank."""
+    return {name: value for name, value in os.environ.items() if name not in VARIABLES_OF_A_RANK}
+
+
+def start_train(
+    *words: str, environment: Mapping[str, str | None] | None = None, **options: Any
+) -> subprocess.Popen[str]:
+    """Type `python -m app.train`; None takes a variable out of the environment."""
+    changed = environment_of_a_person() | dict(environment or {})
+    return subprocess.Popen(
+        [sys.executable, "-m", "app.train", *words],
+        cwd=ROOT,
+        env={name: value for name, value in changed.items() if value is not None},
+        text=True,
+        start_new_session=True,
+        # As in a terminal: a shell's background jobs ignore it, and so would the run.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+    )
+
+
+def type_train(
+    folder: Path, *words: str, environment: Mapping[str, str | None] | None = None, **options: Any
+) -> tuple[int, str, str]:
+    """Type a small run into `folder` and wait; returns its exit code and what it printed and said.
+
+    Nothing of it may be left.
+    """
+    typed = [*small_run(*RUN, *words), f"output.dir={folder}"]
+    process = start_train(*typed, environment=environment, **options)
+    printed, said = process.communicate(timeout=300)
+    wait_until_gone(folder)
+    return process.returncode, printed, said
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Return the processes whose command names a run's folder: ranks, their launcher, workers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(str(folder).encode() in word for word in words):
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def wait_until_gone(folder: Path, seconds: float = SECONDS) -> float:
+    """Wait until no process of a run is left; returns how long that took."""
+    began = time.monotonic()
+    while left := processes_of(folder):
+        assert time.monotonic() - began < seconds, f"{left} are left of {folder}"
+        time.sleep(0.05)
+    return time.monotonic() - began

@@ -1,0 +1,173 @@
+"""What a signal does to a process: noted in a step, acted on elsewhere, the second one obeyed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from app import signals
+from tests.conftest import ROOT
+
+BEGIN = """
+import os, signal, sys, time
+from app import signals
+from app.errors import report
+def say(word):
+    os.write(1, f"{word}\\n".encode())
+signals.hear_signals()
+"""
+OUTSIDE = """
+try:
+    say("ready")
+    time.sleep(30)
+except SystemExit as error:
+    sys.exit(report(error))
+"""
+IN_A_STEP = """
+signals.wait_for_step(True)
+say("ready")
+while signals.signal_heard() is None:
+    time.sleep(0.01)
+say("noted")
+"""
+
+
+class Process:
+    """A script that says "ready" when it may be disturbed."""
+
+    def __init__(self, *parts: str) -> None:
+        code = "\n".join([BEGIN, *parts])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # As in a terminal: a shell's background jobs ignore it, and so would the script.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            start_new_session=True,
+        )
+        self.hear("ready")
+
+    def hear(self, word: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == f"{word}\n"
+
+    def send(self, signum: int) -> None:
+        self.process.send_signal(signum)
+
+    def end(self) -> tuple[int, str]:
+        """Return its exit code and what it said on stderr."""
+        said = self.process.communicate(timeout=20)[1]
+        return self.process.returncode, said
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+        (signal.SIGHUP, 129),
+        (signal.SIGUSR1, 138),
+    ],
+)
+def test_outside_of_a_step_the_program_ends_where_it_stands(
+    signum: signal.Signals, code: int
+) -> None:
+    process = Process(OUTSIDE)
+    process.send(signum)
+    assert process.end() == (code, f"\nstopped by {signum.name}: outside of the training steps\n")
+
+
+def test_a_step_is_ended_first_and_the_rest_is_left() -> None:
+    process = Process(
+        IN_A_STEP, "signals.wait_for_step(True)", "time.sleep(1.5)", "signals.wait_for_step(False)"
+    )
+    process.send(signal.SIGTERM)
+    process.hear("noted")
+    process.send(signal.SIGTERM)  # a launcher sends it on: the same one
+    code, said = process.end()
+    assert code == 143
+    assert "Interrupted" not in said and "left at once" not in said
+
+
+def test_a_second_signal_is_obeyed_at_once_whatever_the_program_does() -> None:
+    process = Process(IN_A_STEP, "time.sleep(30)")
+    process.send(signal.SIGTERM)
+    process.hear("noted")
+    time.sleep(1.2)
+    before = time.monotonic()
+    process.send(signal.SIGINT)
+    assert process.end() == (130, "SIGINT: left at once (a second signal)\n")
+    assert time.monotonic() - before < 2
+
+
+def test_a_library_that_keeps_the_program_from_ending_is_left_behind() -> None:
+    stuck = """
+signals.TIME_TO_LEAVE = 0.5
+is_ready = False
+while True:
+    try:
+        if not is_ready:
+            say("ready")
+        is_ready = True
+        time.sleep(30)
+    except BaseException:
+        pass
+"""
+    process = Process(stuck)
+    process.send(signal.SIGTERM)
+    assert process.end() == (143, "SIGTERM: left at once (did not end by itself)\n")
+
+
+def test_forked_workers_leave_signals_to_the_process_that_they_work_for() -> None:
+    fork = """
+listens, tells = os.pipe()
+if os.fork() == 0:
+    time.sleep(1.5)
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGUSR1)  # not the second one of its parent
+    os.write(tells, b"whole")
+    os._exit(0)
+"""
+    process = Process(fork, IN_A_STEP, "say(os.read(listens, 9).decode())")
+    os.killpg(process.process.pid, signal.SIGINT)
+    process.hear("noted")
+    process.hear("whole")
+    assert process.end() == (0, "")
+
+
+def test_what_was_ignored_at_the_start_stays_ignored() -> None:
+    ignoring = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\nsignals.take_handlers()"
+    process = Process(ignoring, OUTSIDE)
+    process.send(signal.SIGHUP)
+    process.send(signal.SIGTERM)
+    assert process.end()[0] == 143
+
+
+def test_handlers_are_taken_back_from_a_library() -> None:
+    library = "signal.signal(signal.SIGTERM, lambda *_: say('the library heard'))"
+    process = Process(library, "signals.take_handlers()", OUTSIDE)
+    process.send(signal.SIGTERM)
+    assert process.end() == (143, "\nstopped by SIGTERM: outside of the training steps\n")
+
+
+def test_a_process_that_hears_no_signals_is_left_as_it_is() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    signals.take_handlers()
+    signals.wait_for_step(True)
+    signals.wait_for_step(False)
+    assert signals.signal_heard() is None
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_process_that_heard_nothing_itself_ends_where_all_is_saved() -> None:
+    process = Process(
+        "signals.leave_soon()", 'say("ready")', "signal.pthread_sigmask", "time.sleep(30)"
+    )
+    assert process.process.wait(timeout=20) == 128 + signal.SIGTERM

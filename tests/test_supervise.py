@@ -1,0 +1,358 @@
+"""Ranks that die, hang, lose each other or find their port taken: named, ended, started again.
+
+The ranks are small scripts that beat as a training does, so that a whole story takes a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from app.errors import REASON_FILE
+from app.launch import free_port
+from app.supervise import supervisor as supervisor_module
+from app.supervise.settings import SuperviseConfig
+from app.supervise.supervisor import Supervisor
+from tests.conftest import ROOT
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from app.errors import UserError, TrainingFault, report
+from app.heartbeat import ENDED, beat, begin_to_beat, live_with_parent, tell
+live_with_parent()
+folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+first = int(os.environ["LOFT_RESUME_STEP"])
+os.environ["LOFT_RUN_DIR"] = str(folder)
+with (folder / f"started-{rank}").open("a") as file:
+    file.write(f"{os.getpid()} {first} {os.environ['MASTER_PORT']}\\n")
+begin_to_beat(folder, rank)
+beat(first)
+def is_first_time(what):
+    try:
+        (folder / what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+def wait():
+    time.sleep(60)
+"""
+
+
+@dataclasses.dataclass
+class Story:
+    """One run of a supervisor over two ranks: what came of it."""
+
+    folder: Path
+    code: int
+    said: str
+    seconds: float
+
+    def starts(self, rank: int) -> list[list[str]]:
+        """Process, first step and port of each start of a rank."""
+        return [line.split() for line in (self.folder / f"started-{rank}").read_text().splitlines()]
+
+    def is_anyone_left(self) -> bool:
+        pids = [start[0] for rank in (0, 1) for start in self.starts(rank)]
+        return any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+Tell = Callable[..., Story]
+
+
+@pytest.fixture
+def tell_story(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Tell:
+    monkeypatch.setattr(supervisor_module, "GRACE", 1.0)
+    monkeypatch.setattr(supervisor_module, "TIME_FOR_STACKS", 0.5)
+
+    def tell(
+        *script: str, saved: Sequence[int] = (), first_step: int = 0, **settings: int | float | None
+    ) -> Story:
+        code = "\n".join([RANK, *script])
+        newest = iter(saved)
+        supervisor = Supervisor(
+            command=[sys.executable, "-c", code, str(tmp_path)],
+            folder=tmp_path,
+            config=SuperviseConfig(**settings),  # type: ignore[arg-type]
+            step=first_step,
+            newest_step=lambda: next(newest),
+            of_rank=[
+                {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"} for rank in (0, 1)
+            ],
+        )
+        before = time.monotonic()
+        ended = supervisor.run()
+        return Story(tmp_path, ended, capfd.readouterr().err, time.monotonic() - before)
+
+    return tell
+
+
+def test_ranks_that_end_well_end_the_run(tell_story: Tell) -> None:
+    story = tell_story("tell(ENDED)", "if rank == 0: time.sleep(0.3)")
+    assert (story.code, story.said) == (0, "")
+    assert {path.name for path in story.folder.iterdir()} == {"started-0", "started-1"}
+
+
+def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(tell_story: Tell) -> None:
+    story = tell_story(
+        "if rank == 0: wait()",
+        "beat(3)",
+        "print('what the driver says', file=sys.stderr, flush=True)",
+        "time.sleep(0.3)",
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    assert story.code == 3
+    assert "rank 1 was killed by SIGKILL (often for lack of memory" in story.said
+    assert "after step 3; its last lines:\n  what the driver says\n" in story.said
+    assert story.said.count("error") == 1
+    assert story.seconds < 5 and not story.is_anyone_left()
+    assert (story.folder / REASON_FILE).read_text() in story.said
+
+
+def test_an_exit_without_a_word_is_named(tell_story: Tell) -> None:
+    story = tell_story("if rank == 0: wait()", "os._exit(7)")
+    assert story.code == 3
+    assert "rank 1 ended with exit code 7 before its first step" in story.said
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("TrainingFault('loss is nan')", 4), ("UserError('no such file')", 2)]
+)
+def test_what_a_rank_says_itself_is_said_once_and_not_tried_again(
+    tell_story: Tell, error: str, code: int
+) -> None:
+    story = tell_story("if rank == 1: wait()", f"sys.exit(report({error}))", max_restarts=3)
+    assert story.code == code
+    assert story.said.count("error") == 1 and "rank" not in story.said
+    assert len(story.starts(0)) == 1 and not story.is_anyone_left()
+
+
+def test_a_rank_that_lost_another_is_not_to_blame(tell_story: Tell) -> None:
+    # The one that lost it may be gone first: it only has to read from a closed connection.
+    lost = "RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer')"
+    story = tell_story(
+        f"if rank == 0: beat(9); sys.exit(report({lost}))",
+        "time.sleep(0.4)",
+        "os.kill(os.getpid(), signal.SIGSEGV)",
+    )
+    assert story.code == 3
+    assert "rank 1 was killed by SIGSEGV" in story.said and "gloo" not in story.said
+
+
+def test_a_lost_connection_is_told_where_nobody_else_is_to_blame(tell_story: Tell) -> None:
+    story = tell_story("sys.exit(report(RuntimeError('gloo: Connection reset by peer')))")
+    assert story.code == 3
+    assert story.said.count("Connection reset by peer") == 1
+
+
+DIES_TWICE = (
+    "if rank == 0 and first < 6: wait()",
+    "beat(first + 2)",
+    "if first < 6: os.kill(os.getpid(), signal.SIGKILL)",
+)
+
+
+def test_a_run_that_gets_further_each_time_is_started_again(tell_story: Tell) -> None:
+    story = tell_story(*DIES_TWICE, saved=[3, 6], max_restarts=2)
+    assert story.code == 0
+    assert [start[1] for start in story.starts(0)] == ["0", "3", "6"]
+    assert [start[1] for start in story.starts(1)] == ["0", "3", "6"]
+    assert "supervise: restart 2 of 2, from step 6" in story.said
+    assert not (story.folder / REASON_FILE).exists()  # of a run that has ended well
+
+
+def test_no_more_restarts_than_were_allowed(tell_story: Tell) -> None:
+    story = tell_story(*DIES_TWICE, saved=[3], max_restarts=1)
+    assert story.code == 3 and len(story.starts(0)) == 2
+
+
+def test_the_same_step_failing_twice_ends_the_run(tell_story: Tell) -> None:
+    story = tell_story(*DIES_TWICE, saved=[0, 0, 0], max_restarts=9)
+    assert story.code == 3 and len(story.starts(0)) == 2
+    assert "it has failed twice after step 2: not started again" in story.said
+
+
+HANGS = (
+    "import threading",
+    "def idle(): wait()",
+    "def hang_here(): wait()",
+    "threading.Thread(target=idle, daemon=True).start()",
+    "for step in range(5):",
+    "    time.sleep(0.02); beat(step)",
+    "    if step == 3 and rank == 1: {}",
+    "wait()",
+)
+
+
+def test_a_rank_that_hangs_is_found_and_its_stack_shown(tell_story: Tell) -> None:
+    story = tell_story("\n".join(HANGS).format("hang_here()"), hang_minutes=0.01)
+    assert story.code == 3
+    assert "rank 1 hangs after step 3, for " in story.said
+    assert "in hang_here" in story.said and "stacks-rank-1.txt" in story.said
+    stacks = (story.folder / "stacks-rank-1.txt").read_text()
+    assert "in hang_here" in stacks and "in idle" in stacks and "in idle" not in story.said
+    assert not story.is_anyone_left()
+
+
+def test_a_stopped_rank_is_found_and_named_so(tell_story: Tell) -> None:
+    stop = "os.kill(os.getpid(), signal.SIGSTOP)"
+    story = tell_story("\n".join(HANGS).format(stop), hang_minutes=0.01)
+    assert "rank 1 is stopped (SIGSTOP) after step 3" in story.said
+    assert not story.is_anyone_left()
+
+
+def test_a_run_of_long_steps_does_not_hang(tell_story: Tell) -> None:
+    slow = ("beat(1)", "time.sleep(0.6)", "beat(2)", "time.sleep(2.4)", "beat(3)")
+    assert tell_story(*slow, hang_minutes=0.02).code == 0
+    # What takes its time outside of the training loop is no concern.
+    assert tell_story("beat(1)", "tell(ENDED)", "time.sleep(2)", hang_minutes=0.02).code == 0
+    assert tell_story("beat(1)", "time.sleep(2)", hang_minutes=None).code == 0
+
+
+def test_another_port_is_tried_where_one_was_taken(
+    tell_story: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports = iter([4001, 4002])
+    monkeypatch.setattr(supervisor_module, "free_port", lambda: next(ports))
+    story = tell_story(
+        "if os.environ['MASTER_PORT'] == '4001':",
+        "    if rank == 1: wait()",
+        "    sys.exit(report(RuntimeError('port: 4001, name: EADDRINUSE, message: in use')))",
+    )
+    assert (story.code, story.said) == (0, "")
+    assert [start[2] for start in story.starts(1)] == ["4001", "4002"]
+
+
+def test_a_port_is_free_and_not_always_the_same() -> None:
+    assert len({free_port() for _ in range(8)}) > 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_is_passed_on_and_waited_for(
+    tell_story: Tell, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    started = time.monotonic()
+    heard = lambda: signum if time.monotonic() > started + 0.8 else None  # noqa: E731
+    monkeypatch.setattr(supervisor_module, "signal_heard", heard)
+    story = tell_story(
+        f"signal.signal({int(signum)}, lambda *_: (folder / f'heard-{{rank}}').touch())",
+        "beat(1)",
+        "while not (folder / f'heard-{rank}').exists(): time.sleep(0.01)",
+        "time.sleep(0.3)",  # it saves
+        "(folder / f'saved-{rank}').touch()",
+        f"os._exit({128 + signum})",
+        max_restarts=3,
+    )
+    assert (story.code, story.said) == (128 + signum, "")
+    assert all((story.folder / f"saved-{rank}").exists() for rank in (0, 1))
+    assert len(story.starts(0)) == 1
+
+
+def test_a_save_that_failed_behind_a_signal_is_no_good_end(
+    tell_story: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = time.monotonic()
+    heard = lambda: signal.SIGTERM if time.monotonic() > started + 0.8 else None  # noqa: E731
+    monkeypatch.setattr(supervisor_module, "signal_heard", heard)
+    story = tell_story(
+        "signal.signal(signal.SIGTERM, lambda *_: (folder / f'heard-{rank}').touch())",
+        "beat(1)",
+        "while not (folder / f'heard-{rank}').exists(): time.sleep(0.01)",
+        "os._exit(3 if rank == 0 else 143)",
+        max_restarts=3,
+    )
+    assert story.code == 3
+    assert len(story.starts(0)) == 1
+
+
+def test_ranks_that_have_begun_nothing_are_not_waited_for(
+    tell_story: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = time.monotonic()
+    heard = lambda: signal.SIGTERM if time.monotonic() > started + 0.8 else None  # noqa: E731
+    monkeypatch.setattr(supervisor_module, "signal_heard", heard)
+    story = tell_story("tell(ENDED)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "wait()")
+    assert story.code == 143
+    assert story.seconds < 8 and not story.is_anyone_left()
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from app.signals import hear_signals
+from app.supervise.settings import SuperviseConfig
+from app.supervise.supervisor import Supervisor
+hear_signals()
+sys.exit(Supervisor(
+    command=[sys.executable, "-c", sys.argv[2], sys.argv[1]],
+    folder=Path(sys.argv[1]),
+    config=SuperviseConfig(),
+    step=0,
+    newest_step=lambda: 0,
+    of_rank=[{"LOCAL_RANK": str(rank)} for rank in (0, 1)],
+).run())
+"""
+
+
+def launch(folder: Path, *script: str) -> subprocess.Popen[str]:
+    """Start a supervisor in a process of its own; returns when its ranks run."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(folder), "\n".join([RANK, *script])],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 20
+    while len(list(folder.glob("ready-*"))) < 2:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call ties ranks to it")
+def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+    process = launch(tmp_path, "(folder / f'ready-{rank}').touch()", "wait()")
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    until = time.monotonic() + 5
+    while Story(tmp_path, 0, "", 0).is_anyone_left():
+        assert time.monotonic() < until, "a rank goes on without its launcher"
+        time.sleep(0.02)
+
+
+def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+    process = launch(
+        tmp_path,
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)",  # a long step
+        "beat(1)",
+        "(folder / f'ready-{rank}').touch()",
+        "wait()",
+    )
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.3)
+    assert process.poll() is None
+    before = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+    while Story(tmp_path, 0, "", 0).is_anyone_left():
+        time.sleep(0.02)
+    assert time.monotonic() - before < 2
+
+
+def test_a_child_whose_parent_is_gone_ends_itself() -> None:
+    code = "from app.heartbeat import live_with_parent; live_with_parent(); print('alive')"
+    environment = os.environ | {"LOFT_PARENT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (137, b"")
