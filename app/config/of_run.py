@@ -128,7 +128,8 @@ def fill_to_resume(
     if found is None:
         return composed
     if run is not None:
-        typed = {one.key for one in given} | {"resume", "resume_allow", "faults", "output"}
+        of_a_start = {"resume", "resume_allow", "faults", "output", "supervise"}
+        typed = {one.key for one in given} | of_a_start
         of_run = dataclasses.asdict(load_run_config(run))
         shared = {name: of_run[name] for name in composed if name in of_run and name not in typed}
         shared |= {"output": {"name": of_run["output"]["name"]}}

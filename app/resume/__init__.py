@@ -5,7 +5,7 @@ away, `start` puts it together for the verb. Needs no torch, and changes nothing
 """
 
 from app.resume.changes import ALLOWED, describe_global_batch
-from app.resume.start import Start, check_resume, start_run
+from app.resume.start import Start, check_resume, find_newest_good, start_run
 from app.resume.which import AUTO, MUST, NEVER, checkpoints_of, find_run_to_resume
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "check_resume",
     "checkpoints_of",
     "describe_global_batch",
+    "find_newest_good",
     "find_run_to_resume",
     "start_run",
 ]

@@ -48,6 +48,8 @@ class Start:
     """the manifest of the run that it goes on with"""
     allow: list[str] = field(default_factory=list)
     """resume_allow"""
+    goes_back: bool = False
+    """whether a person has named the checkpoint, which then need not be the newest"""
 
     @property
     def step(self) -> int:
@@ -80,8 +82,14 @@ class Start:
         return [*self.before.get("earlier", []), {**newest, "until_step": self.step}]
 
     def take_over(self) -> None:
-        """Take back what says that the run has finished, on the first rank before it trains."""
+        """Take back what the run has gone beyond its start, on the first rank before it trains.
+
+        What says that it has finished, and the checkpoints of a course that is left by going back.
+        """
         (self.folder / METRICS_FILE).unlink(missing_ok=True)
+        if self.checkpoint is not None and self.goes_back:
+            for step in checkpoints_of(self.folder).drop_newer(self.step):
+                log.warning("RESUME: step-%d is removed: it is not of the course from here", step)
 
 
 def check_resume(config: Any, read_settings: ReadSettings) -> tuple[list[str], bool]:
@@ -104,13 +112,21 @@ def start_run(config: Any, read_settings: ReadSettings) -> Start:
     if RUN_DIR_VARIABLE in os.environ:
         folder = Path(config.output.dir or os.environ[RUN_DIR_VARIABLE])
         step = int(os.environ.get(STEP_VARIABLE, 0))
-        start = Start(folder=folder, allow=list(config.resume_allow))
+        start = Start(
+            folder=folder,
+            allow=list(config.resume_allow),
+            goes_back=typed_step(config.resume) is not None,
+        )
         if step:
             start.checkpoint = _of_step(folder, step)
             start.before = read_manifest(folder) if is_first_rank() else {}
         return start
     folder = make_run_dir(config.output, goes_on=config.resume != NEVER)
-    start = Start(folder=folder, allow=list(config.resume_allow))
+    start = Start(
+        folder=folder,
+        allow=list(config.resume_allow),
+        goes_back=typed_step(config.resume) is not None,
+    )
     found = _compare(config, read_settings) if _is_resumed(config) else _Found()
     if found.problems:
         raise UserError(found.problems)
@@ -165,7 +181,9 @@ def _compare(config: Any, read_settings: ReadSettings) -> _Found:
         if config.data.streaming and not refused:
             refused = check_stream(changes, before["global_batch"], batch)
         problems, notes = problems + refused, notes + noted
-    is_done = has_finished and not any(change.kind in LENGTHENS for change in changes)
+    goes_back = typed_step(config.resume) is not None
+    lengthens = any(change.kind in LENGTHENS for change in changes)
+    is_done = has_finished and not goes_back and not lengthens
     if not is_done and not has_checkpoints(folder):
         problems.append(f"{folder} has finished and has no checkpoint to go on from")
     return _Found(before=before, problems=problems, notes=notes, is_done=is_done)
@@ -181,16 +199,25 @@ def _choose(config: Any, folder: Path) -> Checkpoint | None:
                 f"resume={config.resume} is damaged ({error}); type resume={folder} for the "
                 "newest good checkpoint"
             ) from error
+    good, damaged = find_newest_good(folder)
+    if is_first_rank():
+        for sentence in damaged:
+            log.warning("RESUME: %s", sentence)
+    return good
+
+
+def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return a run's newest good checkpoint, and what is wrong with those that were passed over.
+
+    None where there is none at all; UserError where all of them are damaged.
+    """
     good, damaged = checkpoints_of(folder).newest_good()
     if good is None and damaged:
         raise UserError(
             [f"{folder}: {sentence}" for sentence in damaged]
             + ["leave resume out and type another output.dir to start anew"]
         )
-    if is_first_rank():
-        for sentence in damaged:
-            log.warning("RESUME: %s", sentence)
-    return good
+    return good, damaged
 
 
 def _of_step(folder: Path, step: int) -> Checkpoint:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from app.errors import UserError
 from app.model.attention import check_isolation, check_pair_isolation
 from app.model.head import prove_head
 from app.model.kernels import fuse_layers, unfuse_layers
@@ -106,8 +107,20 @@ class FinetuneModule(L.LightningModule):
                 fuse_layers(self.model)
         # From here on only dropout is random, and ranks must not drop the same.
         torch.manual_seed(torch.initial_seed() + self.global_rank)
+        self._check_agreement()
         if self.source is not None:
             self._restore_optimizer(self.source)
+
+    def _check_agreement(self) -> None:
+        """Refuse ranks that go on from different steps: each may have looked for itself."""
+        step = 0 if self.source is None else self.source.step
+        steps = self.all_gather(torch.tensor(step, device=self.device))
+        if self.trainer.world_size > 1 and len(set(steps.tolist())) > 1:
+            found = ", ".join(map(str, steps.tolist()))
+            raise UserError(
+                f"the ranks go on from different steps ({found}): not "
+                "all of them see the same checkpoints; name one by resume=FOLDER/checkpoints/step-N"
+            )
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Go back from what a validation measures to what trains, where the two differ."""

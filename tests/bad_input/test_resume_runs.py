@@ -12,6 +12,7 @@ import pytest
 
 from app.config import load_config
 from app.errors import UserError
+from app.resume import Start
 from app.train import train
 from tests.conftest import read_column
 from tests.tiny import SAMPLES, train_into
@@ -100,6 +101,28 @@ def test_a_run_killed_while_it_saved_its_adapter_saves_it_again(
     go_on(run)
     assert weights.read_bytes() == (whole / "adapter" / weights.name).read_bytes()
     assert read_column(run, "val/loss") == read_column(whole, "val/loss")
+    assert (run / "metrics.json").exists()
+
+
+def test_a_finished_run_goes_back_to_the_checkpoint_that_is_named(
+    whole: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    seen: list[list[str]] = []
+
+    def look(start: Start) -> None:
+        take_over(start)
+        seen.append(sorted(folder.name for folder in (run / "checkpoints").glob("step-*")))
+
+    take_over = Start.take_over
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Start, "take_over", look)
+        back = ["optimizer.lr=5e-4", "resume_allow=[lr]", f"output.dir={run}"]
+        go_on(run / "checkpoints" / "step-2", *back)
+    # Should it die now, it must not go on from the course that it has left.
+    assert seen == [["step-2"]]
+    ours, before = (read_column(one, "train/loss") for one in (run, whole))
+    assert [step for step in before if ours[step] != before[step]] == [4]
     assert (run / "metrics.json").exists()
 
 

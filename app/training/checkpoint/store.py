@@ -217,6 +217,13 @@ class CheckpointStore:
             if is_cut_short or is_unmarked or is_replaced:
                 self._remove(entry)
 
+    def drop_newer(self, step: int) -> list[int]:
+        """Remove the checkpoints above `step`, which a run that goes back leaves; return theirs."""
+        newer = [(number, folder) for number, folder in self._folders() if number > step]
+        for _, folder in newer:
+            self._remove(folder)
+        return [number for number, _ in newer]
+
     def _rotate(self, newest: Checkpoint) -> None:
         """Remove what is neither among the last nor among the best; never `newest`."""
         # What is newer is of a course that this run has left by going on from before it.
