@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -94,8 +95,27 @@ def hand_to_ranks(folder: Path) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Write a file of a run's folder so that it is the old or the new one whenever it is read."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, file)
+    try:
+        with unfinished.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(unfinished, file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts know no such
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def find_run(run: str | None, name: str | None = None) -> Path:

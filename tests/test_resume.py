@@ -166,15 +166,46 @@ def test_auto_takes_the_newest_unfinished_run_of_the_name(words: list[str], here
     newest = make_run(outputs / "mine" / "2026-01-02_10-00-00_1", *mine)
     make_run(outputs / "mine" / "2026-01-02_10-00-00", *mine)
     make_run(outputs / "mine" / "2026-01-03_10-00-00", *mine, finished=True)
-    make_run(outputs / "mine" / "2026-01-04_10-00-00", *mine, steps=())
+    make_run(outputs / "mine" / "typed", *mine)  # its name tells no time
     make_run(outputs / "other" / "2026-01-05_10-00-00", *words, "output.name=other")
     (outputs / "mine" / "2026-01-06_10-00-00").mkdir()
     os.utime(outputs / "mine" / "2026-01-01_10-00-00")  # a copy is newer on the disk
     for word in ("auto", "must"):
         assert resumed(*mine, f"resume={word}") == newest.relative_to(here)
     assert resumed(*words, "output.name=third", "resume=auto") is None
-    with pytest.raises(UserError, match="no unfinished run with a checkpoint in outputs/third"):
+    with pytest.raises(UserError, match="no unfinished run in outputs/third"):
         resumed(*words, "output.name=third", "resume=must")
+
+
+def test_the_newest_run_starts_anew_where_it_has_not_saved(
+    words: list[str], here: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.delenv("LOFT_RESUME_STEP", raising=False)
+    outputs = here / "outputs" / "train"
+    make_run(outputs / "2026-01-01_10-00-00", *words)
+    make_run(outputs / "2026-01-02_10-00-00", *words, "adapter.r=4", steps=())
+    newest = Path("outputs/train/2026-01-02_10-00-00")
+    answer = ask(*words, "resume=must")
+    assert (answer.code, f"{newest} has no checkpoint" in answer.said) == (2, True), answer.said
+    config = load_config("train", [*words, "resume=auto"])
+    assert config.adapter.r == 4
+    started = start_run(config, load_run_config)
+    assert (started.folder, started.checkpoint) == (newest, None)
+    assert f"RESUME: fresh start, no checkpoint in {newest}" in caplog.messages
+
+
+def test_a_folder_whose_name_tells_no_time_counts_where_it_is_the_only_one(
+    words: list[str], here: Path
+) -> None:
+    outputs = here / "outputs" / "train"
+    make_run(outputs / "2026-01-01_10-00-00", *words, finished=True)
+    typed = make_run(outputs / "typed", *words)
+    assert resumed(*words, "resume=auto") == typed.relative_to(here)
+    make_run(outputs / "2026-01-01_copy", *words)
+    assert resumed(*words, "resume=auto") is None
+    timed = make_run(outputs / "2025-01-01_10-00-00", *words)
+    assert resumed(*words, "resume=auto") == timed.relative_to(here)
 
 
 def test_auto_alone_takes_the_newest_unfinished_run_of_any_name(

@@ -416,9 +416,7 @@ RANGES = (
     Range("trainer.num_nodes", _at_least_one, "1 or more"),
     Range("trainer.validate_every_steps", _at_least_one, "1 or more"),
     Range("trainer.log_every_steps", _at_least_one, "1 or more"),
-    Range(
-        "trainer.checkpoint.every_steps", _at_least_one, "1 or more, or null for once an epoch"
-    ),
+    Range("trainer.checkpoint.every_steps", _at_least_one, "1 or more, or null for once an epoch"),
     Range("trainer.checkpoint.keep_last", _at_least_one, "1 or more"),
     Range("trainer.checkpoint.keep_best", lambda v: v >= 0, "0 or more"),
     Range("evaluation.max_rows", _at_least_one, "1 or more"),

@@ -15,6 +15,8 @@ NEVER, AUTO, MUST = "never", "auto", "must"
 CHECKPOINTS = "checkpoints"
 """folder in a run's folder"""
 STEP_FOLDER = re.compile(r"step-(\d+)")
+STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
+"""name of a folder that was not typed: the time, and a number where two started in one second"""
 SAID_ELSEWHERE = {
     "true": AUTO,
     "yes": AUTO,
@@ -48,7 +50,7 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
         found = _newest_unfinished(name)
         where = str(OUTPUTS / (name or ""))
     if found is None and resume == MUST:
-        what = "run" if folder is not None else "unfinished run with a checkpoint"
+        what = "run" if folder is not None else "unfinished run"
         raise UserError(
             f"resume=must, but there is no {what} in {where}; type resume=auto to start a new one "
             "where there is none, or resume=FOLDER of another run"
@@ -118,17 +120,25 @@ def _run_in(folder: Path) -> Path | None:
 
 
 def _newest_unfinished(name: str | None) -> Path | None:
-    """Return the newest run under outputs/ that has checkpoints and no figures of its end."""
-    for run in sorted(OUTPUTS.glob(f"{name or '*'}/*"), key=_age, reverse=True):
-        if not is_training(run / CONFIG_FILE) or (run / METRICS_FILE).exists():
-            continue
-        if has_checkpoints(run):
-            return run
-    return None
+    """Return the newest run under outputs/ without figures of its end, whether it saved or not.
+
+    Of a folder that was typed, whose name tells no time, nobody knows how new it is: it counts
+    where it is the only one.
+    """
+    unfinished = [
+        run
+        for run in OUTPUTS.glob(f"{name or '*'}/*")
+        if is_training(run / CONFIG_FILE) and not (run / METRICS_FILE).exists()
+    ]
+    if len(unfinished) == 1:
+        return unfinished[0]
+    return max(filter(_started, unfinished), key=_started, default=None)
 
 
-def _age(run: Path) -> tuple[str, int]:
-    """Sort runs by the time in their folder's name: copying changes a folder's own time."""
-    day, _, rest = run.name.partition("_")
-    time_of_day, _, number = rest.partition("_")
-    return f"{day}_{time_of_day}", int(number) if number.isdecimal() else 0
+def _started(run: Path) -> tuple[str, int] | tuple[()]:
+    """Return when a run started, by its folder's name: copying changes a folder's own time.
+
+    Empty where the name tells no time.
+    """
+    match = STARTED.fullmatch(run.name)
+    return (match[1], int(match[2] or 0)) if match else ()

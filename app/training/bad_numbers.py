@@ -64,7 +64,8 @@ def hold_back(optimizer: Any, grad_norm: Tensor, *, is_scaled: bool) -> None:
     """
     if is_scaled:
         return  # the scaler has looked through the gradients, and skips by itself
-    if isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]:
+    groups = optimizer.param_groups
+    if isinstance(optimizer, torch.optim.AdamW) and all(group["fused"] for group in groups):
         # Its kernels read this on the device and leave all as it is where it is 1.
         optimizer.found_inf = grad_norm.isfinite().logical_not().float()
     # The others know of no such flag, and neither a gradient of zero nor a rate of zero leaves

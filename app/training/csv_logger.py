@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+from app.training.checkpoint.disk import NO_ROOM
+from app.training.checkpoint.space import SaveError, free_bytes, in_units
 
 
 def columns(dataset_names: list[str]) -> list[str]:
@@ -30,6 +34,11 @@ class CsvLogger(Logger):
         super().__init__()
         self.path = path
         self.columns = columns(dataset_names)
+
+    @rank_zero_only
+    def begin_anew(self) -> None:
+        """Drop what another run wrote, its columns as well."""
+        self.path.unlink(missing_ok=True)
 
     @rank_zero_only
     def cut_after(self, step: int) -> None:
@@ -58,20 +67,41 @@ class CsvLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Append one row; the header first when the file is new."""
-        is_new = not self.path.exists() or not self.path.stat().st_size
-        with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, self.columns)
-            if is_new:
+        """Append one row; the header first when the file is new. SaveError where it cannot."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns)
+        try:
+            if not self.path.exists() or not self.path.stat().st_size:
                 writer.writeheader()
             writer.writerow({"step": step} | metrics)
+            with self.path.open("a", newline="") as file:
+                file.write(text.getvalue())
+        except OSError as error:
+            raise SaveError(self._in_words(error, text.tell())) from error
 
     @rank_zero_only
     def save(self) -> None:
-        """Bring the rows to the disk, so that no checkpoint is there without them."""
-        if self.path.exists():
+        """Bring the rows to the disk, so that no checkpoint is there without them.
+
+        SaveError where it cannot.
+        """
+        if not self.path.exists():
+            return
+        try:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
+        except OSError as error:
+            raise SaveError(self._in_words(error, self.path.stat().st_size)) from error
+
+    def _in_words(self, error: OSError, num_bytes: int) -> str:
+        what = f"{self.path} could not be written: {error.strerror}"
+        if error.errno not in NO_ROOM:
+            return what
+        folder = self.path.parent
+        return (
+            f"{what}; it needs {num_bytes:,} bytes, {in_units(free_bytes(folder))} are free; "
+            f"make room, and go on by resume={folder}"
+        )
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Settings stand in config.yaml."""

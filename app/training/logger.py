@@ -28,7 +28,10 @@ def build_loggers(
     from app.training.csv_logger import CsvLogger
 
     rows = CsvLogger(folder / "metrics.csv", dataset_names)
-    rows.cut_after(-1 if last_step is None else last_step)
+    if last_step is None:
+        rows.begin_anew()
+    else:
+        rows.cut_after(last_step)
     loggers: list[Logger] = [rows]
     if config.name == "tensorboard":
         from app.training.tensorboard_logger import TensorBoardLogger

@@ -58,14 +58,14 @@ class Task:
         return cls(**json.loads(Path(path).read_text()))
 
 
-def write_files(folder: Path, num_rows: int) -> None:
-    """Write the base, and `num_rows` rows whose every token is trained."""
+def write_files(folder: Path, num_rows: int, **shape: int) -> None:
+    """Write the base, SHAPE with `shape` in it, and `num_rows` rows; every token is trained."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | shape)))
     model.save_pretrained(folder / "base")
     words = {f"w{number}": number for number in range(SHAPE["vocab_size"])}
     tokenizer = PreTrainedTokenizerFast(

@@ -464,6 +464,27 @@ def test_a_loss_scaler_skips_what_is_bad_by_itself(
     assert all(moved) if steps else not any(moved)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_kernel_is_held_back_by_what_its_group_says(fused: bool) -> None:
+    model = build_model()
+    own = build_optimizer(
+        model, PARTS["optimizer"]["adamw"](), FullConfig(), lr=1e-2, fused=not fused
+    )
+    for group in own.param_groups:
+        group["fused"] = fused
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    bad, good = torch.tensor(math.nan), torch.tensor(1.0)
+    if fused:
+        hold_back(own, bad, is_scaled=False)
+        assert float(own.found_inf) == 1.0  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(bad_numbers.StepSkipped):
+            hold_back(own, bad, is_scaled=False)
+    hold_back(own, good, is_scaled=False)
+    own.step()
+
+
 def test_a_scaler_that_never_takes_a_step_ends_the_run() -> None:
     curves = Curves(NAMES, [], 1)
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import csv
+import errno
+import logging
+import os
 from pathlib import Path
 
 import pytest
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-from app.errors import UserError
+from app.errors import ENVIRONMENT_ERROR, UserError, exit_code
+from app.training.checkpoint.space import SaveError
 from app.training.csv_logger import CsvLogger
 from app.training.curves import Curves
 from app.training.logger import LoggerConfig, build_loggers
+from app.training.tensorboard_logger import TensorBoardLogger
 
 
 def rows_in(file: Path) -> list[tuple[str, str]]:
@@ -82,3 +88,67 @@ def test_curves_of_other_data_sets_are_refused() -> None:
     state = Curves(["a", "b"], [], 10).state_dict()
     with pytest.raises(UserError, match=r"the data sets a, b, these are named a, c; give them"):
         Curves(["a", "c"], [], 10).load_state_dict(state)
+
+
+def test_a_run_that_starts_anew_has_its_own_columns(tmp_path: Path) -> None:
+    config = LoggerConfig(name="csv")
+    for name in ("a", "renamed"):
+        (logger,) = build_loggers(config, tmp_path, [name])
+        logger.log_metrics({"train/loss": 1.5, f"train/loss/{name}": 2.5}, step=1)
+    with (tmp_path / "metrics.csv").open(newline="") as stream:
+        (row,) = csv.DictReader(stream)
+    assert (row["train/loss"], row["train/loss/renamed"]) == ("1.5", "2.5")
+
+
+def fail(*args: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fails", ["write", "flush"])
+def test_a_disk_that_fails_ends_tensorboard_and_not_the_run(
+    tmp_path: Path, fails: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = TensorBoardLogger(tmp_path / "tensorboard")
+    logger.log_metrics({"train/loss": 1.0}, step=1)
+    logger.save()
+    monkeypatch.setattr(RecordWriter, fails, fail)
+    with caplog.at_level(logging.WARNING):
+        for step in range(2, 5):
+            logger.log_metrics({"train/loss": 1.0}, step=step)
+            logger.save()
+        logger.finalize("success")
+    (message,) = caplog.messages
+    assert "tensorboard could not be written: No space left on device; its curves end" in message
+    assert points_in(tmp_path / "tensorboard")[0] == (1, 1.0)
+
+
+def test_a_folder_that_tensorboard_cannot_make_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    logger = TensorBoardLogger(tmp_path / "tensorboard")
+    for step in (1, 2):
+        logger.log_metrics({"train/loss": 1.0}, step=step)
+    logger.finalize("success")
+    assert len(caplog.messages) == 1 and "could not be written" in caplog.text
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync"])
+def test_rows_that_find_no_room_are_told_in_words(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
+    write_steps(logger, 1)
+    if fails == "write":
+        logger.path.unlink()
+        logger.path.symlink_to("/dev/full")
+    else:
+        monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(SaveError) as caught:
+        write_steps(logger, 2)
+        logger.save()
+    said = str(caught.value)
+    assert "metrics.csv could not be written: No space left on device; it needs " in said
+    assert "iB are free; make room, and go on by resume=" in said
+    assert exit_code(caught.value) == ENVIRONMENT_ERROR

@@ -26,7 +26,7 @@ from app.errors import UserError
 from app.evaluate import evaluate
 from app.manifest import git_state
 from app.model.adapter import LoraConfig, probe_logits
-from app.output import OutputConfig, decide_run_dir
+from app.output import OutputConfig, decide_run_dir, write_whole
 from app.train import train
 from tests.conftest import TrainRun, read_column
 from tests.door import ask
@@ -221,6 +221,36 @@ def test_two_runs_of_the_same_second_get_two_folders(
     monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
     assert len(set(folders)) == 3
     assert all(folder.is_dir() and folder.parent == Path("outputs/mine") for folder in folders)
+
+
+def test_a_file_is_on_the_disk_before_it_takes_the_old_one_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, synced = tmp_path / "config.yaml", []
+
+    def sync(descriptor: int) -> None:
+        there = os.fstat(descriptor)
+        name = "the folder" if os.path.samestat(there, tmp_path.stat()) else "a file"
+        old = file.read_text() if file.exists() else None
+        synced.append((name, there.st_size if name == "a file" else None, old))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_whole(file, "old")
+    write_whole(file, "new one")
+    assert synced == [
+        ("a file", 3, None),
+        ("the folder", None, "old"),
+        ("a file", 7, "old"),
+        ("the folder", None, "new one"),
+    ]
+
+    def fail(descriptor: int) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_whole(file, "unfinished")
+    assert contents(tmp_path) == {file: b"new one"}
 
 
 def evaluated(folder: Path, *words: str) -> dict[str, float]:

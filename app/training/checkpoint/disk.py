@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from app import faults
+from app import faults, output
 
 BLOCK_BYTES = 4 << 20
 """read or written at once"""
@@ -63,14 +63,7 @@ def read_hash(file: Path) -> str:
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk."""
     faults.reach("disk.fsync")
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts know no such
-            raise
-    finally:
-        os.close(descriptor)
+    output.sync_folder(folder)
 
 
 def replace(source: Path, target: Path) -> None:

@@ -23,8 +23,9 @@ from app.training.muon import MuonWithAdamW
 Json = Any
 """what JSON can hold"""
 
-SETTINGS_OF_A_GROUP = ("params", "name", "lr", "initial_lr", "lr_ratio", "weight_decay")
-"""what the run's own settings and its schedule say of a parameter group, also after a resume"""
+COUNTED = ("train_mode", "k", "weight_sum", "lr_max")
+"""what schedule-free AdamW counts in a parameter group; the rest of a group is what the settings
+and the schedule say, and which kernel moves the weights, also after a resume"""
 OTHER_RUN = (
     "go on with the settings that the checkpoint was made with (the run's config.yaml), or start "
     "anew with resume=never and another output.dir"
@@ -110,8 +111,7 @@ def optimizer_state(
                 else:
                     numbers.setdefault(name, {})[key] = value
     groups = [
-        {key: value for key, value in group.items() if key not in SETTINGS_OF_A_GROUP}
-        for group in optimizer.param_groups
+        {key: group[key] for key in COUNTED if key in group} for group in optimizer.param_groups
     ]
     return tensors, {
         "class": type(optimizer).__name__,
@@ -132,16 +132,14 @@ def restore_optimizer(
 ) -> None:
     """Give a new optimizer the state that `optimizer_state` returned.
 
-    Rates and decay stay those of the settings. UserError where it is another optimizer's state.
+    Settings and kernels stay those of its build. UserError where it is another optimizer's state.
     """
     # Not by load_state_dict: it goes by index, rounds to the weights' dtype, and some keep a table.
     _check_same_optimizer(optimizer, document)
     for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
-        for key in saved.keys() - {"name"}:
-            is_tuple = isinstance(group[key], tuple)
-            group[key] = tuple(saved[key]) if is_tuple else saved[key]
-    part_of = {
-        weight: part
+        group.update({key: saved[key] for key in COUNTED if key in saved and key in group})
+    home = {
+        weight: (part, group)
         for part in _parts_of(optimizer)
         for group in part.param_groups
         for weight in group["params"]
@@ -149,13 +147,17 @@ def restore_optimizer(
     weights = weights_that_train(model)
     for name, numbers in document["numbers"].items():
         weight = weights[name]
-        part_of[weight].state[weight].update(numbers)
+        home[weight][0].state[weight].update(numbers)
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
         weight = weights[name]
-        device = torch.device("cpu") if key in document["on_host"] else weight.device
-        room = _room(part_of[weight], weight, key, value, device)
-        part_of[weight].state[weight][key] = room.copy_(value)
+        part, group = home[weight]
+        if key == "step":  # a kernel reads its count where the weights are, any other on the host
+            is_on_host = not (group.get("fused") or group.get("capturable"))
+        else:
+            is_on_host = key in document["on_host"]
+        device = torch.device("cpu") if is_on_host else weight.device
+        part.state[weight][key] = _room(part, weight, key, value, device).copy_(value)
 
 
 def _room(

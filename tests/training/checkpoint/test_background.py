@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from app.errors import ROOT
+from app.training.checkpoint import background
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import read_tensors, write_tensors
@@ -78,12 +79,34 @@ def test_buffers_are_used_again(writer: BackgroundWriter) -> None:
     assert larger["a"].tolist() == [4.0] * 500
 
 
+def test_room_made_beforehand_is_what_a_snapshot_uses(
+    writer: BackgroundWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a": torch.ones(70, dtype=torch.bfloat16), "b": torch.ones(3), "c": torch.tensor(2.0)}
+    made_in = []
+    plain = background._new_buffer
+
+    def new_buffer(num_bytes: int, is_pinned: bool) -> torch.Tensor:
+        made_in.append(threading.current_thread() is threading.main_thread())
+        return plain(num_bytes, is_pinned)
+
+    monkeypatch.setattr(background, "_new_buffer", new_buffer)
+    writer.reserve({"model": state, "optimizer": dict(list(state.items())[:2])})
+    found = writer.snapshot("model", state)
+    writer.snapshot("optimizer", dict(list(state.items())[:2]))
+    assert made_in == [False, False]
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    writer.snapshot("other", state)
+    assert made_in == [False, False, True]
+
+
 def test_what_failed_is_raised_by_the_next_save(writer: BackgroundWriter) -> None:
     def fail() -> None:
         raise OSError("no room")
 
     for go_on in (
         lambda: writer.snapshot("model", {}),
+        lambda: writer.reserve({}),
         lambda: writer.submit(lambda: None),
         writer.wait,
     ):

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from app.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
-from app.training.checkpoint.saving import build_checkpoints, build_saver
+from app.training.checkpoint.saving import CheckpointSaver, build_checkpoints, build_saver
 from app.training.checkpoint.settings import CheckpointConfig
 from app.training.checkpoint.space import SaveError
 from app.training.checkpoint.store import CheckpointStore
+from app.training.csv_logger import CsvLogger
 from app.training.curves import Curves
 from app.training.trainer import TrainerConfig
 from tests.conftest import ROOT, read_column
@@ -93,6 +94,55 @@ def test_nothing_is_saved_of_a_step_whose_loss_is_bad(
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
     assert [one.step for one in store.checkpoints()] == [1, 2]
     assert not list(store.folder.glob("*.tmp"))
+
+
+def test_a_save_beside_the_training_keeps_no_bad_number_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = CheckpointSaver.save
+
+    def save(self: CheckpointSaver, trainer: Any, module: Any) -> None:
+        moments = module.kept_tensors()[1]
+        kept = moments["exp_avg/" + next(iter(module.kept_tensors()[0]))]
+        before = kept.clone()
+        if trainer.global_step == 4:  # the last: what the thread finds is raised by the end
+            kept.fill_(float("inf"))
+        plain(self, trainer, module)
+        kept.copy_(before)  # the thread looks at what was saved, not at what is there later
+
+    monkeypatch.setattr(CheckpointSaver, "save", save)
+    with pytest.raises(TrainingFault, match=r"step 4: exp_avg/.* not finite"):
+        words = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.async=true")
+        train_into(tmp_path / "run", *QUIET, *words)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=9)
+    assert [one.step for one in store.checkpoints()] == [2, 3]
+    assert not list(store.folder.glob("*.tmp"))
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize("way", ["false", "true"])
+def test_rows_are_on_the_disk_before_the_checkpoint_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    done: list[str] = []
+    for cls, name in ((CsvLogger, "save"), (CheckpointStore, "commit")):
+        plain = getattr(cls, name)
+
+        def noted(
+            self: Any, *args: Any, plain: Any = plain, name: str = name, **kwargs: Any
+        ) -> Any:
+            result = plain(self, *args, **kwargs)
+            done.append(name)
+            return result
+
+        monkeypatch.setattr(cls, name, noted)
+    words = ("trainer.checkpoint.every_steps=2", f"trainer.checkpoint.async={way}")
+    run = train_into(tmp_path / "run", *QUIET, *words)
+    commits = [index for index, name in enumerate(done) if name == "commit"]
+    assert len(commits) == 2
+    assert "save" in done[: commits[0]] and "save" in done[commits[0] + 1 : commits[1]]
+    for one in CheckpointStore(run / "checkpoints").checkpoints():
+        assert "random-rank-0" in one.names()
 
 
 @pytest.mark.parametrize(("free", "last_step"), [(1000, None), (1_500_000, "1")])

@@ -217,6 +217,71 @@ def test_a_base_that_gave_its_start_away_is_the_same_again_or_refused(init: str)
         restore_model(again.model, other)
 
 
+@every_optimizer
+def test_settings_and_kernels_are_those_of_the_new_build(tmp_path: Path, config: Any) -> None:
+    whole = Training(config, FullConfig())
+    whole.take_steps(range(2))
+    whole.save(tmp_path)
+    document = json.loads((tmp_path / "document").read_text())
+    other = Training(config, FullConfig())
+    for group, saved in zip(other.optimizer.param_groups, document["groups"], strict=True):
+        if "fused" in group:
+            group["fused"] = False
+        if "betas" in group:
+            group["betas"] = (0.5, 0.75)
+        group["newer_torch"] = True
+        # As checkpoints had it, and another torch would have it.
+        saved |= {"fused": True, "foreach": True, "betas": [0.9, 0.999], "older_torch": 1}
+    (tmp_path / "document").write_text(json.dumps(document))
+    built = [dict(group) for group in other.optimizer.param_groups]
+    other.restore(tmp_path, 2)
+    counted = {"lr", "train_mode", "k", "weight_sum", "lr_max"}
+    for group, before in zip(other.optimizer.param_groups, built, strict=True):
+        assert group.keys() == before.keys()
+        assert all(group[key] is before[key] for key in group.keys() - counted)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_count_of_steps_is_put_where_its_kernel_reads_it(tmp_path: Path, fused: bool) -> None:
+    whole = Training(AdamWConfig(), FullConfig())
+    whole.take_steps(range(1))
+    tensors, document = optimizer_state(whole.model, whole.optimizer)
+    # As a GPU leaves it to the other kernel.
+    document["on_host"] = ["step"] if fused else []
+    model = whole.model.to("meta")
+    optimizer = build_optimizer(model, AdamWConfig(), FullConfig(), lr=1e-2, fused=False)
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+    restore_optimizer(model, optimizer, tensors, document)
+    for state in optimizer.state.values():
+        assert state["step"].device.type == ("meta" if fused else "cpu")
+        assert state["exp_avg"].device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_other_kernel_of_a_gpu_goes_on_with_the_same_moments(fused: bool) -> None:
+    def build(fused: bool) -> tuple[Any, Any]:
+        model = tiny_llama().cuda()
+        return model, build_optimizer(model, AdamWConfig(), FullConfig(), lr=1e-2, fused=fused)
+
+    def step(model: Any, optimizer: Any) -> None:
+        for weight in model.parameters():
+            weight.grad = torch.full_like(weight, 0.5)
+        optimizer.step()
+
+    (model, optimizer), (other, restored) = build(not fused), build(fused)
+    step(model, optimizer)
+    tensors, document = optimizer_state(model, optimizer)
+    restore_model(other, model_state(model))
+    restore_optimizer(other, restored, tensors, json.loads(json.dumps(document)))
+    step(model, optimizer)
+    step(other, restored)
+    for weight, expected in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected)
+    assert {int(state["step"]) for state in restored.state.values()} == {2}
+
+
 @pytest.mark.gpu
 def test_moments_that_are_paged_are_paged_again() -> None:
     config = PARTS["optimizer"]["paged_adamw8bit"]()
