@@ -59,7 +59,13 @@ test: $(STAMP)  ## all tests that this machine can run
 test-fast: $(STAMP)  ## the tests that take no more than ten seconds each
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss
+chaos: $(STAMP)  ## kill runs, fill their disks, go on: bit for bit the same? SEED=N; FULL=1 for all
+	$(BIN)/python -m tests.reliability $(if $(SEED),seed=$(SEED)) $(if $(FULL),full)
+
+seeded-bugs: $(STAMP)  ## sow bugs that lose runs, each must make its test fail; ARGS="word of a name"
+	$(BIN)/python -m tests.reliability.seeded_bugs $(ARGS)
+
+bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss|checkpoint
 	$(BIN)/python -m benchmarks $(ONLY)
 
 bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY=lora_fp32|lora_bf16|full
@@ -71,4 +77,4 @@ bench-gpu: $(STAMP)  ## an 8B model on one GPU in eight minutes: speed, memory, 
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval sweep tiny-base check test test-fast bench bench-peers bench-gpu clean
+.PHONY: help install train preview eval sweep tiny-base check test test-fast chaos seeded-bugs bench bench-peers bench-gpu clean

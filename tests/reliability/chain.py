@@ -1,0 +1,256 @@
+"""Run a chain of deaths and resumes, and hold what comes of it against a run that ran through."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+from app.faults import NEEDS_ROOM, NOTES_FILE
+from app.training.checkpoint.store import CheckpointStore
+from tests.reliability.cases import Chain, Death, Operations, Variant
+from tests.reliability.person import GONE_WITHIN, Ending, Person
+from tests.reliability.plans import plan_counted
+from tests.runs import check_same_run
+from tests.training.checkpoint.test_store_damaged import DAMAGES
+
+RUN = "run"
+COMES_WITHIN = 60.0
+"""seconds in which a run reaches a step"""
+BATCHES = "batches-rank-0"
+"""what a warm process records of its batches"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """What a chain showed."""
+
+    chain: str
+    done: dict[str, int] = field(default_factory=dict)
+    """deaths by what they were, of those that went as they must"""
+    planned: dict[str, int] = field(default_factory=dict)
+    is_equal: bool = False
+    """to the run that ran through, bit for bit"""
+    problems: list[str] = field(default_factory=list)
+    seconds_until_gone: float = 0.0
+    """the longest"""
+    kills_in_one_epoch: int = 0
+    num_cold: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        return self.is_equal and not self.problems
+
+
+class Whole:
+    """Runs that nothing disturbs, one for each set of words."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._locks: dict[str, Lock] = defaultdict(Lock)
+
+    def of(self, chain: Chain, person: Person, words: list[str]) -> Path:
+        """Return the folder in which the run of `words` is, its log and its records beside it."""
+        name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:12]
+        folder = self.folder / "whole" / name
+        with self._locks[name]:
+            if not (folder / RUN / "metrics.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                typed = [*words, f"output.dir={folder / RUN}"]
+                ending = person.type_train(typed, folder, ranks=chain.variant.ranks)
+                if ending.code != 0:
+                    raise RuntimeError(f"{chain.name}: undisturbed it ends with {ending}")
+        return folder
+
+
+def count_operations(variant: Variant, person: Person, whole: Whole) -> Operations:
+    """Count what a save of `variant` does on the disk."""
+    chain = plan_counted(variant)
+    folder = whole.of(chain, person, variant.words(whole.folder, *chain.words))
+    points = defaultdict(list)
+    for line in _lines(folder / "operations"):
+        step, point = line.split()
+        points[int(step)].append(point)
+    del points[min(points)]  # it has nothing to remove
+    fewest = min(points.values(), key=len)
+    # From the rename on it is saved, and what cannot be removed for lack of room stays.
+    until_named = fewest[: fewest.index("disk.replace") + 1]
+    need_room = sum(point in NEEDS_ROOM for point in until_named)
+    return Operations(all=len(fewest), need_room=need_room)
+
+
+def run_chain(chain: Chain, person: Person, whole: Whole, seed: int) -> Result:
+    """Let a run die as `chain` says and go on each time; what it leaves is removed if all is well.
+
+    Never an exception for what the run does: that is a problem of the result.
+    """
+    began = time.monotonic()
+    result = Result(chain=chain.name)
+    for death in chain.deaths:
+        result.planned[death.what] = result.planned.get(death.what, 0) + 1
+    words = chain.variant.words(whole.folder, *chain.words)
+    folder = whole.folder / "chains" / chain.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        undisturbed = whole.of(chain, person, words)
+        _die_and_go_on(chain, person, [*words, f"output.dir={folder / RUN}"], folder, seed, result)
+        if not result.problems:
+            result.problems += _differences(folder, undisturbed, chain)
+            result.is_equal = not result.problems
+            result.kills_in_one_epoch = _most_in_one_epoch(chain, undisturbed)
+    except (RuntimeError, AssertionError, OSError) as error:
+        result.problems.append(f"{type(error).__name__}: {error}"[:2000])
+    if result.is_good:
+        shutil.rmtree(folder)
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _die_and_go_on(
+    chain: Chain, person: Person, words: list[str], folder: Path, seed: int, result: Result
+) -> None:
+    armed = [death.fault for death in chain.deaths if death.fault is not None]
+    typed = [*words, "resume=auto", f"faults=[{','.join(armed)}]"]
+    dice = random.Random(f"{chain.name} {seed}")
+    must_say: list[str] = []
+    for number, death in enumerate([*chain.deaths, None]):
+        is_warm = number != chain.cold or (death is not None and death.fault is None)
+        result.num_cold += not is_warm
+        ending = person.type_train(
+            typed,
+            folder,
+            ranks=chain.variant.ranks,
+            is_warm=is_warm,
+            meanwhile=_sender(death, folder),
+        )
+        result.seconds_until_gone = max(result.seconds_until_gone, ending.seconds_until_gone)
+        problems = _problems(death, ending, folder / RUN, must_say)
+        where = "the end" if death is None else f"{death.fault or death.signum} at {death.step}"
+        result.problems += [f"{where}: {problem}" for problem in problems]
+        if problems:
+            return
+        if death is not None:
+            result.done[death.what] = result.done.get(death.what, 0) + 1
+            must_say = _damage_newest(folder / RUN, dice) if death.damages else []
+
+
+def _sender(death: Death | None, folder: Path) -> Callable[[int], None] | None:
+    """Return what sends a signal once the run has begun the step of `death`."""
+    if death is None or death.fault is not None:
+        return None
+    begins = _size(folder / BATCHES)
+
+    def send(pid: int) -> None:
+        until = time.monotonic() + COMES_WITHIN
+        while time.monotonic() < until:
+            steps = [int(line.split()[0]) for line in _lines(folder / BATCHES, begins)]
+            if steps and steps[-1] >= death.step:
+                return os.kill(pid, death.signum)
+            time.sleep(0.002)
+        raise RuntimeError(f"step {death.step} did not come")
+
+    return send
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _lines(file: Path, begins: int = 0) -> list[str]:
+    """Return whole lines of batches."""
+    text = file.read_bytes()[begins:].decode() if file.exists() else ""
+    return [line for line in text[: text.rfind("\n") + 1].splitlines() if line != "begin"]
+
+
+def _problems(death: Death | None, ending: Ending, run: Path, must_say: list[str]) -> list[str]:
+    """List what is not as it must be when a process has ended."""
+    problems = []
+    expected = 0 if death is None else death.code
+    if ending.code != expected:
+        problems.append(f"exit code {ending.code}, not {expected}: {ending.said[-1500:]}")
+    if ending.seconds_until_gone >= GONE_WITHIN:
+        problems.append("processes are left")
+    if "Traceback" in ending.said:
+        problems.append(f"a traceback: {ending.said[-1500:]}")
+    problems += [f"{words!r} is not said" for words in must_say if words not in ending.said]
+    if death is None:
+        return problems
+    if death.says not in ending.said:
+        problems.append(f"{death.says!r} is not said: {ending.said[-1500:]}")
+    notes = run / NOTES_FILE
+    struck = notes.read_text().splitlines() if notes.exists() else []
+    if death.fault is not None and (not struck or struck[-1] != death.fault):
+        problems.append(f"it died otherwise: {struck}")
+    good, damaged = CheckpointStore(run / "checkpoints").newest_good()
+    problems += damaged
+    newest = 0 if good is None else good.step
+    if death.saved is not None and newest != death.saved:
+        problems.append(f"the newest checkpoint is of step {newest}, not {death.saved}")
+    if death.what == "sigterms" and not newest >= death.step:
+        problems.append(f"the newest checkpoint is of step {newest}, before {death.step}")
+    if death.what == "disk full" and list(run.glob("checkpoints/*.tmp")):
+        problems.append("what was written of the save is left")
+    return problems
+
+
+def _damage_newest(run: Path, dice: random.Random) -> list[str]:
+    """Damage the newest checkpoint; return what must be said of it."""
+    *_, before, newest = CheckpointStore(run / "checkpoints").checkpoints()
+    file = newest.folder / dice.choice(sorted(newest.manifest["files"]))
+    dice.choice(DAMAGES)(file, dice)
+    return [f"{newest.folder.name} damaged (", file.name, f"using {before.folder.name}, "]
+
+
+def _differences(folder: Path, undisturbed: Path, chain: Chain) -> list[str]:
+    try:
+        check_same_run(folder / RUN, undisturbed / RUN)
+    except AssertionError as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].line
+        return [f"not the same run: {line} {error}"[:2000]]
+    problems = []
+    for rank in range(chain.variant.ranks):
+        name = f"batches-rank-{rank}"
+        (whole,) = _batches(undisturbed / name)
+        seen: set[int] = set()
+        for process in _batches(folder / name):
+            for step, hashes in process.items():
+                if hashes != whole[step][: len(hashes)]:
+                    problems.append(f"rank {rank} learned from other rows in step {step}")
+                if len(hashes) == len(whole[step]):
+                    seen.add(step)
+        if chain.cold is None and seen != set(whole):
+            problems.append(f"rank {rank} did not do steps {sorted(set(whole) - seen)}")
+    return problems
+
+
+def _batches(file: Path) -> list[dict[int, list[str]]]:
+    """Return the hashes of batches by step, of each process that trained."""
+    processes: list[dict[int, list[str]]] = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        if line == "begin":
+            processes.append(defaultdict(list))
+        else:
+            step, digest = line.split()
+            processes[-1][int(step)].append(digest)
+    return processes
+
+
+def _most_in_one_epoch(chain: Chain, undisturbed: Path) -> int:
+    """Return how many deaths the epoch with the most of them had."""
+    found = re.search(r"; (\d+) steps of ", (undisturbed / "log.txt").read_text())
+    assert found is not None
+    epochs = [(death.step - 1) // int(found[1]) for death in chain.deaths]
+    return max(map(epochs.count, epochs))

@@ -1,0 +1,161 @@
+"""Types the command, by a fork of a warm process or as a person does, and sees how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.heartbeat import PARENT_VARIABLE
+from tests.conftest import ROOT
+from tests.processes import environment_of_a_person
+
+LOG = "log.txt"
+"""beside a run's folder: all that its processes printed"""
+LONGEST = 120.0
+"""seconds that a process may take"""
+GONE_WITHIN = 15.0
+"""seconds after which nothing may be left of a run that has ended"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a command ended."""
+
+    code: int
+    """exit code, negative for a signal"""
+    said: str
+    seconds_until_gone: float
+    """from its end to that of the last process that it had started"""
+
+
+class Person:
+    """One that types one command at a time."""
+
+    def __init__(self, cache: Path) -> None:
+        """Give the folder in which tokenised data is kept."""
+        self.environment = {
+            "OMP_NUM_THREADS": "1",
+            "LOFT_DATA_CACHE": str(cache),
+            "GOMP_SPINCOUNT": "1000",
+        }
+        # From the thread that lives the longest: with it, the system ends what it has started.
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.reliability.warm"],
+            cwd=ROOT,
+            env=self._environment() | {PARENT_VARIABLE: str(os.getpid())},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._is_ready = False
+
+    def _environment(self) -> dict[str, str]:
+        return environment_of_a_person() | self.environment
+
+    def type_train(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        *,
+        ranks: int = 1,
+        is_warm: bool = True,
+        meanwhile: Callable[[int], None] | None = None,
+    ) -> Ending:
+        """Type `python -m app.train` with `words`, all it leaves in `folder`; wait for its end.
+
+        `meanwhile` is called with its process id once it runs.
+        """
+        log = folder / LOG
+        begins = log.stat().st_size if log.exists() else 0
+        start = self._start_warm if is_warm else self._start_cold
+        pid, wait = start(words, folder, ranks)
+        try:
+            if meanwhile is not None:
+                meanwhile(pid)
+            code = wait()
+            seconds = _wait_until_gone(pid)
+        finally:
+            end_session(pid)
+        said = log.read_bytes()[begins:].decode(errors="replace")
+        return Ending(code=code, said=said, seconds_until_gone=seconds)
+
+    def _start_cold(
+        self, words: Sequence[str], folder: Path, ranks: int
+    ) -> tuple[int, Callable[[], int]]:
+        with (folder / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "app.train", *words],
+                cwd=ROOT,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return process.pid, lambda: process.wait(LONGEST)
+
+    def _start_warm(
+        self, words: Sequence[str], folder: Path, ranks: int
+    ) -> tuple[int, Callable[[], int]]:
+        if not self._is_ready:
+            self._is_ready = bool(self._answer())
+        request = {
+            "words": list(words),
+            "log": str(folder / LOG),
+            "record": str(folder),
+            "ranks": ranks,
+        }
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return self._answer()["pid"], lambda: self._answer()["code"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        if not line:
+            raise RuntimeError("the warm process has ended")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End what was started."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(LONGEST)
+
+
+def processes_of_session(session: int) -> list[int]:
+    """Return the processes of a command: its own, its ranks, and the workers of their loaders."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(numbers[2]) == session and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def _wait_until_gone(session: int) -> float:
+    began = time.monotonic()
+    while processes_of_session(session) and time.monotonic() - began < GONE_WITHIN:
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def end_session(session: int) -> None:
+    """Kill what is left of a command."""
+    for pid in processes_of_session(session):
+        os.kill(pid, signal.SIGKILL)

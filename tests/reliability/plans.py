@@ -1,0 +1,283 @@
+"""What is done to which runs: seeded, and the same for the same seed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+
+from app import faults
+from tests.reliability.cases import NUM_STEPS, VARIANTS, Chain, Death, Operations, Variant
+
+NUM_KILLS = 100
+KILLS_IN_A_SAVE = 15
+FEWEST_OPERATIONS = 100
+"""on the disk, that any save has"""
+NUM_SIGTERMS = 40
+NUM_BAD_NUMBERS = 30
+NUM_DISK_FULL = 20
+SAMPLED_WRITE_POINTS = 48
+DEATHS_A_CHAIN = 20
+"""at most, where each has a save of its own"""
+NUM_DAMAGED = 8
+BAD_NUMBERS = ("nan", "inf", "grad_nan", "grad_inf")
+KILLED, SAVED, NO_ENVIRONMENT, BAD = -signal.SIGKILL, 143, 3, 4
+"""exit codes"""
+
+
+def plan_chains(seed: int, counted: Mapping[Variant, Operations], *, is_full: bool) -> list[Chain]:
+    """List all chains; those of one seed are always the same."""
+    return [
+        *plan_kills(seed),
+        *plan_write_points(seed, counted, is_full=is_full),
+        *plan_damaged(seed),
+        *plan_sigterms(seed),
+        *plan_anyone_killed(),
+        *plan_bad_numbers(seed),
+        *plan_disk_full(seed, counted),
+    ]
+
+
+def plan_kills(seed: int) -> list[Chain]:
+    """Kill the runs of all variants, in steps, in micro-batches and within saves."""
+    dice = random.Random(f"kills {seed}")
+    with_five = set(dice.sample(range(len(VARIANTS)), NUM_KILLS % len(VARIANTS)))
+    in_save = set(dice.sample(range(len(VARIANTS)), KILLS_IN_A_SAVE))
+    chains = []
+    for index, variant in enumerate(VARIANTS):
+        number = NUM_KILLS // len(VARIANTS) + (index in with_five)
+        saves = [dice.randrange(6, NUM_STEPS + 1, 2)] if index in in_save else []
+        others = [step for step in range(1, NUM_STEPS) if step not in saves]
+        steps = sorted([*saves, *dice.sample(others, number - len(saves))])
+        deaths = [
+            _kill_in_save(step, variant, dice) if step in saves else _kill(step, variant, dice)
+            for step in steps
+        ]
+        chains.append(
+            Chain(
+                name=f"kills-{variant.name}",
+                variant=variant,
+                deaths=deaths,
+                cold=dice.randrange(number + 1) if index % 4 == seed % 4 else None,
+            )
+        )
+    return chains
+
+
+def _killed(variant: Variant) -> int:
+    return KILLED if variant.ranks == 1 else NO_ENVIRONMENT
+
+
+def _kill(step: int, variant: Variant, dice: random.Random) -> Death:
+    if dice.random() < 0.5:
+        fault = f"batch_killed:{dice.randint(1, variant.accumulation)}@{step}"
+    else:
+        fault = f"rank_killed:{dice.randrange(variant.ranks)}@{step}"
+    return Death(what="kills", step=step, code=_killed(variant), fault=fault)
+
+
+def _kill_in_save(step: int, variant: Variant, dice: random.Random) -> Death:
+    if dice.random() < 0.5:
+        where = f"ckpt:{dice.choice(faults.CHECKPOINT_POINTS)}"
+    else:
+        where = f"disk:{dice.randint(1, FEWEST_OPERATIONS)}"
+    return Death(what="kills in a save", step=step, code=_killed(variant), fault=f"{where}@{step}")
+
+
+COUNTED = [
+    Variant(),
+    Variant(adapter="full", data="padded", accumulation=4),
+    Variant(ranks=2, data="mixture"),
+]
+"""whose saves are counted, to die at each operation of them"""
+
+
+def plan_counted(variant: Variant) -> Chain:
+    """Plan the run whose saves are counted: each step's, each with a rotation."""
+    return Chain(
+        name=f"counted-{variant.name}", variant=variant, deaths=(), words=_saves(DEATHS_A_CHAIN)
+    )
+
+
+def _saves(number: int) -> tuple[str, ...]:
+    # Two a death: the second cleans up, so that the next death counts from a save like any other.
+    return (
+        f"trainer.max_steps={2 * number + 2}",
+        "trainer.validate_every_steps=20",
+        "trainer.checkpoint.every_steps=1",
+        "trainer.checkpoint.keep_last=1",
+    )
+
+
+def plan_write_points(
+    seed: int, counted: Mapping[Variant, Operations], *, is_full: bool
+) -> list[Chain]:
+    """Kill runs at operations of a save and its rotation: at a sample of them, or at all."""
+    dice = random.Random(f"write points {seed}")
+    chains = []
+    for variant, operations in counted.items():
+        points = range(1, operations.all + 1)
+        if not is_full:
+            # One in each part of it, so that its beginning and its end are always among them.
+            parts = _parts(operations.all, SAMPLED_WRITE_POINTS // len(counted))
+            points = [dice.randint(*part) for part in parts]
+        chains += _die_within_saves(
+            variant,
+            "write points",
+            [f"disk:{point}" for point in points],
+            code=_killed(variant),
+        )
+    return chains
+
+
+def plan_disk_full(seed: int, counted: Mapping[Variant, Operations]) -> list[Chain]:
+    """Let the disk be full, at operations of a save that need room."""
+    dice = random.Random(f"disk full {seed}")
+    chosen = [variant for variant in counted if variant.adapter == "lora"]
+    chains = []
+    for variant in chosen:
+        parts = _parts(counted[variant].need_room, NUM_DISK_FULL // len(chosen))
+        points = [f"enospc:{dice.randint(*part)}" for part in parts]
+        chains += _die_within_saves(variant, "disk full", points, code=NO_ENVIRONMENT)
+    return chains
+
+
+def _parts(total: int, number: int) -> list[tuple[int, int]]:
+    """Cut 1..total into `number` parts, each by its first and its last; the last is one long."""
+    bounds = [round(1 + index * (total - 1) / (number - 1)) for index in range(number)]
+    return [*((one, other - 1) for one, other in itertools.pairwise(bounds)), (total, total)]
+
+
+def _die_within_saves(
+    variant: Variant, what: str, points: Sequence[str], *, code: int
+) -> Iterator[Chain]:
+    """Plan a death at each of `points` of a save, as many a chain as there is room for."""
+    is_full = what == "disk full"
+    for index in range(0, len(points), DEATHS_A_CHAIN):
+        deaths = [
+            Death(
+                what=what,
+                step=step,
+                code=code,
+                fault=f"{point}@{step}",
+                saved=step - 1 if is_full else None,
+                says=f"step-{step - 1} is kept" if is_full else "",
+            )
+            for step, point in zip(
+                itertools.count(3, 2), points[index : index + DEATHS_A_CHAIN], strict=False
+            )
+        ]
+        yield Chain(
+            name=f"{what}-{variant.name}-{index}".replace(" ", "-"),
+            variant=variant,
+            deaths=deaths,
+            words=_saves(DEATHS_A_CHAIN),
+        )
+
+
+def plan_damaged(seed: int) -> list[Chain]:
+    """Kill runs, and damage the newest checkpoint before they go on."""
+    dice = random.Random(f"damaged {seed}")
+    return [
+        Chain(
+            name=f"damaged-{variant.name}",
+            variant=variant,
+            deaths=[
+                Death(
+                    what="damaged",
+                    step=step,
+                    code=_killed(variant),
+                    fault=f"rank_killed@{step}",
+                    damages=True,
+                )
+                for step in range(5, NUM_STEPS, 2)
+            ],
+        )
+        for variant in dice.sample(VARIANTS, NUM_DAMAGED // len(range(5, NUM_STEPS, 2)))
+    ]
+
+
+def plan_sigterms(seed: int) -> list[Chain]:
+    """Ask runs to end: a rank of them by itself, or the process that was typed."""
+    dice = random.Random(f"sigterms {seed}")
+    chosen = [dice.choice([one for one in VARIANTS if one.ranks == n]) for n in (1, 1, 2, 2, 2)]
+    chains = []
+    for index, variant in enumerate(chosen):
+        deaths = []
+        for number, step in enumerate(
+            sorted(dice.sample(range(1, NUM_STEPS - 1), NUM_SIGTERMS // len(chosen)))
+        ):
+            who = number % (variant.ranks + 1)  # each rank, then the process that was typed
+            if who == variant.ranks:
+                death = Death(what="sigterms", step=step, code=SAVED, signum=signal.SIGTERM)
+            else:
+                fault = f"sigterm:{who}@{step}"
+                death = Death(what="sigterms", step=step, code=SAVED, fault=fault, saved=step)
+            deaths.append(death)
+        chains.append(
+            Chain(name=f"sigterms-{index}-{variant.name}", variant=variant, deaths=deaths)
+        )
+    return chains
+
+
+def plan_anyone_killed() -> list[Chain]:
+    """Kill each process that a run consists of; nothing of it may be left."""
+    one, two = Variant(accumulation=4), Variant(ranks=2)
+    workers = ("data.num_workers=1",)
+
+    def death(step: int, code: int, fault: str | None = None) -> Death:
+        signum = signal.SIGKILL if fault is None else 0
+        return Death(what="processes killed", step=step, code=code, fault=fault, signum=signum)
+
+    return [
+        Chain(
+            name="anyone-of-one",
+            variant=one,
+            words=workers,
+            deaths=[
+                death(3, NO_ENVIRONMENT, "worker_killed@3"),
+                death(5, KILLED, "rank_killed@5"),
+                death(7, KILLED),
+            ],
+        ),
+        Chain(
+            name="anyone-of-two",
+            variant=two,
+            words=workers,
+            deaths=[
+                death(3, NO_ENVIRONMENT, "rank_killed:0@3"),
+                death(5, NO_ENVIRONMENT, "rank_killed:1@5"),
+                death(7, KILLED),
+                death(8, NO_ENVIRONMENT, "worker_killed:0@8"),
+                death(10, NO_ENVIRONMENT, "worker_killed:1@10"),
+            ],
+        ),
+    ]
+
+
+def plan_bad_numbers(seed: int) -> list[Chain]:
+    """Make losses and gradients NaN or infinite."""
+    dice = random.Random(f"bad numbers {seed}")
+    chosen = [dice.choice([one for one in VARIANTS if one.ranks == n]) for n in (1, 1, 2)]
+    number = NUM_BAD_NUMBERS // len(chosen)
+    return [
+        Chain(
+            name=f"bad-numbers-{index}-{variant.name}",
+            variant=variant,
+            deaths=[
+                Death(
+                    what="bad numbers",
+                    step=step,
+                    code=BAD,
+                    fault=f"{dice.choice(BAD_NUMBERS)}:{dice.randrange(variant.ranks)}@{step}",
+                    saved=(step - 1) // 2 * 2,
+                    says=f"step {step}: ",
+                )
+                # Told at the next save at the latest: the next one is not met before.
+                for step in (first + dice.randrange(2) for first in range(1, 3 * number, 3))
+            ],
+            words=(f"trainer.max_steps={3 * number + 2}", "trainer.validate_every_steps=20"),
+        )
+        for index, variant in enumerate(chosen)
+    ]

@@ -1,0 +1,299 @@
+"""Do the tests have teeth? Bugs that lose a run, sown one by one, and the test that catches each.
+
+`make seeded-bugs` copies the tree to a temporary folder, where the named tests must pass, sows each
+bug there and wants its test to fail. It ends with 1 where a bug goes unseen, or where its place in
+the code is gone; test_seeded_bugs.py watches over the latter.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+PARTS = ("app", "conf", "data_modules", "tests", "pyproject.toml", "Makefile")
+"""of the tree, as far as the tests need it"""
+PASSED, FAILED = 0, 1
+"""pytest's exit codes"""
+STORE = "app/training/checkpoint/store.py"
+STATE = "app/training/checkpoint/state.py"
+MODULE = "app/training/module.py"
+START = "app/resume/start.py"
+KILLED = "tests/training/checkpoint/test_store_killed.py"
+ROTATION = "tests/training/checkpoint/test_store_rotation.py"
+RESUMED = "tests/training/checkpoint/test_resume.py"
+RESUMED_RUN = f"{RESUMED}::test_a_resumed_run_is_the_uninterrupted_one[lora packed]"
+BAD_RESUME = "tests/bad_input/test_resume.py"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bug:
+    """One mistake that a person might make, as text that stands in a file once."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    test: str
+    """a test that fails with it, as pytest names it"""
+
+
+BUGS = [
+    Bug(
+        name="a rank's random state is dropped",
+        file=MODULE,
+        right="            restore_random_state(source.document(own), self.device)\n",
+        wrong="            pass\n",
+        test=f"{RESUMED}::test_at_the_first_batch_all_is_as_it_was_saved[cpu]",
+    ),
+    Bug(
+        name="the second rank takes the first one's random state",
+        file=MODULE,
+        right="own = random_state_of(self.global_rank)",
+        wrong="own = random_state_of(0)",
+        test="tests/end_to_end/test_resume.py::test_two_ranks_go_on_as_two_ranks_that_ran_through",
+    ),
+    Bug(
+        name="the data goes on one step ahead",
+        file="data_modules/packing.py",
+        right="range(self._first_step, self._plan.num_steps)",
+        wrong="range(self._first_step + (self._first_step > 0), self._plan.num_steps)",
+        test=RESUMED_RUN,
+    ),
+    Bug(
+        name="the data goes on one batch ahead, within an accumulation",
+        file="data_modules/packing.py",
+        right="self._plan.micro_batches(step, self._rank)\n",
+        wrong="self._plan.micro_batches(step, self._rank)[0 < step == self._first_step :]\n",
+        test=RESUMED_RUN,
+    ),
+    Bug(
+        name="a resumed run counts its batches from the wrong accumulation boundary",
+        file="app/training/checkpoint/progress.py",
+        right="num_batches = step * accumulation\n",
+        wrong="num_batches = step * accumulation + 1\n",
+        test=RESUMED_RUN,
+    ),
+    Bug(
+        name="the validation behind the saved step comes again",
+        file="app/training/checkpoint/progress.py",
+        right="num_batches = step * accumulation\n",
+        wrong="num_batches = (step - 1) * accumulation\n",
+        test=RESUMED_RUN,
+    ),
+    Bug(
+        name="the schedule begins anew",
+        file=MODULE,
+        right="        restore_schedule(self.lr_schedulers(), source.step)\n",
+        wrong="",
+        test=RESUMED_RUN,
+    ),
+    Bug(
+        name="one tensor of the optimizer's state is lost",
+        file=STATE,
+        right="for full_name, value in tensors.items():",
+        wrong="for full_name, value in list(tensors.items())[1:]:",
+        test="tests/training/checkpoint/test_state.py"
+        "::test_a_restored_training_goes_on_as_the_one_that_never_stopped[lora-fp32-adamw]",
+    ),
+    Bug(
+        name="figures of the whole run count from its last start",
+        file=MODULE,
+        right='        self.curves.load_state_dict(self._resumed["curves"])\n',
+        wrong="",
+        test=RESUMED_RUN,
+    ),
+    Bug(
+        name="rows of metrics.csv are doubled",
+        file="app/training/logger.py",
+        right="        rows.cut_after(last_step)\n",
+        wrong="        pass\n",
+        test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",
+    ),
+    Bug(
+        name="the marker is written first",
+        file=STORE,
+        right="""            written = disk.write_file(unfinished / MANIFEST, [text])
+            disk.sync_folder(unfinished)
+            faults.reach("ckpt:after_manifest", step)
+            disk.write_file(unfinished / MARKER, [marker_of(written.sha256)])
+""",
+        wrong="""            import hashlib
+            disk.write_file(unfinished / MARKER, [marker_of(hashlib.sha256(text).hexdigest())])
+            disk.sync_folder(unfinished)
+            faults.reach("ckpt:after_manifest", step)
+            disk.write_file(unfinished / MANIFEST, [text])
+""",
+        test=f"{KILLED}::test_the_marker_comes_after_every_sync_and_the_name_after_the_marker",
+    ),
+    Bug(
+        name="the marker goes last when a checkpoint is removed",
+        file=STORE,
+        right="            if (folder / MARKER).exists():\n                disk.remove_file",
+        wrong="            if False:\n                disk.remove_file",
+        test=f"{KILLED}::test_the_marker_goes_first_when_a_checkpoint_is_removed",
+    ),
+    Bug(
+        name="the folder is not synced behind the new name",
+        file=STORE,
+        right="""            disk.replace(unfinished, folder)
+            disk.sync_folder(self.folder)
+""",
+        wrong="""            disk.replace(unfinished, folder)
+""",
+        test=f"{KILLED}::test_a_power_cut_at_any_operation_leaves_a_good_one",
+    ),
+    Bug(
+        name="files are not synced",
+        file="app/training/checkpoint/disk.py",
+        right="        os.fsync(stream.fileno())\n",
+        wrong="",
+        test="tests/training/checkpoint/test_disk.py::test_a_file_is_written_hashed_and_synced",
+    ),
+    Bug(
+        name="the newest checkpoint is the one that was touched last",
+        file=STORE,
+        right="return sorted(found.items())",
+        wrong="return sorted(found.items(), key=lambda one: one[1].stat().st_mtime_ns)",
+        test=f"{ROTATION}::test_the_last_are_kept_by_step_not_by_name_or_time",
+    ),
+    Bug(
+        name="the old checkpoints go before the new one is whole",
+        file=STORE,
+        right="            self._remove_leftovers()\n",
+        wrong="""            self._remove_leftovers()
+            for _, older in self._folders():
+                self._remove(older)
+""",
+        test="tests/training/checkpoint/test_store_disk_full.py"
+        "::test_a_full_disk_at_any_point_keeps_the_last_good_one",
+    ),
+    Bug(
+        name="the bytes are not checked against the manifest",
+        file="app/training/checkpoint/checkpoint.py",
+        right="if disk.read_hash(file) != told.sha256:",
+        wrong="if False:",
+        test="tests/training/checkpoint/test_store_damaged.py"
+        "::test_every_damage_is_found_and_named",
+    ),
+    Bug(
+        name="the manifest is not checked against the marker",
+        file="app/training/checkpoint/checkpoint.py",
+        right="    if marked != marker_of(hashlib.sha256(text).hexdigest()):\n",
+        wrong="    if not marked:\n",
+        test="tests/training/checkpoint/test_store_damaged.py"
+        "::test_every_damage_is_found_and_named",
+    ),
+    Bug(
+        name="a run whose checkpoints are all damaged starts anew over them",
+        file=START,
+        right="    if good is None and damaged:\n",
+        wrong="    if False:\n",
+        test=f"{BAD_RESUME}::test_nothing_is_started_anew_over_damaged_checkpoints",
+    ),
+    Bug(
+        name="a finished run trains again",
+        file=START,
+        right="    if found.is_done:\n",
+        wrong="    if False:\n",
+        test=f"{BAD_RESUME}::test_a_finished_run_needs_neither_data_nor_model",
+    ),
+    Bug(
+        name="a second process trains in the same folder",
+        file="app/resume/lock.py",
+        right="        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        wrong="        pass\n",
+        test=f"{BAD_RESUME}"
+        "::test_a_second_process_on_a_run_is_refused_and_a_dead_ones_lock_is_taken",
+    ),
+    Bug(
+        name="a run that was told to stop ends with 0",
+        file="app/errors.py",
+        right="super().__init__(128 + signum)",
+        wrong="super().__init__(0)",
+        test="tests/test_signals.py::test_outside_of_a_step_the_program_ends_where_it_stands",
+    ),
+    Bug(
+        name="a step with a bad loss is taken",
+        file="app/training/bad_numbers.py",
+        right="    return loss * (1 + 0 * loss.detach())\n",
+        wrong="    return loss\n",
+        test="tests/training/test_bad_numbers.py"
+        "::test_an_infinite_loss_with_finite_gradients_spoils_them",
+    ),
+    Bug(
+        name="a save beside the training writes what trains, not a copy",
+        file="app/training/checkpoint/background.py",
+        right="copies[key] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
+        wrong="copies[key] = tensor.detach()",
+        test="tests/training/checkpoint/test_background.py"
+        "::test_what_is_written_is_what_was_at_the_step",
+    ),
+]
+
+
+def sow(bug: Bug, root: Path) -> str:
+    """Put `bug` into the tree at `root`; returns what the file was."""
+    file = root / bug.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(bug.right) != 1:
+        raise ValueError(f"{bug.name}: its text stands {text.count(bug.right)} times in {bug.file}")
+    file.write_text(text.replace(bug.right, bug.wrong), encoding="utf-8")
+    return text
+
+
+def run_tests(root: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run `tests` of the tree at `root`, by its own code."""
+    # Bytecode goes by size and second, in which a file may be sown and mended.
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Sow the bugs whose names hold one of `words`, all of them without any."""
+    bugs = [bug for bug in BUGS if not words or any(word in bug.name for word in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "tree"
+        root.mkdir()
+        for part in PARTS:
+            if (ROOT / part).is_dir():
+                unneeded = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / part, root / part, ignore=unneeded)
+            else:
+                shutil.copy(ROOT / part, root)
+        before = run_tests(root, sorted({bug.test for bug in bugs}))
+        if before.returncode != PASSED:
+            print(before.stdout, before.stderr, "without a bug the tests must pass", sep="\n")
+            return 1
+        unseen = [bug for bug in bugs if not is_caught(bug, root)]
+    print(f"{len(bugs) - len(unseen)} of {len(bugs)} bugs caught")
+    return 1 if unseen else 0
+
+
+def is_caught(bug: Bug, root: Path) -> bool:
+    """Tell, and print, whether the bug's test fails with it."""
+    began = time.monotonic()
+    text = sow(bug, root)
+    done = run_tests(root, [bug.test])
+    (root / bug.file).write_text(text, encoding="utf-8")
+    # Another code is no failed test: nothing was run, or not to its end.
+    said = {PASSED: "NOT CAUGHT", FAILED: "caught"}.get(done.returncode, "NO TEST RAN")
+    print(f"{said}: {bug.name} ({time.monotonic() - began:.0f} s)\n  {bug.test}", flush=True)
+    if said == "NO TEST RAN":
+        print(done.stdout, done.stderr, sep="\n")
+    return said == "caught"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

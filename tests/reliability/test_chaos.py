@@ -1,0 +1,64 @@
+"""A part of `make chaos`: a chain of each kind, over one rank and two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.reliability import cases, plans
+from tests.reliability.chain import Whole, count_operations, run_chain
+from tests.reliability.person import Person
+
+pytestmark = pytest.mark.slow
+SEED = 0
+KILLS = {chain.variant.name: chain for chain in plans.plan_kills(SEED)}
+CHAINS = [
+    KILLS["lora-1-packed-1"],
+    KILLS["full-1-padded-4"],
+    KILLS["full-2-mixture-4"],
+    plans.plan_damaged(SEED)[0],
+    plans.plan_sigterms(SEED)[-1],
+    *plans.plan_anyone_killed(),
+    plans.plan_bad_numbers(SEED)[0],
+]
+
+
+@pytest.fixture(scope="module")
+def person(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Person]:
+    one = Person(tmp_path_factory.mktemp("cache"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    folder = tmp_path_factory.mktemp("chaos")
+    cases.make_base(folder)
+    return Whole(folder)
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain.name)
+def test_a_run_that_dies_and_goes_on_ends_as_if_it_had_not(
+    chain: cases.Chain, person: Person, whole: Whole
+) -> None:
+    result = run_chain(chain, person, whole, SEED)
+    assert result.problems == []
+    assert result.is_equal and result.done == result.planned
+
+
+@pytest.mark.parametrize("what", ["write points", "disk full"])
+def test_a_save_that_fails_anywhere_leaves_a_good_one(
+    what: str, person: Person, whole: Whole
+) -> None:
+    variant = cases.Variant()
+    counted = {variant: count_operations(variant, person, whole)}
+    assert counted[variant].all > plans.FEWEST_OPERATIONS
+    chains = [
+        *plans.plan_write_points(SEED, counted, is_full=False),
+        *plans.plan_disk_full(SEED, counted),
+    ]
+    for chain in [one for one in chains if one.deaths[0].what == what][:1]:
+        result = run_chain(chain, person, whole, SEED)
+        assert result.problems == []
+        assert result.is_equal and result.done == result.planned

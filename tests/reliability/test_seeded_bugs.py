@@ -1,0 +1,37 @@
+"""Every seeded bug still has its place in the code and the test that is to catch it."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.reliability.seeded_bugs import BUGS, Bug, sow
+
+
+def test_there_are_fifteen_bugs_at_least_each_of_its_own_kind() -> None:
+    assert len({bug.name for bug in BUGS}) == len({(bug.right, bug.wrong) for bug in BUGS}) >= 15
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_can_be_sown_and_its_test_is_there(bug: Bug, tmp_path: Path) -> None:
+    (tmp_path / bug.file).parent.mkdir(parents=True)
+    shutil.copy(ROOT / bug.file, tmp_path / bug.file)
+    before = sow(bug, tmp_path)
+    after = (tmp_path / bug.file).read_text(encoding="utf-8")
+    assert ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
+    file, _, test = bug.test.partition("::")
+    functions = ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8")))
+    names = {node.name for node in functions if isinstance(node, ast.FunctionDef)}
+    assert test.partition("[")[0] in names
+
+
+def test_a_bug_without_its_place_is_told(tmp_path: Path) -> None:
+    bug = Bug(name="gone", file="file.py", right="x = 1\n", wrong="", test="")
+    for text in ("", "x = 1\nx = 1\n"):
+        (tmp_path / "file.py").write_text(text)
+        with pytest.raises(ValueError, match=r"gone: its text stands \d times in file\.py"):
+            sow(bug, tmp_path)

@@ -1,0 +1,222 @@
+"""A process that has imported everything, and forks one that runs the ordinary command per request.
+
+Importing is most of what a small run takes. It is forked before any thread was started or number
+drawn, and its children run `app/train.py` as `python -m app.train` does. The ranks of a run are
+forked as early and wait until its supervisor starts them.
+
+Its children record, where they are asked to: the hash of each batch by optimizer step, and each
+operation of a save.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+from app.heartbeat import PARENT_VARIABLE, live_with_parent
+
+MOST_BYTES = 1 << 16
+"""of a rank's words and variables"""
+
+
+def serve() -> None:
+    """Read a request a line, fork, answer its process id, wait, answer its exit code."""
+    live_with_parent()
+    import_all()
+    gc.freeze()  # a child need not look through all of this, least of all when it ends
+    print(json.dumps({"ready": os.getpid()}), flush=True)
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            return become(request)
+        print(json.dumps({"pid": child}), flush=True)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps({"code": status}), flush=True)
+
+
+def import_all() -> None:
+    """Import what a training imports, on the way to its first step and behind its last."""
+    import bitsandbytes  # noqa: F401
+    import lightning  # noqa: F401
+    import peft  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import app.evaluation.comparison
+    import app.evaluation.generation
+    import app.model.build
+    import app.model.save
+    import app.train
+    import app.training.callbacks.heartbeat
+    import app.training.callbacks.progress
+    import app.training.checkpoint.saving
+    import app.training.csv_logger
+    import app.training.learning_rate
+    import app.training.module
+    import app.training.trainer  # noqa: F401
+    import data_modules.datamodule  # noqa: F401
+
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("importing has started a thread: a fork of this process is not sound")
+
+
+def become(request: Mapping[str, Any]) -> NoReturn:
+    """Be the process that a person would have started by the words of `request`."""
+    os.environ[PARENT_VARIABLE] = str(os.getppid())  # whom it is not to outlive
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, source in enumerate((nothing, log, log)):
+        os.dup2(source, descriptor)
+    os.closerange(3, 256)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    record = Path(request["record"])
+    if request["ranks"] > 1:
+        from app.supervise import ranks as starter
+
+        waiting = [WaitingRank(record) for _ in range(request["ranks"])]
+        starter.subprocess = SimpleNamespace(  # type: ignore[assignment]
+            PIPE=subprocess.PIPE, Popen=lambda *args, **options: waiting.pop(0).go(*args, **options)
+        )
+    run_train(request["words"], record)
+
+
+def run_train(words: Sequence[str], record: Path) -> NoReturn:
+    """Run the verb as the interpreter would; ends this process."""
+    record_into(record)
+    sys.argv = ["app/train.py", *words]
+    sys.modules.pop("app.train")  # it becomes __main__
+    runpy.run_module("app.train", run_name="__main__", alter_sys=True)
+    sys.exit(0)
+
+
+class WaitingRank:
+    """A rank's process before it is started, then what the supervisor knows of it."""
+
+    def __init__(self, record: Path) -> None:
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # As numbers: an object that a later fork inherits would close another file in the end.
+        self._tells, listens = (one.detach() for one in pair)
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._tells)
+            _wait_to_be_rank(listens, record)
+        os.close(listens)
+        self.stderr: Any = None
+        self.returncode: int | None = None
+
+    def go(
+        self, command: Sequence[str], *, env: Mapping[str, str], stderr: int, pass_fds: list[int]
+    ) -> WaitingRank:
+        """Start it, as `subprocess.Popen` would."""
+        assert list(command[1:3]) == ["-m", "app.train"] and stderr == subprocess.PIPE
+        listens, tells = os.pipe()
+        start = {"words": list(command[3:]), "environment": dict(env), "descriptors": pass_fds}
+        with socket.socket(fileno=self._tells) as starter:
+            socket.send_fds(starter, [json.dumps(start).encode()], [tells, *pass_fds])
+        os.close(tells)
+        self.stderr = os.fdopen(listens, "rb", buffering=0)
+        return self
+
+    def poll(self) -> int | None:
+        return self._wait(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._wait(0)
+
+    def _wait(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _wait_to_be_rank(listens: int, record: Path) -> NoReturn:
+    with socket.socket(fileno=listens) as starter:
+        text, descriptors, _, _ = socket.recv_fds(starter, MOST_BYTES, 8)
+    if not text:  # the run ended before it had ranks
+        os._exit(0)
+    start = json.loads(text)
+    wanted = [2, *start["descriptors"]]
+    # All of them out of each other's way, before each gets the number that it is known by.
+    away = [_duplicate_above(one, max(wanted)) for one in descriptors]
+    for descriptor, number in zip(away, wanted, strict=True):
+        os.dup2(descriptor, number)
+    for descriptor in range(3, 256):
+        if descriptor not in wanted:
+            _close(descriptor)
+    os.environ.clear()
+    os.environ.update(start["environment"])
+    run_train(start["words"], record)
+
+
+def _duplicate_above(descriptor: int, number: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(number + 1, 64))
+
+
+def _close(descriptor: int) -> None:
+    try:
+        os.close(descriptor)
+    except OSError:
+        return
+
+
+def record_into(folder: Path) -> None:
+    """Let this process note its batches and its operations on the disk in files of its own."""
+    from app import faults
+    from app.training.module import FinetuneModule
+
+    files: dict[str, int] = {}
+
+    def note(name: str, words: str) -> None:
+        if name not in files:
+            files[name] = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.write(files[name], b"begin\n")
+        os.write(files[name], f"{words}\n".encode())
+
+    begin_batch: Callable[..., None] = FinetuneModule.on_train_batch_start
+
+    def noted_batch(module: Any, batch: Any, batch_idx: int) -> None:
+        begin_batch(module, batch, batch_idx)
+        digest = hashlib.sha256(batch.input_ids.numpy().tobytes())
+        digest.update(batch.labels.numpy().tobytes())
+        step = module.trainer.global_step + 1
+        note(f"batches-rank-{module.trainer.global_rank}", f"{step} {digest.hexdigest()[:16]}")
+
+    FinetuneModule.on_train_batch_start = noted_batch
+    reach, save = faults.reach, [0]
+
+    def noted_point(point: str, step: int | None = None) -> None:
+        if point == "save":
+            save[0] = step or 0
+        elif point.startswith("disk.") and save[0] and os.environ.get("LOCAL_RANK", "0") == "0":
+            note("operations", f"{save[0]} {point}")
+        reach(point, step)
+
+    faults.reach = noted_point
+
+
+if __name__ == "__main__":
+    serve()
