@@ -421,7 +421,7 @@ def test_a_spike_is_warned_of_with_its_rows_and_not_again_at_once(
     [
         [6.0 * 0.9**step for step in range(60)],
         [2.0, 3.0] * 20 + [5.0],
-        [0.001] * 40 + [0.2],
+        [0.001] * 40 + [0.9],
         [9.0, 1.0, 9.0],
     ],
     ids=["falling", "twice the median", "learned by heart", "too early"],
