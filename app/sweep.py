@@ -233,11 +233,15 @@ def run_trial(number: int, words: list[str], folder: Path) -> Trial:
     last_error: str | None = None
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
-        for raw in process.stderr:
-            line = raw.decode(errors="replace")
-            sys.stderr.write(line)
-            if line.startswith("error") or not (last_error or "").startswith("error"):
-                last_error = line.strip() or last_error
+        try:
+            for raw in process.stderr:
+                line = raw.decode(errors="replace")
+                sys.stderr.write(line)
+                if line.startswith("error") or not (last_error or "").startswith("error"):
+                    last_error = line.strip() or last_error
+        except KeyboardInterrupt:  # the trial was told, too, and saves itself
+            process.wait()
+            raise
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Trial(
         number=number,

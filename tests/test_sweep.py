@@ -190,3 +190,17 @@ def test_only_train_sweeps() -> None:
     answer = ask("-m", "seed=1,2", verb="evaluate")
     assert answer.code == 2
     assert "sweeps are for train" in answer.said
+
+
+def test_a_trial_that_is_interrupted_has_the_time_to_save_itself(tmp_path: Path) -> None:
+    def interrupted() -> Iterator[bytes]:
+        yield b"step 1\n"
+        raise KeyboardInterrupt
+
+    process = mock.MagicMock(stderr=interrupted())
+    process.__enter__.return_value = process
+    process.__exit__.return_value = False
+    started = mock.patch("app.sweep.subprocess.Popen", return_value=process)
+    with started, pytest.raises(KeyboardInterrupt):
+        run_trial(1, [], tmp_path)
+    process.wait.assert_called_once_with()

@@ -21,9 +21,11 @@ class Heartbeat(L.Callback):
         begin_to_beat(self.folder, trainer.global_rank)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Begin where a resumed run has no first validation."""
+        """Begin where a resumed run has no first validation.
+
+        Without a beat, from which on pauses count: a stream is read up to its step before a batch.
+        """
         begin_to_beat(self.folder, trainer.global_rank)
-        beat(trainer.global_step)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Beat."""
