@@ -37,6 +37,11 @@ say("noted")
 """
 
 
+def _heed_signals() -> None:
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 class Process:
     """A script that says "ready" when it may be disturbed."""
 
@@ -48,8 +53,8 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # As in a terminal: a shell's background jobs ignore it, and so would the script.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            # As in a terminal: background jobs and nohup ignore some, and so would the script.
+            preexec_fn=_heed_signals,
             start_new_session=True,
         )
         self.hear("ready")
