@@ -73,8 +73,15 @@ class AdamWWithoutValues(torch.optim.AdamW):
             loss = closure()
         assert self.found_inf.device == META  # type: ignore[has-type]
         self.found_inf = None
+        self.call_fused(False)
         super().step()
+        self.call_fused(True)
         return loss
+
+    def call_fused(self, is_fused: bool) -> None:
+        """Look like the fused one, or not."""
+        for group in self.param_groups:
+            group["fused"] = is_fused
 
 
 @pytest.fixture
@@ -88,10 +95,10 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     from app.training.optimizer import build_optimizer
 
-    def plain(*args: Any, **settings: Any) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(*args, **(settings | {"fused": False}))
+    def plain(*args: Any, **settings: Any) -> Any:
+        optimizer: Any = build_optimizer(*args, **(settings | {"fused": False}))
         optimizer.__class__ = AdamWWithoutValues
-        optimizer.defaults["fused"] = True
+        optimizer.call_fused(True)
         return optimizer
 
     strategy = DeviceWithoutValues(torch.device("cpu"))
