@@ -141,7 +141,7 @@ def test_queries_in_fp32_beside_values_in_half_precision_are_taken_as_autocast_h
 
 def test_short_documents_of_like_length_are_stacked_and_long_ones_stand_alone() -> None:
     torch.manual_seed(0)
-    lengths = [int(length) for length in torch.randint(1, 150, (60,))]
+    lengths = [int(length) for length in torch.randint(1, 150, (400,))]
     documents = place_documents([lengths], sum(lengths))
     stacks = stack_documents(documents)
     assert sorted(one for stack in stacks for one in stack) == documents

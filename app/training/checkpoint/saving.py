@@ -19,13 +19,10 @@ from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.settings import CheckpointConfig
 from app.training.checkpoint.space import check_space
 from app.training.checkpoint.state import random_state
-from app.training.checkpoint.store import CheckpointStore
+from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.checkpoint.tensors import file_bytes
 from app.training.stopping import Stopping
 from app.training.trainer import TrainerConfig, validation_interval
-
-CHECKPOINTS = "checkpoints"
-"""in a run's folder"""
 
 
 def random_state_of(rank: int) -> str:

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""the store's folder in a run's folder"""
 NOTE = ".written"
 """ends the name of what another process tells of a file that it wrote"""
 _STEP = re.compile(r"step-(\d+)(\.old)?")
