@@ -16,6 +16,7 @@ from app.config import PreviewConfig, run_verb, save_config
 from app.model.base import ModelConfig
 from app.output import decide_run_dir
 from app.quiet import is_offline, quiet_libraries
+from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.streams import keep_streams
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig
@@ -54,7 +55,7 @@ def preview(config: PreviewConfig) -> Path:
     # Where nothing is known of the base, each token that its tokenizer has is taken to have a row.
     rows = num_rows(architecture) if architecture else len(tokenizer)
     new_ids = new_token_ids(config.model, tokenizer, rows)
-    num_ranks, accumulation = plan_as_typed(config.trainer)
+    num_ranks, accumulation = plan_as_typed(config.trainer, config.strategy)
     if architecture is None:
         context, context_fact = context_of_tokenizer(tokenizer, config.data.sequence_len)
     else:
@@ -85,7 +86,7 @@ def preview(config: PreviewConfig) -> Path:
             f"{len(tokenizer):,} tokens",
             *([f"turns: {note}"] if (note := datamodule.report.template_note) else []),
             f"sequence length: {datamodule.sequence_len:,} tokens ({context_fact})",
-            describe_ranks(config.trainer, num_ranks),
+            describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),
         ],
     )
@@ -103,19 +104,26 @@ def preview(config: PreviewConfig) -> Path:
     return folder
 
 
-def plan_as_typed(trainer: TrainerConfig) -> tuple[int, int]:
-    """Return ranks and accumulation steps; `auto` devices are one, whatever this machine has."""
-    devices = trainer.devices if isinstance(trainer.devices, int) else 1
-    num_ranks = devices * trainer.num_nodes
+def plan_as_typed(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int, int]:
+    """Return ranks with data of their own, and accumulation steps.
+
+    `auto` devices are one such rank, whatever this machine has.
+    """
+    num_ranks = trainer.num_nodes
+    if isinstance(trainer.devices, int):
+        all_ranks = trainer.devices * trainer.num_nodes
+        num_ranks = all_ranks // tensor_parallel_size(strategy, trainer.devices)
     if trainer.global_batch_size is None:
         return num_ranks, trainer.gradient_accumulation_steps
     return num_ranks, trainer.global_batch_size // (trainer.micro_batch_size * num_ranks)
 
 
-def describe_ranks(trainer: TrainerConfig, num_ranks: int) -> str:
+def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: int) -> str:
     """Say for how many ranks the steps are planned, and who said so."""
     if isinstance(trainer.devices, int):
         typed = f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes}"
+        if (together := tensor_parallel_size(strategy, trainer.devices)) > 1:
+            typed += f"; strategy={strategy.name}: {together} ranks split the same data"
         return f"ranks: {num_ranks}, as typed ({typed})"
     return (
         f"ranks: {num_ranks}, with trainer.devices={trainer.devices} taken as 1; type the number "

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config import TrainConfig, load_run_config, run_verb, save_config
-from app.errors import Interrupted
+from app.config import TrainConfig, load_run_config, run_verb, save_config, settings_of
+from app.errors import Interrupted, UserError
 from app.faults import arm, parse_faults
+from app.finish import finish
 from app.heartbeat import is_watched, live_with_parent
 from app.launch import is_first_rank
 from app.manifest import save_manifest
-from app.output import CONFIG_FILE, METRICS_FILE, write_whole
-from app.preflight import describe_base
+from app.model.quantization import QuantizationConfig, stored_settings
+from app.output import CONFIG_FILE, METRICS_FILE
+from app.preflight import check_compatibility, describe_base
 from app.quiet import is_offline, quiet_libraries
 from app.resume import Start, describe_global_batch, start_run
 from app.signals import hear_signals, leave_soon
+from app.strategy.settings import StrategyConfig
 from app.streams import keep_streams
 from app.supervise.run import how_to_go_on, requeue, run_ranks, starts_ranks
 from app.sweep import run_sweep
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig
+
+    from app.training.trainer import Placement
 
 log = logging.getLogger(__name__)
-
-Measure = Callable[[Any], dict[str, float]]
-"""takes a model, returns figures by name"""
 
 
 def train(config: TrainConfig) -> float | None:
@@ -49,31 +49,29 @@ def train(config: TrainConfig) -> float | None:
     # Imported here and not above: --help and a config error must not wait for torch.
     import lightning as L
 
-    from app.evaluation.comparison import say_comparison
-    from app.evaluation.generation import exact_match
-    from app.model.attention import attention_implementation, choose_backend
-    from app.model.base import context_len, decoder_start_token_id, load_architecture, load_base
-    from app.model.build import build_model, weight_dtype
+    from app.model.attention import choose_backend
+    from app.model.base import context_len, decoder_start_token_id, load_architecture
+    from app.model.build import build_model
     from app.model.chat import stop_token_ids, with_chat_template
-    from app.model.save import save_model
     from app.model.tokenizer import build_tokenizer, new_token_ids
     from app.model.tokens import num_rows, trained_token_ids
     from app.strategy.build import build_strategy
     from app.training.bad_numbers import StepWatch
+    from app.training.callbacks.agreement import Agreement, told
     from app.training.callbacks.heartbeat import Heartbeat
     from app.training.callbacks.progress import ProgressBar
+    from app.training.callbacks.takeover import Takeover
     from app.training.checkpoint.saving import build_checkpoints, build_saver
     from app.training.curves import Curves
     from app.training.learning_rate import resolve_lr
     from app.training.logger import build_loggers
-    from app.training.loss import validate
     from app.training.module import FinetuneModule
     from app.training.optimizer import build_optimizer
     from app.training.trainer import build_trainer, resolve_placement
     from data_modules import FinetuneDataModule
 
     # Where it runs, and what follows from that.
-    placement = resolve_placement(config.trainer)
+    placement = resolve_placement(config.trainer, config.strategy)
     precision = placement.precision
     architecture = load_architecture(config.model)
     attention = choose_backend(config.attention, architecture, placement.accelerator, precision)
@@ -81,7 +79,7 @@ def train(config: TrainConfig) -> float | None:
     lr = resolve_lr(
         config.optimizer,
         config.adapter,
-        config.trainer.micro_batch_size * placement.accumulation * placement.num_ranks,
+        config.trainer.micro_batch_size * placement.accumulation * placement.num_data_ranks,
         from_scratch=config.model.from_scratch,
     )
     L.seed_everything(config.seed, verbose=False)
@@ -100,7 +98,7 @@ def train(config: TrainConfig) -> float | None:
         decoder_start_token_id=decoder_start_token_id(architecture),
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=placement.accumulation,
-        num_ranks=placement.num_ranks,
+        num_ranks=placement.num_data_ranks,
         num_epochs=config.trainer.num_epochs,
         max_steps=config.trainer.max_steps,
         seed=config.seed,
@@ -114,13 +112,27 @@ def train(config: TrainConfig) -> float | None:
         for line in (*datamodule.report.lines(), *datamodule.audit.lines()):
             log.info("data: %s", line)
         datamodule.audit.check()
+    build = partial(
+        build_model,
+        config.model,
+        quantization=config.quantization,
+        backend=backend,
+        adapter=config.adapter,
+        recompute=config.recompute,
+        precision=precision,
+        new_ids=new_ids,
+        token_ids=token_ids,
+    )
+    shapes = partial(build, quantization=QuantizationConfig(), on_meta=True)
+    strategy = resolve_strategy(config, placement, architecture, shapes)
     facts: dict[str, Any] = {
         "seed": config.seed,
         "base": describe_base(config.model),
         "data": [asdict(dataset) for dataset in datamodule.report.datasets],
         "test_data": [asdict(dataset) for dataset in datamodule.report.test_datasets],
         "precision": precision,
-        "global_batch": describe_global_batch(config.trainer, placement.num_ranks),
+        "strategy": strategy.name,
+        "global_batch": describe_global_batch(config.trainer, placement.num_data_ranks),
         "total_steps": datamodule.total_steps,
         **datamodule.fingerprints(),
     }
@@ -140,17 +152,7 @@ def train(config: TrainConfig) -> float | None:
     watch = StepWatch(config.trainer.max_skipped_steps, datamodule.rows_of_step)
     curves = Curves(datamodule.dataset_names, loggers, config.trainer.log_every_steps, watch)
     module = FinetuneModule(
-        partial(
-            build_model,
-            config.model,
-            config.quantization,
-            backend,
-            config.adapter,
-            config.recompute,
-            precision,
-            new_ids=new_ids,
-            token_ids=token_ids,
-        ),
+        build,
         backend=backend,
         build_optimizer=partial(
             build_optimizer,
@@ -166,7 +168,7 @@ def train(config: TrainConfig) -> float | None:
         curves=curves,
         uses_fused_kernels=config.trainer.kernels == "auto" and not config.trainer.compile,
     )
-    watched: list[L.Callback] = []
+    watched: list[L.Callback] = [Agreement(told(config, facts))]
     if config.trainer.compile:
         # Imported where it is asked for: the compiler is large.
         from app.training.callbacks.compilation import Compilation
@@ -175,6 +177,13 @@ def train(config: TrainConfig) -> float | None:
     checkpoints = build_checkpoints(config.trainer.checkpoint, folder, source)
     if is_watched():
         watched.append(Heartbeat(folder))
+
+    def take_over() -> None:
+        start.take_over()
+        save_config(config, folder / CONFIG_FILE)
+        datamodule.write_reports(folder)
+        save_manifest(folder, **facts, earlier=start.earlier())
+
     saver = build_saver(
         config.trainer,
         checkpoints,
@@ -184,10 +193,15 @@ def train(config: TrainConfig) -> float | None:
     trainer = build_trainer(
         config.trainer,
         placement=placement,
-        strategy=build_strategy(config.strategy, placement.num_ranks),
+        strategy=build_strategy(
+            strategy, accelerator=placement.accelerator, num_ranks=placement.num_ranks
+        ),
         total_steps=datamodule.total_steps,
         loggers=loggers,
-        callbacks=[ProgressBar(curves), *watched, saver],
+        callbacks=[
+            *(ProgressBar(curves), *watched, saver),
+            Takeover(take_over, is_resumed=source is not None),
+        ],
         folder=folder,
         checkpoints=checkpoints,
     )
@@ -197,90 +211,53 @@ def train(config: TrainConfig) -> float | None:
         rank=trainer.global_rank,
         num_ranks=placement.num_ranks,
     )
-    if trainer.is_global_zero:
-        start.take_over()
-        save_config(config, folder / CONFIG_FILE)
-        datamodule.write_reports(folder)
-        save_manifest(folder, **facts, earlier=start.earlier())
     trainer.fit(module, datamodule=datamodule, ckpt_path=None if source is None else source.folder)
-    if not trainer.is_global_zero:
-        return None
 
     # What is left of it: saved, reopened and checked, compared with its base.
-    trained = module.model.to(trainer.strategy.root_device)
-    implementation, dtype = (
-        attention_implementation(backend),
-        weight_dtype(precision, config.adapter),
+    return finish(
+        config,
+        module,
+        datamodule,
+        folder,
+        tokenizer=tokenizer,
+        architecture=architecture,
+        precision=precision,
+        new_ids=new_ids,
+        prompts=prompts,
+        stop_ids=datamodule.stop_token_ids | stop_ids,
+        base=facts["base"],
     )
-    reload_base = partial(
-        load_base, config.model, implementation, dtype, config.quantization, new_ids
-    )
-    names, stops = datamodule.dataset_names, datamodule.stop_token_ids | stop_ids
-    with placement.autocast():
-        saved, model = save_model(
-            trained,
-            config.adapter,
-            architecture,
-            folder,
-            datamodule.probe(),
-            base=facts["base"],
-            reload_base=reload_base,
-        )
-        metrics = compare(
-            model,
-            config,
-            lambda model: validate(model, datamodule.whole_val_dataloader(), backend, names),
-            lambda model: exact_match(model, tokenizer, prompts, stops, config.evaluation),
-            curves.validations,
-            reload_base,
-            is_as_trained=model is trained,
-        )
-    tokenizer.save_pretrained(saved)
-    metrics |= curves.summary()
-    write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
-    say_comparison(metrics, datamodule.dataset_names)
-    say_where(folder, saved)
-    return metrics.get("val/loss")
 
 
-def compare(
-    model: Any,
+def resolve_strategy(
     config: TrainConfig,
-    measure: Measure,
-    ask: Measure,
-    validations: list[dict[str, float]],
-    reload_base: Callable[[], PreTrainedModel],
-    *,
-    is_as_trained: bool,
-) -> dict[str, float]:
-    """Compare what was saved with its base, as `app.evaluate` does on the run's folder.
+    placement: Placement,
+    architecture: PretrainedConfig,
+    build: Callable[[], Any],
+) -> StrategyConfig:
+    """Return the strategy that was typed, or choose one, by what `build` makes without numbers."""
+    from app.strategy.choose import choose_strategy
+    from app.training.footprint import gather_facts
 
-    `measure` takes a model's validation losses, `ask` its answers; `validations` are those of the
-    training, the first before its first step. `is_as_trained`: the model is the one that was
-    trained, not one that was read again.
-    """
-    from app.evaluation.comparison import adapter_switched_off, named
-    from app.model.adapter import goes_on, saves_whole_model
-
-    is_whole = saves_whole_model(config.adapter)
-    metrics: dict[str, float] = {}
-    if validations:
-        # Saving rounds a full model to its base's dtype: its last validation was another model's.
-        tuned = validations[-1] if is_as_trained and not is_whole else measure(model)
-        if is_whole or (is_as_trained and not goes_on(config.adapter)):
-            base = validations[0]
-        else:  # the run did not start as its base
-            with adapter_switched_off(model):
-                base = measure(model)
-        metrics |= named("base", base) | named("tuned", tuned)
-    if config.evaluation.exact_match:
-        metrics |= named("tuned", ask(model))
-        if not is_whole:
-            with adapter_switched_off(model):
-                metrics |= named("base", ask(model))
-        elif not config.model.from_scratch:
-            metrics |= named("base", ask(reload_base().to(model.device)))
-    return metrics
+    if config.strategy.name != "auto":
+        return config.strategy
+    choice = choose_strategy(
+        gather_facts(
+            placement,
+            config.trainer,
+            config.optimizer,
+            config.quantization,
+            None if stored_settings(architecture) else build,
+        )
+    )
+    chosen: StrategyConfig = settings_of("strategy", choice.name)
+    known = check_compatibility(config)
+    found = check_compatibility(replace(config, strategy=chosen))
+    if problems := [problem for problem in found if problem not in known]:
+        raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
+    if is_first_rank():
+        log.info("strategy: %s", choice)
+    return chosen
 
 
 def start(config: TrainConfig) -> None:
@@ -313,18 +290,6 @@ def say_done(start: Start) -> float | None:
         print(f"run: {start.folder}")
     metrics = json.loads((start.folder / METRICS_FILE).read_text(encoding="utf-8"))
     return metrics.get("val/loss")
-
-
-def say_where(folder: Path, saved: Path) -> None:
-    """Print where everything is, and what a person may want to type next."""
-    print(f"\n{saved}: reopened after saving and compared with the model in memory")
-    print(f"{folder}/: metrics.csv, metrics.json, config.yaml, manifest.json")
-    # Commands that work as they stand, also after `make train` where no environment is active.
-    python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
-    print("next:")
-    print(f"  {python} -m app.evaluate run={shlex.quote(str(folder))}")
-    print(f"  {python} -m tensorboard.main --logdir {shlex.quote(str(folder.parent))}")
-    print(f"run: {folder}")
 
 
 if __name__ == "__main__":

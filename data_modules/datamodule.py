@@ -61,7 +61,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
     After `setup`: `dataset_names`, `sequence_len`, `train_examples`, `val_examples`, `report`,
     `template`, `template_hash`, `total_steps` and `plan`. `first_step` is the global step that the
     training loader begins with. Which share of the steps a loader serves, the trainer's rank says.
-    The trainer must have `num_ranks` ranks and `use_distributed_sampler=False`. `vocab_size` is
+    The trainer must have `num_ranks` ranks with data of their own and
+    `use_distributed_sampler=False`. `vocab_size` is
     the number of rows of the model's embedding: token ids beyond it are an error.
     `decoder_start_token_id` is given for encoder-decoder models, and None for causal ones.
     `pad_packs` gives all packed rows of a causal model the size of a full one; `row_multiple` is
@@ -366,7 +367,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         # does, waits for all work before.
         total = torch.full((), number, device=self.trainer.strategy.root_device)
         torch.distributed.all_reduce(total)
-        return total
+        # Ranks that split the same data each have counted it.
+        return total * (self._num_ranks / self.trainer.world_size)
 
     @cached_property
     def _collator(self) -> Collator:
@@ -388,12 +390,14 @@ class FinetuneDataModule(lightning.LightningDataModule):
     def _rank(self) -> int:
         if not self.trainer:
             return 0
-        if self.trainer.world_size != self._num_ranks:
+        alone = {"num_replicas": 1, "rank": 0}
+        there = self.trainer.distributed_sampler_kwargs or alone
+        if there["num_replicas"] != self._num_ranks:
             raise ValueError(
                 f"the steps are planned for {self._num_ranks} ranks (num_ranks), "
-                f"the trainer has {self.trainer.world_size}"
+                f"the trainer has {there['num_replicas']}"
             )
-        rank: int = self.trainer.global_rank
+        rank: int = there["rank"]
         return rank
 
 

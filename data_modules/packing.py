@@ -129,6 +129,8 @@ class StepPlan:
                 f"; {_count(len(packs), 'pack')} for a global batch of {self.packs_per_step:,}: "
                 "lower trainer.global_batch_size"
             )
+        if (idle := self.world_size - len(packs)) > 0:
+            line += f"; {_count(idle, 'rank')} of {self.world_size} will have nothing to do"
         return line
 
     def ends_epoch(self, step: int) -> bool:

@@ -8,7 +8,7 @@ value at once; `help` is the page.
 
 from app.config.door import check_before_start, check_words, load_config, run_verb
 from app.config.of_run import load_run_config, save_config
-from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig
+from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig, settings_of
 
 __all__ = [
     "EvaluateConfig",
@@ -20,4 +20,5 @@ __all__ = [
     "load_run_config",
     "run_verb",
     "save_config",
+    "settings_of",
 ]

@@ -75,12 +75,41 @@ WORDS_ELSEWHERE = {
     "schedule=cosine_with_min_lr": "schedule=cosine schedule.min_lr_ratio=0.1",
     "schedule=cosine_with_restarts": "schedule=cosine",
     "schedule=warmup_stable_decay": "schedule=wsd",
+    "strategy=dp": "strategy=ddp",
+    "strategy=ddp_spawn": "strategy=ddp",
+    "strategy=powersgd": "strategy=ddp_compressed strategy.compression=powersgd",
+    "strategy=deepspeed": "strategy=zero2",
+    "strategy=deepspeed_stage_1": "strategy=zero1",
+    "strategy=deepspeed_stage_2": "strategy=zero2",
+    "strategy=deepspeed_stage_3": "strategy=zero3",
+    "strategy=deepspeed_stage_2_offload": "strategy=zero2_offload",
+    "strategy=deepspeed_stage_3_offload": "strategy=zero3_offload",
+    "strategy=deepspeed_stage_3_offload_nvme": "strategy=zero3_offload",
+    "strategy=zero_infinity": "strategy=zero3_offload",
+    "strategy=zero++": "strategy=zeropp",
+    "strategy=fsdp2": "strategy=fsdp",
+    "strategy=full_shard": "strategy=fsdp",
+    "strategy=shard_grad_op": "strategy=fsdp_grad_op",
+    "strategy=hybrid_shard": "strategy=fsdp_hybrid",
+    "strategy=hsdp": "strategy=fsdp_hybrid",
+    "strategy=fsdp_cpu_offload": "strategy=fsdp_offload",
+    "strategy=tensor_parallel": "strategy=tp",
+    "strategy=model_parallel": "strategy=fsdp_tp",
+    "strategy=2d": "strategy=fsdp_tp",
+    "strategy=pp": "strategy=fsdp",
+    "strategy=pipeline": "strategy=fsdp",
+    "strategy=pipeline_parallel": "strategy=fsdp",
 }
 """what other tools call an option, and what it is here"""
+NO_PIPELINE = ("pp", "pipeline", "pipeline_parallel")
+"""strategies for which something else is named, because there is none of them yet"""
 KEYS_ELSEWHERE = {
     "gradient_checkpointing": "recompute=full",
     "activation_checkpointing": "recompute=full",
     "torch_compile": "trainer.compile=true",
+    "deepspeed": "strategy=zero2",
+    "fsdp": "strategy=fsdp",
+    "tensor_model_parallel_size": "strategy=fsdp_tp",
 }
 """the same for a key, whatever it stands under"""
 
@@ -101,6 +130,8 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
         return conf / group / f"{option}.yaml"
     said = WORDS_ELSEWHERE.get(f"{group}={option}".lower())
     hint = f"; type {said}" if said else nearest(str(option), options)
+    if group == "strategy" and str(option).lower() in NO_PIPELINE:
+        hint = f"; there is no pipeline parallelism yet{hint}"
     if group == "model" and not hint:
         hint = f"; for a folder or hub id type model.path={option}"
     if group == "data" and not hint:

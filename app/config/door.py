@@ -38,7 +38,7 @@ from app.config.verbs import (
     TrainConfig,
 )
 from app.errors import DONE, UserError, report
-from app.faults import parse_faults
+from app.faults import check_workers, parse_faults
 from app.launch import check_launch, is_child, is_first_rank
 from app.output import check_output
 from app.preflight import check_compatibility, check_files, num_ranks
@@ -305,7 +305,8 @@ def _check_resume(config: TrainConfig | EvaluateConfig) -> tuple[list[str], bool
     """List what is wrong with resume and faults; says whether the run is done already."""
     if not isinstance(config, TrainConfig):
         return [], False
-    _, problems = parse_faults(config.faults)
+    faults, problems = parse_faults(config.faults)
+    problems += check_workers(faults, config.data.num_workers)
     problems += check_supervise(config)
     found, is_done = check_resume(config, load_run_config)
     return problems + found, is_done and not problems

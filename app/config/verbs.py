@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from app.config.conf_files import CONF, find_option, read_conf_file
 from app.evaluation.generation import EvaluationConfig
 from app.model import attention, kernels, quantization, recompute
 from app.model.adapter import (
@@ -25,8 +27,8 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.output import OutputConfig, saved_folder
 from app.report.preview import ShownConfig
-from app.strategy import build as strategy
-from app.strategy.build import StrategyConfig
+from app.strategy import settings as strategy
+from app.strategy.settings import FAMILIES, StrategyConfig
 from app.supervise.settings import SuperviseConfig
 from app.training import logger, schedule, trainer
 from app.training.logger import LoggerConfig
@@ -136,6 +138,7 @@ PARTS: dict[str, dict[str, type]] = {
         "muon": MuonConfig,
         "schedule_free": ScheduleFreeConfig,
     },
+    "strategy": FAMILIES,
 }
 """the parts whose settings depend on the option: group -> option -> schema"""
 CHOICES: dict[str, Sequence[str]] = {
@@ -149,7 +152,8 @@ CHOICES: dict[str, Sequence[str]] = {
     "trainer.precision": trainer.PRECISIONS,
     "trainer.kernels": kernels.CHOICES,
     "trainer.accelerator": ("auto", "cpu", "gpu"),
-    "strategy.name": strategy.NAMES,
+    "strategy.compression": strategy.COMPRESSIONS,
+    "strategy.offload_optimizer": strategy.HOMES,
     "logger.name": logger.NAMES,
 }
 """settings that take one of a few words"""
@@ -158,3 +162,9 @@ ALTERNATIVES = (
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
 )
 """two ways to say the same thing"""
+
+
+def settings_of(group: str, option: str) -> Any:
+    """Return the settings that `group=option` means, as its file has them."""
+    file = read_conf_file(find_option(CONF, group, option), package=group)
+    return PARTS[group][option](**file.values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from app.strategy.spread import Spread
     from data_modules import Prompt
 
 
@@ -34,10 +35,14 @@ def exact_match(
     prompts: dict[str, list[Prompt]],
     stop_ids: set[int],
     config: EvaluationConfig,
+    spread: Spread | None = None,
 ) -> dict[str, float]:
-    """Share of each data set's prompts whose greedy answer equals the reference, spaces aside."""
+    """Share of each data set's prompts whose greedy answer equals the reference, spaces aside.
+
+    `spread` is given where each rank holds a part of the weights, and all answer the same together.
+    """
     return {
-        f"exact_match/{name}": _share_right(model, tokenizer, held_out, stop_ids, config)
+        f"exact_match/{name}": _share_right(model, tokenizer, held_out, stop_ids, config, spread)
         for name, held_out in prompts.items()
         if held_out
     }
@@ -49,8 +54,9 @@ def _share_right(
     prompts: list[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
+    spread: Spread | None,
 ) -> float:
-    answers = answer_prompts(model, tokenizer, prompts, stop_ids, config)
+    answers = answer_prompts(model, tokenizer, prompts, stop_ids, config, spread)
     right = sum(
         answer is not None and answer.strip() == prompt.answer.strip()
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -64,8 +70,12 @@ def answer_prompts(
     prompts: list[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
+    spread: Spread | None = None,
 ) -> list[str | None]:
-    """Answer each prompt greedily; None where none of `stop_ids` came within `max_new_tokens`."""
+    """Answer each prompt greedily; None where none of `stop_ids` came within `max_new_tokens`.
+
+    `spread` is given where each rank holds a part of the weights, and all answer the same together.
+    """
     import torch
 
     # Prompts of like length together: less padding. The answers go back to their places.
@@ -74,16 +84,22 @@ def answer_prompts(
     stops = sorted(stop_ids)
     was_training = model.training
     model.eval()
+    device = model.device if spread is None else spread.root_device
     pad = tokenizer.pad_token_id
     pairs = model.config.is_encoder_decoder
     with torch.no_grad(), generation_attention(model), _greedy(model, stops, pad, config):
         for chosen in _batches(order, config.batch_size):
             ids = [prompts[i].input_ids for i in chosen]
             padded, mask = _pad(ids, pad, on_the_right=pairs)
-            generated = model.generate(
-                input_ids=torch.tensor(padded, device=model.device),
-                attention_mask=torch.tensor(mask, device=model.device),
-            )
+            # An encoder, or a model under its adapter, is called past what gathers its weights.
+            with nullcontext() if spread is None else spread.gathered(model):
+                generated = model.generate(
+                    input_ids=torch.tensor(padded, device=device),
+                    attention_mask=torch.tensor(mask, device=device),
+                    # Ranks may choose apart where two logits are as good as equal; who has ended
+                    # goes on for the others, which need its part of the weights.
+                    synced_gpus=spread is not None,
+                )
             # It stands behind the prompt, or behind the one token that a decoder starts with.
             new = generated[:, 1 if pairs else len(padded[0]) :].tolist()
             for i, row in zip(chosen, new, strict=True):

@@ -15,13 +15,14 @@ from app.model.quantization import (
     prepare_quantized,
     quantizable_layers,
     quantization_settings,
+    quantize_on_meta,
     stored_settings,
 )
 from app.model.tokens import resize_embeddings
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,10 +55,15 @@ def load_base(
     dtype: torch.dtype,
     quantization: QuantizationConfig | None = None,
     new_ids: Sequence[int] = (),
+    *,
+    on_meta: bool = False,
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """Load a base model's weights, or make random ones of `config.architecture`.
 
-    Tokens `new_ids`, which the base never learned, get rows in embedding and head.
+    Tokens `new_ids`, which the base never learned, get rows in embedding and head. `on_meta`: the
+    same modules without numbers, of which none is read or drawn; `on_host`: all of it on the CPU,
+    where quantizing would else take it to a GPU.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -74,12 +80,18 @@ def load_base(
         resize_embeddings(model, new_ids)
         fuse_head(model)
         return model
+    if on_meta:
+        return _build_on_meta(config, architecture, implementation, dtype, quantization, new_ids)
     quantization = quantization or QuantizationConfig()
     stored = stored_settings(architecture)
     if stored and (problem := find_stored_problem(stored, quantization, config.path)):
         raise UserError(problem)
     # Also a setting that is None would replace the files' own, and their bits be read as numbers.
-    how = {} if stored else {"quantization_config": quantization_settings(quantization, dtype)}
+    how: dict[str, Any] = {}
+    if not stored:
+        how["quantization_config"] = quantization_settings(quantization, dtype)
+    if on_host:
+        how["device_map"] = {"": "cpu"}
     with quantizable_layers(architecture.model_type):
         model, loading = auto_class.from_pretrained(
             config.path,
@@ -99,9 +111,7 @@ def load_base(
                 f"model.path={config.path}: {problem.replace('_keys', '')} tensors in its files: "
                 f"{len(names)}, first {names[0]}; copy or download the model again"
             )
-    # transformers calls every T5 tied, and would tie FLAN-T5's own head to a resized embedding.
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        model.config.tie_word_embeddings = False
+    _say_untied(model)
     resize_embeddings(model, new_ids)
     if stored:
         cast_unquantized(model, dtype)
@@ -109,6 +119,46 @@ def load_base(
         prepare_quantized(model, dtype)
     fuse_head(model)
     return model
+
+
+def _build_on_meta(
+    config: ModelConfig,
+    architecture: PretrainedConfig,
+    implementation: str,
+    dtype: torch.dtype,
+    quantization: QuantizationConfig | None,
+    new_ids: Sequence[int],
+) -> PreTrainedModel:
+    """Make what `from_pretrained` makes of a base's files, without reading them."""
+    from app.model.head import fuse_head
+
+    if stored_settings(architecture):
+        raise UserError(
+            f"model.path={config.path} holds its weights quantized (config.json), which a sharding "
+            "strategy cannot share out; type the unquantized base with quantization=nf4, or "
+            "strategy=ddp"
+        )
+    with quantizable_layers(architecture.model_type):
+        model = model_class(architecture).from_config(
+            architecture,
+            trust_remote_code=config.trust_remote_code,
+            attn_implementation=implementation,
+            dtype=dtype,
+        )
+    model.generation_config = _generation_config(config) or model.generation_config
+    _say_untied(model)
+    resize_embeddings(model, new_ids)
+    if quantization is not None and quantization.method != "none":
+        quantize_on_meta(model, quantization, dtype)
+        prepare_quantized(model, dtype)
+    fuse_head(model)
+    return model
+
+
+def _say_untied(model: PreTrainedModel) -> None:
+    # transformers calls every T5 tied, and would tie FLAN-T5's own head to a resized embedding.
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.config.tie_word_embeddings = False
 
 
 def model_class(architecture: PretrainedConfig) -> Any:
@@ -147,14 +197,18 @@ def load_architecture(config: ModelConfig) -> PretrainedConfig:
 
 def _start_of_generation(config: ModelConfig) -> int | None:
     """Read what a decoder begins with from generation_config.json, where config.json lacks it."""
+    numbers = _generation_config(config)
+    start: int | None = None if numbers is None else numbers.decoder_start_token_id
+    return start
+
+
+def _generation_config(config: ModelConfig) -> GenerationConfig | None:
     from transformers import GenerationConfig
 
     try:
-        numbers = GenerationConfig.from_pretrained(str(config.path), revision=config.revision)
+        return GenerationConfig.from_pretrained(str(config.path), revision=config.revision)
     except OSError:  # there is no such file
         return None
-    start: int | None = numbers.decoder_start_token_id
-    return start
 
 
 def context_len(architecture: PretrainedConfig) -> int | None:

@@ -55,7 +55,9 @@ class LossHead(torch.nn.Linear):
             bias=self.bias,
             softcap=self.softcap,
         )
-        return hidden.new_empty(*hidden.shape[:2], 0)
+        # Empty, yet on the way from the loss back to the head: strategies that gather weights for
+        # the backward pass, and add up gradients behind it, wait at what a forward has returned.
+        return self.found[0] * hidden.new_empty(*hidden.shape[:2], 0)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the sum of loss times weight, and the losses, of the last forward."""
@@ -88,8 +90,9 @@ def head_loss(
     head = model.get_output_embeddings()
     if isinstance(head, LossHead):
         head.targets = Targets(labels, loss_weights)
-        model(**inputs)
-        return head.take()
+        empty = model(**inputs).logits
+        total, losses = head.take()
+        return total + empty.sum(), losses
     losses = token_losses(model(**inputs).logits, labels)
     return (losses * loss_weights).sum(), losses.detach().flatten()
 

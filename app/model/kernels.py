@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,11 @@ def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def fuse_layers(model: Any) -> None:
+Gathered = Callable[["torch.nn.Module"], AbstractContextManager[None]]
+"""has a module's own weights whole, where a strategy keeps them in parts"""
+
+
+def fuse_layers(model: Any, gathered: Gathered = lambda module: nullcontext()) -> None:
     """Let a kernel compute each norm and gate of which it is proven that the results are the same.
 
     Each is tried by itself on random tokens, with gradients. Says in one line what runs on a
@@ -108,7 +113,7 @@ def fuse_layers(model: Any) -> None:
         from app.model.onednn import trained_linear
         from app.model.rms_norm import rms_norm
 
-        _replace(_prove_all(model, Kernels(norm=rms_norm, linear=trained_linear))[0])
+        _replace(_prove_all(model, Kernels(norm=rms_norm, linear=trained_linear), gathered)[0])
     if not _is_on_gpu(model):
         return
     if find_spec("liger_kernel") is None:
@@ -117,7 +122,9 @@ def fuse_layers(model: Any) -> None:
     try:
         from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
 
-        fused, refused = _prove_all(model, Kernels(norm=liger_rms_norm, gate=liger_swiglu))
+        fused, refused = _prove_all(
+            model, Kernels(norm=liger_rms_norm, gate=liger_swiglu), gathered
+        )
     except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning("kernels: the model's own (liger-kernel is installed, but broken: %s)", reason)
@@ -145,7 +152,7 @@ def _is_on_gpu(model: Any) -> bool:
     return bool(model.device.type == "cuda")
 
 
-def _prove_all(model: Any, kernels: Kernels) -> tuple[list[Fused], set[str]]:
+def _prove_all(model: Any, kernels: Kernels, gathered: Gathered) -> tuple[list[Fused], set[str]]:
     """Return what is proven, and the names of the classes of which a module is not."""
     fused: list[Fused] = []
     refused: set[str] = set()
@@ -153,8 +160,10 @@ def _prove_all(model: Any, kernels: Kernels) -> tuple[list[Fused], set[str]]:
     was_training = model.training
     model.eval()  # an adapter's dropout would differ by itself
     for width, candidates in _candidates(model, kernels):
-        proven = (one for one in candidates if _is_equal(one, width, dtype))
-        if (forward := next(proven, None)) is not None:
+        with gathered(candidates[0].module):
+            proven = (one for one in candidates if _is_equal(one, width, dtype))
+            forward = next(proven, None)
+        if forward is not None:
             fused.append(forward)
         else:
             refused.add(type(candidates[0].module).__name__)

@@ -23,7 +23,9 @@ def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") 
     for name, module in model.named_modules():
         is_numbered = name.rpartition(".")[2].isdigit()
         is_inside = layers and name.startswith(f"{layers[-1]}.")
-        if is_numbered and not is_inside and type(module).__name__ in classes:
+        # By its bases, too: a strategy may have put a class of its own before the model's.
+        of_layer = any(base.__name__ in classes for base in type(module).__mro__)
+        if is_numbered and not is_inside and of_layer:
             layers.append(name)
     if not layers:
         raise ValueError(

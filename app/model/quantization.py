@@ -133,12 +133,69 @@ def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             # Files that are quantized already name a dtype of their own.
-            module.compute_dtype = module.weight.quant_state.dtype = dtype
+            module.compute_dtype = dtype
+            if module.weight.quant_state is not None:  # else it is on `meta`
+                module.weight.quant_state.dtype = dtype
             # After a forward in eval mode the weights would be repacked for inference on the CPU,
             # and every gradient after that would be lost without a word (bitsandbytes 0.50).
             module.support_avx512bf16_for_cpu = False
         if isinstance(module, bitsandbytes.nn.Linear8bitLt):
             module.register_forward_pre_hook(_keep_scales)
+
+
+def quantize_on_meta(
+    model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
+) -> None:
+    """Give a model on `meta` the layers that the loader would have made of it."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(quantization_settings(config, dtype))
+    quantizer.preprocess_model(model, device_map=None)
+    quantizer.postprocess_model(model)
+
+
+def take_states(module: torch.nn.Module) -> dict[str, Any]:
+    """Return how each 4-bit weight in `module` is kept, by name, for `give_states`; {} on `meta`.
+
+    The weights become plain parameters of packed numbers, which a strategy can share out; a layer
+    finds their scales in itself then.
+    """
+    import torch
+
+    states = {}
+    for name, layer in _layers_of_4_bits(module):
+        weight = layer.weight
+        if weight.quant_state is None:
+            continue
+        layer.quant_state = weight.quant_state
+        layer.weight = torch.nn.Parameter(weight.data, requires_grad=False)
+        packed = {
+            key: value.cpu() if isinstance(value, torch.Tensor) else value
+            for key, value in layer.quant_state.as_dict(packed=True).items()
+        }
+        states[name] = tuple(layer.weight.shape), layer.weight.dtype, packed
+    return states
+
+
+def give_states(module: torch.nn.Module, states: Mapping[str, Any], device: torch.device) -> None:
+    """Let the layers in `module` keep their 4-bit weights, still on `meta`, as `states` says."""
+    import torch
+    from bitsandbytes.functional import QuantState
+
+    for name, (shape, dtype, packed) in states.items():
+        layer = module.get_submodule(name)
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        layer.weight = torch.nn.Parameter(empty, requires_grad=False)
+        layer.quant_state = QuantState.from_dict(dict(packed), device=device)
+        layer.quant_state.dtype = layer.compute_dtype
+
+
+def _layers_of_4_bits(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers whose weights are of four bits, with their names in `module`."""
+    for name, layer in module.named_modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and type(weight).__name__ == "Params4bit":
+            yield name, layer
 
 
 def _check_share(model: PreTrainedModel) -> None:
@@ -231,6 +288,8 @@ def storage_of(parameter: torch.nn.Parameter) -> Storage:
 
     if isinstance(parameter, bitsandbytes.nn.Params4bit):
         state = parameter.quant_state
+        if state is None:  # on `meta`, where it is not packed
+            return Storage(parameter.numel(), parameter.quant_type, parameter.numel() // 2)
         scales = [state.absmax, state.state2.absmax] if state.nested else [state.absmax]
         num_bytes += sum(scale.numel() * scale.element_size() for scale in scales)
         return Storage(math.prod(state.shape), state.quant_type, num_bytes)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import TrainingFault
+from app.lockstep import first_alone, is_first
 from app.model.adapter import (
     AdapterConfig,
     changed_its_base,
+    check_adapter_file,
     check_same_logits,
     probe_logits,
     reopen_converted,
@@ -21,6 +23,8 @@ from app.model.adapter import (
     write_origin,
 )
 from app.model.base import model_class
+from app.model.gathering import Gathering, Shards, round_weights
+from app.model.shards import write_model
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +42,7 @@ def save_model(
     *,
     base: Mapping[str, str | None],
     reload_base: Callable[[], PreTrainedModel],
+    shards: Shards | None = None,
 ) -> tuple[Path, Any]:
     """Save what was trained under `folder`, reopen it and compare; return where, and the model.
 
@@ -46,16 +51,25 @@ def save_model(
     `probe`, token ids by name of the model's argument, are compared. The returned model is what is
     on disk: another one than `model` where the adapter had changed its base, which is then read
     again. TrainingFault when what is on disk is not what is in memory.
+
+    Where ranks hold parts of the weights, all of them call this with their `shards`, and the first
+    one writes. There is no room for a second model beside such a one: its weights are given what
+    was gathered for the files, and its logits compared with those before.
     """
     import torch
 
-    rows = {name: torch.tensor([list(ids)], device=model.device) for name, ids in probe.items()}
+    device = model.device if shards is None else shards.root_device
+    rows = {name: torch.tensor([list(ids)], device=device) for name, ids in probe.items()}
+    is_whole = saves_whole_model(adapter)
+    saved = folder / ("model" if is_whole else "adapter")
     try:
-        if saves_whole_model(adapter):
-            saved = folder / "model"
+        if is_whole and shards is not None:
+            difference = _save_gathered_model(model, architecture, saved, rows, shards)
+        elif is_whole:
             difference = _save_whole(model, architecture, saved, rows)
+        elif shards is not None:
+            difference = _save_gathered_adapter(model, saved, rows, base, shards)
         else:
-            saved = folder / "adapter"
             difference, model = _save_adapter(model, saved, rows, reload_base)
             write_origin(saved, base)
     except ValueError as error:
@@ -84,9 +98,9 @@ def _save_whole(
     probe: Mapping[str, torch.Tensor],
 ) -> float:
     kept = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    widest = max(kept.values(), key=lambda dtype: dtype.itemsize)
-    _cast_weights(model, dict.fromkeys(kept, architecture.dtype or widest))
-    model.save_pretrained(folder)
+    dtype = _dtype_on_disk(model, architecture)
+    _cast_weights(model, dict.fromkeys(kept, dtype))
+    write_model(model, folder, dtype)
     reopened = (
         model_class(architecture)
         .from_pretrained(
@@ -98,6 +112,58 @@ def _save_whole(
     # What is measured after this is the saved model, computed as it was in training.
     _cast_weights(model, kept)
     return check_same_logits(in_memory, on_disk, folder)
+
+
+def _save_gathered_model(
+    model: PreTrainedModel,
+    architecture: PretrainedConfig,
+    folder: Path,
+    probe: Mapping[str, torch.Tensor],
+    shards: Shards,
+) -> float:
+    in_memory = probe_logits(model, probe)
+    shards.settle(model)
+    dtype = _dtype_on_disk(model, architecture)
+    write_model(model, folder, dtype, shards)
+    difference = check_same_logits(in_memory, probe_logits(model, probe), folder)
+    # What is measured after this is the saved model, computed as it was in training.
+    round_weights(model, shards, dtype)
+    return difference
+
+
+def _save_gathered_adapter(
+    model: Any,
+    folder: Path,
+    probe: Mapping[str, torch.Tensor],
+    base: Mapping[str, str | None],
+    shards: Shards,
+) -> float:
+    in_memory = probe_logits(model, probe)
+    shards.settle(model)
+    gathering = Gathering(shards)
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            shape = shards.kept_weight(parameter).shape
+            weight = gathering.take(name, parameter, shape)
+            if is_first():
+                weights[name] = weight.cpu()
+    gathering.check()
+
+    def write() -> None:
+        save_adapter(model, folder, weights)
+        check_adapter_file(model, folder, weights=weights)
+        write_origin(folder, base)
+
+    first_alone(write)
+    return check_same_logits(in_memory, probe_logits(model, probe), folder)
+
+
+def _dtype_on_disk(model: PreTrainedModel, architecture: PretrainedConfig) -> torch.dtype:
+    """Return the dtype that the base came in, or the widest of the model's where it was made."""
+    kept = (parameter.dtype for parameter in model.parameters())
+    dtype: torch.dtype = architecture.dtype or max(kept, key=lambda dtype: dtype.itemsize)
+    return dtype
 
 
 def _cast_weights(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -8,6 +8,8 @@ from app.preflight.compatibility import (
     check_compatibility,
     check_devices,
     check_global_batch,
+    check_layout,
+    num_data_ranks,
     num_ranks,
 )
 from app.preflight.files import check_files
@@ -18,6 +20,8 @@ __all__ = [
     "check_devices",
     "check_files",
     "check_global_batch",
+    "check_layout",
     "describe_base",
+    "num_data_ranks",
     "num_ranks",
 ]

@@ -12,17 +12,36 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from app.model.attention import IN_HALF, ON_GPU, PACKAGES
+from app.strategy.settings import (
+    DEEPSPEED_KEYS,
+    HOMES,
+    FsdpConfig,
+    ZeroConfig,
+    is_sharding,
+    tensor_parallel_size,
+)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WHOLE = ("full", "freeze")
 """adapters that train weights of the base"""
 CHANGE_BASE = ("pissa", "olora")
 """values of adapter.init that take what they start from out of the base's weights"""
+PYTORCHS_OWN = {
+    "zero1": "fsdp_grad_op",
+    "zero2": "fsdp_grad_op",
+    "zero2_offload": "fsdp_offload",
+    "zero3": "fsdp",
+    "zero3_offload": "fsdp_offload",
+    "zero3_nvme": "fsdp_offload",
+    "zero3_hpz": "fsdp_hybrid",
+    "zeropp": "fsdp_hybrid",
+}
+"""what of PyTorch comes nearest to a strategy of DeepSpeed"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +74,12 @@ class Situation:
         if isinstance(devices, int):
             return devices
         return max(self.num_gpus, 1) if self.on_gpu else 1
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks, or groups of ranks, that see data of their own."""
+        size = tensor_parallel_size(self.config.strategy, self.ranks_per_node)
+        return max(self.num_ranks // size, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +145,193 @@ COUPLINGS = (
         lambda s: s.config.strategy.name == "single" and s.num_ranks > 1,
         lambda s: f"strategy=single runs on one device, but {s.num_ranks} ranks were asked for",
         lambda s: "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
+    ),
+    Coupling(
+        "strategy.name trainer.accelerator",
+        lambda s: isinstance(s.config.strategy, ZeroConfig) and not _has_deepspeed(),
+        lambda s: (
+            f"strategy={s.config.strategy.name} needs the package deepspeed, which is not installed"
+        ),
+        lambda s: (
+            f"strategy={_by_pytorch(s.config.strategy.name, on_gpu=s.on_gpu)}, or "
+            "DS_BUILD_OPS=0 pip install deepspeed "
+            "(its operators are built when they are first used)"
+        ),
+        is_of_machine=True,
+    ),
+    Coupling(
+        "strategy.stage strategy.offload_parameters",
+        lambda s: s.config.strategy.stage < 3 and s.config.strategy.offload_parameters != "none",
+        lambda s: (
+            f"strategy.offload_parameters={s.config.strategy.offload_parameters} moves weights "
+            f"that are spread over the ranks, and strategy.stage={s.config.strategy.stage} leaves "
+            "all of them with every rank"
+        ),
+        lambda s: "strategy.stage=3, or strategy.offload_parameters=none",
+    ),
+    Coupling(
+        "strategy.name strategy.offload_optimizer strategy.offload_parameters",
+        lambda s: (
+            "nvme" in (s.config.strategy.offload_optimizer, s.config.strategy.offload_parameters)
+        ),
+        lambda s: (
+            f"strategy={s.config.strategy.name} keeps weights or states on a disk, and that such a "
+            "run goes on from its checkpoints is not proven yet"
+        ),
+        lambda s: "strategy=zero3_offload, which keeps them in host memory",
+    ),
+    Coupling(
+        "strategy.stage strategy.partition_within_node strategy.quantized_weights "
+        "strategy.quantized_gradients",
+        lambda s: (
+            s.config.strategy.stage < 3
+            and (
+                s.config.strategy.partition_within_node
+                or s.config.strategy.quantized_weights
+                or s.config.strategy.quantized_gradients
+            )
+        ),
+        lambda s: (
+            "partition_within_node, quantized_weights and quantized_gradients say how weights that "
+            f"are spread travel, and strategy.stage={s.config.strategy.stage} spreads none"
+        ),
+        lambda s: "strategy.stage=3, or strategy=zeropp",
+    ),
+    Coupling(
+        "strategy.quantized_weights strategy.quantized_gradients strategy.name trainer.accelerator",
+        lambda s: (
+            not s.on_gpu
+            and (s.config.strategy.quantized_weights or s.config.strategy.quantized_gradients)
+        ),
+        lambda s: (
+            f"strategy={s.config.strategy.name} quantizes what travels by operators that DeepSpeed "
+            f"has for GPUs alone, and this run is on {s.device}"
+        ),
+        lambda s: "strategy=zero3_hpz, which leaves the quantizing out",
+        is_of_machine=True,
+    ),
+    Coupling(
+        "strategy.config",
+        lambda s: bool(_owned(s.config.strategy.config)),
+        lambda s: (
+            "strategy.config: "
+            + ", ".join(
+                f"{key} is {setting} here"
+                for key, setting in _owned(s.config.strategy.config).items()
+            )
+        ),
+        lambda s: (
+            f"{', '.join(dict.fromkeys(_owned(s.config.strategy.config).values()))} instead, and "
+            "leave it out of strategy.config"
+        ),
+    ),
+    Coupling(
+        "strategy.offload_parameters trainer.accelerator",
+        lambda s: not s.on_gpu and s.config.strategy.offload_parameters is True,
+        lambda s: (
+            "strategy.offload_parameters=true keeps weights in host memory that is pinned for a "
+            f"GPU, and this run is on {s.device}, where they are in host memory anyway"
+        ),
+        lambda s: "strategy=fsdp",
+        is_of_machine=True,
+    ),
+    Coupling(
+        "strategy.name trainer.precision",
+        lambda s: _is_sharding(s) and s.config.trainer.precision == "fp16",
+        lambda s: (
+            f"strategy={s.config.strategy.name} and trainer.precision=fp16: whether a scaled step "
+            "overflowed, each rank would judge by its own part of the gradients"
+        ),
+        lambda s: "trainer.precision=bf16, or strategy=ddp",
+    ),
+    Coupling(
+        "strategy.name strategy.offload_optimizer trainer.precision",
+        lambda s: (
+            s.config.strategy.offload_optimizer != "none"
+            and s.config.trainer.precision == "bf16-pure"
+        ),
+        lambda s: (
+            f"strategy={s.config.strategy.name} and trainer.precision=bf16-pure: what steps weights"
+            " in host memory keeps them in fp32"
+        ),
+        lambda s: "trainer.precision=bf16, or strategy.offload_optimizer=none",
+    ),
+    Coupling(
+        "strategy.name trainer.compile",
+        lambda s: _is_sharding(s) and s.config.trainer.compile,
+        lambda s: (
+            f"strategy={s.config.strategy.name} and trainer.compile=true are not tried together yet"
+        ),
+        lambda s: "trainer.compile=false, or strategy=ddp",
+    ),
+    Coupling(
+        "strategy.name trainer.checkpoint",
+        lambda s: _is_sharding(s) and s.config.trainer.checkpoint.asynchronous,
+        lambda s: (
+            "trainer.checkpoint.async=true copies what one rank holds, and strategy="
+            f"{s.config.strategy.name} leaves parts of it with all: they gather and write together"
+        ),
+        lambda s: "trainer.checkpoint.async=false, or strategy=ddp",
+    ),
+    Coupling(
+        "strategy.name optimizer.name",
+        lambda s: _is_sharding(s) and s.config.optimizer.name != "adamw",
+        lambda s: (
+            f"optimizer={s.config.optimizer.name} does not step parts of weights, which are what "
+            f"strategy={s.config.strategy.name} leaves with a rank"
+        ),
+        lambda s: "optimizer=adamw, or strategy=ddp",
+    ),
+    Coupling(
+        "strategy.name strategy.stage quantization.method",
+        lambda s: s.config.strategy.stage == 3 and s.config.quantization.method != "none",
+        lambda s: (
+            f"strategy={s.config.strategy.name} spreads weights as plain numbers while they are "
+            f"loaded, and those of quantization={s.config.quantization.method} are packed and have "
+            "scales beside them"
+        ),
+        lambda s: (
+            "strategy=fsdp (with nf4), strategy=zero2 (each rank holds the whole quantized base), "
+            "or quantization=none"
+        ),
+    ),
+    Coupling(
+        "strategy.name quantization.method",
+        lambda s: (
+            isinstance(s.config.strategy, FsdpConfig) and s.config.quantization.method == "int8"
+        ),
+        lambda s: (
+            f"strategy={s.config.strategy.name} spreads weights as numbers of one floating type, "
+            "and those of quantization=int8 are whole numbers with scales beside them"
+        ),
+        lambda s: "quantization=nf4, or strategy=zero2 or ddp",
+    ),
+    Coupling(
+        "strategy.name quantization.method",
+        lambda s: _cuts_matrices(s) and s.config.quantization.method == "nf4",
+        lambda s: (
+            f"strategy={s.config.strategy.name} splits matrices by their rows and columns, and "
+            "quantization=nf4 packs weights in blocks that know neither"
+        ),
+        lambda s: "strategy=fsdp, or quantization=none",
+    ),
+    Coupling(
+        "strategy.name adapter.use_dora",
+        lambda s: _cuts_matrices(s) and s.config.adapter.use_dora,
+        lambda s: (
+            "adapter.use_dora=true measures whole columns of a matrix, and strategy="
+            f"{s.config.strategy.name} leaves a rank parts of them"
+        ),
+        lambda s: "adapter.use_dora=false, or strategy=fsdp",
+    ),
+    Coupling(
+        "strategy.name adapter.init",
+        lambda s: _cuts_matrices(s) and s.config.adapter.init in CHANGE_BASE,
+        lambda s: (
+            f"adapter.init={s.config.adapter.init} takes its start out of whole weights, and "
+            f"strategy={s.config.strategy.name} leaves a rank parts of them"
+        ),
+        lambda s: "adapter.init=default, or strategy=fsdp",
     ),
     Coupling(
         "trainer.compile recompute.mode",
@@ -416,7 +628,7 @@ RANGES = (
     Range("trainer.num_nodes", _at_least_one, "1 or more"),
     Range("trainer.validate_every_steps", _at_least_one, "1 or more"),
     Range("trainer.log_every_steps", _at_least_one, "1 or more"),
-    Range("trainer.checkpoint.every_steps", _at_least_one, "1 or more, or null for once an epoch"),
+    Range("trainer.checkpoint.every_steps", _at_least_one, "1 or more, or null for ten times"),
     Range("trainer.checkpoint.keep_last", _at_least_one, "1 or more"),
     Range("trainer.checkpoint.keep_best", lambda v: v >= 0, "0 or more"),
     Range("evaluation.max_rows", _at_least_one, "1 or more"),
@@ -425,6 +637,15 @@ RANGES = (
     Range("preview.rows", _at_least_one, "1 or more"),
     Range("preview.packs", _at_least_one, "1 or more"),
     Range("preview.tokens", lambda v: v >= 2, "2 or more"),
+    Range("strategy.stage", lambda v: v in (1, 2, 3), "1, 2 or 3"),
+    Range(
+        "strategy.offload_parameters",
+        lambda v: isinstance(v, bool) or v in HOMES,  # FSDP has one place besides the device
+        "none, cpu or nvme",
+    ),
+    Range("strategy.powersgd_rank", _at_least_one, "1 or more (1 to 32 is usual)"),
+    Range("strategy.replicas", _at_least_one, "1 or more, or null for one a node"),
+    Range("strategy.tensor_parallel_size", _at_least_one, "1 or more, or null for all of a node"),
     Range("seed", lambda v: 0 <= v < 2**32, "from 0 to 4294967295"),
 )
 
@@ -458,7 +679,12 @@ def check_compatibility(
         if on_this_machine:
             on_gpu = situation.on_gpu
             problems += check_devices(config.trainer, situation.num_gpus if on_gpu else None)
-        problems += check_global_batch(config.trainer, situation.num_ranks)
+        # A preview may be of a machine whose GPUs nobody has counted.
+        if on_this_machine or isinstance(config.trainer.devices, int):
+            problems += check_layout(config.strategy, config.trainer, situation.ranks_per_node)
+        problems += check_global_batch(
+            config.trainer, situation.num_ranks, situation.num_data_ranks
+        )
     return problems
 
 
@@ -467,6 +693,18 @@ def num_ranks(config: Any) -> int | None:
     if not _exists(config, "trainer.devices"):
         return None
     return Situation(config, count_gpus()).num_ranks
+
+
+def ranks_per_node(config: Any) -> int:
+    """Return how many ranks of a training the settings ask for on each machine."""
+    return Situation(config, count_gpus()).ranks_per_node
+
+
+def num_data_ranks(config: Any) -> int | None:
+    """Return how many ranks, or groups of them, see data of their own; as `num_ranks` else."""
+    if not _exists(config, "trainer.devices"):
+        return None
+    return Situation(config, count_gpus()).num_data_ranks
 
 
 def check_devices(trainer: Any, num_gpus: int | None) -> list[str]:
@@ -480,15 +718,50 @@ def check_devices(trainer: Any, num_gpus: int | None) -> list[str]:
     ]
 
 
-def check_global_batch(trainer: Any, num_ranks: int) -> list[str]:
-    """Say by what trainer.global_batch_size cannot be divided among ranks and micro-batches."""
-    total, packs = trainer.global_batch_size, trainer.micro_batch_size * num_ranks
+def check_layout(strategy: Any, trainer: Any, ranks_per_node: int) -> list[str]:
+    """Say by what the ranks cannot be divided into those that split matrices, and into replicas."""
+    if not _exists(strategy, "tensor_parallel_size"):
+        return []
+    size = tensor_parallel_size(strategy, ranks_per_node)
+    ranks = ranks_per_node * trainer.num_nodes
+    if ranks % size:
+        fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and n <= ranks_per_node]
+        fitting = f"strategy.tensor_parallel_size={' or '.join(fits)}" if fits else "strategy=ddp"
+        return [
+            f"strategy.tensor_parallel_size={size} does not divide {ranks} rank"
+            f"{'s' * (ranks != 1)} ({ranks} / {size} leaves {ranks % size}); type {fitting}, or "
+            f"trainer.devices={size}"
+        ]
+    groups, replicas = ranks // size, strategy.replicas or trainer.num_nodes
+    if groups % replicas == 0 or not strategy.shards_data_parallel:
+        return []
+    fits = [str(n) for n in range(1, groups + 1) if groups % n == 0]
+    return [
+        f"strategy.replicas={replicas} does not divide {groups} ranks that see data of their own "
+        f"({groups} / {replicas} leaves {groups % replicas}); type strategy.replicas="
+        f"{' or '.join(fits)}"
+    ]
+
+
+def check_global_batch(
+    trainer: Any, num_ranks: int, num_data_ranks: int | None = None
+) -> list[str]:
+    """Say by what trainer.global_batch_size cannot be divided among ranks and micro-batches.
+
+    `num_data_ranks`: ranks, or groups of ranks, that see data of their own; all when not given.
+    """
+    groups = num_ranks if num_data_ranks is None else num_data_ranks
+    total, packs = trainer.global_batch_size, trainer.micro_batch_size * groups
     if total is None or total % packs == 0:
         return []
     fits = [str(fit) for fit in (total // packs * packs, total // packs * packs + packs) if fit]
+    together = num_ranks // groups
+    who = f"{groups} ranks"
+    if together > 1:
+        who = f"{groups} groups of ranks ({num_ranks} ranks / {together} that split a matrix)"
     return [
         f"trainer.global_batch_size={total} is no multiple of micro_batch_size "
-        f"{trainer.micro_batch_size} x {num_ranks} ranks = {packs}; "
+        f"{trainer.micro_batch_size} x {who} = {packs}; "
         f"type trainer.global_batch_size={' or '.join(fits)}"
     ]
 
@@ -517,6 +790,41 @@ def _exists(config: Any, key: str) -> bool:
             return False
         config = getattr(config, name)
     return True
+
+
+def _is_sharding(situation: Situation) -> bool:
+    return is_sharding(situation.config.strategy)
+
+
+def _cuts_matrices(situation: Situation) -> bool:
+    return tensor_parallel_size(situation.config.strategy, situation.ranks_per_node) > 1
+
+
+def _has_deepspeed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def _by_pytorch(name: str, *, on_gpu: bool) -> str:
+    nearest = PYTORCHS_OWN[name]
+    return "fsdp" if nearest == "fsdp_offload" and not on_gpu else nearest
+
+
+def _owned(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a DeepSpeed config that another setting says, and which setting."""
+    owned: dict[str, str] = {}
+    for key in _dotted(config, ""):
+        for known, setting in DEEPSPEED_KEYS.items():
+            if f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}."):
+                owned.setdefault(key, setting)
+    return owned
+
+
+def _dotted(config: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _default(part: Any, name: str) -> Any:

@@ -20,9 +20,12 @@ from app.preflight.base_model import (
     look_at_tokenizer,
     seen_from,
 )
+from app.preflight.compatibility import ranks_per_node
 from app.preflight.compiling import check_compile_of_base
 from app.preflight.packing import check_packing_of_base
+from app.preflight.parallel import check_tensor_parallel
 from app.preflight.targets import check_adapter, check_neftune
+from app.strategy.settings import tensor_parallel_size
 from data_modules import TEMPLATE_NAMES, check_datasets
 
 
@@ -46,6 +49,8 @@ def check_files(config: Any, *, needs_weights: bool = True) -> list[str]:
             problems += check_adapter(config.adapter, base)
             problems += check_neftune(config.adapter, base)
             problems += check_compile_of_base(config.trainer, base)
+            together = tensor_parallel_size(config.strategy, ranks_per_node(config))
+            problems += check_tensor_parallel(together, base)
             if needs_weights and (going_on := goes_on(config.adapter)) is not None:
                 problems += check_goes_on(config.adapter, Path(going_on))
                 problems += check_saved_adapter("adapter.path", Path(going_on), base, model)

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from app.launch import free_port
+from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import Strategy
-
-NAMES = ("auto", "single", "ddp")
+    from app.strategy.spread import Spread
 
 
-@dataclass(kw_only=True, slots=True)
-class StrategyConfig:
-    name: str = "auto"
-    """auto: `single` on one device, `ddp` on several; ddp: every rank holds all weights"""
-
-
-def build_strategy(config: StrategyConfig, num_ranks: int) -> Strategy | str:
-    """Build the strategy that `num_ranks` processes train under."""
-    name = config.name
-    if name == "auto":
-        name = "ddp" if num_ranks > 1 else "single"
-    if name == "single":
-        return "auto"  # Lightning's SingleDeviceStrategy, placed on the accelerator it finds
-    from lightning.pytorch.strategies import DDPStrategy
+def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) -> Spread:
+    """Build the strategy that `num_ranks` processes train under; `auto` is resolved before."""
+    from app.strategy.spread import OneDevice, Replicated
 
     _meet_anew_after_a_restart()
-    return DDPStrategy(gradient_as_bucket_view=True)
+    if isinstance(config, ZeroConfig):
+        from app.strategy.deepspeed import build_zero
+
+        return build_zero(config, accelerator=accelerator)
+    if isinstance(config, FsdpConfig):
+        from app.strategy.sharded import build_sharded
+
+        return build_sharded(config, accelerator=accelerator, num_ranks=num_ranks)
+    if isinstance(config, DdpConfig) and config.compression != "none":
+        from app.strategy.compression import Compressed
+
+        return Compressed(config, gradient_as_bucket_view=True)
+    if isinstance(config, DdpConfig) or num_ranks > 1:
+        return Replicated(gradient_as_bucket_view=True)
+    return OneDevice("cuda:0" if accelerator == "gpu" else "cpu")
 
 
 def _meet_anew_after_a_restart() -> None:

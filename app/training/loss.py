@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -90,15 +90,25 @@ def _shape(ids: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def validate(
-    model: Any, batches: Iterable[Batch], backend: str, dataset_names: list[str]
+    model: Any,
+    batches: Iterable[Batch],
+    backend: str,
+    dataset_names: list[str],
+    device: torch.device | None = None,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
-    """Exact validation losses over all batches, on this one device."""
+    """Exact validation losses over all batches, on one device: the model's own if none is given.
+
+    With `sum_over_ranks` each rank has a share of the batches, and all have the same figures.
+    """
     sums = DatasetSums(len(dataset_names))
     prove_head(model, backend)
     model.eval()
     for batch in batches:
-        batch_loss(model, batch.to(model.device, non_blocking=True), backend, sums)
-    return losses_by_dataset(sums.take().cpu(), dataset_names, "val")
+        batch_loss(model, batch.to(device or model.device, non_blocking=True), backend, sums)
+    taken = sums.take()
+    total = taken if sum_over_ranks is None else sum_over_ranks(taken)
+    return losses_by_dataset(total.cpu(), dataset_names, "val")
 
 
 def losses_by_dataset(sums: Tensor, names: list[str], prefix: str) -> dict[str, float]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from app.errors import UserError
@@ -16,11 +15,11 @@ from app.model.attention import check_isolation, check_pair_isolation
 from app.model.head import prove_head
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
+from app.strategy.spread import Replicated, Spread
 from app.training.bad_numbers import StepSkipped, hold_back, inject, spread
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import OPTIMIZER
+from app.training.checkpoint.checkpoint_io import OPTIMIZER, random_state_of
 from app.training.checkpoint.progress import progress_after
-from app.training.checkpoint.saving import random_state_of
 from app.training.checkpoint.state import (
     model_state,
     optimizer_state,
@@ -76,12 +75,25 @@ class FinetuneModule(L.LightningModule):
         self.grad_norm: Tensor | None = None
         self.source: Checkpoint | None = None
         """what this run goes on from, until its first batch"""
+        self.owes_validation = False
+        """whether what is saved now, or what this run goes on from, comes before a validation"""
         self._resumed: dict[str, Any] = {}
+
+    @property
+    def strategy(self) -> Spread:
+        """Where weights, states and data are."""
+        strategy: Any = self.trainer.strategy
+        return strategy
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that `build_optimizer` made."""
+        return self.strategy.own_optimizer(self.optimizers(use_pl_optimizer=False))
 
     def configure_model(self) -> None:
         """Build the model once; Lightning calls this before every fit and validate."""
         if self.model is None:
-            self.model = self.build()
+            self.model = self.strategy.build_model(self.build)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Build the optimizer over what trains, and a schedule that moves once a step."""
@@ -103,10 +115,10 @@ class FinetuneModule(L.LightningModule):
             elif self.is_packed:
                 check_isolation(self.model, self.backend)
             prove_head(self.model, self.backend)
-            if self.uses_fused_kernels:
-                fuse_layers(self.model)
+            if self.uses_fused_kernels and self.strategy.fuses_adapters:
+                fuse_layers(self.model, self.strategy.gathered)
         # From here on only dropout is random, and ranks must not drop the same.
-        torch.manual_seed(torch.initial_seed() + self.global_rank)
+        torch.manual_seed(torch.initial_seed() + self.strategy.data_rank)
         self._check_agreement()
         if self.source is not None:
             self._restore_optimizer(self.source)
@@ -127,11 +139,13 @@ class FinetuneModule(L.LightningModule):
         if self.source is not None:
             self._go_on(self.source, batch)
             self.source = None
-        use_training_weights(self.optimizers(use_pl_optimizer=False))
+            if self.owes_validation:
+                self._validate()
+        use_training_weights(self.optimizer)
 
     def on_fit_end(self) -> None:
         """Leave the model with what was learned, to be saved and measured by its own layers."""
-        use_averaged_weights(self.optimizers(use_pl_optimizer=False))
+        use_averaged_weights(self.optimizer)
         unfuse_layers(self.model)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -143,8 +157,8 @@ class FinetuneModule(L.LightningModule):
             loss = inject(loss, self.trainer.global_step + 1, batch, self.train_sums)
         self.step_losses.append(loss.detach())
         loss = spread(loss)
-        # Lightning divides by the accumulation, DDP averages over ranks: both are undone here.
-        return loss * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        # Divided by the accumulation, and averaged over ranks with data: both are undone here.
+        return loss * self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks
 
     def configure_gradient_clipping(
         self,
@@ -153,8 +167,8 @@ class FinetuneModule(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip by the global norm, keep it for the curves; no step where it is not finite."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+        assert gradient_clip_val is not None
+        self.grad_norm = self.strategy.clip(optimizer, gradient_clip_val)
         hold_back(optimizer, self.grad_norm, is_scaled=self.is_scaled)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:
@@ -170,8 +184,8 @@ class FinetuneModule(L.LightningModule):
             num_tokens=self.step_tokens,
             is_scaled=self.is_scaled,
             losses=self.step_losses,
-            rank=self.global_rank,
-            num_ranks=self.trainer.world_size,
+            rank=self.strategy.data_rank,
+            num_ranks=self.strategy.num_data_ranks,
         )
         self.step_tokens, self.step_losses = 0, []
         self.curves.add(record, self.sum_over_ranks)
@@ -188,7 +202,7 @@ class FinetuneModule(L.LightningModule):
 
     def on_validation_start(self) -> None:
         """Write the steps before a validation, whose time does not count as training."""
-        use_averaged_weights(self.optimizers(use_pl_optimizer=False))
+        use_averaged_weights(self.optimizer)
         self.curves.flush(self.sum_over_ranks, pause=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -205,32 +219,36 @@ class FinetuneModule(L.LightningModule):
         self.curves.flush(self.sum_over_ranks)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks."""
-        if self.trainer.world_size == 1:
+        """Sum a tensor over all ranks that have data of their own."""
+        world_size, num_data_ranks = self.trainer.world_size, self.strategy.num_data_ranks
+        if num_data_ranks == 1:
             return tensor
-        return self.trainer.strategy.reduce(tensor, reduce_op="sum")
+        total: Tensor = self.trainer.strategy.reduce(tensor, reduce_op="sum")
+        return total if world_size == num_data_ranks else total * (num_data_ranks / world_size)
 
     def kept_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what a checkpoint keeps as tensors: of the model, and of the optimizer so far."""
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        return model_state(self.model), optimizer_state(self.model, optimizer)[0]
+        optimizer = self.optimizer
+        kept = optimizer_state(self.model, optimizer, self.strategy)[0]
+        return model_state(self.model, self.strategy), kept
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what a checkpoint keeps of the model: what trains, by the base's names."""
-        return model_state(self.model)
+        return model_state(self.model, self.strategy)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Copy `state_dict` into the model, all of it or UserError."""
-        restore_model(self.model, state_dict)
+        restore_model(self.model, state_dict, self.strategy)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add all that a run goes on from to what Lightning has collected."""
-        step, optimizer = self.trainer.global_step, self.optimizers(use_pl_optimizer=False)
-        checkpoint["optimizer_tensors"], numbers = optimizer_state(self.model, optimizer)
+        step, optimizer = self.trainer.global_step, self.optimizer
+        _, numbers = optimizer_state(self.model, optimizer, self.strategy)
         checkpoint["training"] = {
             "step": step,
             "optimizer": numbers,
             "curves": self.curves.state_dict(),
+            "owes_validation": self.owes_validation,
         }
         checkpoint["metric"] = self.curves.val_loss_at(step)
         checkpoint["details"] = {
@@ -242,6 +260,7 @@ class FinetuneModule(L.LightningModule):
         """Take what is restored later, when there is an optimizer, and at the first batch."""
         self.source, self._resumed = checkpoint["source"], checkpoint["training"]
         self.curves.load_state_dict(self._resumed["curves"])
+        self.owes_validation = self._resumed.get("owes_validation", False)
         trainer = self.trainer
         progress = progress_after(
             trainer.fit_loop, self._resumed["step"], trainer.accumulate_grad_batches
@@ -249,9 +268,9 @@ class FinetuneModule(L.LightningModule):
         checkpoint["loops"] = {"fit_loop": progress}
 
     def _restore_optimizer(self, source: Checkpoint) -> None:
-        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer = self.optimizer
         tensors, numbers = source.tensors(OPTIMIZER), self._resumed["optimizer"]
-        restore_optimizer(self.model, optimizer, tensors, numbers)
+        restore_optimizer(self.model, optimizer, tensors, numbers, self.strategy)
         restore_schedule(self.lr_schedulers(), source.step)
         self._resumed = {}
 
@@ -263,13 +282,22 @@ class FinetuneModule(L.LightningModule):
                 f"{source.folder} was saved after step {source.step}; the trainer goes on from "
                 f"step {self.trainer.global_step}, the data from step {begun}"
             )
-        if self.trainer.world_size > 2 and isinstance(self.trainer.strategy, DDPStrategy):
+        if self.trainer.world_size > 2 and isinstance(self.strategy, Replicated):
             self._rehearse(batch)
         own = random_state_of(self.global_rank)
         if own in source.names():
             restore_random_state(source.document(own), self.device)
         else:  # there are more ranks than there were
             torch.manual_seed(torch.initial_seed() + RANDOM_APART * source.step)
+
+    def _validate(self) -> None:
+        """Make up for the validation in which a signal has ended the run, as Lightning does it."""
+        self.owes_validation = False
+        trainer, results = self.trainer, self.trainer._logger_connector
+        is_first = results._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training, results._first_loop_iter = True, is_first
 
     def _rehearse(self, batch: Batch) -> None:
         """Take a step for nothing, after which DDP's buckets are as in the run that is resumed.

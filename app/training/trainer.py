@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
-from app.preflight import check_devices, check_global_batch
+from app.preflight import check_devices, check_global_batch, check_layout
+from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.training.checkpoint.settings import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class Placement:
     """gpu or cpu"""
     devices: int
     num_ranks: int
+    num_data_ranks: int
+    """ranks, or groups of ranks that split each matrix, that see data of their own"""
     precision: str
     accumulation: int
     """micro-batches a rank adds up before an optimizer step"""
@@ -95,27 +98,34 @@ class Placement:
         return torch.autocast(self.torch_device, dtype=dtype, enabled=dtype is not None)
 
     def __str__(self) -> str:
-        return f"{self.num_ranks} x {self.accelerator}, precision {self.precision}"
+        together = self.num_ranks // self.num_data_ranks
+        split = f" ({together} split each matrix)" if together > 1 else ""
+        return f"{self.num_ranks} x {self.accelerator}{split}, precision {self.precision}"
 
 
-def resolve_placement(config: TrainerConfig) -> Placement:
+def resolve_placement(config: TrainerConfig, strategy: StrategyConfig | None = None) -> Placement:
     """Look at this machine and resolve every `auto`; ValueError when it lacks what was typed."""
     import torch
 
+    strategy = strategy or StrategyConfig()
     accelerator = resolve_accelerator(config.accelerator)
     num_gpus = torch.cuda.device_count() if accelerator == "gpu" else None
     devices = (num_gpus or 1) if config.devices == "auto" else int(config.devices)
     num_ranks = devices * config.num_nodes
-    problems = check_devices(config, num_gpus) + check_global_batch(config, num_ranks)
+    problems = check_devices(config, num_gpus) + check_layout(strategy, config, devices)
     if problems:
+        raise UserError(problems)
+    num_data_ranks = num_ranks // tensor_parallel_size(strategy, devices)
+    if problems := check_global_batch(config, num_ranks, num_data_ranks):
         raise UserError(problems)
     accumulation = config.gradient_accumulation_steps
     if config.global_batch_size is not None:
-        accumulation = config.global_batch_size // (config.micro_batch_size * num_ranks)
+        accumulation = config.global_batch_size // (config.micro_batch_size * num_data_ranks)
     return Placement(
         accelerator=accelerator,
         devices=devices,
         num_ranks=num_ranks,
+        num_data_ranks=num_data_ranks,
         precision=resolve_precision(config.precision, accelerator),
         accumulation=accumulation,
     )
@@ -126,7 +136,12 @@ def place_on_one_device(accelerator: str, precision: str) -> Placement:
     accelerator = resolve_accelerator(accelerator)
     precision = resolve_precision(precision, accelerator)
     return Placement(
-        accelerator=accelerator, devices=1, num_ranks=1, precision=precision, accumulation=1
+        accelerator=accelerator,
+        devices=1,
+        num_ranks=1,
+        num_data_ranks=1,
+        precision=precision,
+        accumulation=1,
     )
 
 
@@ -167,7 +182,7 @@ def build_trainer(
     config: TrainerConfig,
     *,
     placement: Placement,
-    strategy: Strategy | str,
+    strategy: Strategy,
     total_steps: int,
     loggers: Sequence[Logger],
     callbacks: Sequence[Callback],
@@ -203,6 +218,8 @@ def build_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,  # the plan already gives each rank its packs
+        # Weights that are gathered in inference mode could not be trained with afterwards.
+        inference_mode=not strategy.shards_weights,
         logger=list(loggers),
         callbacks=list(callbacks),
         default_root_dir=folder,

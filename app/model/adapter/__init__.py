@@ -9,6 +9,7 @@ from app.model.adapter.converted import (
     start_weights,
 )
 from app.model.adapter.origin import ORIGIN_FILE, write_origin
+from app.model.adapter.reached import reached_weights
 from app.model.adapter.saved import (
     check_adapter_file,
     check_same_logits,
@@ -33,7 +34,7 @@ from app.model.adapter.settings import (
 )
 from app.model.adapter.trained import report_trainable
 from app.model.adapter.weights import TrainedWeight, trained_weights
-from app.model.adapter.wrap import drop_needless_copies
+from app.model.adapter.wrap import drop_needless_copies, unfuse_adapters
 
 __all__ = [
     "ADAPTER_FILE",
@@ -55,6 +56,7 @@ __all__ = [
     "is_adapter",
     "load_adapter",
     "probe_logits",
+    "reached_weights",
     "remember_start",
     "reopen_converted",
     "report_trainable",
@@ -64,6 +66,7 @@ __all__ = [
     "saves_whole_model",
     "start_weights",
     "trained_weights",
+    "unfuse_adapters",
     "verify_adapter",
     "write_origin",
 ]

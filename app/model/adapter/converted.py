@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter.saved import load_adapter, probe_logits
+from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def save_converted(model: peft.PeftModel, folder: Path) -> None:
     if not moved:
         raise ValueError("every lora_A and lora_B is what it started from, nothing was learned")
     folder.mkdir(parents=True, exist_ok=True)
-    _of_twice_the_rank(model.peft_config["default"]).save_pretrained(str(folder))
+    config = _of_twice_the_rank(model.peft_config["default"])
+    put_in_order(config)
+    config.save_pretrained(str(folder))
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / ADAPTER_FILE, metadata={"format": "pt"})
 

@@ -73,7 +73,9 @@ def apply_lora(
         _start_in_fp32(adapted, config)
     if config.init in ("pissa", "olora"):
         dtype = model.dtype if half_precision else torch.float32
-        _take_start_from_base(adapted, config.init, dtype)
+        if model.device.type != "meta":  # there is nothing to take
+            _take_start_from_base(adapted, config.init, dtype)
+        adapted.peft_config["default"].init_lora_weights = config.init
         remember_start(adapted)
     return adapted
 
@@ -212,7 +214,6 @@ def _take_start_from_base(model: peft.PeftModel, init: str, dtype: torch.dtype) 
         residual = whole - (taken.T if layer.fan_in_fan_out else taken)
         weight.data = residual.to(weight.dtype)
         growth = max(growth, (residual.abs().max() / whole.abs().max()).item())
-    model.peft_config["default"].init_lora_weights = init
     if growth > MAX_GROWTH and model.get_base_model().dtype != torch.float32:
         log.warning(
             "warning: adapter.init=%s leaves a base whose entries are %.0f times as large, and so "

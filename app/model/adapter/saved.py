@@ -72,24 +72,42 @@ def rows_needed(model: PreTrainedModel, folder: Path) -> int:
     return rows
 
 
-def save_adapter(model: peft.PeftModel, folder: Path) -> None:
-    """Write the adapter in peft's own format, as safetensors."""
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+def save_adapter(
+    model: peft.PeftModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write the adapter in peft's own format, as safetensors.
+
+    `weights` are the parameters that train, by name, where the model itself holds parts of them.
+    """
+    put_in_order(model.peft_config["default"])
+    model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
+
+
+def put_in_order(config: peft.PeftConfig) -> None:
+    """Let every process write a config alike: a set's order is another one in each."""
+    for name, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, name, sorted(value))
 
 
 def check_adapter_file(
-    model: peft.PeftModel, folder: Path, *, adapter_name: str = "default"
+    model: peft.PeftModel,
+    folder: Path,
+    *,
+    adapter_name: str = "default",
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Raise ValueError unless the file holds each adapter tensor, finite, of the right shape.
 
-    An adapter that changes nothing is refused as well.
+    An adapter that changes nothing is refused as well. With `weights`, as `save_adapter` was given
+    them, it must hold their very numbers.
     """
     import peft
     import torch
     from safetensors.torch import load_file
 
     expected = peft.get_peft_model_state_dict(
-        model, adapter_name=adapter_name, save_embedding_layers=False
+        model, state_dict=weights, adapter_name=adapter_name, save_embedding_layers=False
     )
     file = folder / ADAPTER_FILE
     saved = load_file(file)
@@ -112,6 +130,8 @@ def check_adapter_file(
             )
         if not torch.isfinite(tensor).all():
             raise ValueError(f"{file}: {name} holds NaN or infinity")
+        if weights is not None and not torch.equal(tensor, expected[name]):
+            raise ValueError(f"{file}: {name} reads back another one than was written")
     _check_changes_something(file, saved)
 
 
@@ -206,10 +226,12 @@ def probe_logits(model: torch.nn.Module, probe: Mapping[str, torch.Tensor]) -> t
     return logits
 
 
-def check_same_logits(in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path) -> float:
+def check_same_logits(
+    in_memory: torch.Tensor, reopened: torch.Tensor, folder: Path, tolerance: float = TOLERANCE
+) -> float:
     """Return the largest difference; ValueError when what was saved is not what was trained."""
     difference = (in_memory - reopened).abs().max().item()
     scale = in_memory.abs().max().item()
-    if not math.isfinite(difference) or difference > TOLERANCE * max(scale, 1.0):
+    if not math.isfinite(difference) or difference > tolerance * max(scale, 1.0):
         raise ValueError(f"{folder}: reopened, its logits differ by {difference:.3g} from memory")
     return difference

@@ -75,6 +75,17 @@ def _fuse_lora(model: torch.nn.Module) -> None:
             module.__class__ = FusedLoraLinear
 
 
+def unfuse_adapters(model: torch.nn.Module) -> None:
+    """Let every LoRA call the matrix beside it, for strategies that stand in its forward."""
+    import peft
+
+    from app.model.adapter.fused import FusedLoraLinear
+
+    for module in model.modules():
+        if type(module) is FusedLoraLinear:
+            module.__class__ = peft.tuners.lora.Linear
+
+
 def _is_plain(layer: Any) -> bool:
     """Whether it is W x + bias + scale B A x: no DoRA, one adapter, no transposed matrix."""
     import torch

@@ -56,6 +56,11 @@ ALIBI = ("bloom", "mpt")
 """model types that build their bias of distances (ALiBi) from a mask of whole rows"""
 
 
+BY_CLASS = {"falcon": ("flash2",)}
+"""model types that have a class of layers for some backends, and ask for no functions: of a pack
+they take the positions alone, which tell its documents apart where it is the only row"""
+
+
 @dataclass(kw_only=True, slots=True)
 class AttentionConfig:
     backend: str = "auto"

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.backends import IN_HALF, IN_TRANSFORMERS, ON_GPU, PACKAGES, AttentionConfig
+from app.model.attention.backends import (
+    BY_CLASS,
+    IN_HALF,
+    IN_TRANSFORMERS,
+    ON_GPU,
+    PACKAGES,
+    AttentionConfig,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -88,6 +95,8 @@ def _fastest(situation: Situation) -> Choice:
     reasons: dict[str, None] = {}  # in order, and once where one holds for several
     taken = "eager"
     for backend in FASTEST_FIRST:
+        if backend in BY_CLASS.get(situation.model_type, ()):
+            continue  # it would ask for one row a batch
         reason = why_not_here(backend, situation) or find_fault(backend)
         if reason is None:
             taken = backend
@@ -177,7 +186,7 @@ def _takes(backend: str, architecture: PretrainedConfig) -> bool:
     if model_class is None:
         return True
     if not model_class._can_set_attn_implementation():
-        return False
+        return backend in BY_CLASS.get(architecture.model_type, ())
     if backend in ("sdpa", "varlen"):
         return bool(model_class._supports_sdpa)
     if backend == "flex":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.backends import why_not_packed
+from app.model.attention.backends import BY_CLASS, why_not_packed
 from app.model.attention.documents import group_documents
 from app.model.attention.flex import block_mask
 from app.model.attention.pairs import Lengths, group_pairs
@@ -32,6 +32,12 @@ def attention_inputs(
             "attention_mask": None,
             "documents": group_documents(document_lengths, shape, device),
         }
+    kind, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
+    if is_packed and len(document_lengths) > 1 and backend in BY_CLASS.get(kind, ()):
+        raise ValueError(
+            f"attention={backend} of {kind} models would let the documents of a pack see each "
+            "other where a batch has several: type trainer.micro_batch_size=1, or attention=eager"
+        )
     if backend == "eager":
         return {"attention_mask": _dense_masks(model, document_lengths, shape)}
     if backend == "flex":

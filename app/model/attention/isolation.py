@@ -20,7 +20,7 @@ def check_isolation(model: PreTrainedModel, backend: str) -> None:
     import torch
 
     parameter = next(model.parameters())
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = model.config.get_text_config().vocab_size
     tokens = torch.arange(8, device=parameter.device).unsqueeze(0) % vocab_size
     edited = tokens.clone()
     edited[0, :4] = (edited[0, :4] + 11) % vocab_size
@@ -104,7 +104,7 @@ def _ids(model: PreTrainedModel, *lengths: int) -> tuple[torch.Tensor, ...]:
     """Token ids of two stretches, which begin with a different token each."""
     import torch
 
-    vocab_size = model.get_input_embeddings().weight.shape[0]
+    vocab_size = model.config.get_text_config().vocab_size
     return tuple(torch.arange(n, n + n, device=model.device) % vocab_size for n in lengths)
 
 

@@ -1,0 +1,200 @@
+"""A whole model as a Hugging Face folder: written shard by shard, each read back as it is written.
+
+No more than one shard is held beside the model, so that weights of any size may come one by one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.lockstep import first_alone, is_first
+from app.model.gathering import Gathering, Shards
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""of a file, unless one weight is larger"""
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OF_A_LAYER = re.compile(r".*?\.\d+\.")
+"""what the names of a layer's weights begin with"""
+
+
+def write_model(
+    model: PreTrainedModel,
+    folder: Path,
+    dtype: torch.dtype,
+    shards: Shards | None = None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a model's weights in `dtype`, its config and its generation config into `folder`.
+
+    Where ranks hold parts of the weights, all of them call this with their `shards`; the first one
+    writes, and afterwards all hold what it has gathered. ValueError where a weight was not whole or
+    a file does not hold what it should.
+    """
+    import torch
+
+    alone: Callable[[Callable[[], None]], object] = _at_once if shards is None else first_alone
+    gathering = None if shards is None else Gathering(shards)
+    files = ModelFolder(model, folder, dtype)
+    alone(files.begin)
+    weights = model.state_dict(keep_vars=True)
+    shard: dict[str, Tensor] = {}
+    num_bytes = 0
+
+    def write() -> None:
+        if gathering is not None:
+            gathering.check()
+        alone(partial(files.write, shard))
+
+    for names in files.groups:
+        taken = {}
+        for name in names:
+            weight, needed = weights[name], files.needed[name]
+            if gathering is None or not isinstance(weight, torch.nn.Parameter):
+                taken[name] = weight.detach().to(needed.dtype)
+            else:
+                taken[name] = gathering.take(name, weight, needed.shape).to(needed.dtype)
+        more = sum(tensor.nbytes for tensor in taken.values())
+        if num_bytes and num_bytes + more > max_shard_bytes:
+            write()
+            shard, num_bytes = {}, 0
+        num_bytes += more
+        if shards is None or is_first():
+            shard |= {name: tensor.cpu() for name, tensor in taken.items()}
+    write()
+    alone(files.end)
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
+
+
+class ModelFolder:
+    """The files of one model: which weights there must be is known from its config alone."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+        self.model, self.folder = model, folder
+        self.shape = _shape_of(model, dtype)
+        self.needed = _each_once(self.shape, self.shape.state_dict(keep_vars=True))
+        """every weight that the model's config asks for, without values; a tied one once"""
+        held = _each_once(model, model.state_dict(keep_vars=True))
+        if odd := self.needed.keys() ^ held.keys():
+            raise ValueError(f"{folder}: the model and its config do not agree on {sorted(odd)[0]}")
+        for name, buffer in model.named_buffers():
+            if name in self.needed:  # a buffer keeps the dtype that it is computed with
+                self.needed[name] = self.needed[name].to(buffer.dtype)
+        self.on_disk = self._named_as_on_disk(self.needed)
+        self.written: list[dict[str, Tensor]] = []
+        """names, shapes and dtypes by file"""
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Names of weights that are written together: one, or those that are one layer's.
+
+        Some architectures are stored otherwise than they are computed with (each expert by itself),
+        which may take several weights of a layer to undo.
+        """
+        if self.on_disk.keys() == self.needed.keys():
+            return [[name] for name in self.needed]
+        groups: dict[str, list[str]] = {}
+        for name in self.needed:
+            layer = OF_A_LAYER.match(name)
+            groups.setdefault(layer[0] if layer else name, []).append(name)
+        return list(groups.values())
+
+    def begin(self) -> None:
+        """Write everything but the weights, as `save_pretrained` does."""
+        for old in self.folder.glob(f"{Path(WEIGHTS).stem}*.safetensors*"):
+            old.unlink()
+        self.shape.save_pretrained(self.folder, state_dict={})
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write one file and read it back; ValueError where it holds anything else."""
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        named = {name: t.contiguous() for name, t in self._named_as_on_disk(tensors).items()}
+        file = self._file(len(self.written))
+        save_file(named, file, metadata={"format": "pt"})
+        for name, tensor in load_file(file).items():
+            if not torch.equal(tensor, named[name]):
+                raise ValueError(f"{file}: {name} is not finite, or reads back another one")
+        self.written.append({name: t.to("meta") for name, t in named.items()})
+
+    def end(self) -> None:
+        """Give the files their names, and write which of them holds what.
+
+        ValueError where they hold anything else than the model's weights.
+        """
+        found = {name: tensor for file in self.written for name, tensor in file.items()}
+        for name in sorted(found.keys() | self.on_disk.keys()):
+            here, needed = (_described(of.get(name)) for of in (found, self.on_disk))
+            if here != needed:
+                raise ValueError(f"{self.folder}: {name} was written as {here}, it is {needed}")
+        num_files = len(self.written)
+        if num_files == 1:
+            self._file(0).rename(self.folder / WEIGHTS)
+            return
+        names = [f"model-{i + 1:05}-of-{num_files:05}.safetensors" for i in range(num_files)]
+        for index, name in enumerate(names):
+            self._file(index).rename(self.folder / name)
+        numbers = {
+            "total_parameters": sum(tensor.numel() for tensor in found.values()),
+            "total_size": sum(tensor.nbytes for tensor in found.values()),
+        }
+        places = {n: file for file, held in zip(names, self.written, strict=True) for n in held}
+        text = json.dumps({"metadata": numbers, "weight_map": places}, indent=2, sort_keys=True)
+        (self.folder / INDEX).write_text(f"{text}\n", encoding="utf-8")
+
+    def _file(self, index: int) -> Path:
+        return self.folder / f"model-{index + 1:05}.safetensors"
+
+    def _named_as_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        named: dict[str, Tensor] = revert_weight_conversion(self.model, dict(tensors))
+        return named
+
+
+def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model like this one without values, as its config describes it."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    # FSDP2 gives a model a class of its own, derived from the model's.
+    own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"):
+        shape = own(copy.deepcopy(model.config))
+    for parameter in shape.parameters():
+        parameter.data = parameter.data.to(dtype)
+    shape.generation_config = model.generation_config
+    return shape
+
+
+def _each_once(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out what `save_pretrained` leaves out: a weight's second name, and what is computed."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    seen: set[int] = set()
+    found = {}
+    for name, weight in weights.items():
+        if id(weight) not in seen and name not in ignored:
+            found[name] = weight
+        seen.add(id(weight))
+    return found
+
+
+def _described(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "nothing"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,59 @@
+"""DDP whose gradients travel in fewer bytes than they are kept in."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from app.strategy.spread import Replicated
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from app.strategy.settings import DdpConfig
+
+WHOLE_STEPS = 10
+"""backward passes of a run whose gradients PowerSGD sends whole: the first are the steepest, and
+DDP lays its buckets out anew behind the very first"""
+
+
+class Compressed(Replicated):
+    """DDP with a communication hook of PyTorch's."""
+
+    def __init__(self, config: DdpConfig, **options: Any) -> None:
+        super().__init__(**options)
+        self._compression = config.compression
+        self._rank = config.powersgd_rank
+        self._powersgd: Any = None
+        """what PowerSGD remembers; not kept in checkpoints, a resumed run begins without"""
+
+    def configure_ddp(self) -> None:
+        """Wrap the model, and say how its gradients travel; by gloo as well as by NCCL."""
+        super().configure_ddp()
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        model: Any = self.model
+        if self._compression == "powersgd":
+            self._powersgd = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=self._rank,
+                start_powerSGD_iter=WHOLE_STEPS,
+            )
+            model.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
+        else:
+            compress = {
+                "bf16": default_hooks.bf16_compress_hook,
+                "fp16": default_hooks.fp16_compress_hook,
+            }[self._compression]
+            # By another name: DDP turns bf16 by its name away without NCCL, though gloo adds it up.
+            model.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
+
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip as ever; forget what PowerSGD remembers of gradients that are not finite."""
+        norm = super().clip(optimizer, max_norm)
+        # It carries over to the next step what it left out of this one. One number is read a step.
+        if self._powersgd is not None and not math.isfinite(norm.item()):
+            for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                getattr(self._powersgd, memory).clear()
+        return norm

@@ -1,0 +1,129 @@
+"""What can be said of where a run computes, by family of strategies. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+HOMES = ("none", "cpu", "nvme")
+"""where states may be kept besides the device: nowhere, in host memory, on a disk"""
+
+
+@dataclass(kw_only=True, slots=True)
+class StrategyConfig:
+    name: str = "auto"
+    """what this combination is called; auto chooses one and says why"""
+
+
+@dataclass(kw_only=True, slots=True)
+class DdpConfig(StrategyConfig):
+    """Every rank holds all weights; gradients are averaged."""
+
+    name: str = "ddp"
+    compression: str = "none"
+    """how gradients travel: none, bf16, fp16 (half the bytes), powersgd (low rank, far fewer)"""
+    powersgd_rank: int = 4
+    """rank of PowerSGD's approximation; higher is nearer, and more bytes"""
+
+
+@dataclass(kw_only=True, slots=True)
+class ZeroConfig(StrategyConfig):
+    """DeepSpeed ZeRO: what is spread over the ranks grows with the stage."""
+
+    name: str = "zero3"
+    stage: int = 3
+    """1: optimizer states, 2: gradients too, 3: weights too"""
+    offload_optimizer: str = "none"
+    """where optimizer states are kept and stepped: none (the device), cpu, nvme"""
+    offload_parameters: str = "none"
+    """where weights wait for their turn: none (the device), cpu, nvme; stage 3"""
+    nvme_path: str | None = None
+    """folder on a fast local disk, for nvme"""
+    partition_within_node: bool = False
+    """ZeRO++ hpZ: keep a second copy of the weights spread inside each node, so that the backward
+    pass gathers them there; more memory, less traffic between nodes"""
+    quantized_weights: bool = False
+    """ZeRO++ qwZ: weights travel in 8 bits"""
+    quantized_gradients: bool = False
+    """ZeRO++ qgZ: gradients travel in 4 bits between nodes"""
+    config: dict[str, Any] = field(default_factory=dict)
+    """further keys of a DeepSpeed config; what the other settings say already is refused here"""
+
+
+@dataclass(kw_only=True, slots=True)
+class FsdpConfig(StrategyConfig):
+    """PyTorch's own sharding (FSDP2), tensor parallelism, or both."""
+
+    name: str = "fsdp"
+    reshard_after_forward: bool = True
+    """free a layer's weights after its forward pass and gather them again for the backward; false
+    is ZeRO-2's trade: more memory, less traffic"""
+    replicas: int | None = 1
+    """groups of ranks that each hold all weights (hybrid sharding); null = one a node"""
+    offload_parameters: bool = False
+    """keep weights, gradients and optimizer states in pinned host memory; GPU only"""
+    tensor_parallel_size: int | None = 1
+    """ranks that split each layer's matrices and see the same data; null = all of a node"""
+    shards_data_parallel: bool = True
+    """false: weights are only split by tensor parallelism"""
+
+
+FAMILIES: dict[str, type[StrategyConfig]] = {
+    "auto": StrategyConfig,
+    "single": StrategyConfig,
+    "ddp": DdpConfig,
+    "ddp_compressed": DdpConfig,
+    "zero1": ZeroConfig,
+    "zero2": ZeroConfig,
+    "zero3": ZeroConfig,
+    "zero2_offload": ZeroConfig,
+    "zero3_offload": ZeroConfig,
+    "zero3_nvme": ZeroConfig,
+    "zero3_hpz": ZeroConfig,
+    "zeropp": ZeroConfig,
+    "fsdp": FsdpConfig,
+    "fsdp_grad_op": FsdpConfig,
+    "fsdp_hybrid": FsdpConfig,
+    "fsdp_offload": FsdpConfig,
+    "tp": FsdpConfig,
+    "fsdp_tp": FsdpConfig,
+}
+"""what each name can be told; its values stand in conf/strategy"""
+
+DEEPSPEED_KEYS = {
+    "train_batch_size": "trainer.global_batch_size",
+    "train_micro_batch_size_per_gpu": "trainer.micro_batch_size",
+    "gradient_accumulation_steps": "trainer.gradient_accumulation_steps",
+    "gradient_clipping": "trainer.max_grad_norm",
+    "optimizer": "optimizer",
+    "scheduler": "schedule",
+    "fp16": "trainer.precision",
+    "bf16": "trainer.precision",
+    "amp": "trainer.precision",
+    "torch_autocast": "trainer.precision",
+    "activation_checkpointing": "recompute",
+    "tensor_parallel": "strategy=tp",
+    "zero_optimization.stage": "strategy.stage",
+    "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
+    "zero_optimization.offload_optimizer.nvme_path": "strategy.nvme_path",
+    "zero_optimization.offload_param.device": "strategy.offload_parameters",
+    "zero_optimization.offload_param.nvme_path": "strategy.nvme_path",
+    "zero_optimization.zero_hpz_partition_size": "strategy.partition_within_node",
+    "zero_optimization.zero_quantized_weights": "strategy.quantized_weights",
+    "zero_optimization.zero_quantized_nontrainable_weights": "strategy.quantized_weights",
+    "zero_optimization.zero_quantized_gradients": "strategy.quantized_gradients",
+}
+"""keys of a DeepSpeed config that are said by another setting, and which; all that is below them"""
+
+
+def is_sharding(config: StrategyConfig) -> bool:
+    """Say whether ranks hold parts of weights or of optimizer states."""
+    return isinstance(config, (ZeroConfig, FsdpConfig))
+
+
+def tensor_parallel_size(config: StrategyConfig, ranks_per_node: int) -> int:
+    """Return how many ranks split each layer's matrices, and see the same data."""
+    if not isinstance(config, FsdpConfig):
+        return 1
+    return config.tensor_parallel_size or ranks_per_node

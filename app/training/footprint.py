@@ -1,0 +1,93 @@
+"""What a run keeps on its devices besides activations, counted on a model without numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.model.quantization import QuantizationConfig
+from app.strategy.choose import STORED, Facts
+from app.training.optimizer import OptimizerConfig
+from app.training.trainer import Placement, TrainerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+FABRIC = Path("/sys/class/infiniband")
+"""where Linux lists adapters of InfiniBand, RoCE and EFA"""
+STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}
+"""numbers that an optimizer keeps of each weight, in the weight's own type and on the device"""
+EIGHT_BIT_STATES = {"adamw8bit": 2}
+"""the same for numbers of a byte"""
+BITS = {"int8": 8.0, "nf4": 4.5}
+"""of a quantized weight with its scales (arXiv 2305.14314: one of 32 bits for 64 weights)"""
+DOUBLE_QUANT_SAVES = 0.373
+"""bits a weight, of the same source"""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sizes of the whole model, wherever its parts will be."""
+
+    weights_gib: float
+    states_gib: float
+    """gradients and optimizer states of what trains"""
+
+
+def measure_footprint(
+    model: Any, optimizer: str, quantization: QuantizationConfig | None = None
+) -> Footprint:
+    """Add up what is kept of a model's weights: on the meta device, say, and not yet quantized."""
+    aside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    weights = states = 0.0
+    for parameter in model.parameters():
+        size = parameter.element_size()
+        if parameter.requires_grad:
+            kept = 1 + STATES.get(optimizer, 0)
+            states += parameter.numel() * (kept * size + EIGHT_BIT_STATES.get(optimizer, 0))
+        elif parameter.ndim >= 2 and id(parameter) not in aside:
+            size = _bytes_of(parameter, quantization)
+        weights += parameter.numel() * size
+    return Footprint(weights / 2**30, states / 2**30)
+
+
+def _bytes_of(parameter: torch.nn.Parameter, quantization: QuantizationConfig | None) -> float:
+    """Return the bytes that a frozen matrix keeps of each weight."""
+    if quantization is None or quantization.method == "none":
+        return float(parameter.element_size())
+    saves = DOUBLE_QUANT_SAVES if quantization.method == "nf4" and quantization.double_quant else 0
+    return (BITS[quantization.method] - saves) / 8
+
+
+def gather_facts(
+    placement: Placement,
+    trainer: TrainerConfig,
+    optimizer: OptimizerConfig,
+    quantization: QuantizationConfig,
+    build: Callable[[], Any] | None,
+) -> Facts:
+    """Look up what a strategy is chosen by.
+
+    `build` makes the model without numbers, and not quantized; None where its files are quantized.
+    """
+    import torch
+
+    facts = Facts(num_ranks=placement.num_ranks, num_nodes=trainer.num_nodes)
+    if placement.accelerator == "cpu" or placement.num_ranks == 1:
+        return facts  # the size of the model decides nothing
+    if build is None:
+        return replace(facts, device_gib=0.0, quantization=STORED)
+    footprint = measure_footprint(build(), optimizer.name, quantization)
+    gpus = map(torch.cuda.get_device_properties, range(placement.devices))
+    return replace(
+        facts,
+        device_gib=min(gpu.total_memory for gpu in gpus) / 2**30,
+        weights_gib=footprint.weights_gib,
+        states_gib=footprint.states_gib,
+        quantization=quantization.method,
+        has_fast_links=any(FABRIC.glob("*")),
+        has_deepspeed=importlib.util.find_spec("deepspeed") is not None,
+    )
