@@ -32,7 +32,8 @@ OF_A_RANK = (
     *("rank_killed", "hang", "worker_killed", "nan", "inf", "grad_nan", "grad_inf"),
     *SIGNALS,
 )
-NAMES = (*OF_A_RANK, "batch_killed", "enospc", "ckpt", "disk")
+OF_A_SAVE = ("enospc", "ckpt", "disk")
+NAMES = (*OF_A_RANK, "batch_killed", *OF_A_SAVE)
 CHECKPOINT_POINTS = (
     "after_begin",
     "after_file",
@@ -51,7 +52,8 @@ FORMS = (
     "it; worker_killed: a loader's), "
     "batch_killed:K@STEP (the last rank, before the K-th micro-batch of that step), "
     "enospc, enospc:K@STEP (the K-th operation of that save), ckpt:POINT@STEP, "
-    "disk:K@STEP (killed at the K-th operation of that save)"
+    "disk:K@STEP (killed at the K-th operation of that save); those of a save strike the first "
+    "rank, enospc:K:RANK@STEP, ckpt:POINT:RANK@STEP and disk:K:RANK@STEP another one"
 )
 _PATTERN = re.compile(r"(?P<name>[^:@]+)(:(?P<argument>[^@]*))?(@(?P<step>.*))?")
 
@@ -117,6 +119,16 @@ def parse_faults(texts: Sequence[str]) -> tuple[list[Fault], list[str]]:
     return faults, problems
 
 
+def check_workers(faults: Sequence[Fault], num_workers: int) -> list[str]:
+    """List the faults that strike a loader's worker where there is none."""
+    return [
+        f"faults: {fault.text!r} kills a worker of the loader, and data.num_workers={num_workers}; "
+        "type data.num_workers=1"
+        for fault in faults
+        if fault.name == "worker_killed" and num_workers == 0
+    ]
+
+
 def _parse(text: str) -> Fault:
     match = _PATTERN.fullmatch(text)
     name = match["name"] if match else text
@@ -129,18 +141,22 @@ def _parse(text: str) -> Fault:
             raise ValueError(f"lacks its step; type {name}@12")
         rank = None if argument is None else _number(argument, "the rank after :", least=0)
         return Fault(text=text, name=name, step=step, rank=rank)
+    rank = None
+    if name in OF_A_SAVE and argument is not None and ":" in argument:
+        argument, _, of_rank = argument.partition(":")
+        rank = _number(of_rank, "the rank after the second :", least=0)
     if name == "ckpt":
         if argument not in CHECKPOINT_POINTS:
             close = nearest(argument or "", CHECKPOINT_POINTS)
             points = ", ".join(CHECKPOINT_POINTS)
             raise ValueError(f"names no point of a save{close}; expected ckpt:POINT of {points}")
-        return Fault(text=text, name=name, step=step, point=argument)
+        return Fault(text=text, name=name, step=step, point=argument, rank=rank)
     if argument is None and name == "disk":
         raise ValueError("lacks the number of the operation; type disk:1")
     if name == "batch_killed" and (argument is None or step is None):
         raise ValueError("lacks its micro-batch or its step; type batch_killed:1@12")
     number = None if argument is None else _number(argument, "the number after :", least=1)
-    return Fault(text=text, name=name, step=step, number=number)
+    return Fault(text=text, name=name, step=step, number=number, rank=rank)
 
 
 def _number(text: str, what: str, *, least: int) -> int:
@@ -177,7 +193,8 @@ def reach(point: str, step: int | None = None) -> None:
     """Announce that the program is at `point`: an armed fault may kill, hang or raise OSError.
 
     Points are `batch` (of a step that begins or goes on), `step` (an optimizer step is done),
-    `save` (a save begins), `ckpt:...` within one, and `disk....` for each operation on its files.
+    `save` (a save begins, on each rank), `ckpt:...` within one, and `disk....` for each operation
+    on its files.
     """
     if _armed is None:
         return

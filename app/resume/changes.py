@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.errors import nearest
+from app.strategy.settings import DdpConfig, ZeroConfig
 
 HARMLESS = "harmless"
 """nothing that is learned depends on it"""
@@ -96,6 +97,7 @@ KINDS: dict[str, str] = {
     "trainer.validate_every_steps": HARMLESS,
     "trainer.log_every_steps": HARMLESS,
     "trainer.checkpoint.*": HARMLESS,
+    "strategy.name": COMPARED,
     "strategy.*": ROUNDING,
     "logger.*": HARMLESS,
     "evaluation.*": HARMLESS,
@@ -169,7 +171,7 @@ def compare_settings(before: Any, now: Any) -> list[Change]:
                     way_back=_way_back(key, old[key]),
                 )
             )
-    return changes
+    return changes + _compare_traffic(before.strategy, now.strategy)
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -192,6 +194,9 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         was, new = before["precision"], now["precision"]
         kind = _kind_of_precision(was, new)
         changes.append(_change("the precision", was, new, kind, f"type trainer.precision={was}"))
+    if "strategy" in both and before["strategy"] != now["strategy"]:
+        was, new = before["strategy"], now["strategy"]
+        changes.append(_change("the strategy", was, new, ROUNDING, f"type strategy={was}"))
     if "versions" in both:
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
@@ -304,6 +309,26 @@ def _fitting(before: Mapping[str, int], now: Mapping[str, int], trainer: Any) ->
 
 def _change(what: str, before: Any, now: Any, kind: str, way_back: str) -> Change:
     return Change(what=what, before=before, now=now, kind=kind, way_back=way_back)
+
+
+def _compare_traffic(before: Any, now: Any) -> list[Change]:
+    """Compare whether numbers travel between the ranks as they are; other strategies only round."""
+    was, new = _traffic(before), _traffic(now)
+    if was == new:
+        return []
+    what, way_back = "what travels between the ranks", f"type strategy={before.name}"
+    return [_change(what, was, new, "precision", way_back)]
+
+
+def _traffic(strategy: Any) -> str:
+    if isinstance(strategy, DdpConfig) and strategy.compression != "none":
+        return f"gradients by {strategy.compression}"
+    if isinstance(strategy, ZeroConfig):
+        parts = ("weights", "gradients")
+        quantized = [part for part in parts if getattr(strategy, f"quantized_{part}")]
+        if quantized:
+            return f"{' and '.join(quantized)} quantized"
+    return "as it is"
 
 
 def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:

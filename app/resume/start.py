@@ -13,7 +13,7 @@ from app.errors import UserError
 from app.launch import RUN_DIR_VARIABLE, STEP_VARIABLE, is_first_rank
 from app.manifest import installed_versions, read_manifest
 from app.output import CONFIG_FILE, METRICS_FILE, hand_to_ranks, is_training, make_run_dir
-from app.preflight import describe_base, num_ranks
+from app.preflight import describe_base, num_data_ranks
 from app.resume.changes import (
     check_allow,
     check_global_batch,
@@ -176,7 +176,7 @@ def _compare(config: Any, read_settings: ReadSettings) -> _Found:
     now = {"base": describe_base(config.model), "versions": installed_versions()}
     problems, notes = judge([*changes, *compare_facts(before, now)], config.resume_allow)
     if "global_batch" in before:
-        batch = describe_global_batch(config.trainer, num_ranks(config) or 1)
+        batch = describe_global_batch(config.trainer, num_data_ranks(config) or 1)
         refused, noted = check_global_batch(before["global_batch"], batch, config.trainer)
         if config.data.streaming and not refused:
             refused = check_stream(changes, before["global_batch"], batch)
@@ -221,5 +221,12 @@ def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _of_step(folder: Path, step: int) -> Checkpoint:
-    """Return the checkpoint that the first rank has checked."""
-    return next(one for one in checkpoints_of(folder).checkpoints() if one.step == step)
+    """Return the checkpoint that the first rank has checked; UserError where it is not seen."""
+    store = checkpoints_of(folder)
+    for one in store.checkpoints():
+        if one.step == step:
+            return one
+    raise UserError(
+        f"the first rank goes on from step {step}, and this one finds no such checkpoint in "
+        f"{store.folder}: every machine must see the same files; give all of them one output.dir"
+    )

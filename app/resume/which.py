@@ -9,10 +9,9 @@ from pathlib import Path
 from app.errors import UserError, nearest
 from app.launch import RUN_DIR_VARIABLE
 from app.output import CONFIG_FILE, METRICS_FILE, OUTPUTS, is_training
-from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
+from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
 
 NEVER, AUTO, MUST = "never", "auto", "must"
-STEP_FOLDER = re.compile(r"step-(\d+)")
 STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
 """name of a folder that was not typed: the time, and a number where two started in one second"""
 SAID_ELSEWHERE = {

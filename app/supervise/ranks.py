@@ -30,6 +30,9 @@ LONGEST_LINE = 400
 """characters"""
 GRACE = 4.0
 """seconds that ranks have to end by themselves once one of them has"""
+LAST_WORDS = 1.0
+"""seconds in which all that ranks have printed is passed on once they have ended: a process that
+they have left behind may hold their stderr open"""
 LONGER_THAN_EVER = 10
 """times the longest pause of a rank so far, that it may pause"""
 LONGEST_POLL = 1.0
@@ -45,6 +48,8 @@ class Rank:
     process: subprocess.Popen[bytes]
     pipe: int
     lines: deque[str]
+    listener: threading.Thread
+    """passes on what it prints on stderr, until the last process that can is gone"""
     num_beats: int = 0
     step: int | None = None
     """optimizer steps done, None before the training loop"""
@@ -144,8 +149,9 @@ class Ranks:
         )
         os.close(tells)
         lines: deque[str] = deque(maxlen=LAST_LINES)
-        threading.Thread(target=_pass_on, args=(process, lines), daemon=True).start()
-        return Rank(number=number, process=process, pipe=listens, lines=lines)
+        listener = threading.Thread(target=_pass_on, args=(process, lines), daemon=True)
+        listener.start()
+        return Rank(number=number, process=process, pipe=listens, lines=lines, listener=listener)
 
     def look(self) -> None:
         """Hear what all ranks told since the last look."""
@@ -176,6 +182,9 @@ class Ranks:
                 rank.process.kill()
         for rank in self.ranks:
             rank.process.wait()
+        until = time.monotonic() + LAST_WORDS
+        for rank in self.ranks:
+            rank.listener.join(max(0.0, until - time.monotonic()))
         self.look()
 
     def close(self) -> None:
@@ -216,5 +225,10 @@ def _pass_on(process: subprocess.Popen[bytes], lines: deque[str]) -> None:
             sys.stderr.buffer.flush()
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
-            if text := line.decode(errors="replace").strip():
-                lines.append(text[:LONGEST_LINE])
+            _keep(line, lines)
+    _keep(rest, lines)
+
+
+def _keep(line: bytes, lines: deque[str]) -> None:
+    if text := line.decode(errors="replace").strip():
+        lines.append(text[:LONGEST_LINE])

@@ -17,7 +17,7 @@ ALIGNMENT = 64
 class BackgroundWriter:
     """Write one snapshot at a time in a thread that the process waits for before it ends.
 
-    What fails in the thread is raised by the next `reserve`, `snapshot`, `submit` or `wait`.
+    What fails in the thread is raised by the next call of any method.
     """
 
     def __init__(self) -> None:
@@ -76,6 +76,11 @@ class BackgroundWriter:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def check(self) -> None:
+        """Raise what has failed so far, without waiting."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
 
     def close(self) -> None:
         """Wait until all is written and end the thread; raise what failed."""

@@ -71,8 +71,15 @@ class Checkpoint:
         return sorted(Path(file).stem for file in self.manifest["files"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Map tensors into memory; each is read when it is used. KeyError where there are none."""
-        return read_tensors(self._file(name + TENSORS))
+        """Map tensors into memory, of every rank's file; each is read when it is used.
+
+        KeyError where there are none.
+        """
+        tensors = read_tensors(self._file(name + TENSORS))
+        for other in self.names():
+            if re.fullmatch(rf"{re.escape(name)}-rank-\d+", other):
+                tensors |= read_tensors(self._file(other + TENSORS))
+        return tensors
 
     def document(self, name: str) -> Json:
         """Read what `add_document` was given. KeyError where there is none."""

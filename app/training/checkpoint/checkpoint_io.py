@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,32 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from app.errors import TrainingFault
+from app.launch import is_first_rank
+from app.strategy.scattered import Kept, Scattered
 from app.training.bad_numbers import check_finite
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
+from app.training.checkpoint.shares import write_share
+from app.training.checkpoint.space import SaveError
 from app.training.checkpoint.store import CheckpointStore
 
 MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training"
 """files of a checkpoint"""
-KEPT_BY_NAME = ("state_dict", "optimizer_states", "optimizer_tensors")
+KEPT_BY_NAME = ("state_dict", "optimizer_states")
 FOLLOWS_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
 OF_THE_WRITER = ("pytorch-lightning_version", "training", "metric", "details")
 
 
+def random_state_of(rank: int) -> str:
+    """Name the file that holds the random generators of a rank; every rank writes its own."""
+    return f"random-rank-{rank}"
+
+
 class StoredCheckpoints(CheckpointIO):
-    """Write checkpoints into `store`, on the first rank; read `source`, on every rank.
+    """Write checkpoints into `store`, and read `source`; every rank has one.
 
     With `writer` the step that is saved pays for a copy alone, and the writer's thread does the
-    rest; what fails there is raised by the next `wait`, or by `teardown`.
+    rest; what fails there is raised by the next `check` or `wait`, or by `teardown`.
     """
 
     def __init__(
@@ -44,7 +54,7 @@ class StoredCheckpoints(CheckpointIO):
         self._due: list[Callable[[], object]] = []
         """before the save under way is committed"""
 
-    def reserve(self, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+    def reserve(self, model: Mapping[str, Kept], optimizer: Mapping[str, Kept]) -> None:
         """Make room in host memory for what will be saved, on the first rank."""
         if self.writer is not None:
             self.writer.reserve({MODEL: model, OPTIMIZER: optimizer})
@@ -56,44 +66,79 @@ class StoredCheckpoints(CheckpointIO):
         else:
             self._due.append(work)
 
+    def add_tensors(
+        self, step: int, tensors: Mapping[str, Mapping[str, Kept]], *, rank: int, num_ranks: int
+    ) -> None:
+        """Write this rank's share of `tensors`, by file and name, before the save is committed.
+
+        All ranks call it. TrainingFault where a number is not finite: nothing is kept of it.
+        """
+        if self.writer is not None:
+            if rank == 0:  # no strategy that scatters states is let in here
+                copies = {
+                    name: self.writer.snapshot(name, named) for name, named in tensors.items()
+                }
+                self._due.append(partial(self._write_copies, step, copies))
+            return
+        for named in tensors.values():
+            held = {name: kept for name, kept in named.items() if not isinstance(kept, Scattered)}
+            check_finite(step, held)
+        write, check = partial(self.store.add_tensors, step), partial(check_finite, step)
+        failures: list[SaveError | TrainingFault] = []
+        for name, named in tensors.items():
+            try:
+                write_share(write, name, named, check, rank=rank, num_ranks=num_ranks)
+            except (SaveError, TrainingFault) as failure:
+                failures.append(failure)  # the others still need this rank to gather theirs
+        if failures:
+            raise failures[0]
+
+    def _write_copies(self, step: int, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
+        try:
+            check_finite(step, *copies.values())
+        except TrainingFault:
+            self.store.abandon(step)
+            raise
+        for name, named in copies.items():
+            self.store.add_tensors(step, name, named)
+
     def wait(self) -> None:
         """Wait for a save under way; call it before the next one begins."""
         if self.writer is not None:
             self.writer.wait()
+
+    def check(self) -> None:
+        """Raise what has failed of a save under way; called behind each step."""
+        if self.writer is not None:
+            self.writer.check()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Write what `FinetuneModule.on_save_checkpoint` has made of Lightning's dictionary.
 
-        The save has begun, and every rank has added what is its own.
+        The save has begun, and every rank has added what is its own: the first commits.
         """
+        if not is_first_rank():
+            return
         known = (*KEPT_BY_NAME, *FOLLOWS_FROM_STEP, *OF_THE_WRITER)
         rest = {key: value for key, value in checkpoint.items() if key not in known}
         training = checkpoint["training"] | {"lightning": rest}
-        tensors = {MODEL: checkpoint["state_dict"], OPTIMIZER: checkpoint["optimizer_tensors"]}
         metric, details = checkpoint["metric"], checkpoint["details"]
         step = training["step"]
+        needed = [random_state_of(rank) for rank in range(details["num_ranks"])]
 
         def write() -> None:
-            for name, named in tensors.items():
-                self.store.add_tensors(step, name, named)
             self.store.add_document(step, TRAINING, training)
-            self.store.commit(step, metric=metric, details=details)
+            self.store.commit(step, needed=needed, metric=metric, details=details)
 
         if self.writer is None:
             write()
         else:
             training = copy.deepcopy(training)  # its lists grow while the thread writes
-            tensors = {name: self.writer.snapshot(name, named) for name, named in tensors.items()}
             due, self._due = self._due, []
 
             def write_beside() -> None:
-                try:
-                    check_finite(step, *tensors.values())
-                except TrainingFault:
-                    self.store.abandon(step)
-                    raise
                 for work in due:
                     work()
                 write()

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 
 from app import faults
-from app.errors import Interrupted, UserError
+from app.errors import Interrupted, TrainingFault, UserError
 from app.signals import take_handlers
-from app.training.bad_numbers import check_finite
+from app.strategy.scattered import Kept, Scattered
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.checkpoint_io import (
+    MODEL,
+    OPTIMIZER,
+    StoredCheckpoints,
+    random_state_of,
+)
 from app.training.checkpoint.settings import CheckpointConfig
-from app.training.checkpoint.space import check_space
+from app.training.checkpoint.space import SaveError, check_space
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.checkpoint.tensors import file_bytes
 from app.training.stopping import Stopping
 from app.training.trainer import TrainerConfig, validation_interval
 
-
-def random_state_of(rank: int) -> str:
-    """Name the file that holds the random generators of a rank."""
-    return f"random-rank-{rank}"
+SAVES_PER_RUN = 10
+"""where no number of steps was typed; there are more at the ends of epochs"""
 
 
 class CheckpointSaver(L.Callback):
@@ -74,17 +79,27 @@ class CheckpointSaver(L.Callback):
         if is_step and not self.validates_after(trainer.global_step):
             self._end_step(trainer, pl_module)
 
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        """Leave a validation for a signal: a run that goes on from here begins with it.
+
+        Not the last one, behind which nothing is trained: it is waited for.
+        """
+        if trainer.sanity_checking or trainer.global_step >= pl_module.total_steps:
+            return
+        if (signum := self.stopping.agreed()) is not None:
+            self._prepare(trainer, pl_module)
+            pl_module.owes_validation = True
+            self.save(trainer, pl_module)
+            self._leave(trainer, signum)
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """End a step with its validation."""
         if not trainer.sanity_checking:
             self._end_step(trainer, pl_module)
 
     def _end_step(self, trainer: L.Trainer, module: Any) -> None:
-        if not self.has_room_for_all:  # the first step has made the optimizer's state
-            self._check_room(trainer, module)
-            self.has_room_for_all = True
-            if trainer.is_global_zero:
-                self.checkpoints.reserve(*module.kept_tensors())
+        self.checkpoints.check()
+        self._prepare(trainer, module)
         step = trainer.global_step
         if self.is_due(step):
             self.save(trainer, module)
@@ -92,8 +107,18 @@ class CheckpointSaver(L.Callback):
         if (signum := self.stopping.agreed()) is not None:
             if not self.is_due(step):
                 self.save(trainer, module)
-            self._wait_for_all(trainer)
-            raise Interrupted(signum, f"step {step} is saved")
+            self._leave(trainer, signum)
+
+    def _prepare(self, trainer: L.Trainer, module: Any) -> None:
+        if not self.has_room_for_all:  # the first step has made the optimizer's state
+            self._check_room(trainer, module)
+            self.has_room_for_all = True
+            if trainer.is_global_zero:
+                self.checkpoints.reserve(*module.kept_tensors())
+
+    def _leave(self, trainer: L.Trainer, signum: int) -> None:
+        self._wait_for_all(trainer)
+        raise Interrupted(signum, f"step {trainer.global_step} is saved")
 
     def _wait_for_all(self, trainer: L.Trainer) -> None:
         """Let no rank leave before the first has written: its end would end the others."""
@@ -110,22 +135,51 @@ class CheckpointSaver(L.Callback):
         step, ranks = trainer.global_step, trainer.strategy
         # Nothing is saved of a step whose loss is not known to be finite.
         module.curves.flush(module.sum_over_ranks, pause=True)
-        if self.checkpoints.writer is None:  # else the thread looks at its copy
-            check_finite(step, *module.kept_tensors())
+        tensors = dict(zip((MODEL, OPTIMIZER), module.kept_tensors(), strict=True))
         self.checkpoints.wait()
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 self.checkpoints.do_before_commit(logger.save)
             self.store.begin(step)
+        else:
+            faults.reach("save", step)
         ranks.barrier("a checkpoint has begun")
         own = random_state(ranks.root_device)
         add = partial(self.store.add_document, step, random_state_of(trainer.global_rank), own)
-        if trainer.is_global_zero:
-            self.checkpoints.do_before_commit(add)
-        else:
-            add()
+        self._add_own(trainer, step, add, tensors)
         ranks.barrier("every rank has added its own")
         trainer.save_checkpoint(self.store.folder / f"step-{step}", weights_only=False)
+
+    def _add_own(
+        self,
+        trainer: L.Trainer,
+        step: int,
+        add_random_state: Callable[[], object],
+        tensors: Mapping[str, Mapping[str, Kept]],
+    ) -> None:
+        """Add what is this rank's; where tensors lie in parts, all ranks end if one cannot."""
+        rank, num_ranks = trainer.global_rank, trainer.world_size
+        failure: SaveError | TrainingFault | None = None
+        try:
+            # First: the others need this rank to gather theirs, also where it can write nothing.
+            self.checkpoints.add_tensors(step, tensors, rank=rank, num_ranks=num_ranks)
+            if rank == 0:
+                self.checkpoints.do_before_commit(add_random_state)
+            else:
+                add_random_state()
+        except (SaveError, TrainingFault) as error:
+            failure = error
+        is_scattered = any(
+            isinstance(tensor, Scattered) for named in tensors.values() for tensor in named.values()
+        )
+        if is_scattered:  # a save that one rank cannot write is no save of any
+            told: list[SaveError | TrainingFault | None] = [None] * num_ranks
+            torch.distributed.all_gather_object(told, failure)
+            failure = next((one for one in told if one is not None), None)
+        if failure is not None:
+            if trainer.is_global_zero:
+                self.store.abandon(step)
+            raise failure
 
 
 def build_checkpoints(
@@ -146,9 +200,12 @@ def build_saver(
     every, total_steps = config.checkpoint.every_steps, plan.num_steps
     validate_every = validation_interval(config, total_steps)
 
+    often = math.ceil(total_steps / SAVES_PER_RUN)  # as validations, which then rate them
+
     def is_due(step: int) -> bool:
-        is_time = plan.ends_epoch(step) if every is None else step % every == 0
-        return is_time or step == total_steps
+        if every is not None:
+            return step % every == 0 or step == total_steps
+        return step % often == 0 or plan.ends_epoch(step) or step == total_steps
 
     def validates_after(step: int) -> bool:
         return has_validation and (step == total_steps or step % validate_every == 0)

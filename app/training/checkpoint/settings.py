@@ -8,7 +8,8 @@ from dataclasses import dataclass
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     every_steps: int | None = None
-    """optimizer steps between checkpoints; null = once an epoch of the data; one more at the end"""
+    """optimizer steps between checkpoints; null = ten times a run, and once an epoch of the data;
+    one more at the end"""
     keep_last: int = 2
     """newest checkpoints that are kept; more disk"""
     keep_best: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from app.errors import UserError
 from app.model.adapter import start_weights, trained_weights
+from app.strategy.scattered import Kept, Scattered
+from app.strategy.spread import EVERYTHING_HERE, Spread
 from app.training.muon import MuonWithAdamW
 
 Json = Any
@@ -41,22 +44,27 @@ def weights_that_train(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return by_name
 
 
-def model_state(model: torch.nn.Module) -> dict[str, Tensor]:
+def model_state(model: torch.nn.Module, spread: Spread = EVERYTHING_HERE) -> dict[str, Kept]:
     """Return what a checkpoint keeps of a model, not copied: what trains, and what PiSSA and OLoRA
     took out of its base to start from."""
-    trained = {name: weight.detach() for name, weight in weights_that_train(model).items()}
+    trained = {
+        name: spread.kept_weight(weight) for name, weight in weights_that_train(model).items()
+    }
     return trained | start_weights(model)
 
 
 @torch.no_grad()
-def restore_model(model: torch.nn.Module, saved: Mapping[str, Tensor]) -> None:
+def restore_model(
+    model: torch.nn.Module, saved: Mapping[str, Tensor], spread: Spread = EVERYTHING_HERE
+) -> None:
     """Copy `model_state` into a model that was built anew.
 
     UserError where the model trains other weights, or its base is not as it was.
     """
     starts = start_weights(model)
     weights = weights_that_train(model)
-    _check_same_weights(weights | starts, saved)
+    kept = {name: spread.kept_weight(weight) for name, weight in weights.items()}
+    _check_same_weights(kept | starts, saved)
     for name, start in starts.items():
         if not torch.equal(start, saved[name].to(start.device)):
             raise UserError(
@@ -65,10 +73,10 @@ def restore_model(model: torch.nn.Module, saved: Mapping[str, Tensor]) -> None:
                 "machine and with the number of threads (OMP_NUM_THREADS) of that run"
             )
     for name, weight in weights.items():
-        weight.copy_(saved[name])
+        spread.restore_weight(weight, saved[name])
 
 
-def _check_same_weights(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+def _check_same_weights(ours: Mapping[str, Kept], saved: Mapping[str, Tensor]) -> None:
     problems = []
     for what, names in (
         ("holds no", sorted(ours.keys() - saved.keys())),
@@ -84,7 +92,7 @@ def _check_same_weights(ours: Mapping[str, Tensor], saved: Mapping[str, Tensor])
         raise UserError(f"resume: {problem}; {OTHER_RUN}" for problem in problems)
 
 
-def _described(tensor: Tensor) -> str:
+def _described(tensor: Kept) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
@@ -93,20 +101,20 @@ def _and_more(names: list[str]) -> str:
 
 
 def optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], Json]:
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, spread: Spread = EVERYTHING_HERE
+) -> tuple[dict[str, Kept], Json]:
     """Return an optimizer's tensors as `exp_avg/NAME OF THE WEIGHT`, not copied, and the rest."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Kept] = {}
     numbers: dict[str, dict[str, Json]] = {}
     on_host = set()
     parts = _parts_of(optimizer)
     for name, weight in weights_that_train(model).items():
         for part in parts:
-            # Looked for and not indexed: the state of a weight begins to exist when it is asked.
-            for key, value in part.state.get(weight, {}).items():
-                if isinstance(value, Tensor):
+            for key, value in spread.kept_states(part, weight).items():
+                if isinstance(value, (Tensor, Scattered)):
                     tensors[f"{key}/{name}"] = value
-                    if value.device != weight.device:  # a count of AdamW's, or a paged moment
+                    # A count of AdamW's, or a paged moment.
+                    if isinstance(value, Tensor) and value.device != weight.device:
                         on_host.add(key)
                 else:
                     numbers.setdefault(name, {})[key] = value
@@ -129,6 +137,7 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     document: Json,
+    spread: Spread = EVERYTHING_HERE,
 ) -> None:
     """Give a new optimizer the state that `optimizer_state` returned.
 
@@ -141,27 +150,31 @@ def restore_optimizer(
     home = {
         weight: (part, group)
         for part in _parts_of(optimizer)
-        for group in part.param_groups
-        for weight in group["params"]
+        for group, weights in zip(part.param_groups, spread.weights_by_group(part), strict=True)
+        for weight in weights
     }
     weights = weights_that_train(model)
     for name, numbers in document["numbers"].items():
         weight = weights[name]
         home[weight][0].state[weight].update(numbers)
+    by_weight: dict[str, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
-        weight = weights[name]
-        part, group = home[weight]
-        if key == "step":  # a kernel reads its count where the weights are, any other on the host
-            is_on_host = not (group.get("fused") or group.get("capturable"))
-        else:
-            is_on_host = key in document["on_host"]
-        device = torch.device("cpu") if is_on_host else weight.device
-        part.state[weight][key] = _room(part, weight, key, value, device).copy_(value)
+        by_weight.setdefault(name, {})[key] = value
+    for name, weight in weights.items():  # in the model's order: ranks may have to do it together
+        if name in by_weight:
+            part, group = home[weight]
+            room = partial(_room, part, group, weight, document["on_host"])
+            spread.restore_states(part, weight, by_weight[name], room)
 
 
 def _room(
-    part: Any, weight: torch.nn.Parameter, key: str, value: Tensor, device: torch.device
+    part: Any,
+    group: Mapping[str, Any],
+    weight: torch.nn.Parameter,
+    on_host: Iterable[str],
+    key: str,
+    value: Tensor,
 ) -> Tensor:
     if type(part).__name__ == "AdamW8bit":
         # Imported where it is used: bitsandbytes takes seconds.
@@ -170,7 +183,11 @@ def _room(
         if key in MOMENTS:  # paged where the optimizer would page it
             room: Tensor = part.get_state_buffer(weight, dtype=value.dtype)
             return room
-    return torch.empty_like(value, device=device)
+    if key == "step":  # a kernel reads its count where the weights are, any other on the host
+        is_on_host = not (group.get("fused") or group.get("capturable"))
+    else:
+        is_on_host = key in on_host
+    return torch.empty_like(value, device=torch.device("cpu") if is_on_host else weight.device)
 
 
 def _parts_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.optim.Optimizer]:

@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -47,8 +48,13 @@ CHECKPOINTS = "checkpoints"
 """the store's folder in a run's folder"""
 NOTE = ".written"
 """ends the name of what another process tells of a file that it wrote"""
-_STEP = re.compile(r"step-(\d+)(\.old)?")
-_LEFTOVER = re.compile(r"step-\d+\.tmp")
+TIME_TO_BE_SEEN = 60.0
+"""seconds in which a file that another machine has written is seen here: a network's file system
+looks for new ones at intervals"""
+STEP_FOLDER = re.compile(r"step-(\d+)")
+"""name of a checkpoint's folder"""
+_STEP = re.compile(rf"{STEP_FOLDER.pattern}(\.old)?")
+_LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}\.tmp")
 
 
 class CheckpointStore:
@@ -96,14 +102,22 @@ class CheckpointStore:
             file = self._new_file(step, name + DOCUMENT)
             self._note(step, file, disk.write_file(file, [text]))
 
-    def commit(self, step: int, *, metric: float | None = None, details: Json = None) -> Checkpoint:
+    def commit(
+        self,
+        step: int,
+        *,
+        needed: Iterable[str] = (),
+        metric: float | None = None,
+        details: Json = None,
+    ) -> Checkpoint:
         """Make `step` a checkpoint, on the first rank when all have added; remove old ones.
 
-        `metric` is what `keep_best` goes by, lower is better; None or NaN is no best one.
+        `needed` names documents, of all ranks, without which it is none. `metric` is what
+        `keep_best` goes by, lower is better; None or NaN is no best one.
         """
         unfinished, folder = self._unfinished(step), self._folder(step)
         with self._failing_in_words(step):
-            self._take_notes(unfinished)
+            self._take_all_notes(step, [name + DOCUMENT for name in needed])
             manifest = {
                 "format": FORMAT,
                 "step": step,
@@ -196,6 +210,21 @@ class CheckpointStore:
             disk.write_file(note, [json.dumps(asdict(written)).encode()])
         faults.reach("ckpt:after_file", step)
 
+    def _take_all_notes(self, step: int, needed: Sequence[str]) -> None:
+        """Read what other processes tell of their files; SaveError where some of `needed` lack."""
+        until = time.monotonic() + TIME_TO_BE_SEEN
+        self._take_notes(self._unfinished(step))
+        while missing := [name for name in needed if name not in self._written]:
+            if time.monotonic() > until:
+                self.abandon(step)
+                raise SaveError(
+                    f"{self.folder}: the checkpoint of step {step} lacks {', '.join(missing)}, "
+                    "which other ranks have written elsewhere: all machines must see one folder; "
+                    "type an output.dir that they share"
+                )
+            time.sleep(0.2)
+            self._take_notes(self._unfinished(step))
+
     def _take_notes(self, unfinished: Path) -> None:
         for note in sorted(unfinished.glob(f"*{NOTE}")):
             self._written[note.name.removesuffix(NOTE)] = disk.Written(
@@ -262,9 +291,12 @@ class CheckpointStore:
         """
         try:
             yield
+        except SaveError:
+            raise
         except OSError as error:
             need = max(self._size_of_one(), num_bytes + sum(map(_size, self._written.values())))
-            self.abandon(step)
+            if self._begun == step:  # else others are still at it, and the first rank removes all
+                self.abandon(step)
             raise SaveError(self._in_words(error, step, need)) from error
 
     def _in_words(self, error: OSError, step: int, need: int) -> str:

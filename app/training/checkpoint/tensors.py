@@ -1,6 +1,7 @@
 """Tensors by name as a safetensors file: written as a stream, read back lazily.
 
-Writing holds one block in memory beside the tensors, never a copy of them all.
+Writing holds one block in memory beside the tensors, never a copy of them all; of what is scattered
+over ranks it holds one tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.strategy.scattered import Kept, Scattered
 from app.training.checkpoint import disk
 
 if TYPE_CHECKING:
@@ -40,25 +42,25 @@ HEADER_MULTIPLE = 8
 """bytes; the format's, so that every tensor starts where its type allows"""
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> disk.Written:
+def write_tensors(file: Path, tensors: Mapping[str, Kept]) -> disk.Written:
     """Write a new file of `tensors`, from whatever device they are on.
 
     ValueError for a type that the format does not know, or a tensor that is not dense.
     """
-    tensors = _in_order(tensors)
+    tensors = in_order(tensors)
     header = _header(tensors)
 
     def blocks() -> Iterator[bytes | memoryview]:
         yield header
         for tensor in tensors.values():
-            yield from _bytes_of(tensor)
+            yield from _bytes_of(tensor.gather() if isinstance(tensor, Scattered) else tensor)
 
     return disk.write_file(file, blocks())
 
 
-def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+def file_bytes(tensors: Mapping[str, Kept]) -> int:
     """Return the size of the file that `write_tensors` makes."""
-    return len(_header(_in_order(tensors))) + sum(map(_size, tensors.values()))
+    return len(_header(in_order(tensors))) + sum(map(num_bytes, tensors.values()))
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -80,18 +82,24 @@ def check_tensors(file: Path) -> None:
         raise ValueError(f"{file.name} is not a safetensors file ({error})") from error
 
 
-def _in_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_order(tensors: Mapping[str, Kept]) -> dict[str, Kept]:
     """Put the widest types first: each tensor then starts at a multiple of its own width."""
-    return dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def num_bytes(tensor: Kept) -> int:
+    """Return the bytes that a tensor takes in a file."""
+    return math.prod(tensor.shape) * int(tensor.dtype.itemsize)
+
+
+def _header(tensors: Mapping[str, Kept]) -> bytes:
     entries, start = {}, 0
     for name, tensor in tensors.items():
         dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None or tensor.layout is not _strided():
-            raise ValueError(f"{name}: a {tensor.dtype} tensor ({tensor.layout}) cannot be saved")
-        end = start + _size(tensor)
+        is_dense = isinstance(tensor, Scattered) or tensor.layout is _strided()
+        if dtype is None or not is_dense:
+            raise ValueError(f"{name}: a {tensor.dtype} tensor cannot be saved unless it is dense")
+        end = start + num_bytes(tensor)
         entries[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
@@ -105,10 +113,6 @@ def _strided() -> torch.layout:
     return torch.strided
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
     """Yield a tensor's bytes in its logical order, in blocks; each is good until the next."""
     import torch
@@ -118,7 +122,7 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
         return
     if not tensor.is_contiguous() and len(tensor) > 1:
         # By rows, through one buffer: making it contiguous as a whole would copy it as a whole.
-        num_rows = max(1, disk.BLOCK_BYTES * len(tensor) // _size(tensor))
+        num_rows = max(1, disk.BLOCK_BYTES * len(tensor) // num_bytes(tensor))
         buffer = torch.empty_like(tensor[:num_rows], memory_format=torch.contiguous_format)
         for rows in tensor.split(num_rows):
             yield from _bytes_of(buffer[: len(rows)].copy_(rows))
