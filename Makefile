@@ -6,6 +6,9 @@ STAMP := $(VENV)/.complete
 RUN ?=
 ARGS ?=
 ONLY ?=
+WORKERS ?= 2
+# A file is one worker's, for what its tests share; the files with the longest tests come first.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SHELL := /bin/bash
 
 .DEFAULT_GOAL := help
@@ -53,11 +56,14 @@ check: $(STAMP)  ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
-test: $(STAMP)  ## all tests that this machine can run
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## all tests that this machine can run; WORKERS=2 processes of one thread each
+	$(PYTEST) $(ARGS)
 
 test-fast: $(STAMP)  ## the tests that take no more than ten seconds each
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-strategies: $(STAMP)  ## the same run under every strategy, by the numbers: half an hour
+	$(PYTEST) -m "slow or strategies" tests/parity/strategies $(ARGS)
 
 chaos: $(STAMP)  ## kill runs, fill their disks, go on: bit for bit the same? SEED=N; FULL=1 for all
 	$(BIN)/python -m tests.reliability $(if $(SEED),seed=$(SEED)) $(if $(FULL),full)
@@ -65,7 +71,7 @@ chaos: $(STAMP)  ## kill runs, fill their disks, go on: bit for bit the same? SE
 seeded-bugs: $(STAMP)  ## sow bugs that lose runs, each must make its test fail; ARGS="word of a name"
 	$(BIN)/python -m tests.reliability.seeded_bugs $(ARGS)
 
-bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss|checkpoint
+bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss|checkpoint|strategies
 	$(BIN)/python -m benchmarks $(ONLY)
 
 bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY=lora_fp32|lora_bf16|full
@@ -77,4 +83,4 @@ bench-gpu: $(STAMP)  ## an 8B model on one GPU in eight minutes: speed, memory, 
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval sweep tiny-base check test test-fast chaos seeded-bugs bench bench-peers bench-gpu clean
+.PHONY: help install train preview eval sweep tiny-base check test test-fast test-strategies chaos seeded-bugs bench bench-peers bench-gpu clean

@@ -120,6 +120,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     import lightning as L
 
     from app.model.adapter import LoraConfig
+    from app.strategy.spread import OneDevice
     from app.training.callbacks.progress import ProgressBar
     from app.training.curves import Curves
     from app.training.logger import LoggerConfig, build_loggers
@@ -154,7 +155,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     trainer = build_trainer(
         config,
         placement=resolve_placement(config),
-        strategy="auto",
+        strategy=OneDevice("cpu"),
         total_steps=STEPS,
         loggers=loggers,
         callbacks=[ProgressBar(curves), clock],

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-# As `app.quiet` does, and before a test imports torch, which reads it then.
+if TYPE_CHECKING:
+    from tests.reliability.person import Person
+
+# Before a test imports torch, which reads them then; child processes inherit them. Models so small
+# are slower on two threads than on one, and other tests run beside these.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,8 +25,17 @@ STORIES = SHARED / "models" / "stories260K"
 TrainRun = Callable[..., Path]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave tests marked `gpu` out where there is no CUDA device."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put files with slow tests first; leave tests marked `gpu` out where there is no GPU.
+
+    Those marked `strategies` run where `-m` names them.
+    """
+    if "strategies" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("strategies")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in slow)  # workers then end at about the same time
     if not any("gpu" in item.keywords for item in items):
         return
     import torch
@@ -46,6 +61,16 @@ def _no_run_folder_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, "")  # so that what a test's run sets is undone after it
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def person() -> Iterator[Person]:
+    """One that types commands; a process that has imported everything runs them by fork."""
+    from tests.reliability.person import Person
+
+    one = Person(Path(os.environ["LOFT_DATA_CACHE"]))
+    yield one
+    one.close()
 
 
 @pytest.fixture

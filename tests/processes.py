@@ -25,7 +25,11 @@ RUN = (
 )
 """a run of eight steps in which everything happens"""
 TWO_RANKS = ("trainer.devices=2", "trainer.accelerator=cpu")
-SECONDS = 15
+LONGEST = 600.0
+"""seconds that a process may take, on a machine that has other things to do"""
+AT_ONCE = 4.0
+"""seconds: what waits to save or to end by itself takes longer, what is obeyed does not"""
+GONE_WITHIN = 15.0
 """within which nothing is left of a run that has ended, however it did"""
 
 
@@ -38,7 +42,8 @@ def start_train(
     *words: str, environment: Mapping[str, str | None] | None = None, **options: Any
 ) -> subprocess.Popen[str]:
     """Type `python -m app.train`; None takes a variable out of the environment."""
-    changed = environment_of_a_person() | dict(environment or {})
+    with_stacks = {"PYTHONFAULTHANDLER": "1"}  # for what takes too long
+    changed = environment_of_a_person() | with_stacks | dict(environment or {})
     return subprocess.Popen(
         [sys.executable, "-m", "app.train", *words],
         cwd=ROOT,
@@ -60,7 +65,11 @@ def type_train(
     """
     typed = [*small_run(*RUN, *words), f"output.dir={folder}"]
     process = start_train(*typed, environment=environment, **options)
-    printed, said = process.communicate(timeout=300)
+    try:
+        printed, said = process.communicate(timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        printed, said = process.communicate()
     wait_until_gone(folder)
     return process.returncode, printed, said
 
@@ -79,7 +88,7 @@ def processes_of(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def wait_until_gone(folder: Path, seconds: float = SECONDS) -> float:
+def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:
     """Wait until no process of a run is left; returns how long that took."""
     began = time.monotonic()
     while left := processes_of(folder):

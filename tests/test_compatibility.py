@@ -10,7 +10,13 @@ import pytest
 from app import config
 from app.config.verbs import PARTS
 from app.preflight import compatibility
+from app.strategy.settings import FAMILIES, ZeroConfig
 from tests.door import ask, make_data, make_model
+
+
+@pytest.fixture(autouse=True)
+def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "_has_deepspeed", lambda: True)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +142,129 @@ CLASHES = [
         ["adapter=ia3 trains vectors", "type optimizer=adamw"],
         ["optimizer=muon"],
     ),
+    (
+        0,
+        ["strategy=zero3", "quantization=nf4"],
+        ["strategy=zero3 spreads weights as plain numbers", "type strategy=fsdp (with nf4)"],
+        ["strategy=zero2", "quantization=nf4"],
+    ),
+    (
+        0,
+        ["strategy=zero2_offload", "trainer.precision=bf16-pure"],
+        ["in host memory keeps them in fp32", "type trainer.precision=bf16"],
+        ["strategy=zero2", "trainer.precision=bf16-pure"],
+    ),
+    (
+        0,
+        ["strategy=fsdp", "quantization=int8"],
+        ["quantization=int8 are whole numbers", "type quantization=nf4, or strategy=zero2"],
+        ["strategy=fsdp", "quantization=nf4"],
+    ),
+    (
+        0,
+        ["strategy=tp", "trainer.devices=2", "quantization=nf4"],
+        ["strategy=tp splits matrices", "type strategy=fsdp, or quantization=none"],
+        ["strategy=tp", "trainer.devices=2"],
+    ),
+    (
+        0,
+        ["strategy=fsdp_tp", "trainer.devices=2", "adapter.use_dora=true"],
+        ["adapter.use_dora=true measures whole columns", "type adapter.use_dora=false"],
+        ["strategy=fsdp", "trainer.devices=2", "adapter.use_dora=true"],
+    ),
+    (
+        0,
+        ["strategy=fsdp_offload"],
+        ["pinned for a GPU", "the CPU (no GPU was found)", "type strategy=fsdp"],
+        ["strategy=fsdp"],
+    ),
+    (
+        0,
+        ["strategy=zeropp"],
+        ["strategy=zeropp quantizes", "the CPU (no GPU was found)", "type strategy=zero3_hpz"],
+        ["strategy=zero3_hpz"],
+    ),
+    (
+        1,
+        ["strategy=zero3_nvme", "strategy.nvme_path=/tmp"],
+        ["strategy=zero3_nvme keeps weights or states on a disk", "type strategy=zero3_offload"],
+        ["strategy=zero3_offload"],
+    ),
+    (
+        0,
+        ["strategy=zero2_offload", "strategy.offload_parameters=cpu"],
+        ["strategy.offload_parameters=cpu moves weights", "strategy.stage=2", "strategy.stage=3"],
+        ["strategy=zero2_offload", "strategy.offload_parameters=cpu", "strategy.stage=3"],
+    ),
+    (
+        0,
+        ["strategy=zero1", "strategy.partition_within_node=true"],
+        ["partition_within_node", "strategy.stage=1 spreads none", "type strategy.stage=3"],
+        ["strategy=zero3", "strategy.partition_within_node=true"],
+    ),
+    (
+        0,
+        ["strategy=zero2", "strategy.config={zero_optimization: {stage: 3}, gradient_clipping: 1}"],
+        [
+            "zero_optimization.stage is strategy.stage here, gradient_clipping is trainer.max_gr",
+            "type strategy.stage, trainer.max_grad_norm instead",
+        ],
+        ["strategy=zero2", "strategy.config={zero_optimization: {overlap_comm: true}}"],
+    ),
+    (
+        0,
+        ["strategy=zero2", "trainer.checkpoint.async=true"],
+        ["trainer.checkpoint.async=true", "type trainer.checkpoint.async=false"],
+        ["strategy=ddp", "trainer.checkpoint.async=true"],
+    ),
+    (
+        1,
+        ["strategy=fsdp", "trainer.precision=fp16"],
+        ["strategy=fsdp and trainer.precision=fp16", "type trainer.precision=bf16"],
+        ["strategy=ddp", "trainer.precision=fp16"],
+    ),
+    (
+        0,
+        ["strategy=fsdp", "trainer.compile=true"],
+        ["not tried together", "type trainer.compile=false, or strategy=ddp"],
+        ["strategy=ddp", "trainer.compile=true"],
+    ),
+    (
+        0,
+        ["strategy=zero1", "optimizer=muon"],
+        ["optimizer=muon does not step parts", "strategy=zero1", "type optimizer=adamw"],
+        ["strategy=ddp", "optimizer=muon"],
+    ),
+    (
+        0,
+        ["strategy=tp", "trainer.devices=2", "adapter.init=pissa"],
+        ["adapter.init=pissa takes its start", "strategy=tp", "type adapter.init=default"],
+        ["strategy=fsdp", "trainer.devices=2", "adapter.init=pissa"],
+    ),
+    (
+        0,
+        ["strategy=fsdp_tp", "trainer.devices=3"],
+        ["=2 does not divide 3 ranks (3 / 2 leaves 1)", "or trainer.devices=2"],
+        ["strategy=fsdp_tp", "trainer.devices=2"],
+    ),
+    (
+        0,
+        ["strategy=fsdp_tp"],
+        ["strategy.tensor_parallel_size=2 does not divide 1 rank", "type strategy=ddp, or"],
+        ["strategy=ddp"],
+    ),
+    (
+        0,
+        ["strategy=fsdp_hybrid", "strategy.replicas=3", "trainer.devices=4"],
+        ["strategy.replicas=3 does not divide 4 ranks", "type strategy.replicas=1 or 2 or 4"],
+        ["strategy=fsdp_hybrid", "strategy.replicas=2", "trainer.devices=4"],
+    ),
+    (
+        0,
+        ["strategy=fsdp_tp", "trainer.devices=4", "trainer.global_batch_size=5"],
+        ["micro_batch_size 1 x 2 groups of ranks (4 ranks / 2 that split a matrix) = 2; type", "6"],
+        ["strategy=fsdp_tp", "trainer.devices=4", "trainer.global_batch_size=6"],
+    ),
 ]
 
 
@@ -152,6 +281,59 @@ def test_clashes_are_explained_and_their_twins_pass(
     assert "Traceback" not in answer.said
     answer = ask(*base, *good, gpus=gpus)
     assert answer.code == 0, answer.said
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "instead"),
+    [
+        ("zero1", 0, "fsdp_grad_op"),
+        ("zero2_offload", 0, "fsdp"),
+        ("zero2_offload", 1, "fsdp_offload"),
+        ("zero3", 0, "fsdp"),
+        ("zero3_hpz", 0, "fsdp_hybrid"),
+    ],
+)
+def test_without_deepspeed_what_comes_nearest_is_named(
+    base: list[str], monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, instead: str
+) -> None:
+    monkeypatch.setattr(compatibility, "_has_deepspeed", lambda: False)
+    answer = ask(*base, f"strategy={name}", gpus=gpus)
+    assert answer.code == 2
+    assert f"strategy={name} needs the package deepspeed, which is not installed" in answer.said
+    assert f"; type strategy={instead}, or DS_BUILD_OPS=0 pip install deepspeed" in answer.said
+    assert ask(*base, f"strategy={instead}", gpus=gpus).code == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "owned"),
+    [
+        ({"fp16": {"enabled": True}}, {"fp16.enabled": "trainer.precision"}),
+        ({"optimizer": {}}, {"optimizer": "optimizer"}),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            "strategy.offload_parameters",
+        ),
+        ({"zero_optimization": None}, "strategy.stage"),
+        ({"zero_optimization": {"offload_param": {"buffer_count": 5}}}, {}),
+        ({"steps_per_print": 1, "zero_optimization": {"overlap_comm": True}}, {}),
+    ],
+)
+def test_keys_of_deepspeed_that_are_settings_here_are_found_at_any_depth(
+    config: dict[str, Any], owned: dict[str, str] | str
+) -> None:
+    found = compatibility._owned(config)
+    assert owned in found.values() if isinstance(owned, str) else found == owned
+
+
+def test_every_strategy_of_deepspeed_has_one_of_pytorch() -> None:
+    zero = {name for name, family in FAMILIES.items() if family is ZeroConfig}
+    assert set(compatibility.PYTORCHS_OWN) == zero
+    assert set(compatibility.PYTORCHS_OWN.values()) <= set(FAMILIES)
+
+
+def test_a_preview_counts_no_ranks_of_another_machine(base: list[str]) -> None:
+    assert ask(*base, "strategy=fsdp_tp", verb="preview").code == 0
+    assert ask(*base, "strategy=fsdp_tp", "trainer.devices=3", verb="preview").code == 2
 
 
 NAN, INF = float("nan"), float("inf")
@@ -175,6 +357,8 @@ RANGES: list[tuple[str, list[Any], Any]] = [
     ("trainer.max_grad_norm", [0.0, NAN], 0.5),
     ("trainer.max_skipped_steps", [-1], 3),
     ("trainer.devices", [0, -1, "two", 1.5, True], 1),
+    ("strategy.tensor_parallel_size", [0, -2], 1),
+    ("strategy.replicas", [0, -1], None),
     ("trainer.validate_every_steps", [0], 1),
     ("evaluation.max_new_tokens", [0], 1),
     ("seed", [-1, 2**32], 0),
@@ -200,7 +384,7 @@ def test_numbers_out_of_range_are_named_with_the_range(
 @pytest.fixture(scope="module")
 def right() -> config.TrainConfig:
     # The decay of LoRA+ is refused without its ratio.
-    words = ["model=tiny", "data=skills", "adapter.lora_plus_ratio=16"]
+    words = ["model=tiny", "data=skills", "adapter.lora_plus_ratio=16", "strategy=fsdp"]
     loaded = config.load_config("train", words)
     assert isinstance(loaded, config.TrainConfig)
     return loaded
@@ -218,6 +402,7 @@ def test_every_range_is_of_a_setting_that_exists() -> None:
 
 
 def test_every_row_names_the_settings_that_it_reads(right: config.TrainConfig) -> None:
+    zero = config.load_config("train", ["model=tiny", "data=skills", "strategy=zero3"])
     tree = ast.parse(Path(compatibility.__file__).read_text())
     (table,) = (
         node.value
@@ -234,7 +419,7 @@ def test_every_row_names_the_settings_that_it_reads(right: config.TrainConfig) -
         read |= ranks if "s.num_ranks" in source else set()
         read |= {f"trainer.{name}" for name in re.findall(r"config\.trainer, '(\w+)'", source)}
         assert set(row.reads.split()) == read
-        assert all(_has(right, key) for key in read)
+        assert all(_has(right, key) or _has(zero, key) for key in read)
 
 
 def _has(value: object, key: str) -> bool:

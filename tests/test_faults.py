@@ -6,11 +6,13 @@ import errno
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from app import faults
+from tests.processes import LONGEST
 from tests.training.checkpoint.saves import NOT_KILLED, in_a_child
 
 
@@ -42,15 +44,20 @@ def test_every_form_is_read() -> None:
         "ckpt:after_marker@20",
         "disk:17",
         "disk:17@20",
+        "enospc:3:1@20",
+        "ckpt:after_file:1@20",
+        "disk:17:2",
     ]
     found, problems = faults.parse_faults(texts)
     assert problems == []
     assert [fault.text for fault in found] == texts
-    other_steps = [None, 20, 20, None, 20, None, 20]
+    other_steps = [None, 20, 20, None, 20, None, 20, 20, 20, None]
     assert [fault.step for fault in found] == [12, 12, 9, 7, 7, 7, 8, *other_steps]
     assert [fault.rank for fault in found[:7]] == [None, 0, None, None, 1, None, 0]
     assert [fault.number for fault in found[7:10]] == [None, 3, None]
     assert found[10].point == "after_rename" and found[12].number == 17
+    assert [fault.rank for fault in found[7:]] == [None] * 7 + [1, 1, 2]
+    assert found[15].point == "after_file" and found[16].number == 17
 
 
 @pytest.mark.parametrize(
@@ -68,6 +75,8 @@ def test_every_form_is_read() -> None:
         ("disk", "lacks the number of the operation"),
         ("disk:0", "'0' for the number after :"),
         ("enospc:k", "'k' for the number after :"),
+        ("disk:3:x", "'x' for the rank after the second :"),
+        ("ckpt:after_fil:1", "names no point of a save; did you mean after_file?"),
         ("", "is no fault"),
         ("@3", "is no fault"),
         ("nan@3@4", "'3@4' for the step after @"),
@@ -120,6 +129,7 @@ def test_a_fault_strikes_as_often_as_it_is_typed(tmp_path: Path) -> None:
         ("rank_killed:0@3", [0]),
         ("rank_killed:2@3", []),
         ("ckpt:after_rename", [0]),
+        ("ckpt:after_rename:1@3", [1]),
     ],
 )
 def test_a_fault_strikes_on_its_rank(tmp_path: Path, text: str, struck: list[int]) -> None:
@@ -182,6 +192,10 @@ def test_a_hanging_rank_hangs(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "one\n"
+    until = time.monotonic() + LONGEST
+    while not (tmp_path / faults.NOTES_FILE).exists():
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.01)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.5)
     assert (tmp_path / faults.NOTES_FILE).read_text() == "hang@2\n"

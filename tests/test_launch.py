@@ -20,6 +20,7 @@ from app.launch import (
     read_launch,
 )
 from tests.door import ask, make_data, make_model
+from tests.processes import LONGEST
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **ADDRESS}
@@ -129,7 +130,7 @@ def test_a_stray_rank_is_refused_as_a_person_meets_it() -> None:
         env=environment | {"RANK": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONGEST,
         check=False,
     )
     assert done.returncode == 2

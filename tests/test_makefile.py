@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import ROOT
+from tests.processes import LONGEST
 
 PYTHON = f"""#!/bin/sh
 echo "$*" >> calls.txt
@@ -42,7 +43,7 @@ def make(clone: Path, *words: str) -> list[str]:
         env=environment | {"PYTHONPATH": str(ROOT)},
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=LONGEST,
     )
     return (clone / "calls.txt").read_text().splitlines()
 
@@ -72,3 +73,12 @@ def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:
     (run / "config.yaml").write_text("optimizer:\n  name: adamw\n")
     assert make(clone, "eval")[-1] == "-m app.evaluate"
     assert not any("app.train" in call for call in make(clone, "eval"))
+
+
+def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
+    make(clone, "install")
+    (whole,) = make(clone, "test", "ARGS=tests/test_help.py")
+    assert whole.startswith("-m pytest -n 2 --dist loadfile ")
+    assert whole.endswith(" tests/test_help.py")
+    (fast,) = make(clone, "test-fast", "WORKERS=4")
+    assert fast.startswith("-m pytest -n 4 ") and "-m not slow" in fast

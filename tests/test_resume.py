@@ -22,6 +22,7 @@ from app.resume.changes import (
     OF_A_START,
     REFUSED,
     ROUNDING,
+    compare_facts,
     compare_settings,
     kind_of,
 )
@@ -244,6 +245,17 @@ def test_ranks_are_told_the_checkpoint(
     read_launch.cache_clear()
 
 
+def test_a_rank_that_does_not_see_the_checkpoint_says_so(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", *words)
+    monkeypatch.setenv("LOFT_RUN_DIR", str(run))
+    monkeypatch.setenv("LOFT_RESUME_STEP", "6")
+    config = load_config("train", [*words, f"output.dir={run}", "resume=must"])
+    with pytest.raises(UserError, match=r"from step 6, .* every machine must see the same files"):
+        start_run(config, load_run_config)
+
+
 def test_a_run_remembers_the_processes_before(words: list[str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *words, earlier=[{"until_step": 2}])
     start = start_run(load_config("train", [f"resume={run}"]), load_run_config)
@@ -259,3 +271,41 @@ def test_help_knows_resume() -> None:
     assert "python -m app.train resume=FOLDER" in page
     for key in ("resume", "resume_allow", "trainer.checkpoint.every_steps"):
         assert f"\n  {key} " in page
+
+
+def test_another_strategy_only_rounds_unless_less_travels(words: list[str], tmp_path: Path) -> None:
+    batch = ["trainer.devices=2", "trainer.global_batch_size=8"]
+    run = make_run(tmp_path / "run", *words, *batch, "strategy=ddp", strategy="ddp")
+    for other in ("fsdp", "tp", "single trainer.devices=1", "fsdp_tp trainer.devices=4"):
+        answer = ask(f"resume={run}", *f"strategy={other}".split())
+        assert answer.code == 0, answer.said
+    answer = ask(f"resume={run}", "strategy=ddp_compressed")
+    assert answer.code == 2
+    said = "what travels between the ranks was as it is and is gradients by bf16 (how precisely"
+    assert said in answer.said
+    assert "type 'resume_allow=[precision]' to go on so, or type strategy=ddp" in answer.said
+    assert ask(f"resume={run}", "strategy=ddp_compressed", "resume_allow=[precision]").code == 0
+    assert ask(f"resume={run}", "strategy=fsdp_tp", "trainer.global_batch_size=4").code == 2
+
+
+def test_weights_that_travel_quantized_are_another_precision(words: list[str]) -> None:
+    def settings(*typed: str) -> TrainConfig:
+        config = load_config("train", [*words, *typed])
+        assert isinstance(config, TrainConfig)
+        return config
+
+    one, other = settings("strategy=zero3"), settings("strategy=zeropp")
+    (change,) = [each for each in compare_settings(one, other) if each.kind == "precision"]
+    assert str(change).endswith("was as it is and is weights and gradients quantized")
+    assert not [
+        each
+        for each in compare_settings(settings("strategy=fsdp"), settings("strategy=zero3_hpz"))
+        if each.kind not in (ROUNDING, COMPARED)
+    ]
+
+
+def test_the_strategy_that_was_taken_is_compared() -> None:
+    facts = [{"strategy": name} for name in ("ddp", "fsdp")]
+    (change,) = compare_facts(*facts)
+    assert (str(change), change.kind) == ("the strategy was ddp and is fsdp", ROUNDING)
+    assert compare_facts(facts[0], facts[0]) == []

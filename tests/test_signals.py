@@ -12,6 +12,7 @@ import pytest
 
 from app import signals
 from tests.conftest import ROOT
+from tests.processes import AT_ONCE, LONGEST
 
 BEGIN = """
 import os, signal, sys, time
@@ -68,7 +69,7 @@ class Process:
 
     def end(self) -> tuple[int, str]:
         """Return its exit code and what it said on stderr."""
-        said = self.process.communicate(timeout=20)[1]
+        said = self.process.communicate(timeout=LONGEST)[1]
         return self.process.returncode, said
 
 
@@ -91,7 +92,11 @@ def test_outside_of_a_step_the_program_ends_where_it_stands(
 
 def test_a_step_is_ended_first_and_the_rest_is_left() -> None:
     process = Process(
-        IN_A_STEP, "signals.wait_for_step(True)", "time.sleep(1.5)", "signals.wait_for_step(False)"
+        "signals.SAME_PRESS = 20.0",
+        IN_A_STEP,
+        "signals.wait_for_step(True)",
+        "time.sleep(1.5)",
+        "signals.wait_for_step(False)",
     )
     process.send(signal.SIGTERM)
     process.hear("noted")
@@ -105,11 +110,11 @@ def test_a_second_signal_is_obeyed_at_once_whatever_the_program_does() -> None:
     process = Process(IN_A_STEP, "time.sleep(30)")
     process.send(signal.SIGTERM)
     process.hear("noted")
-    time.sleep(1.2)
+    time.sleep(2 * signals.SAME_PRESS)
     before = time.monotonic()
     process.send(signal.SIGINT)
     assert process.end() == (130, "SIGINT: left at once (a second signal)\n")
-    assert time.monotonic() - before < 2
+    assert time.monotonic() - before < AT_ONCE
 
 
 def test_a_library_that_keeps_the_program_from_ending_is_left_behind() -> None:
@@ -175,4 +180,4 @@ def test_a_process_that_heard_nothing_itself_ends_where_all_is_saved() -> None:
     process = Process(
         "signals.leave_soon()", 'say("ready")', "signal.pthread_sigmask", "time.sleep(30)"
     )
-    assert process.process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert process.process.wait(timeout=LONGEST) == 128 + signal.SIGTERM

@@ -18,10 +18,12 @@ import pytest
 
 from app.errors import REASON_FILE
 from app.launch import free_port
+from app.signals import SAME_PRESS
 from app.supervise import supervisor as supervisor_module
 from app.supervise.settings import SuperviseConfig
 from app.supervise.supervisor import Supervisor
 from tests.conftest import ROOT
+from tests.processes import AT_ONCE, GONE_WITHIN, LONGEST
 
 RANK = """
 import os, signal, sys, time
@@ -108,14 +110,13 @@ def test_a_killed_rank_is_named_with_its_last_lines_and_ends_the_others(tell_sto
         "if rank == 0: wait()",
         "beat(3)",
         "print('what the driver says', file=sys.stderr, flush=True)",
-        "time.sleep(0.3)",
         "os.kill(os.getpid(), signal.SIGKILL)",
     )
     assert story.code == 3
     assert "rank 1 was killed by SIGKILL (often for lack of memory" in story.said
     assert "after step 3; its last lines:\n  what the driver says\n" in story.said
     assert story.said.count("error") == 1
-    assert story.seconds < 5 and not story.is_anyone_left()
+    assert story.seconds < GONE_WITHIN and not story.is_anyone_left()
     assert (story.folder / REASON_FILE).read_text() in story.said
 
 
@@ -195,7 +196,7 @@ HANGS = (
 
 
 def test_a_rank_that_hangs_is_found_and_its_stack_shown(tell_story: Tell) -> None:
-    story = tell_story("\n".join(HANGS).format("hang_here()"), hang_minutes=0.01)
+    story = tell_story("\n".join(HANGS).format("hang_here()"), hang_minutes=0.02)
     assert story.code == 3
     assert "rank 1 hangs after step 3, for " in story.said
     assert "in hang_here" in story.said and "stacks-rank-1.txt" in story.said
@@ -206,13 +207,13 @@ def test_a_rank_that_hangs_is_found_and_its_stack_shown(tell_story: Tell) -> Non
 
 def test_a_stopped_rank_is_found_and_named_so(tell_story: Tell) -> None:
     stop = "os.kill(os.getpid(), signal.SIGSTOP)"
-    story = tell_story("\n".join(HANGS).format(stop), hang_minutes=0.01)
+    story = tell_story("\n".join(HANGS).format(stop), hang_minutes=0.02)
     assert "rank 1 is stopped (SIGSTOP) after step 3" in story.said
     assert not story.is_anyone_left()
 
 
 def test_a_run_of_long_steps_does_not_hang(tell_story: Tell) -> None:
-    slow = ("beat(1)", "time.sleep(0.6)", "beat(2)", "time.sleep(2.4)", "beat(3)")
+    slow = ("beat(1)", "time.sleep(0.9)", "beat(2)", "time.sleep(2.4)", "beat(3)")
     assert tell_story(*slow, hang_minutes=0.02).code == 0
     # What takes its time outside of the training loop is no concern.
     assert tell_story("beat(1)", "tell(ENDED)", "time.sleep(2)", hang_minutes=0.02).code == 0
@@ -237,16 +238,29 @@ def test_a_port_is_free_and_not_always_the_same() -> None:
     assert len({free_port() for _ in range(8)}) > 1
 
 
+READY = "(folder / f'ready-{rank}').touch()"
+
+
+@pytest.fixture
+def hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the supervisor hear of a signal when both ranks are ready for it."""
+
+    def arm(signum: int) -> None:
+        heard = lambda: signum if len(list(tmp_path.glob("ready-*"))) == 2 else None  # noqa: E731
+        monkeypatch.setattr(supervisor_module, "signal_heard", heard)
+
+    return arm
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_is_passed_on_and_waited_for(
-    tell_story: Tell, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+    tell_story: Tell, hear: Callable[[int], None], signum: signal.Signals
 ) -> None:
-    started = time.monotonic()
-    heard = lambda: signum if time.monotonic() > started + 0.8 else None  # noqa: E731
-    monkeypatch.setattr(supervisor_module, "signal_heard", heard)
+    hear(signum)
     story = tell_story(
         f"signal.signal({int(signum)}, lambda *_: (folder / f'heard-{{rank}}').touch())",
         "beat(1)",
+        READY,
         "while not (folder / f'heard-{rank}').exists(): time.sleep(0.01)",
         "time.sleep(0.3)",  # it saves
         "(folder / f'saved-{rank}').touch()",
@@ -259,14 +273,13 @@ def test_a_signal_is_passed_on_and_waited_for(
 
 
 def test_a_save_that_failed_behind_a_signal_is_no_good_end(
-    tell_story: Tell, monkeypatch: pytest.MonkeyPatch
+    tell_story: Tell, hear: Callable[[int], None]
 ) -> None:
-    started = time.monotonic()
-    heard = lambda: signal.SIGTERM if time.monotonic() > started + 0.8 else None  # noqa: E731
-    monkeypatch.setattr(supervisor_module, "signal_heard", heard)
+    hear(signal.SIGTERM)
     story = tell_story(
         "signal.signal(signal.SIGTERM, lambda *_: (folder / f'heard-{rank}').touch())",
         "beat(1)",
+        READY,
         "while not (folder / f'heard-{rank}').exists(): time.sleep(0.01)",
         "os._exit(3 if rank == 0 else 143)",
         max_restarts=3,
@@ -276,14 +289,13 @@ def test_a_save_that_failed_behind_a_signal_is_no_good_end(
 
 
 def test_ranks_that_have_begun_nothing_are_not_waited_for(
-    tell_story: Tell, monkeypatch: pytest.MonkeyPatch
+    tell_story: Tell, hear: Callable[[int], None]
 ) -> None:
-    started = time.monotonic()
-    heard = lambda: signal.SIGTERM if time.monotonic() > started + 0.8 else None  # noqa: E731
-    monkeypatch.setattr(supervisor_module, "signal_heard", heard)
-    story = tell_story("tell(ENDED)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "wait()")
+    hear(signal.SIGTERM)
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    story = tell_story("tell(ENDED)", ignore, READY, "wait()")
     assert story.code == 143
-    assert story.seconds < 8 and not story.is_anyone_left()
+    assert story.seconds < GONE_WITHIN and not story.is_anyone_left()
 
 
 LAUNCHER = """
@@ -312,7 +324,7 @@ def launch(folder: Path, *script: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-    until = time.monotonic() + 20
+    until = time.monotonic() + LONGEST
     while len(list(folder.glob("ready-*"))) < 2:
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.02)
@@ -321,10 +333,10 @@ def launch(folder: Path, *script: str) -> subprocess.Popen[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a Linux system call ties ranks to it")
 def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
-    process = launch(tmp_path, "(folder / f'ready-{rank}').touch()", "wait()")
+    process = launch(tmp_path, READY, "wait()")
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    until = time.monotonic() + 5
+    until = time.monotonic() + GONE_WITHIN
     while Story(tmp_path, 0, "", 0).is_anyone_left():
         assert time.monotonic() < until, "a rank goes on without its launcher"
         time.sleep(0.02)
@@ -335,18 +347,18 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         tmp_path,
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)",  # a long step
         "beat(1)",
-        "(folder / f'ready-{rank}').touch()",
+        READY,
         "wait()",
     )
     process.send_signal(signal.SIGTERM)
-    time.sleep(1.3)
+    time.sleep(2 * SAME_PRESS)
     assert process.poll() is None
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143
     while Story(tmp_path, 0, "", 0).is_anyone_left():
         time.sleep(0.02)
-    assert time.monotonic() - before < 2
+    assert time.monotonic() - before < AT_ONCE
 
 
 def test_a_child_whose_parent_is_gone_ends_itself() -> None:

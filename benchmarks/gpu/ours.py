@@ -26,7 +26,8 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.model.adapter import FullConfig, LoraConfig
     from app.model.attention import AttentionConfig, choose_backend
     from app.model.base import ModelConfig, load_architecture
-    from app.strategy.build import StrategyConfig, build_strategy
+    from app.strategy.build import build_strategy
+    from app.strategy.settings import StrategyConfig
     from app.training.curves import Curves
     from app.training.module import FinetuneModule
     from app.training.optimizer import build_optimizer
@@ -67,7 +68,9 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
         trainer = build_trainer(
             config,
             placement=placement,
-            strategy=build_strategy(StrategyConfig(), placement.num_ranks),
+            strategy=build_strategy(
+                StrategyConfig(), accelerator=placement.accelerator, num_ranks=placement.num_ranks
+            ),
             total_steps=total_steps,
             loggers=[],
             callbacks=[watch(clock), *compilation_of(part)],

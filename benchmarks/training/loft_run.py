@@ -25,6 +25,7 @@ def main(task: Task) -> None:
     from app.model.build import build_model
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
+    from app.strategy.spread import OneDevice
     from app.training.curves import Curves
     from app.training.module import FinetuneModule
     from app.training.optimizer import AdamWConfig, build_optimizer
@@ -90,7 +91,7 @@ def main(task: Task) -> None:
         trainer = build_trainer(
             config,
             placement=placement,
-            strategy="auto",
+            strategy=OneDevice("cpu"),
             total_steps=task.steps,
             loggers=[],
             callbacks=[Watch()],

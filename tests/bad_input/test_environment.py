@@ -11,7 +11,7 @@ import pytest
 from app.supervise.run import check_supervise
 from app.training.checkpoint.store import CheckpointStore
 from tests.door import ask, make_data, make_model
-from tests.processes import start_train, type_train
+from tests.processes import LONGEST, start_train, type_train
 from tests.runs import rows_of
 from tests.tiny import SAMPLES, TINY_BASE
 
@@ -47,7 +47,7 @@ def test_odd_paths_and_nothing_around_them(tmp_path: Path) -> None:
     process.stdout.close()  # as `| head` does
     assert process.stderr is not None
     said = process.stderr.read()
-    assert process.wait(timeout=120) == 0, said
+    assert process.wait(timeout=LONGEST) == 0, said
     assert said == ""
     assert [row["step"] for row in rows_of(run) if row["train/loss"]] == ["1", "2", "3", "4"]
     assert json.loads((run / "metrics.json").read_text())["val/loss"] > 0
@@ -61,6 +61,7 @@ def test_odd_paths_and_nothing_around_them(tmp_path: Path) -> None:
         ("supervise.requeue=true", "type resume=auto"),
         ("supervise.max_restart=1", "did you mean supervise.max_restarts?"),
         ("faults=[sigtem@3]", "did you mean sigterm?"),
+        ("faults=[worker_killed@3]", "data.num_workers=0; type data.num_workers=1"),
     ],
 )
 def test_settings_that_do_not_go(tmp_path: Path, word: str, problem: str) -> None:

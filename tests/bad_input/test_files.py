@@ -22,6 +22,7 @@ from data_modules.source import Chunk
 from tests.bad_input.asking import ASKED_ONLY, ROWS, chat, named, prepare, problems_of, write
 from tests.conftest import ROOT
 from tests.door import ask, make_data
+from tests.processes import LONGEST
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def run_train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "app.train", "model=tiny", "output.dir=run", *words]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONGEST
     )
 
 

@@ -16,6 +16,7 @@ import pytest
 from data_modules.prepare import ChunkEncoder, EncodedChunk, Prepared
 from data_modules.source import Chunk, read_chunks
 from tests.bad_input.asking import chat, prepare, write
+from tests.processes import GONE_WITHIN, LONGEST
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def forked(target: Callable[[], None]) -> Iterator[int]:
     try:
         yield process.pid
     finally:
-        process.join(30)
+        process.join(LONGEST)
         assert not process.is_alive()
 
 
@@ -64,7 +65,7 @@ def test_two_runs_prepare_the_same_data_at_once(large: Path, base: Any) -> None:
         results.put((data.how, str(data.folder), content(data)))
 
     with forked(run), forked(run):
-        found = [results.get(timeout=30) for _ in range(2)]
+        found = [results.get(timeout=LONGEST) for _ in range(2)]
     assert sorted(how for how, _, _ in found) == [
         "prepared (not in the cache yet)",
         "prepared by another process",
@@ -97,7 +98,7 @@ def test_a_run_killed_while_it_prepares(large: Path, base: Any) -> None:
         prepare(large, base, num_proc=2)
 
     with forked(run) as pid:
-        until = time.monotonic() + 20
+        until = time.monotonic() + LONGEST
         workers: list[int] = []
         while not (len(workers) == 2 and list(cache.glob("*.tmp-*/*"))):
             assert time.monotonic() < until, "it never began"
@@ -105,7 +106,7 @@ def test_a_run_killed_while_it_prepares(large: Path, base: Any) -> None:
             workers = children(pid)
         time.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
-    until = time.monotonic() + 5
+    until = time.monotonic() + GONE_WITHIN
     while any(map(is_running, workers)):
         assert time.monotonic() < until, "a worker goes on without its run"
         time.sleep(0.01)

@@ -8,12 +8,14 @@ import multiprocessing
 import os
 import signal
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
 from data_modules.cache import Key, code_version, open_or_make
 from data_modules.types import DataError
+from tests.processes import LONGEST
 
 PARTS = {
     "data": "d",
@@ -89,7 +91,8 @@ def _make_slowly(folder: Path) -> None:
     (folder / "tokens").write_text("whole")
 
 
-def _open(root: Path, results: multiprocessing.Queue[tuple[str, str]]) -> None:
+def _open(root: Path, results: multiprocessing.Queue[tuple[str, str]], together: Barrier) -> None:
+    together.wait(LONGEST)
     folder, how = open_or_make(root, KEY, _make_slowly)
     results.put((how, (folder / "tokens").read_text()))
 
@@ -97,10 +100,11 @@ def _open(root: Path, results: multiprocessing.Queue[tuple[str, str]]) -> None:
 def test_two_processes_make_it_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     results: multiprocessing.Queue[tuple[str, str]] = context.Queue()
-    processes = [context.Process(target=_open, args=(tmp_path, results)) for _ in range(3)]
+    arguments = (tmp_path, results, context.Barrier(3))
+    processes = [context.Process(target=_open, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    found = sorted(results.get(timeout=20) for _ in processes)
+    found = sorted(results.get(timeout=LONGEST) for _ in processes)
     for process in processes:
         process.join()
     others = [("prepared by another process", "whole")] * 2

@@ -64,7 +64,9 @@ def build(
     module = FinetuneDataModule(config, PackingConfig(method=method), tokenizer, **settings)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     module.trainer = SimpleNamespace(
-        world_size=settings["num_ranks"], global_rank=rank, strategy=strategy
+        world_size=settings["num_ranks"],
+        distributed_sampler_kwargs={"num_replicas": settings["num_ranks"], "rank": rank},
+        strategy=strategy,
     )
     module.setup("fit")
     return module
@@ -355,7 +357,9 @@ def test_other_number_of_ranks_than_planned_is_an_error(
     files: list[DatasetConfig], tokenizer: Any
 ) -> None:
     module = build(files, tokenizer)
-    module.trainer = SimpleNamespace(world_size=2, global_rank=0)
+    module.trainer = SimpleNamespace(
+        world_size=2, distributed_sampler_kwargs={"num_replicas": 2, "rank": 0}
+    )
     with pytest.raises(ValueError, match="planned for 1 ranks"):
         module.train_dataloader()
 

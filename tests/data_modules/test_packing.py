@@ -279,6 +279,11 @@ def test_line_tells_documents_packs_steps_and_epochs() -> None:
         "10 documents in 10 packs, 75.0% of 64 tokens full; 3 steps of 4 packs an epoch; "
         "6 steps = 2.00 epochs"
     )
+    few = make_plan([48] * 3, micro_batch_size=1, world_size=4, num_epochs=1).line()
+    assert few.endswith(
+        "3 packs for a global batch of 8: lower trainer.global_batch_size; 1 rank of 4 will have "
+        "nothing to do"
+    )
 
 
 def test_last_step_of_an_epoch_is_filled_with_empty_packs() -> None:

@@ -63,7 +63,11 @@ def build(
     strategy = SimpleNamespace(
         root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number * num_ranks
     )
-    module.trainer = SimpleNamespace(world_size=num_ranks, global_rank=rank, strategy=strategy)
+    module.trainer = SimpleNamespace(
+        world_size=num_ranks,
+        distributed_sampler_kwargs={"num_replicas": num_ranks, "rank": rank},
+        strategy=strategy,
+    )
     module.setup("fit")
     return module
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.errors import UserError
-from tests.conftest import ROOT, SHARED, TrainRun, read_column
+from tests.conftest import SHARED, TrainRun, read_column
+from tests.reliability.person import Person
 from tests.tiny import (
     NAMES,
     TINY_BASE,
@@ -91,13 +89,13 @@ def test_a_preview_shows_both_sides(words: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one(words: list[str], train_run: TrainRun, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(
+    words: list[str], train_run: TrainRun, person: Person, tmp_path: Path
+) -> None:
     folder = tmp_path / "ranks"
     words = [*words, "adapter=lora", "adapter.dropout=0", "logger=csv"]
     cut = ["trainer.gradient_accumulation_steps=1", "trainer.devices=2", "trainer.accelerator=cpu"]
-    command = [sys.executable, "-m", "app.train", *small_run(*words, *cut), f"output.dir={folder}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
+    person.train_into(folder, *small_run(*words, *cut))
     alone = train_run(*small_run(*words))
     for column in ("train/loss", "train/grad_norm", "val/loss"):
         expected = read_column(alone, column)

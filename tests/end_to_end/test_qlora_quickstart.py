@@ -7,25 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_quickstart import TASKS, run_verb
+from app.config import run_verb
+from app.evaluate import evaluate
+from tests.end_to_end.test_quickstart import TASKS
+from tests.reliability.person import Person
 
 METHODS = ("none", "nf4", "int8")
+SHORT = ("trainer.max_steps=150", "evaluation.max_rows=60")
 NOISE = ("MatMul8bitLt", "gemm_4bit", "bitsandbytes")
 """what the library says of every call, or of itself"""
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """The sample run by quantization: its folder, and what it printed."""
+def runs(person: Person, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Half of the sample run by quantization: its folder, and what it printed."""
     parent = tmp_path_factory.mktemp("qlora")
     return {
         method: (
             parent / method,
-            run_verb(
-                "train",
-                "+experiment=quickstart",
-                f"quantization={method}",
-                f"output.dir={parent / method}",
+            person.train_into(
+                parent / method, "+experiment=quickstart", f"quantization={method}", *SHORT
             ),
         )
         for method in METHODS
@@ -54,11 +55,16 @@ def test_qlora_learns_what_lora_learns(runs: dict[str, tuple[Path, str]]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["nf4", "int8"])
 def test_evaluate_measures_the_quantized_model_of_the_run(
-    runs: dict[str, tuple[Path, str]], tmp_path: Path, method: str
+    runs: dict[str, tuple[Path, str]],
+    tmp_path: Path,
+    method: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder, _ = runs[method]
-    screen = run_verb("evaluate", f"run={folder}", f"output.dir={tmp_path}")
-    assert not any(word in screen for word in NOISE)
+    words = [f"run={folder}", f"output.dir={tmp_path}"]
+    assert run_verb("evaluate", evaluate, words=words) == 0
+    screen = capfd.readouterr().out
+    assert "exact match" in screen and not any(word in screen for word in NOISE)
     at_training = metrics_of(folder)
     for name, value in metrics_of(tmp_path).items():
         assert value == pytest.approx(at_training[name], rel=1e-6), name
@@ -68,7 +74,8 @@ def test_evaluate_measures_the_quantized_model_of_the_run(
 def test_an_adapter_of_a_quantized_base_is_measured_on_the_base_itself(
     runs: dict[str, tuple[Path, str]], tmp_path: Path
 ) -> None:
-    run_verb("evaluate", f"run={runs['nf4'][0]}", "quantization=none", f"output.dir={tmp_path}")
+    words = [f"run={runs['nf4'][0]}", "quantization=none", f"output.dir={tmp_path}"]
+    assert run_verb("evaluate", evaluate, words=words) == 0
     measured, quantized = metrics_of(tmp_path), metrics_of(runs["nf4"][0])
     base = metrics_of(runs["none"][0])
     for task in TASKS:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.processes import LONGEST
 
 TASKS = ("lists", "orders", "people")
 
@@ -24,7 +25,7 @@ def run_verb(verb: str, *words: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=LONGEST,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

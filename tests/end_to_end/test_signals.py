@@ -14,6 +14,7 @@ import pytest
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.processes import (
+    LONGEST,
     RUN,
     TWO_RANKS,
     environment_of_a_person,
@@ -22,6 +23,7 @@ from tests.processes import (
     type_train,
     wait_until_gone,
 )
+from tests.reliability.person import Person
 from tests.runs import check_same_run, rows_of
 from tests.tiny import small_run
 
@@ -32,8 +34,17 @@ def steps_of(run: Path) -> list[int]:
     return [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()]
 
 
-def test_a_run_that_was_told_to_stop_goes_on_by_the_command_it_prints(tmp_path: Path) -> None:
-    assert type_train(tmp_path / "whole")[0] == 0
+@pytest.fixture(scope="module")
+def whole_of_two(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("two") / "whole"
+    person.train_into(run, *small_run(*RUN, *TWO_RANKS))
+    return run
+
+
+def test_a_run_that_was_told_to_stop_goes_on_by_the_command_it_prints(
+    person: Person, tmp_path: Path
+) -> None:
+    person.train_into(tmp_path / "whole", *small_run(*RUN))
     run = tmp_path / "run"
     words = ("resume=auto", "faults=[sigint@3,sigterm@7]", "data.num_workers=1")
     code, _, said = type_train(run, *words)
@@ -45,7 +56,7 @@ def test_a_run_that_was_told_to_stop_goes_on_by_the_command_it_prints(tmp_path: 
     typed = shlex.split(command)
     assert typed[:3] == ["python", "-m", "app.train"]
     done = start_train(*typed[3:])
-    done.communicate(timeout=300)
+    done.communicate(timeout=LONGEST)
     assert done.returncode == 0
     check_same_run(run, tmp_path / "whole")
 
@@ -60,7 +71,7 @@ def test_a_stop_of_the_whole_group_is_one_stop(tmp_path: Path) -> None:
     workers = len(processes_of(tmp_path / "run")) - 1
     assert workers >= 2
     os.killpg(process.pid, signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=LONGEST)[1]
     assert process.returncode == 143
     *_, last = steps_of(tmp_path / "run")
     assert f"stopped by SIGTERM: step {last} is saved" in said
@@ -68,8 +79,9 @@ def test_a_stop_of_the_whole_group_is_one_stop(tmp_path: Path) -> None:
     wait_until_gone(tmp_path / "run")
 
 
-def test_two_ranks_stop_together_and_are_started_again(tmp_path: Path) -> None:
-    assert type_train(tmp_path / "whole", *TWO_RANKS)[0] == 0
+def test_two_ranks_stop_together_and_are_started_again(
+    whole_of_two: Path, person: Person, tmp_path: Path
+) -> None:
     run, bin_ = tmp_path / "run", tmp_path / "bin"
     bin_.mkdir()
     (bin_ / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol\n')
@@ -87,18 +99,15 @@ def test_two_ranks_stop_together_and_are_started_again(tmp_path: Path) -> None:
     assert (code, steps_of(run)) == (138, [2, 3])
     assert "supervise.requeue: job 77 put back into the queue" in said
     assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
-    code, _, said = type_train(run, *words, environment=slurm)
-    assert code == 0, said
+    said = person.train_into(run, *small_run(*RUN, *words), environment=slurm)
     assert "rank 0 was killed by SIGKILL" in said and "after step 5" in said
     assert "rank 1 was killed by SIGKILL" in said and "after step 7" in said
     assert said.count("error") == 2 and "gloo" not in said
     assert "restart 1 of 2, from step 4" in said and "restart 2 of 2, from step 6" in said
-    check_same_run(run, tmp_path / "whole")
+    check_same_run(run, whole_of_two)
 
 
-def test_ranks_of_torchrun_are_started_again_by_it(tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    assert type_train(whole, *TWO_RANKS)[0] == 0
+def test_ranks_of_torchrun_are_started_again_by_it(whole_of_two: Path, tmp_path: Path) -> None:
     words = small_run(*RUN, *TWO_RANKS, "resume=auto", "faults=[rank_killed:1@5]")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
@@ -110,13 +119,13 @@ def test_ranks_of_torchrun_are_started_again_by_it(tmp_path: Path) -> None:
         env=environment_of_a_person(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LONGEST,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "RESUME: from" in done.stdout
     wait_until_gone(tmp_path / "run")
-    check_same_run(tmp_path / "run", whole)
+    check_same_run(tmp_path / "run", whole_of_two)
 
 
 def test_a_killed_loader_worker_is_named(tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention import varlen
 from transformers import (
+    BloomConfig,
     DeepseekV3Config,
+    FalconConfig,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
@@ -22,6 +25,7 @@ from transformers import (
 
 from app.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
 from app.model.attention import AttentionConfig, check_implementation, choice, choose_backend
+from app.model.attention.inputs import attention_inputs
 from tests.model.test_attention_varlen import of_2_10, of_2_13
 from tests.tiny import tiny_llama, tiny_t5
 
@@ -218,6 +222,25 @@ def test_what_is_typed_is_taken(machine: Machine) -> None:
         taken = choose(backend)
         assert taken.backend == backend
         assert "as typed" in str(taken)
+
+
+def test_falcon_has_layers_of_its_own_for_flash_attention(machine: Machine) -> None:
+    machine.is_of(**WORKS)
+    falcon = FalconConfig(new_decoder_architecture=True)
+    assert choose("flash2", model=falcon).backend == "flash2"
+    assert choose(model=falcon).backend == "eager", "which takes any number of rows"
+    with pytest.raises(ValueError, match="flash2 for bloom models"):
+        choose("flash2", model=BloomConfig())
+
+
+def test_falcons_flash_attention_takes_one_packed_row_a_batch() -> None:
+    model: Any = SimpleNamespace(config=FalconConfig(), device=torch.device("cpu"))
+    assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[3, 5]], (1, 8))
+    assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[8], [5]], (2, 8))
+    with pytest.raises(ValueError, match=r"see each other .* type trainer.micro_batch_size=1"):
+        attention_inputs(model, "flash2", [[8], [3, 5]], (2, 8))
+    llama = tiny_llama()
+    assert "cu_seq_lens_q" in attention_inputs(llama, "flash2", [[8], [3, 5]], (2, 8))
 
 
 def test_the_real_probes_find_no_package_here() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, FalconConfig
 
 from app.model.attention import (
     AttentionConfig,
@@ -74,6 +75,25 @@ def test_documents_do_not_see_each_other(backend: str) -> None:
     skip_unless_here(backend, model)
     model.set_attn_implementation(attention_implementation(backend))
     check_isolation(model, backend)
+
+
+def test_documents_of_a_falcon_do_not_see_each_other() -> None:
+    config = FalconConfig(
+        vocab_size=64,
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        initializer_range=0.05,
+    )
+    if fault := find_fault("flash2"):
+        pytest.skip(fault)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="flash_attention_2", dtype=torch.bfloat16
+    )
+    check_isolation(model.to("cuda").eval(), "flash2")
 
 
 @pytest.mark.parametrize("backend", ["varlen", "flex"])

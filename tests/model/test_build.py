@@ -291,13 +291,13 @@ def test_a_full_model_that_does_not_read_back_is_a_training_fault(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = built(base, FullConfig())
-    write = LlamaForCausalLM.save_pretrained
+    write = saving.write_model
 
-    def write_badly(self: Any, folder: Path, **kwargs: Any) -> None:
-        write(self, folder, **kwargs)
-        spoil(Path(folder) / "model.safetensors")
+    def write_badly(model: Any, folder: Path, *rest: Any) -> None:
+        write(model, folder, *rest)
+        spoil(folder / "model.safetensors")
 
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", write_badly)
+    monkeypatch.setattr(saving, "write_model", write_badly)
     with pytest.raises(TrainingFault, match=r"does not read back.*logits differ"):
         save(model, FullConfig(), base, tmp_path)
 

@@ -143,6 +143,23 @@ def test_an_unknown_change_of_the_logits_is_found_and_said(
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_the_backward_pass_comes_by_what_a_forward_has_returned() -> None:
+    """There strategies gather weights again, which the head's gradient may need."""
+    model = tiny_llama()
+    fuse_head(model)
+    order: list[str] = []
+
+    def wait_at(module: Any, inputs: Any, output: Any) -> None:
+        output.logits.register_hook(lambda grad: order.append("output"))
+
+    model.register_forward_hook(wait_at)
+    model.lm_head.weight.register_hook(lambda grad: order.append("head"))
+    ids = random_ids()
+    total, _ = head_loss(model, {"input_ids": ids}, ids, torch.ones(ids.shape))
+    total.backward()
+    assert order == ["output", "head"]
+
+
 def test_a_forward_that_misses_its_head_is_an_error() -> None:
     model = tiny_llama()
     fuse_head(model)

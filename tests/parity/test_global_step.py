@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,10 +12,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.config import load_config
+from app.evaluate import evaluate
 from app.model.attention import attention_implementation
 from app.training.loss import DatasetSums, batch_loss
 from data_modules import Batch, DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
 from tests.conftest import ROOT, TrainRun, read_column
+from tests.reliability.person import Person
 
 SAMPLES = ROOT / "data_modules" / "samples"
 SETTINGS = [
@@ -51,30 +51,32 @@ CUTS = {
 }
 
 
-def run_command(folder: Path, *words: str) -> Path:
-    """Run the ordinary command in a process of its own, as ranks need it."""
-    command = [sys.executable, "-m", "app.train", *SETTINGS, *words, f"output.dir={folder}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment.pop("LOFT_RUN_DIR", None)
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=300)
-    return folder
-
-
 def first_gradient_norm(folder: Path) -> float:
     return read_column(folder, "train/grad_norm")[1]
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cuts") / "reference"
-    return run_command(folder, *CUTS["eight at once"])
+    person.train_into(folder, *SETTINGS, *CUTS["eight at once"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cuts") / "two-ranks"
+    person.train_into(folder, *SETTINGS, *CUTS["two ranks"])
+    return folder
 
 
 @pytest.mark.parametrize("cut", ["one by one", "two ranks", "two ranks, by the global batch"])
 def test_every_cut_of_a_global_step_trains_the_same(
-    cut: str, reference: Path, tmp_path: Path
+    cut: str, reference: Path, of_two_ranks: Path, person: Person, tmp_path: Path
 ) -> None:
-    folder = run_command(tmp_path / "cut", *CUTS[cut])
+    folder = of_two_ranks
+    if cut != "two ranks":
+        folder = tmp_path / "cut"
+        person.train_into(folder, *SETTINGS, *CUTS[cut])
     assert first_gradient_norm(folder) == pytest.approx(first_gradient_norm(reference), rel=1e-6)
     for column in ("train/loss", "train/loss/lists", "train/loss/orders"):
         ours, expected = read_column(folder, column), read_column(reference, column)
@@ -85,7 +87,7 @@ def test_every_cut_of_a_global_step_trains_the_same(
     )
 
 
-def test_ranks_that_read_a_stream_weigh_their_step_together(tmp_path: Path) -> None:
+def test_ranks_that_read_a_stream_weigh_their_step_together(person: Person, tmp_path: Path) -> None:
     """The first gradient of two ranks is that of all their documents in one batch."""
     lists = str(SAMPLES / "lists.json")
     words = [
@@ -96,13 +98,8 @@ def test_ranks_that_read_a_stream_weigh_their_step_together(tmp_path: Path) -> N
         "trainer.max_steps=1",
     ]
     own = [word for word in SETTINGS if not word.startswith(("adapter", "data.datasets"))]
-    command = [sys.executable, "-m", "app.train", *own, *CUTS["two ranks"], *words]
     folder = tmp_path / "run"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    environment.pop("LOFT_RUN_DIR", None)
-    subprocess.run(
-        [*command, f"output.dir={folder}"], cwd=ROOT, env=environment, check=True, timeout=300
-    )
+    person.train_into(folder, *own, *CUTS["two ranks"], *words)
 
     model = AutoModelForCausalLM.from_pretrained(SAMPLES / "tiny_base", dtype=torch.float32)
     model.set_attn_implementation(attention_implementation("sdpa"))
@@ -132,7 +129,9 @@ def streamed(path: str, rank: int) -> list[Batch]:
         max_steps=1,
         seed=42,
     )
-    module.trainer = SimpleNamespace(world_size=2, global_rank=rank)
+    module.trainer = SimpleNamespace(
+        world_size=2, distributed_sampler_kwargs={"num_replicas": 2, "rank": rank}
+    )
     module.setup("fit")
     return list(itertools.islice(iter(module._stream()), 2))
 
@@ -154,8 +153,10 @@ def test_packed_and_padded_documents_give_the_same_loss_and_gradient(
     assert read_column(packed, tokens) == read_column(padded, tokens)
 
 
-def test_the_learning_rate_knows_no_ranks(reference: Path, tmp_path: Path) -> None:
-    folder = run_command(tmp_path / "cosine", *CUTS["two ranks"], "schedule=cosine")
+def test_the_learning_rate_knows_no_ranks(person: Person, tmp_path: Path) -> None:
+    folder = tmp_path / "cosine"
+    own = [word for word in SETTINGS if not word.startswith("schedule=")]
+    person.train_into(folder, *own, *CUTS["two ranks"], "schedule=cosine")
     rates = list(read_column(folder, "train/lr").values())
     assert len(rates) == 6
     assert rates[0] == pytest.approx(1e-3)
@@ -163,9 +164,9 @@ def test_the_learning_rate_knows_no_ranks(reference: Path, tmp_path: Path) -> No
 
 
 def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(
-    reference: Path, tmp_path: Path
+    reference: Path, of_two_ranks: Path
 ) -> None:
-    folder = run_command(tmp_path / "ranks", *CUTS["two ranks"])
+    folder = of_two_ranks
     ours = load_file(folder / "adapter" / "adapter_model.safetensors")
     expected = load_file(reference / "adapter" / "adapter_model.safetensors")
     assert ours.keys() == expected.keys()
@@ -175,17 +176,14 @@ def test_a_run_on_two_ranks_leaves_one_folder_with_one_adapter(
     assert metrics["val/loss"] < metrics["base/val/loss"]
 
 
-def test_the_closing_loss_of_a_full_run_on_two_ranks_is_that_of_all_rows(tmp_path: Path) -> None:
+def test_the_closing_loss_of_a_full_run_on_two_ranks_is_that_of_all_rows(
+    person: Person, tmp_path: Path
+) -> None:
     """Rank 0 measures it alone, after saving has rounded the weights."""
     folder = tmp_path / "full"
     settings = [word for word in SETTINGS if not word.startswith("adapter.")]
-    command = [sys.executable, "-m", "app.train", *settings, *CUTS["two ranks"], "adapter=full"]
-    environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
-    for words in (
-        [*command, f"output.dir={folder}"],
-        [sys.executable, "-m", "app.evaluate", f"run={folder}", f"output.dir={tmp_path / 'again'}"],
-    ):
-        subprocess.run(words, cwd=ROOT, env=environment, check=True, timeout=300)
+    person.train_into(folder, *settings, *CUTS["two ranks"], "adapter=full")
+    evaluate(load_config("evaluate", [f"run={folder}", f"output.dir={tmp_path / 'again'}"]))
     closing = json.loads((folder / "metrics.json").read_text())
     for name, value in json.loads((tmp_path / "again" / "metrics.json").read_text()).items():
         assert closing[name] == pytest.approx(value, rel=1e-5), name

@@ -21,9 +21,10 @@ from queue import Queue
 
 from benchmarks.figure import Figure, print_figures
 from tests.conftest import ROOT
+from tests.processes import GONE_WITHIN
 from tests.reliability.cases import Chain, make_base
 from tests.reliability.chain import Result, Whole, count_operations, run_chain
-from tests.reliability.person import GONE_WITHIN, Person
+from tests.reliability.person import Person
 from tests.reliability.plans import COUNTED, NUM_KILLS, plan_chains
 
 AT_ONCE = 2
@@ -36,6 +37,8 @@ FIGURES = {
     "processes killed": "killed_processes_survived",
     "bad numbers": "bad_numbers_stopped",
     "disk full": "disk_full_last_good_kept",
+    "kills of shares": "kills_under_strategies_bitwise_equal",
+    "disk full for a share": "disk_full_for_a_share_last_good_kept",
 }
 """of what a death is"""
 

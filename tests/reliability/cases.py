@@ -15,6 +15,8 @@ SAMPLES = ROOT / "data_modules" / "samples"
 NUM_STEPS = 12
 STEPS_AN_EPOCH = 7
 """about: a run goes over the end of its first epoch"""
+ALL_IN_PARTS = "+strategy.config={zero_optimization: {stage3_param_persistence_threshold: 0}}"
+"""else ZeRO-3 keeps weights this small whole on every rank"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +27,12 @@ class Variant:
     ranks: int = 1
     data: str = "packed"
     accumulation: int = 1
+    strategy: str = "auto"
 
     @property
     def name(self) -> str:
-        return f"{self.adapter}-{self.ranks}-{self.data}-{self.accumulation}"
+        spread = "" if self.strategy == "auto" else f"-{self.strategy}"
+        return f"{self.adapter}-{self.ranks}-{self.data}-{self.accumulation}{spread}"
 
     def words(self, folder: Path, *others: str) -> list[str]:
         """Return the words of its run on what is in `folder`, `others` instead of its own."""
@@ -45,6 +49,8 @@ class Variant:
             f"trainer.gradient_accumulation_steps={self.accumulation}",
             f"trainer.devices={self.ranks}",
             "trainer.accelerator=cpu",
+            *([f"strategy={self.strategy}"] if self.strategy != "auto" else []),
+            *([ALL_IN_PARTS] if self.strategy == "zero3" else []),
             "trainer.precision=fp32",
             f"trainer.max_steps={NUM_STEPS}",
             "trainer.validate_every_steps=5",

@@ -18,8 +18,9 @@ from threading import Lock
 
 from app.faults import NEEDS_ROOM, NOTES_FILE
 from app.training.checkpoint.store import CheckpointStore
+from tests.processes import GONE_WITHIN
 from tests.reliability.cases import Chain, Death, Operations, Variant
-from tests.reliability.person import GONE_WITHIN, Ending, Person
+from tests.reliability.person import Ending, Person
 from tests.reliability.plans import plan_counted
 from tests.runs import check_same_run
 from tests.training.checkpoint.test_store_damaged import DAMAGES
@@ -69,7 +70,7 @@ class Whole:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
                 typed = [*words, f"output.dir={folder / RUN}"]
-                ending = person.type_train(typed, folder, ranks=chain.variant.ranks)
+                ending = person.type_train(typed, folder)
                 if ending.code != 0:
                     raise RuntimeError(f"{chain.name}: undisturbed it ends with {ending}")
         return folder
@@ -132,7 +133,6 @@ def _die_and_go_on(
         ending = person.type_train(
             typed,
             folder,
-            ranks=chain.variant.ranks,
             is_warm=is_warm,
             meanwhile=_sender(death, folder),
         )
@@ -201,7 +201,7 @@ def _problems(death: Death | None, ending: Ending, run: Path, must_say: list[str
         problems.append(f"the newest checkpoint is of step {newest}, not {death.saved}")
     if death.what == "sigterms" and not newest >= death.step:
         problems.append(f"the newest checkpoint is of step {newest}, before {death.step}")
-    if death.what == "disk full" and list(run.glob("checkpoints/*.tmp")):
+    if death.what.startswith("disk full") and list(run.glob("checkpoints/*.tmp")):
         problems.append("what was written of the save is left")
     return problems
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.heartbeat import PARENT_VARIABLE
 from tests.conftest import ROOT
-from tests.processes import environment_of_a_person
+from tests.processes import GONE_WITHIN, LONGEST, environment_of_a_person
 
 LOG = "log.txt"
 """beside a run's folder: all that its processes printed"""
-LONGEST = 120.0
-"""seconds that a process may take"""
-GONE_WITHIN = 15.0
-"""seconds after which nothing may be left of a run that has ended"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +43,7 @@ class Person:
             "OMP_NUM_THREADS": "1",
             "LOFT_DATA_CACHE": str(cache),
             "GOMP_SPINCOUNT": "1000",
+            "PYTHONFAULTHANDLER": "1",  # what takes too long shows where it stands
         }
         # From the thread that lives the longest: with it, the system ends what it has started.
         self._server = subprocess.Popen(
@@ -66,8 +65,8 @@ class Person:
         words: Sequence[str],
         folder: Path,
         *,
-        ranks: int = 1,
         is_warm: bool = True,
+        environment: Mapping[str, str] | None = None,
         meanwhile: Callable[[int], None] | None = None,
     ) -> Ending:
         """Type `python -m app.train` with `words`, all it leaves in `folder`; wait for its end.
@@ -77,34 +76,43 @@ class Person:
         log = folder / LOG
         begins = log.stat().st_size if log.exists() else 0
         start = self._start_warm if is_warm else self._start_cold
-        pid, wait = start(words, folder, ranks)
+        pid, wait = start(words, folder, environment or {})
+        too_long = threading.Timer(LONGEST, end_session, (pid, signal.SIGABRT))
+        too_long.start()
         try:
             if meanwhile is not None:
                 meanwhile(pid)
             code = wait()
             seconds = _wait_until_gone(pid)
         finally:
+            too_long.cancel()
             end_session(pid)
         said = log.read_bytes()[begins:].decode(errors="replace")
         return Ending(code=code, said=said, seconds_until_gone=seconds)
 
+    def train_into(self, run: Path, *words: str, code: int = 0, **options: Any) -> str:
+        """Type it for the run in `run`, which must end with `code`; returns what it printed."""
+        ending = self.type_train([*words, f"output.dir={run}"], run.parent, **options)
+        assert ending.code == code, ending.said
+        return ending.said
+
     def _start_cold(
-        self, words: Sequence[str], folder: Path, ranks: int
+        self, words: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> tuple[int, Callable[[], int]]:
         with (folder / LOG).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "app.train", *words],
                 cwd=ROOT,
-                env=self._environment(),
+                env=self._environment() | dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        return process.pid, lambda: process.wait(LONGEST)
+        return process.pid, process.wait
 
     def _start_warm(
-        self, words: Sequence[str], folder: Path, ranks: int
+        self, words: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> tuple[int, Callable[[], int]]:
         if not self._is_ready:
             self._is_ready = bool(self._answer())
@@ -112,7 +120,8 @@ class Person:
             "words": list(words),
             "log": str(folder / LOG),
             "record": str(folder),
-            "ranks": ranks,
+            "num_processes": _num_processes_of_ranks(words),
+            "environment": dict(environment),
         }
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
@@ -131,6 +140,14 @@ class Person:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait(LONGEST)
+
+
+def _num_processes_of_ranks(words: Sequence[str]) -> int:
+    """Return how many processes a command may start for its ranks, 0 where it is the only one."""
+    chosen = dict(word.partition("=")[::2] for word in words)
+    ranks = int(chosen.get("trainer.devices", 1))
+    starts = 1 + int(chosen.get("supervise.max_restarts", 0))
+    return ranks * starts if max(ranks, starts) > 1 else 0
 
 
 def processes_of_session(session: int) -> list[int]:
@@ -155,7 +172,8 @@ def _wait_until_gone(session: int) -> float:
     return time.monotonic() - began
 
 
-def end_session(session: int) -> None:
+def end_session(session: int, signum: int = signal.SIGKILL) -> None:
     """Kill what is left of a command."""
     for pid in processes_of_session(session):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)

@@ -36,6 +36,7 @@ def plan_chains(seed: int, counted: Mapping[Variant, Operations], *, is_full: bo
         *plan_anyone_killed(),
         *plan_bad_numbers(seed),
         *plan_disk_full(seed, counted),
+        *plan_strategies(seed),
     ]
 
 
@@ -281,3 +282,44 @@ def plan_bad_numbers(seed: int) -> list[Chain]:
         )
         for index, variant in enumerate(chosen)
     ]
+
+
+SPREAD = [
+    Variant(ranks=2, accumulation=4, strategy="fsdp"),
+    Variant(adapter="full", ranks=2, data="padded", strategy="zero2"),
+    Variant(ranks=2, data="mixture", strategy="zero3"),
+]
+"""runs of which each rank holds and saves a part"""
+FEWEST_OF_A_SHARE = 10
+"""operations on the disk by which a rank above 0 adds its own to a save"""
+
+
+def plan_strategies(seed: int) -> list[Chain]:
+    """Kill ranks that hold parts: in steps, while they write theirs, before all is committed."""
+    dice = random.Random(f"strategies {seed}")
+    return [
+        Chain(
+            name=f"strategy-{variant.name}",
+            variant=variant,
+            deaths=[
+                _end_spread(3, f"rank_killed:{dice.randrange(2)}"),
+                _end_spread(5, f"batch_killed:{dice.randint(1, variant.accumulation)}"),
+                _end_spread(6, f"disk:{dice.randint(1, FEWEST_OF_A_SHARE)}:1", saved=4),
+                _end_spread(8, f"ckpt:{dice.choice(('after_file', 'after_manifest'))}", saved=6),
+                _end_spread(10, f"enospc:{dice.randint(1, FEWEST_OF_A_SHARE)}:1", saved=8),
+            ],
+        )
+        for variant in SPREAD
+    ]
+
+
+def _end_spread(step: int, fault: str, saved: int | None = None) -> Death:
+    is_full = fault.startswith("enospc")
+    return Death(
+        what="disk full for a share" if is_full else "kills of shares",
+        step=step,
+        code=NO_ENVIRONMENT,
+        fault=f"{fault}@{step}",
+        saved=saved,
+        says=f"step-{saved} is kept" if is_full else "",
+    )

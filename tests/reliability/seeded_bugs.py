@@ -31,6 +31,7 @@ KILLED = "tests/training/checkpoint/test_store_killed.py"
 ROTATION = "tests/training/checkpoint/test_store_rotation.py"
 RESUMED = "tests/training/checkpoint/test_resume.py"
 RESUMED_RUN = f"{RESUMED}::test_a_resumed_run_is_the_uninterrupted_one[lora packed]"
+STEPS = "tests/parity/strategies/test_steps.py::test_lora_accumulated_and_clipped"
 BAD_RESUME = "tests/bad_input/test_resume.py"
 
 
@@ -236,6 +237,42 @@ BUGS = [
         wrong="copies[key] = tensor.detach()",
         test="tests/training/checkpoint/test_background.py"
         "::test_what_is_written_is_what_was_at_the_step",
+    ),
+    Bug(
+        name="the ranks' losses are averaged, not added up",
+        file=MODULE,
+        right="self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks",
+        wrong="self.trainer.accumulate_grad_batches",
+        test=f"{STEPS}[ddp]",
+    ),
+    Bug(
+        name="a rank clips by the norm of its own parts",
+        file="app/strategy/sharded.py",
+        right="        dist.all_reduce(squares)\n",
+        wrong="",
+        test=f"{STEPS}[fsdp]",
+    ),
+    Bug(
+        name="ranks that split matrices keep their own part of a gradient",
+        file="app/strategy/tensor_parallel.py",
+        right="        dist.all_reduce(grad, group=ctx.group)\n",
+        wrong="",
+        test=f"{STEPS}[tp]",
+    ),
+    Bug(
+        name="tokens count once for each rank that sees them",
+        file=MODULE,
+        right="total * (num_data_ranks / world_size)",
+        wrong="total",
+        test=f"{STEPS}[fsdp_tp]",
+    ),
+    Bug(
+        name="an optimizer's states are lost where each rank has a part",
+        file="app/strategy/deepspeed.py",
+        right="            kept[key][piece.at : piece.at + piece.length].copy_(piece.of(value))\n",
+        wrong="            pass\n",
+        test="tests/parity/strategies/test_resume.py"
+        "::test_another_strategy_goes_on_with_the_same_losses[lora-chain0]",
     ),
 ]
 

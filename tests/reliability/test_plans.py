@@ -28,6 +28,7 @@ def test_the_numbers_are_those_that_are_asked_for(seed: int) -> None:
     assert counted["kills in a save"] == 15
     assert {chain.variant for chain in chains[:24]} == set(cases.VARIANTS)
     assert (counted["sigterms"], counted["bad numbers"], counted["disk full"]) == (40, 30, 20)
+    assert (counted["kills of shares"], counted["disk full for a share"]) == (12, 3)
     for chain in chains:
         steps = [death.step for death in chain.deaths]
         assert (

@@ -48,7 +48,9 @@ def serve() -> None:
 
 def import_all() -> None:
     """Import what a training imports, on the way to its first step and behind its last."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # looked for while it is imported
     import bitsandbytes  # noqa: F401
+    import deepspeed  # noqa: F401
     import lightning  # noqa: F401
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -57,6 +59,8 @@ def import_all() -> None:
     import app.evaluation.generation
     import app.model.build
     import app.model.save
+    import app.strategy.deepspeed
+    import app.strategy.sharded
     import app.train
     import app.training.callbacks.heartbeat
     import app.training.callbacks.progress
@@ -73,6 +77,7 @@ def import_all() -> None:
 
 def become(request: Mapping[str, Any]) -> NoReturn:
     """Be the process that a person would have started by the words of `request`."""
+    os.environ.update(request["environment"])
     os.environ[PARENT_VARIABLE] = str(os.getppid())  # whom it is not to outlive
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -84,10 +89,10 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     record = Path(request["record"])
-    if request["ranks"] > 1:
+    if request["num_processes"]:
         from app.supervise import ranks as starter
 
-        waiting = [WaitingRank(record) for _ in range(request["ranks"])]
+        waiting = [WaitingRank(record) for _ in range(request["num_processes"])]
         starter.subprocess = SimpleNamespace(  # type: ignore[assignment]
             PIPE=subprocess.PIPE, Popen=lambda *args, **options: waiting.pop(0).go(*args, **options)
         )

@@ -14,6 +14,7 @@ import yaml
 from app.config import conf_files, load_config
 from app.config.verbs import PreviewConfig
 from app.preview import beginning_of, describe_ranks, describe_stream, plan_as_typed
+from app.strategy.settings import FsdpConfig, StrategyConfig
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig, DatasetConfig
 from tests.conftest import ROOT
@@ -145,20 +146,29 @@ def test_it_may_be_of_a_run_for_another_machine() -> None:
 
 
 def test_steps_are_planned_for_the_ranks_that_were_typed() -> None:
-    assert plan_as_typed(TrainerConfig()) == (1, 8)
-    assert plan_as_typed(TrainerConfig(devices=4, num_nodes=2)) == (8, 8)
+    auto = StrategyConfig()
+    assert plan_as_typed(TrainerConfig(), auto) == (1, 8)
+    assert plan_as_typed(TrainerConfig(devices=4, num_nodes=2), auto) == (8, 8)
     typed = TrainerConfig(devices=4, micro_batch_size=2, global_batch_size=24)
-    assert plan_as_typed(typed) == (4, 3)
+    assert plan_as_typed(typed, auto) == (4, 3)
+    assert plan_as_typed(typed, FsdpConfig(tensor_parallel_size=2)) == (2, 6)
+    assert plan_as_typed(typed, FsdpConfig(tensor_parallel_size=None)) == (1, 12)
+    assert plan_as_typed(TrainerConfig(), FsdpConfig(tensor_parallel_size=2)) == (1, 8)
 
 
 def test_ranks_that_nobody_typed_are_not_called_typed() -> None:
-    assert describe_ranks(TrainerConfig(), 1) == (
+    assert describe_ranks(TrainerConfig(), StrategyConfig(), 1) == (
         "ranks: 1, with trainer.devices=auto taken as 1; type the number of GPUs that the run will "
         "have"
     )
     typed = TrainerConfig(devices=4, num_nodes=2)
-    assert describe_ranks(typed, 8) == (
+    assert describe_ranks(typed, StrategyConfig(), 8) == (
         "ranks: 8, as typed (trainer.devices=4, trainer.num_nodes=2)"
+    )
+    split = FsdpConfig(name="fsdp_tp", tensor_parallel_size=2)
+    assert describe_ranks(typed, split, 4) == (
+        "ranks: 4, as typed (trainer.devices=4, trainer.num_nodes=2; strategy=fsdp_tp: 2 ranks "
+        "split the same data)"
     )
 
 

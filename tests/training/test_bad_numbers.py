@@ -21,6 +21,7 @@ from app.config.verbs import PARTS
 from app.errors import TrainingFault
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
+from app.strategy.spread import OneDevice
 from app.training import bad_numbers
 from app.training.bad_numbers import StepWatch, check_finite, hold_back, spread
 from app.training.checkpoint.state import model_state, optimizer_state
@@ -162,7 +163,7 @@ def fit(
     trainer = build_trainer(
         config,
         placement=resolve_placement(config),
-        strategy="auto",
+        strategy=OneDevice("cuda:0" if accelerator == "gpu" else "cpu"),
         total_steps=STEPS,
         loggers=[],
         callbacks=[Keeper(found, change)],

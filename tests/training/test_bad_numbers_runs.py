@@ -21,6 +21,8 @@ from app.train import train
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
+from tests.processes import LONGEST
+from tests.reliability.person import Person
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, small_run
 
@@ -148,24 +150,12 @@ def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
     [("nan:1@3", "step 3: loss nan (of "), ("grad_inf:0@3", "step 3: loss ")],
 )
 def test_a_bad_number_of_one_rank_stops_both_with_one_message(
-    fault: str, said_of_it: str, tmp_path: Path
+    fault: str, said_of_it: str, person: Person, tmp_path: Path
 ) -> None:
     words = [*small_run(*RUN, "trainer.devices=2"), f"faults=[{fault}]"]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("LOFT_R")
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "app.train", *words, f"output.dir={tmp_path / 'run'}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert done.stderr.count("error (training stopped): ") == 1
-    assert said_of_it in done.stderr and f"{SAMPLES}" in done.stderr
+    said = person.train_into(tmp_path / "run", *words, code=4)
+    assert said.count("error (training stopped): ") == 1
+    assert said_of_it in said and f"{SAMPLES}" in said.partition("error (training stopped): ")[2]
     assert steps_kept(tmp_path / "run") == [2]
 
 
@@ -177,7 +167,7 @@ def test_the_ordinary_command_ends_with_code_4(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LONGEST,
         check=False,
     )
     assert done.returncode == 4, done.stdout + done.stderr

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from app.strategy.spread import OneDevice
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.curves import Curves
 from app.training.module import FinetuneModule
@@ -52,7 +52,7 @@ def words(*changed: str) -> list[str]:
     return small_run(*(f"{key}={value}" for key, value in own.items()))
 
 
-class DeviceWithoutValues(SingleDeviceStrategy):
+class DeviceWithoutValues(OneDevice):
     """Trains on tensors that have a shape but no numbers: reading one is an error."""
 
     def model_to_device(self) -> None:
@@ -102,7 +102,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return optimizer
 
     strategy = DeviceWithoutValues(torch.device("cpu"))
-    monkeypatch.setattr("app.strategy.build.build_strategy", lambda *_: strategy)
+    monkeypatch.setattr("app.strategy.build.build_strategy", lambda *_, **__: strategy)
     monkeypatch.setattr("app.training.optimizer.build_optimizer", plain)
     monkeypatch.setattr(FinetuneModule, "on_fit_start", lambda module: None)  # it measures values
     monkeypatch.setattr(Curves, "flush", write)

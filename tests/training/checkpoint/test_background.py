@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from app.training.checkpoint import background
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import read_tensors, write_tensors
+from tests.processes import LONGEST
 
 
 @pytest.fixture
@@ -116,6 +118,23 @@ def test_what_failed_is_raised_by_the_next_save(writer: BackgroundWriter) -> Non
     writer.wait()  # told once
 
 
+def test_what_failed_is_told_behind_the_next_step(writer: BackgroundWriter) -> None:
+    under_way = threading.Event()
+
+    def fail() -> None:
+        under_way.wait(LONGEST)
+        raise OSError("no room")
+
+    writer.submit(fail)
+    writer.check()  # nobody is kept waiting
+    under_way.set()
+    until = time.monotonic() + LONGEST
+    with pytest.raises(OSError, match="no room"):
+        while time.monotonic() < until:
+            writer.check()
+    writer.check()
+
+
 def test_closing_waits_and_raises() -> None:
     done = []
     writer = BackgroundWriter()
@@ -146,7 +165,7 @@ writer.submit(lambda: (time.sleep(0.5), write_tensors(Path({str(tmp_path / "file
 raise SystemExit(4)
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, timeout=LONGEST)
     assert ended.returncode == 4
     assert read_tensors(tmp_path / "file")["a"].tolist() == [1.0] * 3
 

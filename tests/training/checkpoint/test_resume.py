@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import pytest
 import torch
 
 from app.config import load_config
+from app.errors import Interrupted
 from app.train import train
+from app.training.checkpoint import saving
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import MODEL, OPTIMIZER, TRAINING
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CheckpointStore
 from app.training.module import FinetuneModule
+from app.training.stopping import Stopping
+from tests.resumed import contents
 from tests.runs import check_same_run, figures_of
 from tests.tiny import SAMPLES, small_run
 
@@ -172,6 +178,26 @@ def test_a_run_that_dies_anywhere_ends_as_if_it_had_not(
     check_same_run(run_into(tmp_path / "run", *BETWEEN, "resume=auto"), whole)
 
 
+def test_a_resume_that_fails_before_it_trains_leaves_the_run_as_it_was(
+    tmp_path: Path, stop_at: Any
+) -> None:
+    run = tmp_path / "run"
+    stop_at("training_step", 9)
+    with pytest.raises(Stopped):
+        run_into(run, *BETWEEN)
+    before = contents(run)
+    words = (*BETWEEN, "resume=must", "trainer.log_every_steps=3")
+    stop_at("on_fit_start", 1)
+    with pytest.raises(Stopped):
+        run_into(run, *words)
+    after = contents(run)
+    for name in ("config.yaml", "manifest.json", "audit.json"):
+        assert after[name] == before[name], name
+    run_into(run, *words)
+    assert "log_every_steps: 3\n" in (run / "config.yaml").read_text()
+    assert len(json.loads((run / "manifest.json").read_text())["earlier"]) == 1
+
+
 def test_three_deaths_in_one_epoch_change_nothing(tmp_path: Path, stop_at: Any, seen: Ids) -> None:
     whole = run_into(tmp_path / "whole", *BETWEEN)
     everything = list(seen)
@@ -187,7 +213,10 @@ def test_three_deaths_in_one_epoch_change_nothing(tmp_path: Path, stop_at: Any, 
     assert set(seen) == set(everything)
 
 
-def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(tmp_path: Path, seen: Ids) -> None:
+def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(
+    tmp_path: Path, seen: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "SAVES_PER_RUN", 1)
     few = tmp_path / "few.jsonl"
     rows = (SAMPLES / "orders_test.jsonl").read_text().splitlines(keepends=True)
     few.write_text("".join(rows[:40]))
@@ -290,3 +319,36 @@ def test_at_the_first_batch_all_is_as_it_was_saved(
     assert not looked
     resume_from(whole, 4, *words)
     assert looked == [4]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("adapter.dropout=0.1",), id="lora"),
+        pytest.param((*FULL, "optimizer=schedule_free"), id="averaged weights"),
+        pytest.param(("data.num_workers=2", "adapter.dropout=0.1"), id="workers"),
+        pytest.param(("trainer.checkpoint.async=true", "adapter.dropout=0.1"), id="async"),
+    ],
+)
+@pytest.mark.parametrize("every", [2, 3], ids=["not due", "due"])
+def test_a_signal_in_a_validation_is_not_kept_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], every: int
+) -> None:
+    words = (*words, f"trainer.checkpoint.every_steps={every}")
+    whole = run_into(tmp_path / "whole", *words)
+    asked = iter(range(1, 100))
+    # Of steps 1 and 2, then of the first and the second batch of step 3's validation.
+    monkeypatch.setattr(Stopping, "agreed", lambda _: SIGTERM if next(asked) == 4 else None)
+    with pytest.raises(Interrupted, match="step 3 is saved"):
+        run_into(tmp_path / "run", *words)
+    newest = CheckpointStore(tmp_path / "run" / "checkpoints").checkpoints()[-1]
+    assert (newest.step, newest.metric) == (3, None)
+    monkeypatch.undo()
+    check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
+
+
+def test_the_last_validation_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Stopping, "agreed", lambda _: asked.append(1))
+    run_into(tmp_path / "run", "trainer.max_steps=1")
+    assert len(asked) == 1  # behind it

@@ -22,6 +22,7 @@ from app.training.csv_logger import CsvLogger
 from app.training.curves import Curves
 from app.training.trainer import TrainerConfig
 from tests.conftest import ROOT, read_column
+from tests.processes import LONGEST
 from tests.tiny import train_into
 
 Usage = namedtuple("Usage", "total used free")
@@ -48,8 +49,13 @@ def saves_of(
     return [s for s in steps if saver.is_due(s)], [s for s in steps if saver.validates_after(s)]
 
 
-def test_a_run_saves_once_an_epoch_or_every_so_many_steps_and_at_its_end(tmp_path: Path) -> None:
-    assert saves_of(tmp_path, None, 7) == ([3, 6, 7], [2, 4, 6, 7])
+def test_a_run_saves_ten_times_and_at_ends_of_epochs_or_every_so_many_steps(
+    tmp_path: Path,
+) -> None:
+    often = [3, 6, 9, 11, 12, 15, 18, 21, 22, 24, 27, 29]
+    assert saves_of(tmp_path, None, 29, epoch=11)[0] == often
+    assert saves_of(tmp_path, None, 1000, epoch=10_000)[0] == list(range(100, 1001, 100))
+    assert saves_of(tmp_path, None, 3) == ([1, 2, 3], [2, 3])
     assert saves_of(tmp_path, 4, 8) == ([4, 8], [2, 4, 6, 8])
     assert saves_of(tmp_path, 50, 5, has_validation=False) == ([5], [])
 
@@ -175,16 +181,18 @@ for weight in model.parameters():
 optimizer.step()
 optimizer.zero_grad()
 tensors, numbers = optimizer_state(model, optimizer)
+parts = {"model": model_state(model), "optimizer": tensors}
 checkpoint = {
-    "state_dict": model_state(model), "optimizer_tensors": tensors,
-    "training": {"step": 1, "optimizer": numbers}, "metric": None, "details": None,
+    "training": {"step": 1, "optimizer": numbers}, "metric": None, "details": {"num_ranks": 0}
 }
-size = sum(t.nbytes for part in (checkpoint["state_dict"], tensors) for t in part.values())
+size = sum(t.nbytes for part in parts.values() for t in part.values())
 store = CheckpointStore(Path(sys.argv[1]) / "checkpoints")
 store.begin(1)
 before = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 Path("/proc/self/clear_refs").write_text("5")
-StoredCheckpoints(store).save_checkpoint(checkpoint, store.folder / "step-1")
+checkpoints = StoredCheckpoints(store)
+checkpoints.add_tensors(1, parts, rank=0, num_ranks=1)
+checkpoints.save_checkpoint(checkpoint, store.folder / "step-1")
 peak = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("VmHWM")]
 print(size, int(peak[0].split()[1]) * 1024 - before)
 """
@@ -199,7 +207,7 @@ def test_a_save_takes_hardly_any_memory(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=LONGEST,
     )
     size, more = map(int, done.stdout.split()[-2:])
     assert size > 200_000_000

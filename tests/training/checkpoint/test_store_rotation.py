@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from app.training.checkpoint import store as store_module
 from app.training.checkpoint.checkpoint import load_checkpoint
+from app.training.checkpoint.space import SaveError
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import (
     NOT_KILLED,
@@ -149,6 +151,22 @@ def test_other_ranks_add_their_own_files(tmp_path: Path) -> None:
     assert good.names() == ["optimizer-rank-1", "random-rank-0", "random-rank-1"]
     assert good.document("random-rank-1") == state
     assert len(names_in(good.folder)) == 5
+
+
+def test_a_file_of_another_rank_that_is_not_seen_here_makes_it_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "TIME_TO_BE_SEEN", 0.0)
+    store, both = make_store(tmp_path), ["random-rank-0", "random-rank-1"]
+    for step in (10, 20):
+        store.begin(step)
+        store.add_document(step, "random-rank-0", {})
+        if step == 10:
+            make_store(tmp_path).add_document(step, "random-rank-1", {})
+            store.commit(step, needed=both)
+    with pytest.raises(SaveError, match=r"step 20 lacks random-rank-1\.json.*output\.dir"):
+        store.commit(20, needed=both)
+    assert names_in(store.folder) == ["step-10"]
 
 
 def test_floats_of_a_document_keep_every_bit(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""A run whose ranks hold parts of the weights ends as one on one device does: files and figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.reliability.person import Person
+from tests.runs import figures_of
+from tests.tiny import small_run
+
+RUN = (
+    "trainer.max_steps=2",
+    "trainer.accelerator=cpu",
+    "adapter.dropout=0",
+    "evaluation.exact_match=true",
+    "evaluation.max_rows=3",
+    "evaluation.max_new_tokens=8",
+    "logger=csv",
+)
+TWO_RANKS = ("trainer.devices=2", "trainer.gradient_accumulation_steps=1")
+
+
+@pytest.fixture(scope="module")
+def of_one(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "one"
+    person.train_into(run, *small_run(*RUN))
+    return run
+
+
+def check_same_end(run: Path, of_one: Path) -> None:
+    ours, theirs = (load_file(of / "adapter" / "adapter_model.safetensors") for of in (run, of_one))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype
+        assert torch.allclose(ours[name], tensor, atol=1e-4), name
+    for name in ("adapter_config.json", "base.json", "tokenizer.json"):
+        assert (run / "adapter" / name).read_text() == (of_one / "adapter" / name).read_text()
+    assert figures_of(run) == pytest.approx(figures_of(of_one), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
+def test_ranks_that_hold_parts_end_a_run_together(
+    strategy: str, person: Person, of_one: Path, tmp_path: Path
+) -> None:
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    run = tmp_path / "run"
+    said = person.train_into(run, *small_run(*RUN, *TWO_RANKS, f"strategy={strategy}"))
+    check_same_end(run, of_one)
+    assert said.count("saved and reopened") == said.count("base against tuned") == 1
+    figures = json.loads((run / "metrics.json").read_text())
+    assert figures["base/val/loss"] != figures["tuned/val/loss"]
+    assert "base/exact_match/lists" in figures
+
+
+@pytest.mark.slow
+def test_a_first_rank_that_cannot_write_takes_the_others_along(
+    person: Person, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "adapter").touch()
+    said = person.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=fsdp"), code=4)
+    assert said.count("should be a directory, not a file") == 1
+    assert not (run / "metrics.json").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp_offload"])
+def test_ranks_on_gpus_end_a_run_together(
+    strategy: str, person: Person, of_one: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    words = ("trainer.accelerator=gpu", "trainer.devices=1", f"strategy={strategy}")
+    person.train_into(run, *small_run(*RUN, *words))
+    check_same_end(run, of_one)

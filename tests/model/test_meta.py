@@ -1,0 +1,91 @@
+"""A rank that reads no weights builds the same modules, which the others' tensors then fill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, tiny_gpt2, tiny_t5
+
+LORA = LoraConfig(r=4)
+
+
+def tensors_of(model: Any) -> Iterator[tuple[Any, ...]]:
+    """All that a rank must be handed: weights, buffers, and tensors that are neither."""
+    for name, module in model.named_modules():
+        for kind in (module._parameters, module._buffers, vars(module)):
+            for key, tensor in kind.items():
+                if isinstance(tensor, torch.Tensor):
+                    packed = type(tensor).__name__ == "Params4bit"
+                    shape = None if packed else (tuple(tensor.shape), tensor.dtype)
+                    yield f"{name}.{key}", type(tensor), shape, tensor.requires_grad
+
+
+def check_same(base: Path, adapter: AdapterConfig, precision: str = "fp32", **how: Any) -> None:
+    quantization = QuantizationConfig(method=how.pop("quantization", "none"))
+    settings = ModelConfig(path=str(base)), quantization, "sdpa", adapter, RecomputeConfig()
+    read = build_model(*settings, precision, **how)
+    empty = build_model(*settings, precision, on_meta=True, **how)
+    assert list(tensors_of(empty)) == list(tensors_of(read))
+    assert {weight.device.type for weight in empty.parameters()} == {"meta"}
+    assert [type(module) for module in empty.modules()] == [type(one) for one in read.modules()]
+    assert tied_names(empty) == tied_names(read)
+
+
+def tied_names(model: Any) -> list[str]:
+    """The names under which a weight is found that has another name already."""
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return sorted({*every} - {name for name, _ in model.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("adapter", "precision", "how"),
+    [
+        (LORA, "bf16", {}),
+        (LORA, "bf16-pure", {"quantization": "nf4"}),
+        (LoraConfig(r=4, use_dora=True), "fp32", {}),
+        (LoraConfig(r=4, init="pissa"), "bf16", {}),
+        (LoraConfig(r=4, init="olora"), "fp32", {}),
+        (LORA, "fp32", {"new_ids": [768, 769], "token_ids": [768, 769]}),
+        (LoraConfig(r=4, modules_to_save=["norm"]), "fp32", {}),
+        (Ia3Config(), "fp32", {}),
+        (FreezeConfig(layers="top 1"), "bf16", {}),
+        (FullConfig(), "bf16", {}),
+    ],
+    ids=["lora", "nf4", "dora", "pissa", "olora", "tokens", "to save", "ia3", "freeze", "full"],
+)
+def test_any_adapter_is_the_same_on_meta(
+    adapter: AdapterConfig, precision: str, how: dict[str, Any]
+) -> None:
+    check_same(TINY_BASE, adapter, precision, **how)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        tiny_gpt2(vocab_size=768),
+        tiny_t5(vocab_size=768),
+        tiny_t5(vocab_size=768, tie_word_embeddings=False),
+        tiny_bart(vocab_size=768),
+    ],
+    ids=["gpt2", "t5", "flan-t5", "bart"],
+)
+def test_any_architecture_is_the_same_on_meta(model: Any, tmp_path: Path) -> None:
+    check_same(save_with_tokenizer(model, tmp_path), LORA, "bf16")
+
+
+def test_a_class_that_no_module_has_is_refused() -> None:
+    config = ModelConfig(path=str(TINY_BASE), wrap_class="MistralDecoderLayer")
+    with pytest.raises(ValueError, match=r"type model.wrap_class=LlamaDecoderLayer"):
+        build_model(
+            config, QuantizationConfig(), "sdpa", LORA, RecomputeConfig(), "fp32", on_meta=True
+        )

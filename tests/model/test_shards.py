@@ -1,0 +1,314 @@
+"""A model written shard by shard is what `save_pretrained` writes; what got lost is found."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.core_model_loading import Chunk, WeightConverter
+
+from app.errors import TrainingFault
+from app.lockstep import first_alone
+from app.model.adapter import (
+    ADAPTER_FILE,
+    AdapterConfig,
+    FreezeConfig,
+    FullConfig,
+    Ia3Config,
+    LoraConfig,
+    apply_adapter,
+    probe_logits,
+    save_adapter,
+)
+from app.model.save import save_model
+from app.model.shards import INDEX, WEIGHTS, write_model
+from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def tiny_mixtral() -> MixtralForCausalLM:
+    """Its experts are one tensor in memory, and each by itself on the disk."""
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    ).eval()
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "tied": tiny_llama,
+    "untied": lambda: tiny_llama(tie_word_embeddings=False),
+    "gpt2": tiny_gpt2,
+    "t5": tiny_t5,
+    "bart": tiny_bart,
+    "experts": tiny_mixtral,
+}
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model's folder; each must be in one file alone, where the index says."""
+    files = sorted(folder.glob("*.safetensors"))
+    by_file = {file.name: load_file(file) for file in files}
+    if [file.name for file in files] != [WEIGHTS]:
+        index = json.loads((folder / INDEX).read_text())
+        places = {name: file for file, tensors in by_file.items() for name in tensors}
+        assert index["weight_map"] == places
+        num_bytes = sum(t.nbytes for tensors in by_file.values() for t in tensors.values())
+        assert index["metadata"]["total_size"] == num_bytes
+    return {name: tensor for tensors in by_file.values() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 30_000])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_a_folder_is_what_save_pretrained_writes(
+    name: str, max_shard_bytes: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = MODELS[name]()
+    model.generation_config.max_new_tokens = 7
+    write_model(model, tmp_path / "ours", dtype, max_shard_bytes=max_shard_bytes)
+    assert {parameter.dtype for parameter in model.parameters()} == {FP32}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = read(tmp_path / "ours"), read(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].dtype == tensor.dtype
+        assert torch.equal(ours[key], tensor), key
+    for file in ("config.json", "generation_config.json"):
+        written = [(tmp_path / who / file).read_text() for who in ("ours", "theirs")]
+        assert written[0] == written[1]
+    num_files = len(list((tmp_path / "ours").glob("*.safetensors")))
+    assert (num_files == 1) == (max_shard_bytes == 10**9)
+    pairs = model.config.is_encoder_decoder
+    _, loading = (AutoModelForSeq2SeqLM if pairs else AutoModelForCausalLM).from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
+    assert not any(loading.values())
+
+
+def test_matrices_that_are_one_on_the_disk_are_written_together(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model._weight_conversions = [
+        WeightConverter(
+            source_patterns="mlp.gate_up_proj.weight",
+            target_patterns=["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+            operations=[Chunk(dim=0)],
+        )
+    ]
+    write_model(model, tmp_path / "ours", FP32, max_shard_bytes=8_000)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = read(tmp_path / "ours"), read(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert ours["model.layers.1.mlp.gate_up_proj.weight"].shape == (96, 32)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_what_an_earlier_attempt_left_is_replaced(tmp_path: Path) -> None:
+    write_model(tiny_llama(), tmp_path, FP32, max_shard_bytes=20_000)
+    assert (tmp_path / INDEX).exists()
+    write_model(tiny_llama(seed=1), tmp_path, FP32)
+    assert [file.name for file in tmp_path.glob("*.safetensors*")] == [WEIGHTS]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of this process alone: what ranks tell each other is told to itself."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+class Parts:
+    """Stands for ranks that hold parts: a weight is only had by `whole`, which may lose some."""
+
+    root_device = torch.device("cpu")
+
+    def __init__(self, lose: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> None:
+        self.lose, self.num_settled = lose, 0
+        self.num_bytes = self.peak_bytes = 0
+
+    def settle(self, model: Any) -> None:
+        self.num_settled += 1
+
+    def whole(self, weight: torch.Tensor) -> torch.Tensor:
+        gathered = self.lose(weight.detach().clone())
+        self.num_bytes += gathered.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+        weakref.finalize(gathered, self._let_go, gathered.nbytes)
+        return gathered
+
+    def _let_go(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+
+    def kept_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach()
+
+    def restore_weight(self, weight: torch.Tensor, value: torch.Tensor) -> None:
+        assert weight.requires_grad
+        weight.data.copy_(value)
+
+
+def moved(config: AdapterConfig, make: Callable[[], Any] = tiny_llama, **more: Any) -> Any:
+    """A model that was trained a little."""
+    model = apply_adapter(make(), config, half_precision=False, **more)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def save(model: Any, config: AdapterConfig, folder: Path, parts: Parts, dtype: Any = FP32) -> Any:
+    architecture = tiny_llama().config
+    architecture.dtype = dtype
+    probe = {name: ids[0].tolist() for name, ids in probe_of(model).items()}
+    saved, same = save_model(
+        model, config, architecture, folder, probe, base={}, reload_base=lambda: None, shards=parts
+    )
+    assert same is model
+    assert parts.num_settled
+    return saved
+
+
+def test_no_more_than_a_shard_and_a_weight_is_held_beside_the_parts(
+    group: None, tmp_path: Path
+) -> None:
+    model, parts = moved(FullConfig(), tiny_t5), Parts()
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    limit = 20_000
+    write_model(model, tmp_path, FP32, parts, max_shard_bytes=limit)
+    assert sum(sizes) > 4 * limit
+    assert limit / 2 < parts.peak_bytes <= limit + max(sizes)
+
+
+ADAPTERS: dict[str, AdapterConfig] = {
+    "lora": LoraConfig(r=4, dropout=0.0),
+    "dora": LoraConfig(r=4, dropout=0.0, use_dora=True),
+    "whole": LoraConfig(r=4, dropout=0.0, modules_to_save=["lm_head", "norm"]),
+    "tokens": LoraConfig(r=4, dropout=0.0),
+    "ia3": Ia3Config(),
+}
+
+
+@pytest.mark.parametrize("kind", list(ADAPTERS))
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_adapter_that_was_gathered_is_the_file_of_one_process(
+    group: None, kind: str, tied: bool, tmp_path: Path
+) -> None:
+    config = ADAPTERS[kind]
+    if tied and kind == "whole":
+        config = LoraConfig(r=4, dropout=0.0, modules_to_save=["norm"])
+    model = moved(
+        config,
+        lambda: tiny_llama(tie_word_embeddings=tied),
+        token_ids=[5, 9] if kind == "tokens" else [],
+    )
+    save_adapter(model, tmp_path / "one")
+    saved = save(model, config, tmp_path, Parts())
+    for name in ("adapter_config.json", ADAPTER_FILE):
+        assert (saved / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+@pytest.mark.parametrize("config", [FullConfig(), FreezeConfig(layers="top 1")], ids=str)
+def test_a_model_goes_on_as_it_was_rounded_for_the_disk(
+    group: None, config: AdapterConfig, tmp_path: Path
+) -> None:
+    model = moved(config)
+    before = probe_logits(model, probe_of(model))
+    saved = save(model, config, tmp_path, Parts(), BF16)
+    assert {parameter.dtype for parameter in model.parameters()} == {FP32}
+    on_disk = read(saved)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(on_disk[name], parameter.to(BF16))
+        if parameter.requires_grad:
+            assert torch.equal(on_disk[name].float(), parameter)
+    assert not torch.equal(probe_logits(model, probe_of(model)), before)
+
+
+def empty(weight: torch.Tensor) -> torch.Tensor:
+    return weight.new_empty(0)
+
+
+def half(weight: torch.Tensor) -> torch.Tensor:
+    return weight[: len(weight) // 2].clone()
+
+
+def without_a_half(weight: torch.Tensor) -> torch.Tensor:
+    weight[len(weight) // 2 :] = 0
+    return weight
+
+
+def from_memory_never_written(weight: torch.Tensor) -> torch.Tensor:
+    weight.view(-1)[-1] = float("nan")
+    return weight
+
+
+@pytest.mark.parametrize("config", [LoraConfig(r=4, dropout=0.0), FullConfig()], ids=str)
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (empty, r"was gathered as \[0\] and not"),
+        (half, r"was gathered as \[.*\] and not"),
+        (without_a_half, "logits differ by"),
+        (from_memory_never_written, "not finite"),
+    ],
+)
+def test_what_was_lost_on_the_way_is_a_training_fault(
+    group: None,
+    config: AdapterConfig,
+    lose: Callable[[torch.Tensor], torch.Tensor],
+    said: str,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(TrainingFault, match=said):
+        save(moved(config), config, tmp_path, Parts(lose))
+
+
+def test_a_file_that_holds_something_else_is_a_training_fault(
+    group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch as safetensors
+
+    write = safetensors.save_file
+
+    def write_badly(tensors: dict[str, torch.Tensor], file: Any, **more: Any) -> None:
+        name = max(tensors)
+        write(tensors | {name: tensors[name] + 1e-3}, file, **more)
+
+    monkeypatch.setattr(safetensors, "save_file", write_badly)
+    with pytest.raises(TrainingFault, match="reads back another one"):
+        save(moved(FullConfig()), FullConfig(), tmp_path, Parts())
+
+
+def test_what_fails_on_the_first_rank_is_raised(group: None) -> None:
+    def fail() -> None:
+        raise PermissionError("no room here")
+
+    with pytest.raises(PermissionError, match="no room here"):
+        first_alone(fail)
+    assert first_alone(lambda: 3) == 3

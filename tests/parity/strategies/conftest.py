@@ -1,0 +1,14 @@
+"""Runs that these tests share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.strategies.layouts import Runs
+from tests.reliability.person import Person
+
+
+@pytest.fixture(scope="session")
+def runs(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs by the ordinary command."""
+    return Runs(person, tmp_path_factory.mktemp("runs"))

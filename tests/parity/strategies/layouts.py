@@ -1,0 +1,185 @@
+"""How the same run is spread over ranks, and what must then be the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.reliability.person import Person
+from tests.runs import rows_of
+from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
+
+GLOBAL_BATCH = 8
+"""packs of an optimizer step, over all ranks"""
+LOSS, WEIGHT, NORM = 1e-5, 1e-4, 1e-4
+"""how far losses and weights may be apart, and norms as a share of them"""
+DONE, NO_ENVIRONMENT, KILLED = 0, 3, -9
+"""exit codes"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What a person types to have it spread."""
+
+    strategy: str
+    ranks: int = 2
+    num_data_ranks: int = 2
+    """ranks, or groups of them, that see data of their own"""
+    words: tuple[str, ...] = ()
+
+    @property
+    def code_of_a_kill(self) -> int:
+        """Exit code of a run of which a rank was killed."""
+        return KILLED if self.ranks == 1 else NO_ENVIRONMENT
+
+    def typed(self) -> list[str]:
+        return [f"strategy={self.strategy}", f"trainer.devices={self.ranks}", *self.words]
+
+
+# Else it keeps weights this small whole on every rank.
+SPREADS_ALL = "+strategy.config={zero_optimization: {stage3_param_persistence_threshold: 0}}"
+SINGLE = Layout(strategy="single", ranks=1, num_data_ranks=1)
+LAYOUTS = {
+    layout.strategy: layout
+    for layout in (
+        Layout(strategy="ddp"),
+        Layout(strategy="zero1"),
+        Layout(strategy="zero2"),
+        Layout(strategy="zero2_offload"),
+        Layout(strategy="zero3", words=(SPREADS_ALL,)),
+        Layout(strategy="zero3_offload", words=(SPREADS_ALL,)),
+        Layout(strategy="zero3_hpz", words=(SPREADS_ALL,)),
+        Layout(strategy="fsdp"),
+        Layout(strategy="fsdp_grad_op"),
+        Layout(strategy="fsdp_hybrid", ranks=4, num_data_ranks=4, words=("strategy.replicas=2",)),
+        Layout(strategy="tp", num_data_ranks=1),
+        Layout(strategy="fsdp_tp", ranks=4),
+    )
+}
+"""all that run on a CPU and change no number on its way"""
+
+ADAPTERS = {
+    "lora": ("adapter=lora", "adapter.dropout=0", "optimizer.lr=1e-3"),
+    "dora": ("adapter=lora", "adapter.dropout=0", "adapter.use_dora=true", "optimizer.lr=1e-3"),
+    "ia3": ("adapter=ia3", "optimizer.lr=1e-2"),
+    "full": ("adapter=full", "optimizer.lr=1e-3"),
+    "top layer": ("adapter=freeze", "adapter.layers=top 1", "optimizer.lr=1e-3"),
+}
+SHAPE = {
+    "vocab_size": 768,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "initializer_range": 0.05,
+}
+CLIPPED, NOT_CLIPPED = "trainer.max_grad_norm=0.3", "trainer.max_grad_norm=1e9"
+"""below and above the norms of all steps"""
+
+
+class Runs:
+    """Runs by the ordinary command, each done once."""
+
+    def __init__(self, person: Person, folder: Path, *, is_warm: bool = True) -> None:
+        self.person, self.folder, self.is_warm = person, folder, is_warm
+        self.bases = {
+            "tied": save_with_tokenizer(tiny_llama(**SHAPE), folder / "tied"),
+            "untied": save_with_tokenizer(
+                tiny_llama(**SHAPE, tie_word_embeddings=False), folder / "untied"
+            ),
+        }
+        self._done: dict[tuple[str, ...], Path] = {}
+
+    def of(self, layout: Layout, *words: str, accumulates: bool = True) -> Path:
+        """Return the folder of the run of `words`, to its end."""
+        typed = tuple(self.typed(layout, *words, accumulates=accumulates))
+        if typed not in self._done:
+            run = self.new_folder(layout.strategy)
+            self.person.train_into(run, *typed, is_warm=self.is_warm)
+            self._done[typed] = run
+        return self._done[typed]
+
+    def new_folder(self, name: str) -> Path:
+        """Return a run's folder that is not there yet, what it prints beside it."""
+        folder = self.folder / f"{name}-{len(list(self.folder.iterdir()))}"
+        folder.mkdir()
+        return folder / "run"
+
+    def typed(self, layout: Layout, *words: str, accumulates: bool = True) -> list[str]:
+        """Return the words of a run of eight steps; later ones replace earlier ones."""
+        micro = 1 if accumulates else GLOBAL_BATCH // layout.num_data_ranks
+        typed = [
+            f"model.path={self.bases['tied']}",
+            f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}, name: lists}},"
+            f" {{path: {SAMPLES / 'orders_test.jsonl'}, name: orders}}]",
+            "data.val_set_size=7",  # a number that no number of ranks divides
+            "data.sequence_len=96",
+            f"trainer.micro_batch_size={micro}",
+            f"trainer.global_batch_size={GLOBAL_BATCH}",
+            "trainer.max_steps=8",
+            "trainer.validate_every_steps=4",
+            "trainer.checkpoint.every_steps=4",
+            "trainer.precision=fp32",
+            "trainer.accelerator=cpu",
+            "evaluation.exact_match=false",
+            "logger=csv",
+            *layout.typed(),
+        ]
+        chosen = dict(word.split("=", 1) for word in (*typed, *words))
+        return [f"{key}={value}" for key, value in chosen.items()]
+
+
+def check_alike(
+    run: Path,
+    reference: Path,
+    *,
+    loss: float = LOSS,
+    weight: float = WEIGHT,
+    norm: float = NORM,
+) -> None:
+    """Check that two runs took the same steps, measured the same and left the same."""
+    check_same_steps(run, reference, loss=loss, norm=norm)
+    check_same_files(run, reference, weight=weight)
+
+
+def check_same_steps(run: Path, reference: Path, *, loss: float = LOSS, norm: float = NORM) -> None:
+    """Check every number of metrics.csv, all validations among them."""
+    ours, expected = rows_of(run), rows_of(reference)
+    assert [row["step"] for row in ours] == [row["step"] for row in expected]
+    for row, other in zip(ours, expected, strict=True):
+        assert row.keys() == other.keys()
+        for key in row:
+            where = (row["step"], key)
+            if row[key] == other[key]:
+                continue
+            assert "loss" in key or key == "train/grad_norm", where
+            near = {"abs": loss, "rel": 0} if "loss" in key else {"rel": norm}
+            assert float(row[key]) == pytest.approx(float(other[key]), **near), where
+
+
+def check_same_files(run: Path, reference: Path, *, weight: float = WEIGHT) -> None:
+    """Check that what was saved has the same files, and the same tensors up to rounding."""
+    saved, expected = (next(one.glob("*/*model.safetensors")).parent for one in (run, reference))
+    assert saved.name == expected.name
+    names = sorted(file.name for file in expected.iterdir())
+    assert sorted(file.name for file in saved.iterdir()) == names
+    for name in names:
+        if name.endswith("config.json"):
+            assert json.loads((saved / name).read_text()) == json.loads(
+                (expected / name).read_text()
+            )
+        elif name.endswith(".safetensors"):
+            _check_same_tensors(saved / name, expected / name, weight)
+
+
+def _check_same_tensors(file: Path, other: Path, weight: float) -> None:
+    with safe_open(file, "pt") as ours, safe_open(other, "pt") as theirs:
+        assert ours.metadata() == theirs.metadata()
+        assert list(ours.keys()) == list(theirs.keys())
+        for name in ours.keys():  # noqa: SIM118 - no dictionary
+            here, there = ours.get_tensor(name), theirs.get_tensor(name)
+            assert here.dtype == there.dtype and here.shape == there.shape, name
+            torch.testing.assert_close(here, there, rtol=0, atol=weight, msg=name)

@@ -1,0 +1,78 @@
+"""A run that was killed goes on: bit for bit under its own strategy, and under any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.strategies.layouts import (
+    ADAPTERS,
+    LAYOUTS,
+    NO_ENVIRONMENT,
+    SINGLE,
+    Layout,
+    Runs,
+    check_same_files,
+    check_same_steps,
+)
+from tests.runs import check_same_run
+
+WITH_DROPOUT = ("adapter=lora", "adapter.dropout=0.1", "optimizer.lr=1e-3")
+KINDS = {"lora": WITH_DROPOUT, "full": ADAPTERS["full"]}
+CASES = [
+    *(("lora", strategy) for strategy in LAYOUTS),
+    *(("full", strategy) for strategy in ("zero2", "zero3", "fsdp", "fsdp_tp")),
+]
+
+
+@pytest.mark.strategies
+@pytest.mark.parametrize(("adapter", "strategy"), CASES)
+def test_the_same_strategy_goes_on_bit_for_bit(adapter: str, strategy: str, runs: Runs) -> None:
+    layout = LAYOUTS[strategy]
+    whole = runs.of(layout, *KINDS[adapter])
+    run = runs.new_folder(f"{strategy}-killed")
+    killed = runs.typed(layout, *KINDS[adapter], "resume=auto", "faults=[rank_killed:0@6]")
+    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
+    runs.person.train_into(run, *killed)
+    check_same_run(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "chain"),
+    [
+        pytest.param("lora", ["fsdp", "zero3", "single"], marks=pytest.mark.slow),
+        *(
+            pytest.param(adapter, chain, marks=pytest.mark.strategies)
+            for adapter in ("lora", "full")
+            for chain in (
+                ["fsdp", "zero3", "ddp", "tp", "single", "zero1", "fsdp_hybrid", "zero3_offload"],
+                ["zero2_offload", "fsdp_tp", "single", "tp", "ddp", "zero3", "fsdp", "zero2"],
+            )
+        ),
+    ],
+)
+def test_another_strategy_goes_on_with_the_same_losses(
+    adapter: str, chain: list[str], runs: Runs
+) -> None:
+    run = runs.new_folder("chain")
+    steps = [8 * number // len(chain) for number in range(1, len(chain))]
+    words = (*ADAPTERS[adapter], "trainer.checkpoint.every_steps=1", "resume=auto")
+    for strategy, step in zip(chain, steps, strict=False):
+        layout = layout_of(strategy)
+        killed = runs.typed(layout, *words, f"faults=[rank_killed:0@{step}]")
+        runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
+        assert last_step(run) == step
+    runs.person.train_into(run, *runs.typed(layout_of(chain[-1]), *words))
+    whole = runs.of(SINGLE, *ADAPTERS[adapter])
+    check_same_steps(run, whole)
+    check_same_files(run, whole)
+
+
+def layout_of(strategy: str) -> Layout:
+    return SINGLE if strategy == "single" else LAYOUTS[strategy]
+
+
+def last_step(run: Path) -> int:
+    """Return the step of the newest checkpoint."""
+    return max(int(one.name.removeprefix("step-")) for one in run.glob("checkpoints/step-*"))

@@ -1,0 +1,67 @@
+"""One word switches the strategy; losses, validations and what is saved stay the same.
+
+Eight steps of the same global batches, by the ordinary command. What is marked `slow` runs
+everywhere, the rest by `make test-strategies`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.parity.strategies.layouts import (
+    ADAPTERS,
+    CLIPPED,
+    LAYOUTS,
+    NOT_CLIPPED,
+    SINGLE,
+    Runs,
+    check_alike,
+)
+
+IN_THE_CUT = {"lora": set(LAYOUTS) - {"zero3_hpz"}, "full": {"zero3", "fsdp"}}
+"""what runs everywhere"""
+
+
+def cases(adapter: str) -> list[object]:
+    """Every strategy, marked by where it runs."""
+    return [
+        pytest.param(
+            strategy,
+            marks=pytest.mark.slow if strategy in IN_THE_CUT[adapter] else pytest.mark.strategies,
+        )
+        for strategy in LAYOUTS
+    ]
+
+
+@pytest.mark.parametrize("strategy", cases("lora"))
+def test_lora_accumulated_and_clipped(strategy: str, runs: Runs) -> None:
+    words = (*ADAPTERS["lora"], CLIPPED)
+    check_alike(runs.of(LAYOUTS[strategy], *words), runs.of(SINGLE, *words))
+
+
+@pytest.mark.parametrize("strategy", cases("full"))
+def test_a_whole_model_in_one_micro_batch(strategy: str, runs: Runs) -> None:
+    words = (*ADAPTERS["full"], CLIPPED)
+    run, whole = runs.of(LAYOUTS[strategy], *words, accumulates=False), runs.of(SINGLE, *words)
+    check_alike(run, whole)
+    ids = torch.randint(3, 700, (2, 24), generator=torch.Generator().manual_seed(0))
+    ours, expected = (
+        AutoModelForCausalLM.from_pretrained(one / "model").eval()(ids).logits
+        for one in (run, whole)
+    )
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-2)
+
+
+@pytest.mark.strategies
+@pytest.mark.parametrize("strategy", list(LAYOUTS))
+@pytest.mark.parametrize(
+    ("adapter", "accumulates"),
+    [("lora", False), ("full", True)],
+    ids=["lora in one micro-batch", "full accumulated"],
+)
+def test_without_clipping(adapter: str, accumulates: bool, strategy: str, runs: Runs) -> None:
+    words = (*ADAPTERS[adapter], NOT_CLIPPED)
+    run = runs.of(LAYOUTS[strategy], *words, accumulates=accumulates)
+    check_alike(run, runs.of(SINGLE, *words))

@@ -1,0 +1,318 @@
+"""What the ranks of `test_sharded` do, and what one process does that holds everything."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from app.errors import UserError
+from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
+from app.model.attention import attention_inputs
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.head import head_loss
+from app.model.kernels import fuse_layers
+from app.model.layers import decoder_layers
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from app.strategy.build import build_strategy
+from app.strategy.loading import peak_host_bytes
+from app.strategy.scattered import Scattered
+from app.strategy.settings import FsdpConfig
+from app.training.bad_numbers import StepSkipped, hold_back, spread
+from app.training.checkpoint.state import weights_that_train
+from tests.ranks import ready
+from tests.tiny import TINY_BASE
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ADAPTERS: dict[str, AdapterConfig] = {
+    "lora": LoraConfig(r=1, alpha=4, dropout=0.0, init="gaussian"),  # few weights
+    "dora": LoraConfig(r=4, dropout=0.0, use_dora=True),
+    "pissa": LoraConfig(r=4, dropout=0.0, init="pissa"),
+    "ia3": Ia3Config(),
+    "full": FullConfig(),
+    "head": FreezeConfig(layers="none", modules=["lm_head"]),
+    "top layer": FreezeConfig(layers="top 1"),
+}
+STEPS, ROWS, TOKENS, CLIP = 4, 8, 16, 0.5
+
+
+def builder(
+    kind: str = "lora",
+    precision: str = "fp32",
+    recompute: str = "none",
+    backend: str = "sdpa",
+    **numbers: Any,
+) -> Any:
+    """Return what builds a small model, as a run's module is given it."""
+
+    def build(on_meta: bool = False, on_host: bool = False) -> Any:
+        torch.manual_seed(7)
+        return build_model(
+            ModelConfig(from_scratch=True, architecture=ARCHITECTURE | numbers),
+            QuantizationConfig(),
+            backend,
+            ADAPTERS[kind],
+            RecomputeConfig(mode=recompute),
+            precision,
+            on_meta=on_meta,
+            on_host=on_host,
+        )
+
+    return build
+
+
+def rows_of(step: int) -> tuple[Tensor, Tensor]:
+    """Token ids and loss weights [rows, tokens] of a step; the weights differ from row to row."""
+    random = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, 96, (ROWS, TOKENS), generator=random)
+    weights = (torch.rand(ROWS, TOKENS, generator=random) < 0.6).float()
+    return ids, weights / weights.sum()
+
+
+def loss_of(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
+    backend = "eager" if model.config._attn_implementation == "eager" else "sdpa"
+    lengths = [[TOKENS // 2, TOKENS // 2]] * len(ids)
+    inputs = {
+        "input_ids": ids,
+        "position_ids": torch.arange(TOKENS // 2).repeat(len(ids), 2),
+        "use_cache": False,
+    } | attention_inputs(model, backend, lengths, tuple(ids.shape))
+    total, _ = head_loss(model, inputs, ids.roll(-1, 1), weights)
+    return total
+
+
+def optimizer_of(model: Any) -> torch.optim.AdamW:
+    """Its eps keeps what is nothing but rounding from becoming a step."""
+    weights = list(weights_that_train(model).values())
+    return torch.optim.AdamW(weights, lr=1e-2, eps=1e-4, fused=True)
+
+
+def train(
+    model: Any,
+    strategy: Any = None,
+    *,
+    accumulation: int = 2,
+    steps: int = STEPS,
+    clip: float = CLIP,
+    autocast: bool = False,
+    bad_step: int | None = None,
+    begins: int = 0,
+    optimizer: Any = None,
+) -> dict[str, Any]:
+    """Take steps as FinetuneModule does; returns losses, norms, gradients of the first step, and
+    the weights, all of them whole."""
+    share, place = (1, 0) if strategy is None else (strategy.num_data_ranks, strategy.data_rank)
+    weights = weights_that_train(model)
+    optimizer = optimizer or optimizer_of(model)
+    whole = (lambda tensor: tensor.detach()) if strategy is None else strategy.whole
+    found: dict[str, Any] = {"losses": [], "norms": [], "validations": []}
+    for step in range(begins, steps):
+        ids, loss_weights = rows_of(step)
+        parts = torch.arange(ROWS).view(accumulation, share, -1)[:, place]
+        total = torch.zeros(())
+        for number, part in enumerate(parts):
+            is_last = number == accumulation - 1
+            quiet = strategy is not None and not is_last
+            with (
+                strategy.block_backward_sync() if quiet else nullcontext(),
+                torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            ):
+                loss = loss_of(model, ids[part], loss_weights[part])
+                if step == bad_step and place == 0:
+                    loss = loss * float("nan")
+                (spread(loss) * share).backward()
+            total += loss.detach()
+        if strategy is not None:
+            total = strategy.reduce(total, reduce_op="sum") * share / strategy.world_size
+        if strategy is None:
+            norm = torch.nn.utils.clip_grad_norm_(list(weights.values()), clip)
+        else:
+            norm = strategy.clip(optimizer, clip)
+        if step == begins:
+            found["gradients"] = {
+                name: gradient(strategy, weight).clone() for name, weight in weights.items()
+            }
+        hold_back(optimizer, norm, is_scaled=False)
+        with suppress(StepSkipped):
+            optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(total.item())
+        found["norms"].append(norm.item())
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model.eval()
+            found["validations"].append(loss_of(model, ids, loss_weights).item())
+            model.train()
+        assert weights_that_train(model).keys() == weights.keys()
+        assert all(weights_that_train(model)[name] is weights[name] for name in weights)
+    found["weights"] = {name: whole(weight).clone() for name, weight in weights.items()}
+    return found
+
+
+def gradient(strategy: Any, weight: Any) -> Tensor:
+    """Return a weight's gradient, whole."""
+    if strategy is None:
+        return weight.grad
+    return strategy._whole(weight.grad, strategy._cut.get(weight))
+
+
+def spread_model(config: FsdpConfig, build: Any, precision: str = "32-true") -> tuple[Any, Any]:
+    """Return a strategy whose ranks have met, and the model that it has shared out."""
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    strategy = ready(build_strategy(config, accelerator="cpu", num_ranks=num_ranks), precision)
+    model = strategy.build_model(build)
+    if strategy.fuses_adapters:
+        with torch.autocast("cpu", torch.bfloat16, enabled="mixed" in precision):
+            fuse_layers(model, strategy.gathered)
+    return strategy, model
+
+
+# What each rank does; on_ranks gives the answers of all.
+
+
+def train_cases(cases: list[tuple[FsdpConfig, dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    """Train one case after the other."""
+    found = []
+    for config, made, how in cases:
+        precision = "bf16-mixed" if how.get("autocast") else "32-true"
+        strategy, model = spread_model(config, builder(**made), precision)
+        found.append(train(model, strategy, **how))
+    return found
+
+
+def gradients_before_the_last(config: FsdpConfig, kind: str) -> tuple[bool, bool]:
+    """Say whether shares have gradients behind a blocked backward pass, and behind the last."""
+    strategy, model = spread_model(config, builder(kind))
+    weights = list(weights_that_train(model).values())
+    ids, loss_weights = rows_of(0)
+    with strategy.block_backward_sync():
+        loss_of(model, ids, loss_weights).backward()
+    first = all(weight.grad is not None for weight in weights)
+    loss_of(model, ids, loss_weights).backward()
+    return first, all(weight.grad is not None for weight in weights)
+
+
+def whole_weights_after(config: FsdpConfig) -> list[str]:
+    """Name the weights that are whole after a model was measured, without a settling."""
+    _, model = spread_model(config, builder("full"))
+    with torch.no_grad():
+        loss_of(model, *rows_of(0))
+    return [name for name, weight in model.named_parameters() if not isinstance(weight, DTensor)]
+
+
+def dtypes_in_layers(config: FsdpConfig, kind: str) -> list[Any]:
+    """Return the dtypes of a layer's weights while it runs, of what is kept, and of gradients."""
+    _, model = spread_model(config, builder(kind, precision="bf16"), "bf16-mixed")
+    names = decoder_layers(model)
+    layer, running = model.get_submodule(names[-1]), set()
+    layer.mlp.register_forward_pre_hook(
+        lambda *_: running.update(weight.dtype for weight in layer.parameters())
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(model, *rows_of(0)).backward()
+    trained = list(weights_that_train(model).values())
+    kept = {weight.dtype for weight in trained}, {weight.grad.dtype for weight in trained}
+    return [sorted(map(str, dtypes)) for dtypes in (running, *kept)]
+
+
+def halves(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
+    """Train two steps under one strategy, and two more of the same run under another."""
+    strategy, model = spread_model(first, builder(kind))
+    optimizer = optimizer_of(model)
+    train(model, strategy, steps=2, optimizer=optimizer)
+    kept = {
+        name: (
+            _put_together({"": strategy.kept_weight(weight)})[""],
+            _put_together(strategy.kept_states(optimizer, weight)),
+        )
+        for name, weight in weights_that_train(model).items()
+    }
+    strategy, model = spread_model(second, builder(kind))
+    optimizer = optimizer_of(model)
+    with torch.no_grad():
+        for name, weight in weights_that_train(model).items():
+            value, states = kept[name]
+            strategy.restore_weight(weight, value)
+            strategy.restore_states(optimizer, weight, states, lambda _, v: torch.empty_like(v))
+    return train(model, strategy, begins=2, optimizer=optimizer)
+
+
+def _put_together(parts: dict[str, Any]) -> dict[str, Tensor]:
+    wholes = {}
+    for key, part in parts.items():
+        wholes[key] = part.gather() if isinstance(part, Scattered) else part.clone()
+        assert wholes[key].shape == part.shape and wholes[key].dtype == part.dtype
+    return wholes
+
+
+def memory_of_loading(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return how a rank has built a model, and by how many bytes its memory has grown at most."""
+    built = []
+    build = builder("lora", **numbers)
+
+    def noted(on_meta: bool = False, on_host: bool = False) -> Any:
+        model = build(on_meta, on_host)
+        built.append({weight.device.type for weight in model.parameters()})
+        return model
+
+    strategy = ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = peak_host_bytes()
+    model = strategy.build_model(noted)
+    return {
+        "built": built,
+        "grown": peak_host_bytes() - before,
+        "whole": sum(weight.numel() for weight in model.parameters()) * 4,
+        "kept": sum(weight.to_local().numel() for weight in model.parameters()) * 4,
+    }
+
+
+def quantized_losses() -> list[float]:
+    """Return the losses of a few steps on the shipped base in four bits."""
+    strategy, model = spread_model(FsdpConfig(), build_quantized)
+    return train(model, strategy)["losses"]
+
+
+def build_quantized(on_meta: bool = False, on_host: bool = False) -> Any:
+    torch.manual_seed(7)
+    return build_model(
+        ModelConfig(path=str(TINY_BASE)),
+        QuantizationConfig(method="nf4"),
+        "sdpa",
+        LoraConfig(r=4, dropout=0.0),
+        RecomputeConfig(),
+        "fp32",
+        on_meta=on_meta,
+        on_host=on_host,
+    )
+
+
+def refusals(cases: list[tuple[FsdpConfig, dict[str, Any]]]) -> list[str]:
+    """Return what a person is told in each case."""
+    said = []
+    for config, made in cases:
+        try:
+            spread_model(config, builder(**made))
+        except UserError as error:
+            said.append(str(error))
+    return said

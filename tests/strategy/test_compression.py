@@ -1,0 +1,89 @@
+"""DDP with compressed gradients: fewer digits or a low rank travel, and all ranks get the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from app.strategy.build import build_strategy
+from app.strategy.compression import WHOLE_STEPS
+from app.strategy.settings import DdpConfig
+from tests.ranks import on_ranks, ready
+
+SIZE, RANK = 32, 2
+
+
+class Matrix(L.LightningModule):
+    """One matrix, whose gradient is of full rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix = torch.nn.Linear(SIZE, SIZE, bias=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.matrix(rows).square().sum()
+
+
+def gradients(compression: str, bad_step: int | None = None) -> list[Tensor]:
+    """Return a rank's gradients behind each of some backward passes."""
+    config = DdpConfig(compression=compression, powersgd_rank=RANK)
+    strategy: Any = ready(build_strategy(config, accelerator="cpu", num_ranks=2))
+    strategy.model = module = Matrix()
+    strategy.configure_ddp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    found = []
+    for step in range(WHOLE_STEPS + 4):
+        rows = torch.randn(
+            64, SIZE, generator=torch.Generator().manual_seed(9 * step + strategy.global_rank)
+        )
+        loss = strategy.model(rows) / 64
+        (loss * float("nan") if step == bad_step else loss).backward()
+        found.append(module.matrix.weight.grad.clone())
+        strategy.clip(optimizer, 1e9)
+        optimizer.zero_grad()
+    return found
+
+
+def whole(step: int) -> Tensor:
+    """Return the mean of both ranks' gradients as it is without compression."""
+    module = Matrix()
+    for rank in range(2):
+        rows = torch.randn(64, SIZE, generator=torch.Generator().manual_seed(9 * step + rank))
+        (module(rows) / 64 / 2).backward()
+    assert module.matrix.weight.grad is not None
+    return module.matrix.weight.grad
+
+
+@pytest.mark.parametrize(("compression", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.half)])
+def test_half_the_bytes_travel(compression: str, dtype: torch.dtype) -> None:
+    first, second = on_ranks(2, gradients, compression)
+    for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, ours.to(dtype).float())  # nothing finer has come through
+        torch.testing.assert_close(ours, whole(step), rtol=0.05, atol=0.02)
+
+
+def test_a_low_rank_travels_and_what_it_left_out_follows() -> None:
+    first, second = on_ranks(2, gradients, "powersgd")
+    for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
+        assert torch.equal(ours, theirs)
+        if step < WHOLE_STEPS:
+            torch.testing.assert_close(ours, whole(step))
+        else:
+            assert torch.linalg.matrix_rank(ours, rtol=1e-4) <= RANK
+    # Step after step the sum of what came nears that of the gradients.
+    came = torch.stack(first[WHOLE_STEPS:]).sum(0)
+    meant = torch.stack([whole(step) for step in range(WHOLE_STEPS, len(first))]).sum(0)
+    assert (came - meant).norm() < meant.norm()
+
+
+def test_a_bad_gradient_is_not_carried_over() -> None:
+    bad = WHOLE_STEPS + 1
+    for found in on_ranks(2, gradients, "powersgd", bad):
+        assert not found[bad].isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in found[bad + 1 :])

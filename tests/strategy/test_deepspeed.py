@@ -1,0 +1,170 @@
+"""ZeRO by DeepSpeed: its config is ours, and its ranks train as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.strategy.deepspeed_config import deepspeed_config
+from app.strategy.settings import ZeroConfig
+from tests.conftest import read_column
+from tests.processes import type_train
+from tests.ranks import on_ranks
+from tests.reliability.person import Person
+from tests.strategy import parts
+from tests.strategy.parts import CLIP, SPREADS_ALL
+from tests.tiny import small_run
+
+CONFIGS = [
+    ZeroConfig(name="zero1", stage=1),
+    ZeroConfig(name="zero2", stage=2),
+    ZeroConfig(name="zero2_offload", stage=2, offload_optimizer="cpu"),
+    ZeroConfig(name="zero3", config=SPREADS_ALL),
+    ZeroConfig(
+        name="zero3_offload", offload_optimizer="cpu", offload_parameters="cpu", config=SPREADS_ALL
+    ),
+]
+
+
+def made(config: ZeroConfig, **facts: Any) -> dict[str, Any]:
+    known: dict[str, Any] = {
+        "on_gpu": True,
+        "dtype": torch.float32,
+        "num_trained": 1001,
+        "ranks_per_node": 8,
+        "accumulation": 4,
+        "max_norm": 0.5,
+    }
+    return deepspeed_config(config, **(known | facts))
+
+
+def test_the_config_says_what_our_settings_say() -> None:
+    config = made(CONFIGS[2])
+    assert config["gradient_accumulation_steps"] == 4
+    assert config["gradient_clipping"] == 0.5
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 2
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert zero["reduce_bucket_size"] == 1002  # no more than there is to send
+    assert "offload_param" not in zero and "bf16" not in config
+    assert made(CONFIGS[2], on_gpu=False)["zero_optimization"]["offload_optimizer"] == {
+        "device": "cpu",
+        "pin_memory": False,
+    }
+
+
+def test_zero_plus_plus_and_disks_come_into_the_config() -> None:
+    zero = made(
+        ZeroConfig(
+            partition_within_node=True,
+            quantized_weights=True,
+            quantized_gradients=True,
+            offload_parameters="nvme",
+            nvme_path="fast",
+        )
+    )["zero_optimization"]
+    assert zero["zero_hpz_partition_size"] == 8
+    assert zero["zero_quantized_weights"] and zero["zero_quantized_gradients"]
+    assert zero["offload_param"] == {"device": "nvme", "pin_memory": True, "nvme_path": "fast"}
+
+
+def test_all_is_bf16_where_what_trains_is() -> None:
+    config = made(CONFIGS[1], dtype=torch.bfloat16)
+    assert config["bf16"]["bf16_master_weights_and_grads"]
+    assert config["bf16"]["bf16_optimizer_states"]
+
+
+def test_further_keys_are_added_at_any_depth() -> None:
+    further = {"zero_optimization": {"overlap_comm": True, "offload_optimizer": {"ratio": 0.5}}}
+    config = made(
+        ZeroConfig(offload_optimizer="cpu", config={**further, "communication_data_type": "fp16"})
+    )
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 3 and zero["overlap_comm"] is True
+    assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.5}
+    assert config["communication_data_type"] == "fp16"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_train_as_one_process(num_ranks: int) -> None:
+    """Accumulated, clipped, also past a bad step; what is kept is whole, and goes back as it was.
+
+    Three ranks have parts of no two sizes alike.
+    """
+    of_all = on_ranks(num_ranks, parts.train_all, CONFIGS)
+    for has_bad_step in (False, True):
+        alone = parts.train_alone(num_ranks, has_bad_step=has_bad_step)
+        assert alone["norms"][0] > CLIP
+        for rank, answer in enumerate(of_all):
+            for config, found in zip(CONFIGS, answer[has_bad_step], strict=True):
+                check_same(found, alone, config.name)
+                is_reader = rank == 0 or config.stage < 3
+                assert found["built"] == ["cpu" if is_reader else "meta"], config.name
+
+
+def check_same(found: dict[str, Any], alone: dict[str, Any], which: str) -> None:
+    assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4, nan_ok=True), which
+    assert found["kept"].keys() == alone["kept"].keys(), which
+    for name, value in alone["kept"].items():
+        torch.testing.assert_close(
+            found["kept"][name], value, atol=1e-6, rtol=1e-4, msg=f"{which}: {name}"
+        )
+
+
+@pytest.mark.slow
+def test_rows_of_tokens_are_put_into_an_embedding_that_is_spread(
+    person: Person, tmp_path: Path
+) -> None:
+    words = [
+        "model.added_tokens=[<|one|>,<|two|>]",
+        "trainer.devices=2",
+        "trainer.accelerator=cpu",
+        "evaluation.exact_match=false",
+        "adapter.dropout=0",
+        "logger=csv",
+    ]
+    losses = []
+    for name in ("ddp", "zero3"):
+        further = [] if name == "ddp" else [f"+strategy.config={_typed(SPREADS_ALL)}"]
+        person.train_into(tmp_path / name, *small_run(*words), f"strategy={name}", *further)
+        losses.append(read_column(tmp_path / name, "train/loss"))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def _typed(config: Any) -> str:
+    return str(config).replace("'", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_hpz"]
+)
+def test_a_gpu_trains_as_under_one_strategy(name: str, tmp_path: Path) -> None:
+    """NCCL, pinned host memory and streams of their own; with one GPU a part is the whole."""
+    losses = []
+    for strategy in ("single", name):
+        folder = tmp_path / strategy
+        code, _, said = type_train(
+            folder, f"strategy={strategy}", "trainer.devices=1", "trainer.accelerator=gpu"
+        )
+        assert code == 0, said
+        losses.append(read_column(folder, "train/loss"))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+@pytest.mark.gpu
+def test_quantized_traffic_comes_near(tmp_path: Path) -> None:
+    """ZeRO++ on all GPUs of this machine."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("what travels between GPUs needs two of them")
+    losses = []
+    for strategy in ("ddp", "zeropp"):
+        folder = tmp_path / strategy
+        code, _, said = type_train(folder, f"strategy={strategy}", "trainer.accelerator=gpu")
+        assert code == 0, said
+        losses.append(read_column(folder, "train/loss"))
+    assert losses[1] == pytest.approx(losses[0], abs=0.1)

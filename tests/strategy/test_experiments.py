@@ -1,0 +1,110 @@
+"""The experiments on many GPUs: each passes the door of its machine, is built and shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from app.config import load_config
+from app.model.build import build_model
+from app.model.layers import decoder_layers
+from app.model.quantization import QuantizationConfig
+from app.preflight import compatibility
+from app.strategy import sharded
+from app.strategy.settings import FsdpConfig, ZeroConfig
+from tests.door import ask
+
+GPUS = {"llama70b": 8, "llama70b_zero3": 8, "llama70b_qlora": 2, "falcon180b": 8}
+
+
+@pytest.fixture(autouse=True)
+def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "_has_deepspeed", lambda: True)
+    monkeypatch.setattr(compatibility, "_is_installed", lambda situation: True)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_door_of_the_machine_that_it_needs_is_open(name: str) -> None:
+    answer = ask(f"+experiment={name}", gpus=GPUS[name])
+    assert answer.code == 0, answer.said
+    assert answer.config.model.wrap_class is not None
+
+
+def test_what_falcon_180b_was_asked_to_be() -> None:
+    config = load_config("train", ["+experiment=falcon180b"])
+    assert isinstance(config.strategy, ZeroConfig)
+    assert (config.strategy.stage, config.attention.backend) == (3, "flash2")
+    assert (config.trainer.num_epochs, config.trainer.global_batch_size) == (3, 64)
+    assert config.data.sequence_len == 2048
+    assert [Path(one.path).name for one in config.data.datasets] == ["databricks-dolly-15k"]
+
+
+def test_one_card_takes_the_quantized_70b_by_two_words() -> None:
+    answer = ask("+experiment=llama70b_qlora", "strategy=single", "trainer.devices=1", gpus=1)
+    assert answer.code == 0, answer.said
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A group of ranks of which only this one is there; nothing is sent."""
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("llama70b", 8), ("llama70b_qlora", 2), ("falcon180b", 8)],
+    indirect=["group"],
+)
+def test_its_model_is_shared_out_over_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, name: str, group: int
+) -> None:
+    """Without numbers, so those of ZeRO-3 by FSDP, which cuts the same layers."""
+    config = load_config("train", [f"+experiment={name}"])
+    model_config = replace(config.model, path=None, from_scratch=True)
+
+    class WithoutNumbers(sharded.Sharded):
+        world_size, num_processes, num_nodes, global_rank = group, group, 1, 0
+        root_device = torch.device("meta")
+
+    for silent in ("broadcast", "broadcast_object_list", "all_gather_object"):
+        monkeypatch.setattr(dist, silent, lambda *args, **kwargs: None)
+    monkeypatch.setattr(sharded, "say_host_memory", lambda *args, **kwargs: None)
+    settings = config.strategy if isinstance(config.strategy, FsdpConfig) else FsdpConfig()
+    strategy = WithoutNumbers(settings)
+    strategy._device_mesh = init_device_mesh(
+        "cpu", (1, group, 1), mesh_dim_names=("replicate", "shard", "tensor")
+    )
+
+    def build(**how: bool) -> Any:
+        return build_model(
+            model_config,
+            QuantizationConfig(),  # what is quantized has numbers
+            "eager",  # which every model has
+            config.adapter,
+            config.recompute,
+            "bf16",
+            on_meta=True,
+        )
+
+    model = strategy.build_model(build)
+    shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    assert len(shared) == len(decoder_layers(model)) + 1 == model.config.num_hidden_layers + 1
+    weights = dict(model.named_parameters())
+    assert all(isinstance(weight, DTensor) and weight.is_meta for weight in weights.values())
+    whole = sum(weight.numel() for weight in weights.values())
+    here = sum(weight.to_local().numel() for weight in weights.values())
+    assert here == pytest.approx(whole / group, rel=1e-3)
+    assert whole == sum(weight.numel() for weight in build().parameters())

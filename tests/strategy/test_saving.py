@@ -1,0 +1,157 @@
+"""Ranks that hold parts save, together, the very files that one process saves, and answer alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.errors import TrainingFault
+from app.evaluation.generation import EvaluationConfig, answer_prompts
+from app.lockstep import first_alone, is_first
+from app.model.adapter import probe_logits
+from app.model.save import save_model
+from app.strategy.build import build_strategy
+from app.strategy.settings import FsdpConfig
+from app.strategy.spread import EVERYTHING_HERE
+from data_modules import Prompt
+from tests.ranks import on_ranks, ready
+from tests.strategy.shards import ADAPTERS, builder
+
+STRATEGIES = {
+    "fsdp": FsdpConfig(),
+    "fsdp_grad_op": FsdpConfig(name="fsdp_grad_op", reshard_after_forward=False),
+    "tp": FsdpConfig(name="tp", tensor_parallel_size=2, shards_data_parallel=False),
+}
+KINDS = ["lora", "dora", "ia3", "full", "head", "top layer"]
+CASES = [
+    *(("fsdp", kind) for kind in KINDS),
+    *(("fsdp_grad_op", kind) for kind in ("lora", "full")),
+    *(("tp", kind) for kind in ("lora", "ia3", "full")),
+]
+IDS = [5, 9, 60, 33, 21, 7, 8]
+PROMPTS = [Prompt(ids, "", "") for ids in (IDS, IDS[2:], IDS[3:5])]
+
+
+def move(model: Any, spread: Any) -> None:
+    """Change what trains, as a training would, by the same numbers wherever it is."""
+    random = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            whole = spread.whole(parameter)
+            spread.restore_weight(
+                parameter, whole + 0.1 * torch.randn(whole.shape, generator=random)
+            )
+
+
+def save(model: Any, kind: str, folder: Path, shards: Any = None) -> dict[str, Any]:
+    # What is frozen is as it was read from a base of that dtype.
+    dtype = torch.bfloat16 if kind == "full" else torch.float32
+    architecture = SimpleNamespace(dtype=dtype, is_encoder_decoder=False)
+    probe = {"input_ids": IDS}
+    row = {"input_ids": torch.tensor([IDS])}
+    before = probe_logits(model, row)
+    config: Any = ADAPTERS[kind]
+    save_model(model, config, architecture, folder, probe, base={}, reload_base=None, shards=shards)
+    tokenizer: Any = SimpleNamespace(
+        pad_token_id=0, decode=lambda ids, **_: " ".join(str(int(i)) for i in ids)
+    )
+    how = EvaluationConfig(max_new_tokens=5, batch_size=2)
+    answers = answer_prompts(model, tokenizer, PROMPTS, set(range(10, 30)), how, shards)
+    return {"before": before, "after": probe_logits(model, row), "answers": answers}
+
+
+def spread_and_save(cases: list[tuple[str, str]], folder: Path) -> list[dict[str, Any]]:
+    """What a rank does."""
+    found = []
+    for name, kind in cases:
+        strategy: Any = ready(build_strategy(STRATEGIES[name], accelerator="cpu", num_ranks=2))
+        model = strategy.build_model(builder(kind))
+        move(model, strategy)
+        found.append(save(model, kind, folder / name / kind, strategy))
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, on_ranks(2, spread_and_save, CASES, folder)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_the_files_are_those_of_one_process(
+    case: tuple[str, str], of_ranks: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    name, kind = case
+    folder, found = of_ranks
+    model: Any = builder(kind)()
+    move(model, EVERYTHING_HERE)
+    whole = save(model, kind, tmp_path)
+    ours, theirs = folder / name / kind, tmp_path
+    files = files_of(theirs)
+    assert files == files_of(ours)
+    for file in files:
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
+    for rank in found:
+        here = rank[CASES.index(case)]
+        assert torch.allclose(here["before"], whole["before"], atol=1e-4)
+        assert torch.allclose(here["after"], whole["after"], atol=1e-4)
+        assert here["answers"] == whole["answers"]
+        assert any(answer is not None for answer in here["answers"])
+
+
+def save_what_one_rank_lost(folder: Path) -> str:
+    """What a rank does, where the first one does not get the other's part, which has it."""
+    strategy: Any = ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    model = strategy.build_model(builder("lora"))
+    move(model, strategy)
+    gather = strategy.whole
+
+    def lose(weight: Any) -> torch.Tensor:
+        whole: torch.Tensor = gather(weight).clone()
+        if is_first():
+            whole[len(whole) // 2 :] = 0
+        return whole
+
+    strategy.whole = lose
+    with pytest.raises(TrainingFault) as fault:
+        save(model, "lora", folder, strategy)
+    return str(fault.value)
+
+
+def test_a_part_that_the_first_rank_alone_lost_ends_all(tmp_path: Path) -> None:
+    for said in on_ranks(2, save_what_one_rank_lost, tmp_path):
+        assert "not gathered alike on all ranks" in said
+
+
+def fail_on_the_first(folder: Path) -> list[str]:
+    """What a rank does, where the first one cannot write."""
+    ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    said = []
+
+    def write() -> None:
+        raise PermissionError(13, "no room", str(folder))
+
+    def refuse() -> None:
+        raise TrainingFault("it is another one")
+
+    for work in (write, refuse):
+        with pytest.raises((OSError, TrainingFault)) as failure:
+            first_alone(work)
+        said.append(f"{isinstance(failure.value, OSError)} {failure.value}")
+    assert first_alone(lambda: 7) == (7 if is_first() else None)
+    return said
+
+
+def test_what_fails_on_the_first_rank_ends_all_of_them_alike(tmp_path: Path) -> None:
+    first, second = on_ranks(2, fail_on_the_first, tmp_path)
+    assert first == second
+    assert first[0].startswith("True") and "no room" in first[0]
+    assert first[1] == "False it is another one"

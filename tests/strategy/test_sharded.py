@@ -1,0 +1,176 @@
+"""FSDP2 and tensor parallelism train as one process that holds everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.strategy.settings import FsdpConfig
+from tests.ranks import on_ranks
+from tests.strategy import shards
+from tests.strategy.shards import CLIP, builder
+
+FSDP = FsdpConfig()
+GRAD_OP = FsdpConfig(name="fsdp_grad_op", reshard_after_forward=False)
+COPIES = FsdpConfig(name="fsdp_hybrid", replicas=2)
+TP = FsdpConfig(name="tp", tensor_parallel_size=2, shards_data_parallel=False)
+FSDP_TP = FsdpConfig(name="fsdp_tp", tensor_parallel_size=2)
+
+UNTIED = {"tie_word_embeddings": False}
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"kind": "lora"}, {}),
+    ({"kind": "full"}, {"accumulation": 1}),
+    ({"kind": "full", **UNTIED}, {"clip": 1e9}),
+    ({"kind": "ia3"}, {"bad_step": 1}),
+    ({"kind": "head", **UNTIED}, {}),
+]
+OF_FSDP: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"kind": "dora"}, {}),
+    ({"kind": "pissa"}, {}),
+    ({"kind": "top layer", "recompute": "full"}, {}),
+    ({"kind": "full", "recompute": "selective"}, {}),
+]
+OF_TP: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # Norms of single heads, biases of cut matrices, and a bias behind a sum.
+    ({"kind": "full", "model_type": "qwen3", "head_dim": 8}, {}),
+    ({"kind": "full", "model_type": "qwen2", "recompute": "full"}, {}),
+    ({"kind": "lora", "model_type": "gpt_neox", "backend": "eager"}, {}),
+]
+
+
+def check_cases(num_ranks: int, config: FsdpConfig, cases: list[Any]) -> None:
+    answers = on_ranks(num_ranks, shards.train_cases, [(config, *case) for case in cases])
+    for number, (made, how) in enumerate(cases):
+        alone = shards.train(builder(**made)(), **how)
+        for answer in answers:
+            check_same(answer[number], alone, f"{config.name} {made} {how}")
+
+
+def check_same(found: dict[str, Any], alone: dict[str, Any], which: str) -> None:
+    for key in ("losses", "validations"):
+        assert found[key] == pytest.approx(alone[key], abs=1e-5, nan_ok=True), (which, key)
+    assert found["norms"] == pytest.approx(alone["norms"], rel=1e-4, nan_ok=True), which
+    for key in ("gradients", "weights"):
+        assert found[key].keys() == alone[key].keys()
+        for name, value in alone[key].items():
+            torch.testing.assert_close(
+                found[key][name], value, atol=1e-4, rtol=1e-4, msg=f"{which}: {key} {name}"
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "cases"),
+    [(FSDP, CASES + OF_FSDP), (GRAD_OP, CASES), (COPIES, CASES), (TP, CASES + OF_TP)],
+    ids=["fsdp", "grad_op", "copies", "tp"],
+)
+def test_two_ranks_train_as_one(config: FsdpConfig, cases: list[Any]) -> None:
+    check_cases(2, config, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [COPIES, FSDP_TP, TP], ids=["2x2", "fsdp_tp", "tp of two"])
+def test_four_ranks_train_as_one(config: FsdpConfig) -> None:
+    """Copies of shares, shares of parts, and copies of parts."""
+    check_cases(4, config, [*CASES[:2], OF_TP[0]])
+
+
+def test_a_step_is_clipped_by_the_norm_of_all_parts() -> None:
+    """As the cases would not show, were their gradients small."""
+    norms = shards.train(builder("lora")())["norms"]
+    assert min(norms) > CLIP
+
+
+@pytest.mark.parametrize(("first", "second"), [(FSDP, TP), (TP, COPIES)], ids=["to tp", "from tp"])
+def test_a_run_goes_on_under_another_strategy(first: FsdpConfig, second: FsdpConfig) -> None:
+    answers = on_ranks(2, shards.halves, first, second, "lora")
+    alone = shards.train(builder("lora")())
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(alone["losses"][2:], abs=1e-5)
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(answer["weights"][name], value, atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_travel_once_a_step_where_they_are_few() -> None:
+    """Whole gradients of a whole model would not fit beside it: they are shared out at once."""
+    assert on_ranks(2, shards.gradients_before_the_last, FSDP, "lora") == [(False, True)] * 2
+    assert on_ranks(2, shards.gradients_before_the_last, FSDP, "full") == [(True, True)] * 2
+
+
+def test_nothing_stays_whole_after_measuring() -> None:
+    for config in (FSDP, GRAD_OP):
+        assert on_ranks(2, shards.whole_weights_after, config) == [[], []]
+
+
+def test_autocast_does_not_copy_what_is_gathered() -> None:
+    """Each layer's copy would be kept for the backward pass: a whole model on every rank."""
+    bf16, fp32 = "torch.bfloat16", "torch.float32"
+    assert on_ranks(2, shards.dtypes_in_layers, FSDP, "full") == [[[bf16], [fp32], [fp32]]] * 2
+    assert (
+        on_ranks(2, shards.dtypes_in_layers, FSDP, "lora") == [[[bf16, fp32], [fp32], [fp32]]] * 2
+    )
+
+
+def test_bf16_comes_near_a_process_that_holds_everything() -> None:
+    cases = [({"kind": kind, "precision": "bf16"}, {"autocast": True}) for kind in ("lora", "full")]
+    answers = on_ranks(2, shards.train_cases, [(FSDP, *case) for case in cases])
+    for number, (made, how) in enumerate(cases):
+        alone = shards.train(builder(**made)(), **how)
+        found = answers[0][number]
+        assert found["losses"] == pytest.approx(alone["losses"], abs=0.05)
+        for name, value in alone["gradients"].items():
+            assert (found["gradients"][name] - value).norm() < 0.1 * value.norm() + 1e-3, name
+
+
+def test_four_bits_are_shared_out_as_they_are() -> None:
+    """QLoRA: a rank that did not quantize the base computes with it to the same losses."""
+    alone = shards.train(shards.build_quantized())["losses"]
+    assert on_ranks(2, shards.quantized_losses) == [pytest.approx(alone, abs=1e-5)] * 2
+
+
+def test_one_rank_reads_and_none_but_it_holds_the_whole() -> None:
+    numbers = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1536}
+    numbers |= {"num_hidden_layers": 16, "num_attention_heads": 8}
+    reader, other = on_ranks(2, shards.memory_of_loading, numbers)
+    assert reader["built"] == [{"cpu"}] and other["built"] == [{"meta"}]
+    assert reader["kept"] + other["kept"] == reader["whole"]
+    # Of the other half its rank has held one layer at a time, and what gloo and malloc need.
+    assert other["grown"] < 0.9 * reader["whole"] < reader["grown"]
+
+
+REFUSED: list[tuple[FsdpConfig, dict[str, Any], str]] = [
+    (TP, {"num_key_value_heads": 1}, "does not divide the 1 key heads"),
+    (TP, {"kind": "dora"}, "adapter.use_dora=true"),
+    (TP, {"intermediate_size": 49}, "49 features of mlp.gate_proj; type a divisor of 49"),
+    (TP, {"model_type": "phi3"}, "a phi3 model cuts matrices as colwise_gather_output"),
+    (FsdpConfig(tensor_parallel_size=3), {}, "type a divisor of 2"),
+    (FsdpConfig(replicas=3), {}, "strategy.replicas=3 does not divide the 2 ranks"),
+    (FsdpConfig(name="fsdp_offload", offload_parameters=True), {}, "type strategy=fsdp"),
+]
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    for answer in on_ranks(2, shards.refusals, [(config, made) for config, made, _ in REFUSED]):
+        for (_, _, expected), said in zip(REFUSED, answer, strict=True):
+            assert expected in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_offload", "tp"])
+def test_gpus_train_as_one_process(name: str, tmp_path: Path) -> None:
+    """NCCL on all GPUs of this machine; with one, a share that is the whole."""
+    from tests.conftest import read_column
+    from tests.processes import type_train
+
+    losses = []
+    for folder, words in (
+        (tmp_path / "alone", ["strategy=single", "trainer.devices=1"]),
+        (tmp_path / name, [f"strategy={name}", "trainer.devices=1"]),
+    ):
+        code, _, said = type_train(folder, *words, "trainer.accelerator=gpu")
+        assert code == 0, said
+        losses.append(read_column(folder, "train/loss"))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)

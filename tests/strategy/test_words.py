@@ -1,0 +1,95 @@
+"""What a strategy's words lead to before any weight is read: ranks with data, cuts of matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from app.errors import UserError
+from app.preflight.base_model import BaseModel
+from app.preflight.parallel import WITHOUT_PLAN, check_tensor_parallel
+from app.preflight.shapes import _FAMILIES
+from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
+from app.strategy.tensor_parallel import _kinds_by_path
+from app.training.trainer import TrainerConfig, resolve_placement
+from tests.door import ask, make_data, make_model
+
+
+@pytest.mark.parametrize(
+    ("strategy", "data_ranks", "accumulation"),
+    [
+        (None, 4, 3),
+        (StrategyConfig(), 4, 3),
+        (DdpConfig(), 4, 3),
+        (ZeroConfig(), 4, 3),
+        (FsdpConfig(), 4, 3),
+        (FsdpConfig(replicas=2), 4, 3),
+        (FsdpConfig(tensor_parallel_size=2), 2, 6),
+        (FsdpConfig(tensor_parallel_size=None), 1, 12),
+    ],
+)
+def test_a_global_step_is_shared_by_the_ranks_with_data_of_their_own(
+    strategy: StrategyConfig | None, data_ranks: int, accumulation: int
+) -> None:
+    config = TrainerConfig(
+        accelerator="cpu", devices=4, micro_batch_size=2, global_batch_size=24, precision="fp32"
+    )
+    placement = resolve_placement(config, strategy)
+    assert (placement.num_ranks, placement.num_data_ranks) == (4, data_ranks)
+    assert placement.accumulation == accumulation
+    assert config.micro_batch_size * accumulation * data_ranks == config.global_batch_size
+    split = "(2 split each matrix)" if data_ranks == 2 else ""
+    assert split in str(placement)
+
+
+def test_ranks_that_come_out_uneven_are_refused_where_they_are_counted() -> None:
+    config = TrainerConfig(accelerator="cpu", devices=4, global_batch_size=6, precision="fp32")
+    with pytest.raises(UserError, match=r"x 4 ranks = 4; type .*=4 or 8"):
+        resolve_placement(config)
+    resolve_placement(config, FsdpConfig(tensor_parallel_size=2))
+    with pytest.raises(UserError, match="tensor_parallel_size=3 does not divide 4 ranks"):
+        resolve_placement(config, FsdpConfig(tensor_parallel_size=3))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "together", "said"),
+    [
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, 4, "the 2 key heads"),
+        ({"num_attention_heads": 6}, 4, "the 6 attention heads"),
+        ({"num_attention_heads": 8, "intermediate_size": 42}, 4, "the 42 inner features"),
+    ],
+)
+def test_a_cut_that_does_not_come_out_is_divided_for_the_reader(
+    tmp_path: Path, numbers: dict[str, int], together: int, said: str
+) -> None:
+    model, data = make_model(tmp_path / "model", **numbers), make_data(tmp_path / "data.jsonl")
+    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=4"]
+    answer = ask(*words, "strategy=tp")
+    assert answer.code == 2
+    side = int(said.split()[1])
+    assert (
+        f"strategy.tensor_parallel_size={together} does not divide {said} of {model} "
+        f"({side} / {together} leaves {side % together}); "
+        "type strategy.tensor_parallel_size=2, or strategy=fsdp"
+    ) in answer.said
+    for instead in (["strategy=tp", "strategy.tensor_parallel_size=2"], ["strategy=fsdp"]):
+        assert ask(*words, *instead).code == 0
+
+
+def test_what_is_refused_has_no_plan_and_what_is_not_has_one() -> None:
+    for kind in _FAMILIES:
+        holder: Any = SimpleNamespace(config=CONFIG_MAPPING[kind]())
+        if kind in WITHOUT_PLAN:
+            assert (
+                "there is no plan"
+                in check_tensor_parallel(2, BaseModel("base", {"model_type": kind}))[0]
+            )
+            with pytest.raises(UserError):
+                _kinds_by_path(holder)
+        else:
+            assert _kinds_by_path(holder)
+        assert check_tensor_parallel(1, BaseModel("base", {"model_type": kind})) == []

@@ -1,0 +1,111 @@
+"""Ranks that were started differently, or see different files, do not train together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.config import load_config
+from app.errors import USER_ERROR, UserError
+from app.launch import free_port
+from app.training.callbacks.agreement import Agreement, told
+from tests.processes import LONGEST, RUN, start_train
+from tests.tiny import SAMPLES, small_run
+
+FACTS: dict[str, Any] = {
+    "base": {"path": "base", "weights": "a" * 64},
+    "data": [{"path": "rows.json", "sha256": "b" * 64}],
+    "test_data": [],
+    "tokens_sha256": "c" * 64,
+    "tokenizer_sha256": "d" * 64,
+    "template_sha256": "e" * 64,
+    "total_steps": 4,
+    "global_batch": {"packs": 8},
+    "precision": "fp32",
+    "strategy": "ddp",
+}
+
+
+def settings(*words: str) -> Any:
+    return load_config("train", ["+experiment=quickstart", *words])
+
+
+def compare(*parts: dict[str, Any]) -> None:
+    """Let the ranks that were told `parts` meet; the others' tensors are handed to the last one."""
+    sent: list[torch.Tensor] = []
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor)
+        return torch.stack([*sent, *[tensor] * (len(parts) - len(sent))])
+
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=gather)
+    trainer: Any = SimpleNamespace(world_size=len(parts), strategy=strategy)
+    for part in parts:
+        Agreement(part).setup(trainer, None, "fit")
+
+
+def test_what_says_where_things_are_may_differ() -> None:
+    one = settings("data.cache_dir=/a", "output.dir=/b", "trainer.devices=2")
+    other = settings("data.cache_dir=/c", "output.dir=/d", "trainer.devices=2", "resume=auto")
+    one.model.path, other.model.path = "/one/base", "/other/base"
+    compare(told(one, FACTS), told(other, FACTS))
+
+
+@pytest.mark.parametrize(
+    ("words", "facts", "said"),
+    [
+        (["optimizer.lr=1e-3"], {}, "settings of optimizer"),
+        (["strategy=ddp"], {}, "settings of strategy"),
+        (["trainer.validate_every_steps=3"], {}, "settings of trainer"),
+        (["seed=1"], {}, "settings of seed"),
+        ([], {"data": [{"path": "rows.json", "sha256": "0" * 64}]}, "different rows;"),
+        ([], {"data": [{"path": "hub/other", "sha256": None}]}, "different rows;"),
+        ([], {"base": {"path": "base", "weights": "0" * 64}}, "files of the base model"),
+        ([], {"tokens_sha256": "0" * 64}, "different tokens;"),
+        ([], {"tokenizer_sha256": "0" * 64}, "tokenizer files"),
+        ([], {"strategy": "fsdp"}, "different strategy;"),
+        ([], {"total_steps": 5}, "plan of steps"),
+    ],
+)
+def test_what_differs_is_named_with_its_rank(
+    words: list[str], facts: dict[str, Any], said: str
+) -> None:
+    same, other = told(settings(), FACTS), told(settings(*words), FACTS | facts)
+    with pytest.raises(UserError, match="rank 2 and rank 0 have") as caught:
+        compare(same, same, other)
+    assert said in str(caught.value)
+    assert "rank 1" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_two_ranks_that_were_started_differently_stop_before_a_step(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text((SAMPLES / "lists_test.json").read_text().replace("biggest", "largest"))
+    words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
+    other = [
+        word.replace(str(SAMPLES / "lists_test.json"), str(rows)) if "lists" in word else word
+        for word in words
+    ]
+    group = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [
+        start_train(
+            *typed,
+            f"output.dir={tmp_path / 'run'}",
+            f"data.cache_dir={tmp_path / 'cache'}",
+            environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, typed in enumerate((words, [*other, "adapter.dropout=0.2"]))
+    ]
+    said = [rank.communicate(timeout=LONGEST)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [USER_ERROR, USER_ERROR], said
+    assert "rank 1 and rank 0 have different settings of adapter, rows, tokens;" in "".join(said)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
