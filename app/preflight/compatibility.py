@@ -275,7 +275,7 @@ COUPLINGS = (
     ),
     Coupling(
         "strategy.name optimizer.name",
-        lambda s: _is_sharding(s) and s.config.optimizer.name != "adamw",
+        lambda s: _is_sharding(s) and not _steps_parts(s),
         lambda s: (
             f"optimizer={s.config.optimizer.name} does not step parts of weights, which are what "
             f"strategy={s.config.strategy.name} leaves with a rank"
@@ -323,15 +323,6 @@ COUPLINGS = (
             f"{s.config.strategy.name} leaves a rank parts of them"
         ),
         lambda s: "adapter.use_dora=false, or strategy=fsdp",
-    ),
-    Coupling(
-        "strategy.name adapter.init",
-        lambda s: _cuts_matrices(s) and s.config.adapter.init in CHANGE_BASE,
-        lambda s: (
-            f"adapter.init={s.config.adapter.init} takes its start out of whole weights, and "
-            f"strategy={s.config.strategy.name} leaves a rank parts of them"
-        ),
-        lambda s: "adapter.init=default, or strategy=fsdp",
     ),
     Coupling(
         "trainer.compile recompute.mode",
@@ -798,6 +789,14 @@ def _is_sharding(situation: Situation) -> bool:
 
 def _cuts_matrices(situation: Situation) -> bool:
     return tensor_parallel_size(situation.config.strategy, situation.ranks_per_node) > 1
+
+
+def _steps_parts(situation: Situation) -> bool:
+    """Say whether the optimizer moves each number by itself, in the form that it finds them in."""
+    by_itself = ["adamw"]
+    if isinstance(situation.config.strategy, FsdpConfig) and not _cuts_matrices(situation):
+        by_itself.append("schedule_free")
+    return situation.config.optimizer.name in by_itself
 
 
 def _has_deepspeed() -> bool:
