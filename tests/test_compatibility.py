@@ -102,6 +102,24 @@ CLASHES = [
     ),
     (
         0,
+        ["adapter.use_dora=true", "quantization=nf4", "strategy=fsdp"],
+        ["adapter.use_dora=true", "4-bit", "type adapter.use_dora=false"],
+        ["quantization=nf4", "strategy=fsdp"],
+    ),
+    (
+        0,
+        ["adapter.init=pissa", "strategy=fsdp"],
+        ["adapter.init=pissa takes its start", "strategy=fsdp", "type adapter.init=default"],
+        ["adapter.init=pissa", "strategy=zero2"],
+    ),
+    (
+        0,
+        ["adapter.init=olora", "strategy=zero3"],
+        ["adapter.init=olora takes its start", "strategy=ddp"],
+        ["adapter.init=olora", "strategy=ddp"],
+    ),
+    (
+        0,
         ["adapter.init=olora", "quantization=nf4"],
         ["adapter.init=olora takes its start", "quantization=nf4", "or quantization=none"],
         ["adapter.init=olora"],

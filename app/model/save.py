@@ -138,6 +138,8 @@ def _save_gathered_adapter(
     base: Mapping[str, str | None],
     shards: Shards,
 ) -> float:
+    if changed_its_base(model):
+        raise ValueError("an adapter that has changed its base is saved by one process alone")
     in_memory = probe_logits(model, probe)
     shards.settle(model)
     gathering = Gathering(shards)

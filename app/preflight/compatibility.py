@@ -325,6 +325,19 @@ COUPLINGS = (
         lambda s: "adapter.use_dora=false, or strategy=fsdp",
     ),
     Coupling(
+        "strategy.name adapter.use_dora quantization.method",
+        lambda s: (
+            isinstance(s.config.strategy, FsdpConfig)
+            and s.config.adapter.use_dora
+            and s.config.quantization.method == "nf4"
+        ),
+        lambda s: (
+            "adapter.use_dora=true measures the base's columns while it is built, and strategy="
+            f"{s.config.strategy.name} builds it without its 4-bit weights on all ranks but one"
+        ),
+        lambda s: "adapter.use_dora=false, or strategy=ddp",
+    ),
+    Coupling(
         "trainer.compile recompute.mode",
         lambda s: s.config.trainer.compile and s.config.recompute.mode == "selective",
         lambda s: (
@@ -524,6 +537,16 @@ COUPLINGS = (
             "adapter.use_dora=true learns the magnitudes of weights that are whole"
         ),
         lambda s: "adapter.init=default, or adapter.use_dora=false",
+    ),
+    Coupling(
+        "adapter.init strategy.name",
+        lambda s: s.config.adapter.init in CHANGE_BASE and _spreads_weights(s),
+        lambda s: (
+            f"adapter.init={s.config.adapter.init} takes its start out of the base's weights, and is "
+            f"saved for the base as it was: strategy={s.config.strategy.name} leaves no rank room to "
+            "read that one again and compare"
+        ),
+        lambda s: "adapter.init=default, or strategy=ddp",
     ),
     Coupling(
         "adapter.init quantization.method",
@@ -781,6 +804,11 @@ def _exists(config: Any, key: str) -> bool:
             return False
         config = getattr(config, name)
     return True
+
+
+def _spreads_weights(situation: Situation) -> bool:
+    config = situation.config.strategy
+    return isinstance(config, FsdpConfig) or (isinstance(config, ZeroConfig) and config.stage == 3)
 
 
 def _is_sharding(situation: Situation) -> bool:
