@@ -62,7 +62,7 @@ test: $(STAMP)  ## all tests that this machine can run; WORKERS=2 processes of o
 test-fast: $(STAMP)  ## the tests that take no more than ten seconds each
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-strategies: $(STAMP)  ## the same run under every strategy, by the numbers: half an hour
+test-strategies: $(STAMP)  ## the same run under every strategy gives the same numbers (`make test`: a part)
 	$(PYTEST) -m "slow or strategies" tests/parity/strategies $(ARGS)
 
 chaos: $(STAMP)  ## kill runs, fill their disks, go on: bit for bit the same? SEED=N; FULL=1 for all

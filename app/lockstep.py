@@ -29,21 +29,31 @@ def first_alone(work: Callable[[], T]) -> T | None:
 
     What it raises is raised on every rank, with the same exit code.
     """
+    return some_alone(work, here=is_first())
+
+
+def some_alone(work: Callable[[], T], *, here: bool) -> T | None:
+    """Do `work` on the ranks that say `here`, such as one of each machine, while the others wait.
+
+    What one of them raises is raised on every rank, with the same exit code.
+    """
     import torch.distributed as dist
 
     result: T | None = None
     failure: Exception | None = None
-    told: list[Any] = [None]
-    if is_first():
+    if here:
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - the others hear of it, then it is raised
-            failure, told = error, [(exit_code(error), str(error))]
-    dist.broadcast_object_list(told, src=0)
+            failure = error
+    own = None if failure is None else (exit_code(failure), str(failure))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
     if failure is not None:
         raise failure
-    if told[0] is not None:
-        raise _as_told(*told[0])
+    for one in told:
+        if one is not None:
+            raise _as_told(*one)
     return result
 
 

@@ -94,7 +94,7 @@ def plain_step_seconds() -> list[float]:
     for batch in list(datamodule().train_dataloader()):
         started = time.perf_counter()
         ids = batch.input_ids
-        inputs = attention_inputs(model, "sdpa", batch.document_lengths, tuple(ids.shape))
+        inputs = attention_inputs(model, "sdpa", batch.document_lengths, ids)
         columns = batch.trained_columns
         logits = model(
             input_ids=ids,

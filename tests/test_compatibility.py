@@ -191,6 +191,12 @@ CLASHES = [
         ["strategy=fsdp", "trainer.devices=2", "adapter.use_dora=true"],
     ),
     (
+        2,
+        ["strategy=fsdp_tp", "strategy.offload_parameters=true"],
+        ["strategy=fsdp_tp splits matrices", "type strategy=fsdp_offload, or"],
+        ["strategy=fsdp_offload"],
+    ),
+    (
         0,
         ["strategy=fsdp_offload"],
         ["pinned for a GPU", "the CPU (no GPU was found)", "type strategy=fsdp"],
@@ -204,8 +210,8 @@ CLASHES = [
     ),
     (
         1,
-        ["strategy=zero3_nvme", "strategy.nvme_path=/tmp"],
-        ["strategy=zero3_nvme keeps weights or states on a disk", "type strategy=zero3_offload"],
+        ["strategy=zero3_nvme"],
+        ["would keep weights and optimizer states on a disk", "type strategy=zero3_offload"],
         ["strategy=zero3_offload"],
     ),
     (

@@ -109,8 +109,10 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def prove_head(model: Any, backend: str) -> None:
+def prove_head(model: Any, backend: str, device: torch.device | None = None) -> None:
     """Compare a head's own loss with that of the model's logits, on eight tokens.
+
+    Computed on `device`, or where the model is.
 
     Where they differ, because this model changes its logits in a way that is not known here, the
     head gives logits again, and that is said.
@@ -120,7 +122,7 @@ def prove_head(model: Any, backend: str) -> None:
         return
     was_training = model.training
     model.eval()
-    inputs = _probe(model, backend)
+    inputs = _probe(model, backend, device or model.device)
     labels = inputs["input_ids"].flip(1)
     plain = token_losses(model(**inputs).logits, labels).flatten()
     _, own = head_loss(model, inputs, labels, torch.ones_like(labels, dtype=torch.float32))
@@ -131,12 +133,11 @@ def prove_head(model: Any, backend: str) -> None:
         log.info("loss: from whole logits (the head's own differs by %.2g)", difference)
 
 
-def _probe(model: Any, backend: str) -> dict[str, Any]:
-    device, shape = next(model.parameters()).device, (1, PROBE_TOKENS)
+def _probe(model: Any, backend: str, device: torch.device) -> dict[str, Any]:
     lengths = [[PROBE_TOKENS]]
     ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if not model.config.is_encoder_decoder:
-        return inputs | attention_inputs(model, backend, lengths, shape)
+        return inputs | attention_inputs(model, backend, lengths, ids)
     inputs["decoder_input_ids"] = ids
-    return inputs | pair_inputs(model, backend, lengths, lengths, shape, shape)
+    return inputs | pair_inputs(model, backend, lengths, lengths, ids, ids)

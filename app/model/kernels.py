@@ -103,18 +103,24 @@ Gathered = Callable[["torch.nn.Module"], AbstractContextManager[None]]
 """has a module's own weights whole, where a strategy keeps them in parts"""
 
 
-def fuse_layers(model: Any, gathered: Gathered = lambda module: nullcontext()) -> None:
+def fuse_layers(
+    model: Any,
+    gathered: Gathered = lambda module: nullcontext(),
+    device: torch.device | None = None,
+) -> None:
     """Let a kernel compute each norm and gate of which it is proven that the results are the same.
 
-    Each is tried by itself on random tokens, with gradients. Says in one line what runs on a
-    GPU; on a CPU there is nothing to choose.
+    Each is tried by itself on random tokens, with gradients, on `device` or where the model is.
+    Says in one line what runs on a GPU; on a CPU there is nothing to choose.
     """
-    if model.device.type == "cpu" and not _is_on_gpu(model):
-        from app.model.onednn import trained_linear
-        from app.model.rms_norm import rms_norm
+    device = device or model.device
+    if not _is_on_gpu(device):
+        if device.type == "cpu":
+            from app.model.onednn import trained_linear
+            from app.model.rms_norm import rms_norm
 
-        _replace(_prove_all(model, Kernels(norm=rms_norm, linear=trained_linear), gathered)[0])
-    if not _is_on_gpu(model):
+            kernels = Kernels(norm=rms_norm, linear=trained_linear)
+            _replace(_prove_all(model, kernels, gathered, device)[0])
         return
     if find_spec("liger_kernel") is None:
         log.info("kernels: the model's own (liger-kernel is not installed)")
@@ -122,9 +128,8 @@ def fuse_layers(model: Any, gathered: Gathered = lambda module: nullcontext()) -
     try:
         from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
 
-        fused, refused = _prove_all(
-            model, Kernels(norm=liger_rms_norm, gate=liger_swiglu), gathered
-        )
+        kernels = Kernels(norm=liger_rms_norm, gate=liger_swiglu)
+        fused, refused = _prove_all(model, kernels, gathered, device)
     except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning("kernels: the model's own (liger-kernel is installed, but broken: %s)", reason)
@@ -148,11 +153,13 @@ def unfuse_layers(model: torch.nn.Module) -> None:
             del module.forward
 
 
-def _is_on_gpu(model: Any) -> bool:
-    return bool(model.device.type == "cuda")
+def _is_on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
-def _prove_all(model: Any, kernels: Kernels, gathered: Gathered) -> tuple[list[Fused], set[str]]:
+def _prove_all(
+    model: Any, kernels: Kernels, gathered: Gathered, device: torch.device
+) -> tuple[list[Fused], set[str]]:
     """Return what is proven, and the names of the classes of which a module is not."""
     fused: list[Fused] = []
     refused: set[str] = set()
@@ -161,7 +168,7 @@ def _prove_all(model: Any, kernels: Kernels, gathered: Gathered) -> tuple[list[F
     model.eval()  # an adapter's dropout would differ by itself
     for width, candidates in _candidates(model, kernels):
         with gathered(candidates[0].module):
-            proven = (one for one in candidates if _is_equal(one, width, dtype))
+            proven = (one for one in candidates if _is_equal(one, width, dtype, device))
             forward = next(proven, None)
         if forward is not None:
             fused.append(forward)
@@ -191,12 +198,11 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
             yield module.in_features, [FusedLinear(kernels.linear, module)]
 
 
-def _is_equal(forward: Fused, width: int, dtype: torch.dtype) -> bool:
+def _is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.device) -> bool:
     import torch
 
     module = forward.module
     trained = [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
-    device = next(module.parameters()).device
     random = torch.Generator(device).manual_seed(0)
     shape = (1, PROBE_TOKENS, width)
     hidden = torch.randn(shape, generator=random, device=device, dtype=dtype, requires_grad=True)

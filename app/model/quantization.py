@@ -154,11 +154,11 @@ def quantize_on_meta(
     quantizer.postprocess_model(model)
 
 
-def take_states(module: torch.nn.Module) -> dict[str, Any]:
+def take_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
     """Return how each 4-bit weight in `module` is kept, by name, for `give_states`; {} on `meta`.
 
     The weights become plain parameters of packed numbers, which a strategy can share out; a layer
-    finds their scales in itself then.
+    finds their scales in itself then, on `device`.
     """
     import torch
 
@@ -174,6 +174,7 @@ def take_states(module: torch.nn.Module) -> dict[str, Any]:
             for key, value in layer.quant_state.as_dict(packed=True).items()
         }
         states[name] = tuple(layer.weight.shape), layer.weight.dtype, packed
+        layer.quant_state.to(device)
     return states
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import TrainingFault
-from app.lockstep import first_alone, is_first
+from app.lockstep import first_alone, is_first, of_all
 from app.model.adapter import (
     AdapterConfig,
     changed_its_base,
@@ -125,7 +125,7 @@ def _save_gathered_model(
     shards.settle(model)
     dtype = _dtype_on_disk(model, architecture)
     write_model(model, folder, dtype, shards)
-    difference = check_same_logits(in_memory, probe_logits(model, probe), folder)
+    difference = _check_on_all(in_memory, probe_logits(model, probe), folder)
     # What is measured after this is the saved model, computed as it was in training.
     round_weights(model, shards, dtype)
     return difference
@@ -158,7 +158,19 @@ def _save_gathered_adapter(
         write_origin(folder, base)
 
     first_alone(write)
-    return check_same_logits(in_memory, probe_logits(model, probe), folder)
+    return _check_on_all(in_memory, probe_logits(model, probe), folder)
+
+
+def _check_on_all(in_memory: torch.Tensor, now: torch.Tensor, folder: Path) -> float:
+    """Compare logits as `check_same_logits` does; ValueError on all ranks where one differs."""
+    difference, problems = 0.0, []
+    try:
+        difference = check_same_logits(in_memory, now, folder)
+    except ValueError as error:
+        problems = [str(error)]
+    if told := of_all(problems):
+        raise ValueError(told[0])
+    return difference
 
 
 def _dtype_on_disk(model: PreTrainedModel, architecture: PretrainedConfig) -> torch.dtype:

@@ -170,13 +170,11 @@ COUPLINGS = (
         lambda s: "strategy.stage=3, or strategy.offload_parameters=none",
     ),
     Coupling(
-        "strategy.name strategy.offload_optimizer strategy.offload_parameters",
+        "strategy.name",
+        lambda s: s.config.strategy.name == "zero3_nvme",
         lambda s: (
-            "nvme" in (s.config.strategy.offload_optimizer, s.config.strategy.offload_parameters)
-        ),
-        lambda s: (
-            f"strategy={s.config.strategy.name} keeps weights or states on a disk, and that such a "
-            "run goes on from its checkpoints is not proven yet"
+            "strategy=zero3_nvme would keep weights and optimizer states on a disk, which is not "
+            "there yet"
         ),
         lambda s: "strategy=zero3_offload, which keeps them in host memory",
     ),
@@ -234,6 +232,15 @@ COUPLINGS = (
         ),
         lambda s: "strategy=fsdp",
         is_of_machine=True,
+    ),
+    Coupling(
+        "strategy.name strategy.offload_parameters",
+        lambda s: s.config.strategy.offload_parameters is True and _cuts_matrices(s),
+        lambda s: (
+            f"strategy={s.config.strategy.name} splits matrices, whose ranks add up gradients on "
+            "their devices, and strategy.offload_parameters=true keeps those in host memory"
+        ),
+        lambda s: "strategy=fsdp_offload, or strategy.offload_parameters=false",
     ),
     Coupling(
         "strategy.name trainer.precision",
@@ -542,9 +549,9 @@ COUPLINGS = (
         "adapter.init strategy.name",
         lambda s: s.config.adapter.init in CHANGE_BASE and _spreads_weights(s),
         lambda s: (
-            f"adapter.init={s.config.adapter.init} takes its start out of the base's weights, and is "
-            f"saved for the base as it was: strategy={s.config.strategy.name} leaves no rank room to "
-            "read that one again and compare"
+            f"adapter.init={s.config.adapter.init} takes its start out of the base's weights, and "
+            "is saved for the base as it was, which is read again and compared: strategy="
+            f"{s.config.strategy.name} leaves no rank room for that"
         ),
         lambda s: "adapter.init=default, or strategy=ddp",
     ),
@@ -655,7 +662,7 @@ RANGES = (
     Range(
         "strategy.offload_parameters",
         lambda v: isinstance(v, bool) or v in HOMES,  # FSDP has one place besides the device
-        "none, cpu or nvme",
+        "none or cpu",
     ),
     Range("strategy.powersgd_rank", _at_least_one, "1 or more (1 to 32 is usual)"),
     Range("strategy.replicas", _at_least_one, "1 or more, or null for one a node"),

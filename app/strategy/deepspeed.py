@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
+from app.lockstep import some_alone
 from app.model.adapter import reached_weights, unfuse_adapters
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.loading import Handing, peak_host_bytes, say_host_memory
@@ -74,30 +75,24 @@ class Zero(Spread, DDPStrategy):
         # It would compile an operator for a minute that nothing but its inference uses.
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(self._get_process_group_backend(), verbose=False)
-        self._prepare_operators()
-
-    def _prepare_operators(self) -> None:
-        """Have what this strategy needs compiled, before all ranks would do it at once."""
-        from deepspeed.accelerator import get_accelerator
-
-        config, needed = self.zero_config, []
-        if "nvme" in (config.offload_optimizer, config.offload_parameters):
-            needed.append(("AsyncIOBuilder", "install libaio-dev, or type strategy=zero3_offload"))
-        if config.quantized_weights or config.quantized_gradients:
-            needed.append(("QuantizerBuilder", "type strategy=zero3_hpz"))
-        for name, advice in needed:
-            if self.local_rank == 0:
-                prepare_operator(get_accelerator().create_op_builder(name), advice)
-            self.barrier()
 
     def build_model(self, build: BuildModel) -> Any:
         """Build the model, its weights on the first rank alone where each will hold parts."""
+        if self.zero_config.quantized_weights or self.zero_config.quantized_gradients:
+            some_alone(self._prepare_quantizer, here=self.local_rank == 0)
         if not self.shards_weights:
             return build()
         self._peak_before = peak_host_bytes()
         model = build(on_meta=self.global_rank != 0)
         unfuse_adapters(model)
         return model
+
+    def _prepare_quantizer(self) -> None:
+        """Have compiled what would be compiled by all ranks at once when it is first used."""
+        from deepspeed.accelerator import get_accelerator
+
+        builder = get_accelerator().create_op_builder("QuantizerBuilder")
+        prepare_operator(builder, "type strategy=zero3_hpz")
 
     def setup(self, trainer: L.Trainer) -> None:
         """Make the optimizer, spread the weights, and hand both to DeepSpeed's engine."""
@@ -211,18 +206,29 @@ class Zero(Spread, DDPStrategy):
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Return the global norm; the engine clips by it as it steps."""
+        from deepspeed.accelerator import get_accelerator
+
+        if self._steps_in_host_memory:
+            # Gradients are still on their way there: the engine waits for them in its own step.
+            get_accelerator().synchronize()
         squares = torch.zeros((), device=self.root_device)
         for gradient in self._gradients():
             squares += gradient.float().square().sum().to(self.root_device)
         torch.distributed.all_reduce(squares)
-        return squares.sqrt()
+        # The fused AdamW would read a flag of the device in host memory before it has come there;
+        # the other way round it waits.
+        return squares.sqrt().to("cpu" if self._steps_in_host_memory else self.root_device)
 
     def _gradients(self) -> Iterator[Tensor]:
         """Go over the gradients of this rank's parts, averaged over the ranks."""
-        if self.zero_config.offload_optimizer != "none":
+        if self._steps_in_host_memory:
             yield from (flat.grad for flat in self._flats if flat.grad is not None)
         else:
             yield from (part for parts in self._zero.averaged_gradients.values() for part in parts)
+
+    @property
+    def _steps_in_host_memory(self) -> bool:
+        return self.zero_config.offload_optimizer != "none"
 
     @property
     def _flats(self) -> list[Tensor]:

@@ -43,8 +43,6 @@ def deepspeed_config(
     ):
         if home != "none":
             zero[key] = {"device": home, "pin_memory": on_gpu}
-            if home == "nvme":
-                zero[key]["nvme_path"] = config.nvme_path
     if config.partition_within_node:
         zero["zero_hpz_partition_size"] = ranks_per_node
     if config.quantized_weights:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +40,28 @@ class Handing:
             self._of_node, _ = dist.new_subgroups(ranks_per_node)
 
     def check_same(self, model: torch.nn.Module) -> None:
-        """Make sure that all ranks have built the same modules."""
+        """Make sure that all ranks have built the same modules; RuntimeError on all of them."""
         # Quantized weights are packed where they are, and not yet on `meta`.
         own = [
             (name, *(() if type(t).__name__ == "Params4bit" else (tuple(t.shape), t.dtype)))
             for name, t in _named_tensors(model)
         ]
-        first = [own]
-        dist.broadcast_object_list(first, 0)
-        if own != first[0]:
-            apart = next(pair for pair in zip(own, first[0], strict=False) if pair[0] != pair[1])
-            raise RuntimeError(f"rank {dist.get_rank()} has built another model: {apart}")
+        hashes: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(hashes, hashlib.sha256(repr(own).encode()).hexdigest())
+        if len(set(hashes)) == 1:
+            return
+        # All raise, since one that went on would wait for the others; what they say is long.
+        built: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(built, own)
+        first = built[0]
+        rank, other = next(pair for pair in enumerate(built) if pair[1] != first)
+        pairs = zip_longest(first, other, fillvalue="nothing")
+        here, there = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RuntimeError(f"rank 0 has built {here} where rank {rank} has {there}")
 
     def hand_states(self, module: torch.nn.Module) -> None:
         """Let all ranks know how the 4-bit weights in `module` are kept, before they are handed."""
-        states = [take_states(module)]
+        states = [take_states(module, self.device)]
         if not self._is_alone:
             dist.broadcast_object_list(states, self._node_reader, group=self._of_node)
         if not self.reads_here:

@@ -43,10 +43,11 @@ def prepare_operator(builder: Any, advice: str) -> None:
         begun = time.monotonic()
         try:
             builder.load(verbose=False)
-        except (RuntimeError, OSError, ImportError) as error:
+        except Exception as error:  # DeepSpeed raises kinds of its own, as for another CUDA
+            reason = str(error).strip() or type(error).__name__
             raise UserError(
                 f"DeepSpeed's operator {name} could not be built in {folder}: "
-                f"{str(error).strip().splitlines()[0]}; {advice}"
+                f"{reason.splitlines()[0]}; {advice}"
             ) from error
         log.info("built %s in %.0f s", name, time.monotonic() - begun)
 
@@ -54,8 +55,12 @@ def prepare_operator(builder: Any, advice: str) -> None:
 def remove_stale_lock(folder: Path) -> None:
     """Remove the lock that a killed build has left, which every later one would wait for."""
     lock = folder / LOCK
-    while lock.exists() and not _is_worked_in(folder):
-        if time.time() - lock.stat().st_mtime > YOUNG:
+    while not _is_worked_in(folder):
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:  # also where its own build has just ended
+            return
+        if age > YOUNG:
             lock.unlink(missing_ok=True)
             log.info("removed %s, which a build that was killed had left", lock)
             return

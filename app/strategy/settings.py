@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
-HOMES = ("none", "cpu", "nvme")
-"""where states may be kept besides the device: nowhere, in host memory, on a disk"""
+HOMES = ("none", "cpu")
+"""where states may be kept besides the device: nowhere, in host memory"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,11 +35,9 @@ class ZeroConfig(StrategyConfig):
     stage: int = 3
     """1: optimizer states, 2: gradients too, 3: weights too"""
     offload_optimizer: str = "none"
-    """where optimizer states are kept and stepped: none (the device), cpu, nvme"""
+    """where optimizer states are kept and stepped: none (the device), cpu"""
     offload_parameters: str = "none"
-    """where weights wait for their turn: none (the device), cpu, nvme; stage 3"""
-    nvme_path: str | None = None
-    """folder on a fast local disk, for nvme"""
+    """where weights wait for their turn: none (the device), cpu; stage 3"""
     partition_within_node: bool = False
     """ZeRO++ hpZ: keep a second copy of the weights spread inside each node, so that the backward
     pass gathers them there; more memory, less traffic between nodes"""
@@ -106,9 +104,7 @@ DEEPSPEED_KEYS = {
     "tensor_parallel": "strategy=tp",
     "zero_optimization.stage": "strategy.stage",
     "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
-    "zero_optimization.offload_optimizer.nvme_path": "strategy.nvme_path",
     "zero_optimization.offload_param.device": "strategy.offload_parameters",
-    "zero_optimization.offload_param.nvme_path": "strategy.nvme_path",
     "zero_optimization.zero_hpz_partition_size": "strategy.partition_within_node",
     "zero_optimization.zero_quantized_weights": "strategy.quantized_weights",
     "zero_optimization.zero_quantized_nontrainable_weights": "strategy.quantized_weights",

@@ -94,8 +94,10 @@ class Sharded(Spread, ModelParallelStrategy):
         return False
 
     def setup_environment(self) -> None:
-        """Meet the other ranks and lay out the mesh."""
+        """Meet the other ranks; whether all were told the same is asked before more is."""
         self._setup_distributed()
+
+    def _lay_out_mesh(self) -> None:
         replicas, shards = self._divide()
         self._device_mesh = init_device_mesh(
             self.root_device.type,
@@ -125,6 +127,7 @@ class Sharded(Spread, ModelParallelStrategy):
 
     def build_model(self, build: BuildModel) -> Any:
         """Build the model where it is read, and share it out a layer at a time."""
+        self._lay_out_mesh()
         before = peak_host_bytes()
         handing = Handing(self.root_device, self.world_size, self.num_processes)
         model = build(on_meta=not handing.reads_here, on_host=True)
@@ -235,14 +238,14 @@ class Sharded(Spread, ModelParallelStrategy):
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip by the norm over the parts of all ranks; return it."""
         parts = []
+        if self.tensor_size > 1:
+            self._agree_on_gradients(optimizer)
         squares = torch.zeros((), device=self.root_device)
         by_copies: dict[int, list[Tensor]] = {}
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
                     part = _local(weight.grad)
-                    if weight in self._on_parts:
-                        dist.all_reduce(part, group=self.device_mesh["tensor"].get_group())
                     parts.append(part)
                     by_copies.setdefault(self._num_copies(weight), []).append(part)
         for copies, alike in by_copies.items():
@@ -255,6 +258,20 @@ class Sharded(Spread, ModelParallelStrategy):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(parts, scale)
         return norm
+
+    def _agree_on_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ranks that split matrices have one gradient of what they hold whole.
+
+        Each has computed it, though kernels need not round alike, and weights would drift apart.
+        """
+        group = self.device_mesh["tensor"].get_group()
+        for weight in (weight for one in optimizer.param_groups for weight in one["params"]):
+            if weight.grad is None or weight in self._cut:
+                continue
+            if weight in self._on_parts:
+                dist.all_reduce(_local(weight.grad), group=group)
+            else:
+                dist.broadcast(_local(weight.grad), group=group, group_src=0)
 
     def _num_copies(self, weight: Tensor) -> int:
         """Count the ranks that hold the same part of a weight as this one."""

@@ -63,7 +63,7 @@ def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
         "position_ids": batch.position_ids,
         "use_cache": False,
         "logits_to_keep": batch.trained_columns,
-    } | attention_inputs(model, backend, batch.document_lengths, _shape(batch.input_ids))
+    } | attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
 
 
 def _decoder_inputs(
@@ -79,13 +79,9 @@ def _decoder_inputs(
         backend,
         batch.document_lengths,
         decoder.document_lengths,
-        _shape(batch.input_ids),
-        _shape(decoder.input_ids),
+        batch.input_ids,
+        decoder.input_ids,
     )
-
-
-def _shape(ids: Tensor) -> tuple[int, int]:
-    return ids.shape[0], ids.shape[1]
 
 
 @torch.no_grad()
@@ -102,10 +98,11 @@ def validate(
     With `sum_over_ranks` each rank has a share of the batches, and all have the same figures.
     """
     sums = DatasetSums(len(dataset_names))
-    prove_head(model, backend)
+    device = device or model.device
+    prove_head(model, backend, device)
     model.eval()
     for batch in batches:
-        batch_loss(model, batch.to(device or model.device, non_blocking=True), backend, sums)
+        batch_loss(model, batch.to(device, non_blocking=True), backend, sums)
     taken = sums.take()
     total = taken if sum_over_ranks is None else sum_over_ranks(taken)
     return losses_by_dataset(total.cpu(), dataset_names, "val")

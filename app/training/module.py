@@ -108,15 +108,15 @@ class FinetuneModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Refuse to train a model whose documents see each other, or their padding."""
-        alone = tokens_quantized_alone(self.model)
+        alone, device = tokens_quantized_alone(self.model), self.strategy.root_device
         with self.trainer.precision_plugin.forward_context(), alone:
             if self.model.config.is_encoder_decoder:
-                check_pair_isolation(self.model, self.backend, is_packed=self.is_packed)
+                check_pair_isolation(self.model, self.backend, device, is_packed=self.is_packed)
             elif self.is_packed:
-                check_isolation(self.model, self.backend)
-            prove_head(self.model, self.backend)
+                check_isolation(self.model, self.backend, device)
+            prove_head(self.model, self.backend, device)
             if self.uses_fused_kernels and self.strategy.fuses_adapters:
-                fuse_layers(self.model, self.strategy.gathered)
+                fuse_layers(self.model, self.strategy.gathered, device)
         # From here on only dropout is random, and ranks must not drop the same.
         torch.manual_seed(torch.initial_seed() + self.strategy.data_rank)
         self._check_agreement()
@@ -126,7 +126,9 @@ class FinetuneModule(L.LightningModule):
     def _check_agreement(self) -> None:
         """Refuse ranks that go on from different steps: each may have looked for itself."""
         step = 0 if self.source is None else self.source.step
-        steps = self.all_gather(torch.tensor(step, device=self.device))
+        # By the strategy's device: the module's own is where its weights were last moved to.
+        strategy = self.trainer.strategy
+        steps = strategy.all_gather(torch.tensor(step, device=strategy.root_device))
         if self.trainer.world_size > 1 and len(set(steps.tolist())) > 1:
             found = ", ".join(map(str, steps.tolist()))
             raise UserError(
@@ -253,6 +255,7 @@ class FinetuneModule(L.LightningModule):
         checkpoint["metric"] = self.curves.val_loss_at(step)
         checkpoint["details"] = {
             "num_ranks": self.trainer.world_size,
+            "num_data_ranks": self.strategy.num_data_ranks,
             "total_steps": self.total_steps,
         }
 
@@ -284,10 +287,12 @@ class FinetuneModule(L.LightningModule):
             )
         if self.trainer.world_size > 2 and isinstance(self.strategy, Replicated):
             self._rehearse(batch)
-        own = random_state_of(self.global_rank)
-        if own in source.names():
-            restore_random_state(source.document(own), self.device)
-        else:  # there are more ranks than there were
+        data_rank, details = self.strategy.data_rank, source.details
+        there = details["num_data_ranks"]
+        if data_rank < there:  # ranks that see the same data must drop the same
+            own = random_state_of(data_rank * (details["num_ranks"] // there))
+            restore_random_state(source.document(own), self.strategy.root_device)
+        else:  # more data is seen at once than was
             torch.manual_seed(torch.initial_seed() + RANDOM_APART * source.step)
 
     def _validate(self) -> None:

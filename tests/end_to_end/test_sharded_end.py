@@ -73,10 +73,14 @@ def test_a_first_rank_that_cannot_write_takes_the_others_along(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp_offload"])
+@pytest.mark.parametrize("placed", [("trainer.devices=1",), TWO_RANKS], ids=["one", "two"])
 def test_ranks_on_gpus_end_a_run_together(
-    strategy: str, person: Person, of_one: Path, tmp_path: Path
+    placed: tuple[str, ...], strategy: str, person: Person, of_one: Path, tmp_path: Path
 ) -> None:
+    """One holds every part, and still ends as the strategy does."""
+    if placed == TWO_RANKS and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     run = tmp_path / "run"
-    words = ("trainer.accelerator=gpu", "trainer.devices=1", f"strategy={strategy}")
+    words = (*placed, "trainer.accelerator=gpu", f"strategy={strategy}")
     person.train_into(run, *small_run(*RUN, *words))
     check_same_end(run, of_one)

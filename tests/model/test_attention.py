@@ -57,7 +57,7 @@ def positions(lengths: list[list[int]], tokens: int) -> torch.Tensor:
 @torch.no_grad()
 def logits(model: LlamaForCausalLM, backend: str, ids: torch.Tensor) -> torch.Tensor:
     lengths = LENGTHS[: len(ids)]
-    inputs = attention_inputs(model, backend, lengths, tuple(ids.shape))
+    inputs = attention_inputs(model, backend, lengths, ids)
     position_ids = positions(lengths, ids.shape[1])
     return model(input_ids=ids, position_ids=position_ids, use_cache=False, **inputs).logits
 
@@ -85,7 +85,7 @@ def test_each_padded_row_has_the_logits_it_has_alone(backend: str, window: int |
     config = MistralConfig(**SHAPE, sliding_window=window, attn_implementation=name)
     model, ids = MistralForCausalLM(config).eval(), torch.randint(0, 64, (3, 20))
     lengths = [[20], [13], [1]]
-    inputs = attention_inputs(model, backend, lengths, (3, 20))
+    inputs = attention_inputs(model, backend, lengths, ids)
     position_ids = positions(lengths, 20)
     padded = model(input_ids=ids, position_ids=position_ids, use_cache=False, **inputs).logits
     for row, (length,) in enumerate(lengths):
@@ -122,7 +122,7 @@ def test_both_backends_give_the_same_gradients() -> None:
     gradients = []
     for backend in ON_CPU:
         model = llama(backend).train()
-        inputs = attention_inputs(model, backend, LENGTHS[:1], (1, TOKENS))
+        inputs = attention_inputs(model, backend, LENGTHS[:1], ids)
         out = model(
             input_ids=ids, position_ids=positions(LENGTHS[:1], TOKENS), use_cache=False, **inputs
         )

@@ -80,7 +80,7 @@ def logits(model: Any, tokens: torch.Tensor, lengths: list[list[int]]) -> torch.
         input_ids=tokens,
         position_ids=positions.expand(len(tokens), -1),
         use_cache=False,
-        **attention_inputs(model, "eager", lengths, tuple(tokens.shape)),
+        **attention_inputs(model, "eager", lengths, tokens),
     ).logits
 
 

@@ -234,13 +234,14 @@ def test_falcon_has_layers_of_its_own_for_flash_attention(machine: Machine) -> N
 
 
 def test_falcons_flash_attention_takes_one_packed_row_a_batch() -> None:
-    model: Any = SimpleNamespace(config=FalconConfig(), device=torch.device("cpu"))
-    assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[3, 5]], (1, 8))
-    assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[8], [5]], (2, 8))
+    model: Any = SimpleNamespace(config=FalconConfig())
+    row, rows = torch.zeros(1, 8), torch.zeros(2, 8)
+    assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[3, 5]], row)
+    assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[8], [5]], rows)
     with pytest.raises(ValueError, match=r"see each other .* type trainer.micro_batch_size=1"):
-        attention_inputs(model, "flash2", [[8], [3, 5]], (2, 8))
+        attention_inputs(model, "flash2", [[8], [3, 5]], rows)
     llama = tiny_llama()
-    assert "cu_seq_lens_q" in attention_inputs(llama, "flash2", [[8], [3, 5]], (2, 8))
+    assert "cu_seq_lens_q" in attention_inputs(llama, "flash2", [[8], [3, 5]], rows)
 
 
 def test_the_real_probes_find_no_package_here() -> None:

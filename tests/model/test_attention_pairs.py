@@ -60,8 +60,7 @@ def batched(
     target_lengths: list[list[int]],
     backend: str = "sdpa",
 ) -> torch.Tensor:
-    shapes = tuple(sources.shape), tuple(targets.shape)
-    inputs = pair_inputs(model, backend, source_lengths, target_lengths, *shapes)
+    inputs = pair_inputs(model, backend, source_lengths, target_lengths, sources, targets)
     return model(input_ids=sources, decoder_input_ids=targets, use_cache=False, **inputs).logits
 
 

@@ -150,7 +150,7 @@ def run(
     ids = random_ids(len(lengths), TOKENS).to(model.device)
     model.set_attn_implementation(attention_implementation(backend))
     model.zero_grad()
-    inputs = attention_inputs(model, backend, lengths, (len(lengths), TOKENS))
+    inputs = attention_inputs(model, backend, lengths, ids)
     rows = [torch.cat([torch.arange(n) for n in (*row, TOKENS - sum(row))]) for row in lengths]
     positions = torch.stack(rows).to(model.device)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits

@@ -79,11 +79,11 @@ def packed_inputs(model: Any) -> dict[str, Any]:
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids[:, :9]
         lengths = ([[7, 9]], [[4, 5]]) if kind == "t5" else ([[16]], [[9]])
-        return inputs | pair_inputs(model, "sdpa", *lengths, SHAPE, (1, 9))
+        return inputs | pair_inputs(model, "sdpa", *lengths, ids, ids[:, :9])
     if kind == "bloom":
         return inputs
     inputs["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS[0]])[None].to(ids.device)
-    return inputs | attention_inputs(model, "sdpa", LENGTHS, SHAPE)
+    return inputs | attention_inputs(model, "sdpa", LENGTHS, ids)
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor | None]:

@@ -58,7 +58,7 @@ BUGS = [
     Bug(
         name="the second rank takes the first one's random state",
         file=MODULE,
-        right="own = random_state_of(self.global_rank)",
+        right='own = random_state_of(data_rank * (details["num_ranks"] // there))',
         wrong="own = random_state_of(0)",
         test="tests/end_to_end/test_resume.py::test_two_ranks_go_on_as_two_ranks_that_ran_through",
     ),

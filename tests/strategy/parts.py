@@ -83,7 +83,7 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         step, micro_batch = divmod(batch_idx, MICRO_BATCHES)
-        rows = rows_of(step, self.global_rank, micro_batch)
+        rows = rows_of(step, self.global_rank, micro_batch).to(self.device)
         return loss_of(
             self.model, rows, is_bad=step == BAD_STEP and self.bad_rank == self.global_rank
         )
@@ -136,14 +136,16 @@ def _whole(kept: Any) -> Tensor:
     return kept.clone() if isinstance(kept, Tensor) else kept.gather()
 
 
-def train(config: ZeroConfig, bad_rank: int | None = None) -> dict[str, Any]:
+def train(
+    config: ZeroConfig, bad_rank: int | None = None, accelerator: str = "cpu"
+) -> dict[str, Any]:
     """Train under a strategy; returns what was kept, the norms, and where weights were built."""
     num_ranks = int(os.environ["WORLD_SIZE"])
     module = Module(bad_rank)
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=num_ranks,
-        strategy=build_strategy(config, accelerator="cpu", num_ranks=num_ranks),
+        strategy=build_strategy(config, accelerator=accelerator, num_ranks=num_ranks),
         max_steps=STEPS,
         accumulate_grad_batches=MICRO_BATCHES,
         gradient_clip_val=CLIP,
@@ -154,7 +156,8 @@ def train(config: ZeroConfig, bad_rank: int | None = None) -> dict[str, Any]:
         use_distributed_sampler=False,
     )
     trainer.fit(module, [0] * (STEPS * MICRO_BATCHES))
-    return {"kept": module.kept, "norms": module.norms, "built": module.built}
+    kept = {name: value.cpu() for name, value in module.kept.items()}
+    return {"kept": kept, "norms": module.norms, "built": module.built}
 
 
 def train_all(configs: list[ZeroConfig]) -> list[list[dict[str, Any]]]:

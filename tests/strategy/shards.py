@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +23,7 @@ from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.strategy.build import build_strategy
-from app.strategy.loading import peak_host_bytes
+from app.strategy.loading import Handing, peak_host_bytes
 from app.strategy.scattered import Scattered
 from app.strategy.settings import FsdpConfig
 from app.training.bad_numbers import StepSkipped, hold_back, spread
@@ -48,7 +49,6 @@ ARCHITECTURE = {
 ADAPTERS: dict[str, AdapterConfig] = {
     "lora": LoraConfig(r=1, alpha=4, dropout=0.0, init="gaussian"),  # few weights
     "dora": LoraConfig(r=4, dropout=0.0, use_dora=True),
-    "pissa": LoraConfig(r=4, dropout=0.0, init="pissa"),
     "ia3": Ia3Config(),
     "full": FullConfig(),
     "head": FreezeConfig(layers="none", modules=["lm_head"]),
@@ -97,7 +97,7 @@ def loss_of(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
         "input_ids": ids,
         "position_ids": torch.arange(TOKENS // 2).repeat(len(ids), 2),
         "use_cache": False,
-    } | attention_inputs(model, backend, lengths, tuple(ids.shape))
+    } | attention_inputs(model, backend, lengths, ids)
     total, _ = head_loss(model, inputs, ids.roll(-1, 1), weights)
     return total
 
@@ -285,6 +285,46 @@ def memory_of_loading(numbers: dict[str, Any]) -> dict[str, Any]:
         "whole": sum(weight.numel() for weight in model.parameters()) * 4,
         "kept": sum(weight.to_local().numel() for weight in model.parameters()) * 4,
     }
+
+
+def uncut_weights_after_a_difference(config: FsdpConfig, kind: str) -> dict[str, Tensor]:
+    """Return what this rank holds whole after a step, had each rank rounded its gradients so."""
+    strategy, model = spread_model(config, builder(kind, model_type="qwen3", head_dim=8))
+    optimizer, weights = optimizer_of(model), weights_that_train(model)
+    loss_of(model, *rows_of(0)).backward()
+    for weight in weights.values():
+        weight.grad *= 1 + strategy.global_rank / 100
+    strategy.clip(optimizer, CLIP)
+    optimizer.step()
+    return {name: weight for name, weight in weights.items() if weight not in strategy._cut}
+
+
+def what_unlike_ranks_are_told() -> list[str]:
+    """Return what this rank is told where the second has built other layers, more, and fewer."""
+    ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    said = []
+    for widths in (([2], [3]), ([2], [2, 4]), ([2, 4], [2])):
+        own = widths[dist.get_rank()]
+        model = torch.nn.ModuleList([torch.nn.Linear(n, 2, bias=False) for n in own])
+        try:
+            Handing(torch.device("cpu"), 2, 2).check_same(model)
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def where_scales_are() -> set[str]:
+    """Return where 4-bit layers find their scales; `meta` stands for a GPU that was asked for."""
+    ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
+    model = build_quantized(on_meta=dist.get_rank() > 0)
+    Handing(torch.device("meta"), 2, 2).hand_states(model)
+    states = [module.quant_state for module in model.modules() if "quant_state" in vars(module)]
+    found = set()
+    for state in states:
+        for part in (state, state.state2):
+            tensors = (value for value in vars(part).values() if isinstance(value, Tensor))
+            found |= {tensor.device.type for tensor in tensors}
+    return found
 
 
 def quantized_losses() -> list[float]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from app.errors import UserError
+from app.strategy.build import build_strategy
+from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.settings import ZeroConfig
+from app.training.bad_numbers import hold_back
 from tests.conftest import read_column
 from tests.processes import type_train
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ready
 from tests.reliability.person import Person
 from tests.strategy import parts
 from tests.strategy.parts import CLIP, SPREADS_ALL
@@ -56,19 +62,12 @@ def test_the_config_says_what_our_settings_say() -> None:
     }
 
 
-def test_zero_plus_plus_and_disks_come_into_the_config() -> None:
+def test_zero_plus_plus_comes_into_the_config() -> None:
     zero = made(
-        ZeroConfig(
-            partition_within_node=True,
-            quantized_weights=True,
-            quantized_gradients=True,
-            offload_parameters="nvme",
-            nvme_path="fast",
-        )
+        ZeroConfig(partition_within_node=True, quantized_weights=True, quantized_gradients=True)
     )["zero_optimization"]
     assert zero["zero_hpz_partition_size"] == 8
     assert zero["zero_quantized_weights"] and zero["zero_quantized_gradients"]
-    assert zero["offload_param"] == {"device": "nvme", "pin_memory": True, "nvme_path": "fast"}
 
 
 def test_all_is_bf16_where_what_trains_is() -> None:
@@ -86,6 +85,85 @@ def test_further_keys_are_added_at_any_depth() -> None:
     assert zero["stage"] == 3 and zero["overlap_comm"] is True
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "ratio": 0.5}
     assert config["communication_data_type"] == "fp16"
+
+
+class Offloaded(Zero):
+    """Has parts in host memory, whose gradients are on their way there from `device`."""
+
+    def __init__(self, home: str, device: str) -> None:
+        super().__init__(ZeroConfig(stage=2, offload_optimizer=home))
+        self.device = torch.device(device)
+        self.part = torch.zeros(2)
+        self.part.grad = torch.zeros(2)
+        on_device = torch.zeros(2, device=device)
+        self._zero = SimpleNamespace(
+            single_partition_of_fp32_groups=[self.part], averaged_gradients={0: [on_device]}
+        )
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.device
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+
+
+def test_gradients_have_come_before_their_norm_is_taken(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    strategy = Offloaded("cpu", "cpu")
+
+    def come() -> None:
+        strategy.part.grad = torch.tensor([3.0, 4.0])
+
+    monkeypatch.setattr(get_accelerator(), "synchronize", come)
+    assert strategy.clip(torch.optim.AdamW([strategy.part]), 1.0).item() == 5
+
+
+@pytest.mark.parametrize(("home", "where"), [("cpu", "cpu"), ("none", "cuda")])
+def test_the_norm_is_where_the_parts_are_stepped(one_rank: None, home: str, where: str) -> None:
+    """Else the fused AdamW reads, in host memory, a flag that is still on its way there."""
+    with FakeTensorMode():
+        strategy = Offloaded(home, "cuda:0")
+        optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)], fused=True)
+        norm = strategy.clip(optimizer, 1.0)
+        hold_back(optimizer, norm, is_scaled=False)
+        assert norm.device.type == where
+        assert optimizer.found_inf.device.type == where  # type: ignore[attr-defined]
+
+
+def prepare_where_it_fails() -> str:
+    """What a rank does on the second machine's first rank, which cannot build, and elsewhere."""
+    strategy: Any = build_strategy(
+        ZeroConfig(quantized_weights=True), accelerator="cpu", num_ranks=2
+    )
+    ready(strategy)
+    is_second = strategy.global_rank == 1
+    strategy.cluster_environment.local_rank = lambda: 0  # each is the first of its machine
+
+    def prepare() -> None:
+        if is_second:
+            raise UserError("no compiler here; type strategy=zero3_hpz")
+
+    strategy._prepare_quantizer = prepare
+    with pytest.raises(UserError) as error:
+        strategy.build_model(build_nothing)
+    return str(error.value)
+
+
+def build_nothing(on_meta: bool = False) -> Any:
+    raise AssertionError("operators come before weights")
+
+
+@pytest.mark.slow
+def test_what_one_machine_cannot_build_ends_all_ranks() -> None:
+    said = on_ranks(2, prepare_where_it_fails)
+    assert said == ["no compiler here; type strategy=zero3_hpz"] * 2
 
 
 @pytest.mark.slow
@@ -154,6 +232,14 @@ def test_a_gpu_trains_as_under_one_strategy(name: str, tmp_path: Path) -> None:
         assert code == 0, said
         losses.append(read_column(folder, "train/loss"))
     assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_a_gpu_leaves_out_a_bad_step(config: ZeroConfig) -> None:
+    """Also where the weights are stepped in host memory, and the bad number is on the GPU."""
+    [found] = on_ranks(1, parts.train, config, 0, "gpu")
+    check_same(found, parts.train_alone(1, has_bad_step=True), config.name)
 
 
 @pytest.mark.gpu

@@ -91,9 +91,25 @@ def test_the_lock_of_a_build_that_goes_on_is_left(cache: Path) -> None:
             compiler.kill()
 
 
+def test_a_lock_that_its_build_takes_away_meanwhile_is_no_error(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = leave_lock(cache / "some_operator", seconds_ago=60)
+
+    def look_too_late(folder: Path) -> bool:
+        (folder / "lock").unlink()
+        return False
+
+    monkeypatch.setattr(operators, "_is_worked_in", look_too_late)
+    remove_stale_lock(lock.parent)
+
+
 def test_what_cannot_be_built_is_said_in_words(cache: Path) -> None:
     builder = Builder(cache, RuntimeError("no compiler\nmore of it"))
     with pytest.raises(UserError, match=r"could not be built in .*: no compiler; type strategy=z"):
+        prepare_operator(builder, "type strategy=zero3")
+    builder.problem = AssertionError()
+    with pytest.raises(UserError, match=r"could not be built in .*: AssertionError; type strategy"):
         prepare_operator(builder, "type strategy=zero3")
     builder.is_there = False
     with pytest.raises(UserError, match="cannot build its operator some_operator here"):

@@ -59,7 +59,7 @@ def test_what_says_where_things_are_may_differ() -> None:
     ("words", "facts", "said"),
     [
         (["optimizer.lr=1e-3"], {}, "settings of optimizer"),
-        (["strategy=ddp"], {}, "settings of strategy"),
+        (["strategy=fsdp"], {"strategy": "fsdp"}, "different strategy;"),
         (["trainer.validate_every_steps=3"], {}, "settings of trainer"),
         (["seed=1"], {}, "settings of seed"),
         ([], {"data": [{"path": "rows.json", "sha256": "0" * 64}]}, "different rows;"),
@@ -81,6 +81,29 @@ def test_what_differs_is_named_with_its_rank(
     assert "rank 1" not in str(caught.value)
 
 
+def start_apart(folder: Path, *typed: list[str]) -> str:
+    """Start two ranks, each by a command of its own, which both refuse; return what they said."""
+    group = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [
+        start_train(
+            *words,
+            f"output.dir={folder / 'run'}",
+            f"data.cache_dir={folder / 'cache'}",
+            environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, words in enumerate(typed)
+    ]
+    said = [rank.communicate(timeout=LONGEST)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [USER_ERROR, USER_ERROR], said
+    assert not list((folder / "run").glob("checkpoints/*"))
+    return "".join(said)
+
+
 @pytest.mark.slow
 def test_two_ranks_that_were_started_differently_stop_before_a_step(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
@@ -90,22 +113,12 @@ def test_two_ranks_that_were_started_differently_stop_before_a_step(tmp_path: Pa
         word.replace(str(SAMPLES / "lists_test.json"), str(rows)) if "lists" in word else word
         for word in words
     ]
-    group = {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    ranks = [
-        start_train(
-            *typed,
-            f"output.dir={tmp_path / 'run'}",
-            f"data.cache_dir={tmp_path / 'cache'}",
-            environment=group | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank, typed in enumerate((words, [*other, "adapter.dropout=0.2"]))
-    ]
-    said = [rank.communicate(timeout=LONGEST)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [USER_ERROR, USER_ERROR], said
-    assert "rank 1 and rank 0 have different settings of adapter, rows, tokens;" in "".join(said)
-    assert not list((tmp_path / "run").glob("checkpoints/*"))
+    said = start_apart(tmp_path, words, [*other, "adapter.dropout=0.2"])
+    assert "rank 1 and rank 0 have different settings of adapter, rows, tokens;" in said
+
+
+@pytest.mark.slow
+def test_two_ranks_of_different_strategies_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
+    said = start_apart(tmp_path, [*words, "strategy=ddp"], [*words, "strategy=fsdp"])
+    assert "rank 1 and rank 0 have different strategy;" in said

@@ -20,13 +20,14 @@ def attention_inputs(
     model: PreTrainedModel,
     backend: str,
     document_lengths: Sequence[Sequence[int]],
-    shape: tuple[int, int],
+    ids: torch.Tensor,
 ) -> dict[str, Any]:
     """Compute what a model's forward needs to keep documents apart, once per batch.
 
-    shape is (rows, tokens); the result is passed on as keyword arguments.
+    `ids` [rows, tokens] are what it is given; the result is passed on as keyword arguments.
     """
-    device = model.device
+    # Not the model's device: between two passes its weights may be in host memory.
+    shape, device = _shape(ids), ids.device
     if backend == "sdpa":
         return {
             "attention_mask": None,
@@ -39,7 +40,7 @@ def attention_inputs(
             "other where a batch has several: type trainer.micro_batch_size=1, or attention=eager"
         )
     if backend == "eager":
-        return {"attention_mask": _dense_masks(model, document_lengths, shape)}
+        return {"attention_mask": _dense_masks(model, document_lengths, ids)}
     if backend == "flex":
         build = partial(block_mask, document_lengths, shape, device)
         return {"attention_mask": _by_layer(model, backend, build)}
@@ -47,7 +48,7 @@ def attention_inputs(
 
 
 def _dense_masks(
-    model: PreTrainedModel, document_lengths: Sequence[Sequence[int]], shape: tuple[int, int]
+    model: PreTrainedModel, document_lengths: Sequence[Sequence[int]], ids: torch.Tensor
 ) -> Any:
     numbers = model.config.to_dict()
     are_whole = all(len(lengths) == 1 for lengths in document_lengths)
@@ -55,7 +56,7 @@ def _dense_masks(
         return None  # the padding at a row's end cannot be seen by causal attention
     if not are_whole and (reason := why_not_packed(numbers)):
         raise ValueError(reason)
-    build = partial(_dense_mask, document_lengths, shape, model.device, model.dtype)
+    build = partial(_dense_mask, document_lengths, _shape(ids), ids.device, model.dtype)
     return _by_layer(model, "eager", build)
 
 
@@ -130,13 +131,13 @@ def pair_inputs(
     backend: str,
     source_lengths: Lengths,
     target_lengths: Lengths,
-    source_shape: tuple[int, int],
-    target_shape: tuple[int, int],
+    source_ids: torch.Tensor,
+    target_ids: torch.Tensor,
 ) -> dict[str, Any]:
     """Compute what an encoder-decoder model's forward needs, once per batch.
 
-    shapes are (rows, tokens) of the encoder and the decoder; ValueError where the documents of a
-    pack cannot be kept apart.
+    ids are what encoder and decoder are given, [rows, tokens] each; ValueError where the documents
+    of a pack cannot be kept apart.
     """
     if any(len(lengths) > 1 for lengths in source_lengths):
         if reason := why_not_packed({"model_type": model.config.model_type}):
@@ -146,12 +147,16 @@ def pair_inputs(
                 f"attention={backend} gives an encoder and what looks at it one mask, which cannot "
                 "keep the documents of a pack apart: type attention=sdpa, or packing=none"
             )
+    device = source_ids.device
     if backend == "sdpa":
-        groups = group_pairs(
-            source_lengths, target_lengths, source_shape, target_shape, model.device
-        )
+        shapes = _shape(source_ids), _shape(target_ids)
+        groups = group_pairs(source_lengths, target_lengths, *shapes, device)
         return {"attention_mask": None, "documents": groups}
-    return {"attention_mask": _padding_mask(source_lengths, source_shape, model.device)}
+    return {"attention_mask": _padding_mask(source_lengths, _shape(source_ids), device)}
+
+
+def _shape(ids: torch.Tensor) -> tuple[int, int]:
+    return ids.shape[0], ids.shape[1]
 
 
 def _padding_mask(lengths: Lengths, shape: tuple[int, int], device: torch.device) -> torch.Tensor:

@@ -15,7 +15,7 @@ from app.errors import UserError
 
 OF_A_START = ("output", "supervise", "resume", "resume_allow", "faults")
 """settings that say where and how one start of a run goes"""
-PLACES = ("path", "tokenizer_path", "chat_template", "cache_dir", "nvme_path")
+PLACES = ("path", "tokenizer_path", "chat_template", "cache_dir")
 """settings that may differ between machines: what is there is compared, not where it is"""
 
 
@@ -29,6 +29,8 @@ def told(config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in dataclasses.asdict(config).items()
         if name not in OF_A_START
     }
+    # `auto` is the same setting wherever it is typed, and may come to something else there.
+    strategy = settings.pop("settings of strategy"), facts["strategy"]
     data = [*facts["data"], *facts["test_data"]]
     return settings | {
         "files of the base model": facts["base"]["weights"] or facts["base"]["path"],
@@ -38,7 +40,7 @@ def told(config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
         "chat template": facts["template_sha256"],
         "plan of steps": [facts[name] for name in ("total_steps", "global_batch")],
         "precision": facts["precision"],
-        "strategy": facts["strategy"],
+        "strategy": strategy,
     }
 
 

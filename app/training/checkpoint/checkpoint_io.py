@@ -80,16 +80,22 @@ class StoredCheckpoints(CheckpointIO):
                 }
                 self._due.append(partial(self._write_copies, step, copies))
             return
-        for named in tensors.values():
-            held = {name: kept for name, kept in named.items() if not isinstance(kept, Scattered)}
-            check_finite(step, held)
         write, check = partial(self.store.add_tensors, step), partial(check_finite, step)
+        # Where this rank fails, the others still need it to gather theirs.
         failures: list[SaveError | TrainingFault] = []
+        held = [
+            {name: kept for name, kept in named.items() if not isinstance(kept, Scattered)}
+            for named in tensors.values()
+        ]
+        try:
+            check_finite(step, *held)
+        except TrainingFault as failure:
+            failures.append(failure)
         for name, named in tensors.items():
             try:
                 write_share(write, name, named, check, rank=rank, num_ranks=num_ranks)
             except (SaveError, TrainingFault) as failure:
-                failures.append(failure)  # the others still need this rank to gather theirs
+                failures.append(failure)
         if failures:
             raise failures[0]
 

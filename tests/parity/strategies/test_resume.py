@@ -69,6 +69,17 @@ def test_another_strategy_goes_on_with_the_same_losses(
     check_same_files(run, whole)
 
 
+@pytest.mark.slow
+def test_ranks_of_a_group_drop_the_same_behind_another_strategy(runs: Runs) -> None:
+    run = runs.new_folder("groups")
+    words = (*WITH_DROPOUT, "trainer.checkpoint.every_steps=1", "resume=auto")
+    killed = runs.typed(LAYOUTS["ddp"], *words, "faults=[rank_killed:0@4]")
+    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
+    # Its end refuses weights that every rank of a group holds and that have come apart.
+    runs.person.train_into(run, *runs.typed(LAYOUTS["tp"], *words))
+    assert last_step(run) == 8
+
+
 def layout_of(strategy: str) -> Layout:
     return SINGLE if strategy == "single" else LAYOUTS[strategy]
 
