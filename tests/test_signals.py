@@ -139,11 +139,13 @@ def test_forked_workers_leave_signals_to_the_process_that_they_work_for() -> Non
     fork = """
 listens, tells = os.pipe()
 if os.fork() == 0:
+    os.write(tells, b"up")  # a signal within the fork itself finds the parent's handler
     time.sleep(1.5)
     signal.signal(signal.SIGUSR1, lambda *_: None)
     os.kill(os.getpid(), signal.SIGUSR1)  # not the second one of its parent
     os.write(tells, b"whole")
     os._exit(0)
+os.read(listens, 2)
 """
     process = Process(fork, IN_A_STEP, "say(os.read(listens, 9).decode())")
     os.killpg(process.process.pid, signal.SIGINT)
