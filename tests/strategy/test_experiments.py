@@ -79,14 +79,15 @@ def test_its_model_is_shared_out_over_the_ranks(
         world_size, num_processes, num_nodes, global_rank = group, group, 1, 0
         root_device = torch.device("meta")
 
+        def _lay_out_mesh(self) -> None:  # there is none of the device without numbers
+            names = ("replicate", "shard", "tensor")
+            self._device_mesh = init_device_mesh("cpu", (1, group, 1), mesh_dim_names=names)
+
     for silent in ("broadcast", "broadcast_object_list", "all_gather_object"):
         monkeypatch.setattr(dist, silent, lambda *args, **kwargs: None)
     monkeypatch.setattr(sharded, "say_host_memory", lambda *args, **kwargs: None)
     settings = config.strategy if isinstance(config.strategy, FsdpConfig) else FsdpConfig()
     strategy = WithoutNumbers(settings)
-    strategy._device_mesh = init_device_mesh(
-        "cpu", (1, group, 1), mesh_dim_names=("replicate", "shard", "tensor")
-    )
 
     def build(**how: bool) -> Any:
         return build_model(
