@@ -51,7 +51,7 @@ BUGS = [
     Bug(
         name="a rank's random state is dropped",
         file=MODULE,
-        right="            restore_random_state(source.document(own), self.device)\n",
+        right="            restore_random_state(source.document(own), self.strategy.root_device)\n",
         wrong="            pass\n",
         test=f"{RESUMED}::test_at_the_first_batch_all_is_as_it_was_saved[cpu]",
     ),
