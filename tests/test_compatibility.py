@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,15 @@ import pytest
 from app import config
 from app.config.verbs import PARTS
 from app.preflight import compatibility
+from app.preflight.compatibility import deepspeed_rows, situation
+from app.preflight.compatibility.situation import Coupling
 from app.strategy.settings import FAMILIES, ZeroConfig
 from tests.door import ask, make_data, make_model
 
 
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "_has_deepspeed", lambda: True)
+    monkeypatch.setattr(deepspeed_rows, "_has_deepspeed", lambda: True)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +324,7 @@ def test_clashes_are_explained_and_their_twins_pass(
 def test_without_deepspeed_what_comes_nearest_is_named(
     base: list[str], monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, instead: str
 ) -> None:
-    monkeypatch.setattr(compatibility, "_has_deepspeed", lambda: False)
+    monkeypatch.setattr(deepspeed_rows, "_has_deepspeed", lambda: False)
     answer = ask(*base, f"strategy={name}", gpus=gpus)
     assert answer.code == 2
     assert f"strategy={name} needs the package deepspeed, which is not installed" in answer.said
@@ -345,14 +349,14 @@ def test_without_deepspeed_what_comes_nearest_is_named(
 def test_keys_of_deepspeed_that_are_settings_here_are_found_at_any_depth(
     config: dict[str, Any], owned: dict[str, str] | str
 ) -> None:
-    found = compatibility._owned(config)
+    found = deepspeed_rows._owned(config)
     assert owned in found.values() if isinstance(owned, str) else found == owned
 
 
 def test_every_strategy_of_deepspeed_has_one_of_pytorch() -> None:
     zero = {name for name, family in FAMILIES.items() if family is ZeroConfig}
-    assert set(compatibility.PYTORCHS_OWN) == zero
-    assert set(compatibility.PYTORCHS_OWN.values()) <= set(FAMILIES)
+    assert set(deepspeed_rows.PYTORCHS_OWN) == zero
+    assert set(deepspeed_rows.PYTORCHS_OWN.values()) <= set(FAMILIES)
 
 
 def test_a_preview_counts_no_ranks_of_another_machine(base: list[str]) -> None:
@@ -425,25 +429,36 @@ def test_every_range_is_of_a_setting_that_exists() -> None:
         assert any(_has(variant, row.key) for variant in variants), row.key
 
 
+def test_every_row_stands_in_the_table_once() -> None:
+    rows = [row for row, _ in _rows_and_sources()]
+    assert len(rows) == len(compatibility.COUPLINGS)
+    assert set(rows) == set(compatibility.COUPLINGS)
+
+
 def test_every_row_names_the_settings_that_it_reads(right: config.TrainConfig) -> None:
     zero = config.load_config("train", ["model=tiny", "data=skills", "strategy=zero3"])
-    tree = ast.parse(Path(compatibility.__file__).read_text())
-    (table,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COUPLINGS"
-    )
-    assert isinstance(table, ast.Tuple)
     on_gpu = {"trainer.accelerator"}
     ranks = {*on_gpu, "trainer.devices", "trainer.num_nodes"}
-    for row, node in zip(compatibility.COUPLINGS, table.elts, strict=True):
-        source = ast.unparse(node)
+    for row, source in _rows_and_sources():
         read = {f"{group}.{name}" for group, name in re.findall(r"config\.(\w+)\.(\w+)", source)}
         read |= on_gpu if re.search(r"s\.(on_gpu|device)\b", source) else set()
         read |= ranks if "s.num_ranks" in source else set()
         read |= {f"trainer.{name}" for name in re.findall(r"config\.trainer, '(\w+)'", source)}
         assert set(row.reads.split()) == read
         assert all(_has(right, key) or _has(zero, key) for key in read)
+
+
+def _rows_and_sources() -> Iterator[tuple[Coupling, str]]:
+    for file in sorted(Path(deepspeed_rows.__file__).parent.glob("*_rows.py")):
+        (table,) = (
+            node
+            for node in ast.parse(file.read_text()).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith("_ROWS")
+        )
+        assert isinstance(table.value, ast.Tuple)
+        subject = importlib.import_module(f"{compatibility.__name__}.{file.stem}")
+        rows = getattr(subject, ast.unparse(table.targets[0]))
+        yield from zip(rows, map(ast.unparse, table.value.elts), strict=True)
 
 
 def _has(value: object, key: str) -> bool:
@@ -465,4 +480,4 @@ def test_gpus_are_counted_by_their_device_files(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert compatibility.count_gpus() == count
+    assert situation.count_gpus() == count

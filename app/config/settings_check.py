@@ -1,7 +1,7 @@
 """Every key and value that was given, in files and on the command line, against the dataclasses.
 
 Finds all problems at once, each with the place it comes from. Only names and types are judged
-here; what values mean together is judged in compatibility.py.
+here; what values mean together is judged in preflight/compatibility.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from app.config import load_config
 from app.model.build import build_model
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
-from app.preflight import compatibility
+from app.preflight.compatibility import deepspeed_rows, device_rows
 from app.strategy import sharded
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from tests.door import ask
@@ -28,8 +28,8 @@ GPUS = {"llama70b": 8, "llama70b_zero3": 8, "llama70b_qlora": 2, "falcon180b": 8
 
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compatibility, "_has_deepspeed", lambda: True)
-    monkeypatch.setattr(compatibility, "_is_installed", lambda situation: True)
+    monkeypatch.setattr(deepspeed_rows, "_has_deepspeed", lambda: True)
+    monkeypatch.setattr(device_rows, "_is_installed", lambda situation: True)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 
