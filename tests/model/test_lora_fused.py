@@ -49,6 +49,11 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(((one[n] - other[n]).norm() / other[n].norm()).item() for n in one)
 
 
+def _step_of(output: Tensor) -> Any:
+    """The step that gave the rows of which `output` is a view."""
+    return output.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 def num_fused(model: Any) -> int:
     return sum(isinstance(module, FusedLoraLinear) for module in model.modules())
 
@@ -61,6 +66,37 @@ def test_values_and_gradients_are_those_of_peft(architecture: str, dropout: floa
     (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
     assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
     assert distance(grads, truths) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["q_proj", "gate_proj", "down_proj"])
+@pytest.mark.parametrize(
+    ("positions", "dropout", "is_added"),
+    [(64, 0.0, True), (65, 0.0, False), (64, 0.3, False)],
+    ids=["more rows than the matrix has", "rows that are no full tiles", "dropout"],
+)
+def test_the_adapter_is_added_to_a_matrix_that_is_smaller_than_its_input(
+    positions: int, dropout: float, is_added: bool, name: str
+) -> None:
+    plain, fused = pair(tiny_llama(), dropout=dropout, alpha=12.0)
+    found = []
+    for model in (plain, fused):
+        layer = model.base_model.model.model.layers[0]
+        linear = getattr(layer.self_attn if name == "q_proj" else layer.mlp, name)
+        torch.manual_seed(2)
+        hidden = torch.randn(1, positions, linear.in_features, requires_grad=True)
+        output = linear(hidden)
+        output.square().sum().backward()
+        a, b = linear.lora_A["default"].weight, linear.lora_B["default"].weight
+        found.append({"output": output, "input": hidden.grad, "a": a.grad, "b": b.grad})
+    assert _step_of(output).adds_before is is_added
+    assert distance(found[1], found[0]) < 1e-5
+
+
+def test_a_matrix_larger_than_its_input_stays_apart_from_the_adapter() -> None:
+    _, fused = pair(tiny_llama(intermediate_size=80), dropout=0.0)
+    hidden = torch.randn(1, 64, 32)
+    output = fused.base_model.model.model.layers[0].mlp.gate_proj(hidden)
+    assert not _step_of(output).adds_before
 
 
 def test_under_autocast_it_is_as_near_to_the_exact_gradients_as_peft() -> None:

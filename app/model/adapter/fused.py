@@ -1,7 +1,8 @@
 """LoRA beside a frozen matrix as one step: the same values, fewer passes over the activations.
 
 peft scales one product and adds it to another, each into a new tensor of the output's size, and the
-backward pass does as much again. Here each sum is part of a product.
+backward pass does as much again. Here each sum is part of a product; in fp32 on a CPU, where a
+matrix is smaller than what it is multiplied with, B A is added to the matrix before.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
         return output.unflatten(0, x.shape[:-1])
 
 
+def _is_smaller(weight: Tensor, rows: Tensor) -> bool:
+    return onednn.is_faster(rows) and len(rows) >= max(weight.shape)
+
+
 class _LoraLinear(torch.autograd.Function):
     """W x + bias + scale B A d(x), for rows x; `dropped` is d(x), or x itself if nothing drops."""
 
@@ -69,9 +74,13 @@ class _LoraLinear(torch.autograd.Function):
         scale: float,
         linear: Callable[..., Tensor],
     ) -> Tensor:
+        ctx.scale, ctx.drops, ctx.linear = scale, dropped is not x, linear
+        ctx.adds_before = not ctx.drops and linear is onednn.linear and _is_smaller(weight, x)
+        if ctx.adds_before:
+            ctx.save_for_backward(x, None, weight, a, b)
+            return linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
         output, low = linear(x, weight, bias), linear(dropped, a)
         ctx.save_for_backward(dropped, low, weight, a, b)
-        ctx.scale, ctx.drops, ctx.linear = scale, dropped is not x, linear
         if len(weight) > weight.shape[1]:
             return output.addmm_(low, b.T, alpha=scale)
         # Selective recompute keeps what a frozen matrix gave that does not widen.
@@ -82,13 +91,17 @@ class _LoraLinear(torch.autograd.Function):
         """The gradients of x, d(x), A and B; W and bias are frozen."""
         dropped, low, weight, a, b = ctx.saved_tensors
         grad = outer[0]
+        if ctx.adds_before:
+            low = ctx.linear(dropped, a)
         grad_low = ctx.linear(grad, b.T).mul_(ctx.scale)
         grad_a, grad_b = grad_low.T @ dropped, (grad.T @ low).mul_(ctx.scale)
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
+            if ctx.adds_before:
+                weight = torch.addmm(weight, b, a, alpha=ctx.scale)
             grad_x = ctx.linear(grad, weight.T)
             if ctx.drops:
                 grad_dropped = grad_low @ a
-            else:
+            elif not ctx.adds_before:
                 grad_x.addmm_(grad_low, a)
         return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None
