@@ -1,8 +1,9 @@
 """`make bench-peers`: tokens a CPU second and peak memory, every system in turn, round by round.
 
-One thread. HF is the Trainer with group_by_length, TRL's packing is `bfd`. A round runs each system
-once in a process of its own; the figures are medians of the rounds. Losses are means over the
-measured steps: the systems see other rows in those steps, so they agree only roughly.
+One thread, or as many as OMP_NUM_THREADS says (then a second is one of the wall). HF is the Trainer
+with group_by_length, TRL's packing is `bfd`. A round runs each system once in a process of its own;
+the figures are medians of the rounds. Losses are means over the measured steps: the systems see
+other rows in those steps, so they agree only roughly.
 group_by_length sorts 50 micro-batches at a time, longest first: HF is measured over as many.
 """
 
@@ -62,7 +63,7 @@ def compare(name: str, folder: Path, python: Path) -> list[Figure]:
     }
     for system, one in middle.items():
         print(
-            f"{name} {system}: {one['tokens_per_second']:,.0f} tokens a CPU second, "
+            f"{name} {system}: {one['tokens_per_second']:,.0f} tokens a second, "
             f"{one['tokens_a_step']:,.0f} a step, peak {one['peak_gb']:.2f} GB, "
             f"loss {one['loss']:.3f}"
         )
@@ -88,7 +89,7 @@ def compare(name: str, folder: Path, python: Path) -> list[Figure]:
 
 
 def run(system: str, task: Path, python: Path) -> Result:
-    """Run one system in a process of its own, on one thread."""
+    """Run one system in a process of its own."""
     ours = [sys.executable, "-m", "benchmarks.training.loft_run", str(task)]
     commands = {
         "loft": ours,
@@ -96,7 +97,7 @@ def run(system: str, task: Path, python: Path) -> Result:
         "trl_packed": [str(python), str(HERE / "trl_run.py"), str(task), "packed"],
         "trl_padded": [str(python), str(HERE / "trl_run.py"), str(task), "padded"],
     }
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         commands[system], capture_output=True, text=True, check=False, env=environment
     )

@@ -1,16 +1,20 @@
-"""CPU seconds, tokens, losses and memory of one training, as every system's script reports them."""
+"""Seconds, tokens, losses and memory of one training, as every system's script reports them."""
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import time
 from dataclasses import dataclass, field
 
+now = time.process_time if os.environ["OMP_NUM_THREADS"] == "1" else time.perf_counter
+"""seconds of a core for one thread, since others may use the machine; of the wall for several"""
+
 
 @dataclass
 class Clock:
-    """Ends of steps in CPU seconds of this process, and what each step trained on."""
+    """Ends of steps in seconds, and what each step trained on."""
 
     warm_up: int
     ends: list[float] = field(default_factory=list)
@@ -19,10 +23,10 @@ class Clock:
 
     def step(self) -> None:
         """Note the end of a step."""
-        self.ends.append(time.process_time())
+        self.ends.append(now())
 
     def report(self) -> None:
-        """Print one JSON line: tokens a CPU second, mean loss of the measured steps, peak GB."""
+        """Print one JSON line: tokens a second, mean loss of the measured steps, peak GB."""
         first = self.warm_up
         seconds = self.ends[-1] - self.ends[first - 1]
         measured = {
