@@ -6,6 +6,7 @@ glibc asks for large ones, and keeps what is freed, only if it was told so when 
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -34,14 +35,19 @@ def large_pages() -> dict[str, str]:
     return {VARIABLE: TUNABLES}
 
 
-def take_large_pages() -> None:
-    """Begin this program again, in this very process, if it began without large pages."""
-    variables = large_pages()
-    if not variables:
+def take_large_pages(program: str) -> None:
+    """Begin `program` again, in this very process, if it began without large pages.
+
+    It is a module's name: what was not typed as `python -m program ...` goes on as it is, since
+    something else runs it, such as a debugger.
+    """
+    variables, words = large_pages(), sys.orig_argv[1:]
+    options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "-m", words))
+    if not variables or words[len(options) :][:2] != ["-m", program]:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **variables})
+    os.execve(sys.executable, [sys.executable, *words], {**os.environ, **variables})
 
 
 def _asks_are_heard() -> bool:

@@ -265,7 +265,7 @@ def start(config: TrainConfig) -> None:
     """Train in this process, or start the ranks of this machine and watch over them."""
     here = not starts_ranks(config)
     if here and not is_on_gpu(config):
-        take_large_pages()
+        take_large_pages("app.train")
     hear_signals()
     try:
         if here:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ SCRIPT = """
 import os, sys
 from app.pages import VARIABLE, take_large_pages
 print(os.getpid(), sys.argv[1:], sys.flags.utf8_mode, os.environ.get(VARIABLE))
-take_large_pages()
+take_large_pages("begins")
 print("goes on")
 """
 
@@ -75,21 +76,48 @@ def heard_here() -> bool:
 here = pytest.mark.skipif(not heard_here(), reason="large pages are not for who asks here")
 
 
+@pytest.fixture
+def typed(tmp_path: Path) -> Callable[..., list[str]]:
+    """Types words behind `python` where the module `begins` is SCRIPT; returns what it printed."""
+    (tmp_path / "begins.py").write_text(SCRIPT)
+
+    def type_words(*words: str) -> list[str]:
+        environment = {k: v for k, v in os.environ.items() if k != pages.VARIABLE}
+        done = subprocess.run(
+            [sys.executable, *words],
+            env=environment | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.splitlines()
+
+    return type_words
+
+
 @here
-def test_a_program_begins_once_more_as_it_was_typed() -> None:
-    environment = {k: v for k, v in os.environ.items() if k != pages.VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-X", "utf8", "-c", SCRIPT, "a word", "key='ä b'"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    first, second, last = done.stdout.splitlines()
+def test_a_program_begins_once_more_as_it_was_typed(typed: Callable[..., list[str]]) -> None:
+    first, second, last = typed("-Xutf8", "-m", "begins", "a word", "key='ä b'")
     assert first.endswith(" 1 None")
     assert second == first.removesuffix("None") + pages.TUNABLES
     assert "['a word', \"key='ä b'\"]" in first
+    assert last == "goes on"
+
+
+@here
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-c", "import runpy; runpy.run_module('begins', run_name='__main__')"),
+        ("-m", "cProfile", "-m", "begins"),
+        ("-c", SCRIPT),
+    ],
+)
+def test_what_something_else_runs_goes_on_as_it_is(
+    typed: Callable[..., list[str]], words: tuple[str, ...]
+) -> None:
+    first, last, *_ = typed(*words)
+    assert first.endswith(" None")
     assert last == "goes on"
 
 

@@ -6,6 +6,7 @@ one copy, and within those ranks that compute parts of the same matrices on the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,8 @@ from app.strategy.scattered import Kept, Scattered
 from app.strategy.settings import FsdpConfig
 from app.strategy.spread import BuildModel, Spread
 from app.strategy.tensor_parallel import TensorParallel
+
+log = logging.getLogger(__name__)
 
 FEW = 0.1
 """the share of a model that may train with its gradients whole on every rank between two steps"""
@@ -136,6 +139,10 @@ class Sharded(Spread, ModelParallelStrategy):
         parallel = None
         if self.tensor_size > 1:
             parallel = TensorParallel(model, self.device_mesh["tensor"].get_group(), names)
+            log.info(
+                "tensor parallel: matrices are split over %d ranks; what is counted below is one's",
+                self.tensor_size,
+            )
         for layer in [model.get_submodule(name) for name in names]:
             handing.hand_states(layer)
             handing.hand(layer.modules())

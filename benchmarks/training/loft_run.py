@@ -104,5 +104,5 @@ def main(task: Task) -> None:
 if __name__ == "__main__":
     from app.pages import take_large_pages
 
-    take_large_pages()  # as a training on a CPU does
+    take_large_pages("benchmarks.training.loft_run")  # as a training on a CPU does
     main(Task.read(sys.argv[1]))

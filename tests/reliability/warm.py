@@ -24,7 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from app import pages
 from app.heartbeat import PARENT_VARIABLE, live_with_parent
 
 MOST_BYTES = 1 << 16
@@ -105,8 +104,6 @@ def run_train(words: Sequence[str], record: Path) -> NoReturn:
     record_into(record)
     sys.argv = ["app/train.py", *words]
     sys.modules.pop("app.train")  # it becomes __main__
-    # What began this process is no program that could begin again.
-    os.environ.setdefault(pages.VARIABLE, "")
     runpy.run_module("app.train", run_name="__main__", alter_sys=True)
     sys.exit(0)
 
