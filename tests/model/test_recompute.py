@@ -147,6 +147,21 @@ def test_every_adapter_gets_the_gradients_it_had(mode: str, adapter: AdapterConf
 
 
 @pytest.mark.parametrize("mode", RECOMPUTING)
+@pytest.mark.parametrize("rank", [4, 16])
+def test_an_adapter_that_is_added_to_its_matrix_gets_the_gradients_it_had(
+    mode: str, rank: int
+) -> None:
+    ids = torch.randint(3, 64, (2, 64), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for each in ("none", mode):
+        adapter = LoraConfig(r=rank, dropout=0.0)
+        model = prepared(tiny_llama(), RecomputeConfig(mode=each), adapter)
+        model(input_ids=ids, use_cache=False).logits.square().mean().backward()
+        found[each] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert_equal(found[mode], found["none"])
+
+
+@pytest.mark.parametrize("mode", RECOMPUTING)
 @pytest.mark.parametrize("method", ["nf4", "int8"])
 def test_a_quantized_base_gives_the_gradients_it_gave(
     method: str, mode: str, tmp_path: Path
