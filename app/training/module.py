@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from app import faults
 from app.errors import UserError
 from app.model.attention import check_isolation, check_pair_isolation
 from app.model.head import prove_head
@@ -137,13 +138,15 @@ class FinetuneModule(L.LightningModule):
             )
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Go back from what a validation measures to what trains, where the two differ."""
+        """Begin or go on with a step; a run that goes on first ends the validation it owes."""
         if self.source is not None:
             self._go_on(self.source, batch)
             self.source = None
             if self.owes_validation:
                 self._validate()
+        # From what a validation measures back to what trains, where the two differ.
         use_training_weights(self.optimizer)
+        faults.reach("batch", self.trainer.global_step + 1)
 
     def on_fit_end(self) -> None:
         """Leave the model with what was learned, to be saved and measured by its own layers."""

@@ -62,10 +62,6 @@ class CheckpointSaver(L.Callback):
         self._check_room(trainer, pl_module)
         self.stopping.begin(trainer)
 
-    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-        """Announce the step that begins or goes on."""
-        faults.reach("batch", trainer.global_step + 1)
-
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Leave what a signal does to what comes after the training."""
         self._wait_for_all(trainer)

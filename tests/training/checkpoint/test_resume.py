@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from app import faults
 from app.config import load_config
 from app.errors import Interrupted
 from app.train import train
@@ -345,6 +347,25 @@ def test_a_signal_in_a_validation_is_not_kept_waiting(
     assert (newest.step, newest.metric) == (3, None)
     monkeypatch.undo()
     check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
+
+
+def test_a_validation_that_is_owed_comes_before_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is to strike a step does not strike what the step before has left."""
+    asked = iter(range(1, 100))
+    with monkeypatch.context() as patch:
+        patch.setattr(Stopping, "agreed", lambda _: SIGTERM if next(asked) == 4 else None)
+        with pytest.raises(Interrupted, match="step 3 is saved"):
+            run_into(tmp_path / "run")
+    seen: list[str] = []
+    validate: Callable[[Any], None] = FinetuneModule._validate
+    monkeypatch.setattr(
+        FinetuneModule, "_validate", lambda module: seen.append("validates") or validate(module)
+    )
+    monkeypatch.setattr(faults, "reach", lambda point, step=None: seen.append(f"{point} {step}"))
+    run_into(tmp_path / "run", "resume=must")
+    assert seen.index("validates") < seen.index("batch 4")
 
 
 def test_the_last_validation_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
