@@ -1,4 +1,4 @@
-"""Memory in large pages: what a training on a CPU allocates and frees with every operator.
+"""Memory in large pages for a training on a CPU, whose operators allocate and free it all the time.
 
 Small pages cost it some percent of its time, since each has to be found and filled by the kernel.
 glibc asks for large ones, and keeps what is freed, only if it was told so when its process began.
@@ -21,6 +21,7 @@ TUNABLES = ":".join(
     )
 )
 """bytes; 2**25 is the most that glibc takes from what it keeps, larger blocks come and go"""
+DEVICES = Path("/dev")
 BY_REQUEST = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 """says whether Linux gives large pages always, to who asks (`[madvise]`), or never"""
 
@@ -28,9 +29,9 @@ BY_REQUEST = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def large_pages() -> dict[str, str]:
     """Return the variables with which a process is to begin; none where they would change nothing.
 
-    Whoever has set GLIBC_TUNABLES keeps what it says.
+    Whoever has set GLIBC_TUNABLES keeps what it says, and where a GPU computes it does not matter.
     """
-    if VARIABLE in os.environ or not _asks_are_heard():
+    if VARIABLE in os.environ or any(DEVICES.glob("nvidia[0-9]*")) or not _asks_are_heard():
         return {}
     return {VARIABLE: TUNABLES}
 
@@ -45,8 +46,6 @@ def take_large_pages(program: str) -> None:
     options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "-m", words))
     if not variables or words[len(options) :][:2] != ["-m", program]:
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *words], {**os.environ, **variables})
 
 

@@ -21,8 +21,7 @@ from app.launch import is_first_rank
 from app.manifest import save_manifest
 from app.model.quantization import QuantizationConfig, stored_settings
 from app.output import CONFIG_FILE, METRICS_FILE
-from app.pages import take_large_pages
-from app.preflight import check_compatibility, describe_base, is_on_gpu
+from app.preflight import check_compatibility, describe_base
 from app.quiet import is_offline, quiet_libraries
 from app.resume import Start, describe_global_batch, start_run
 from app.signals import hear_signals, leave_soon
@@ -263,12 +262,9 @@ def resolve_strategy(
 
 def start(config: TrainConfig) -> None:
     """Train in this process, or start the ranks of this machine and watch over them."""
-    here = not starts_ranks(config)
-    if here and not is_on_gpu(config):
-        take_large_pages("app.train")
     hear_signals()
     try:
-        if here:
+        if not starts_ranks(config):
             train(config)
             return
         quiet_libraries(offline=is_offline(config.model, config.data))

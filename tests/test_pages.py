@@ -32,6 +32,7 @@ def by_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "enabled"
     file.write_text("always [madvise] never\n")
     monkeypatch.setattr(pages, "BY_REQUEST", file)
+    monkeypatch.setattr(pages, "DEVICES", tmp_path)
     monkeypatch.setattr(os, "confstr", lambda name: "glibc 2.36")
     monkeypatch.delenv(pages.VARIABLE, raising=False)
     return file
@@ -59,6 +60,11 @@ def test_a_library_that_cannot_ask_is_left_alone(
 
 def test_another_system_is_left_alone(by_request: Path) -> None:
     by_request.unlink()
+    assert pages.large_pages() == {}
+
+
+def test_a_machine_with_a_gpu_is_left_alone(by_request: Path) -> None:
+    (by_request.parent / "nvidia0").touch()
     assert pages.large_pages() == {}
 
 

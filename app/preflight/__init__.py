@@ -9,7 +9,6 @@ from app.preflight.compatibility import (
     check_devices,
     check_global_batch,
     check_layout,
-    is_on_gpu,
     num_data_ranks,
     num_ranks,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "check_global_batch",
     "check_layout",
     "describe_base",
-    "is_on_gpu",
     "num_data_ranks",
     "num_ranks",
 ]

@@ -13,8 +13,7 @@ from typing import Any
 
 from app.errors import DONE
 from app.launch import RUN_DIR_VARIABLE, is_child, is_first_rank, read_launch
-from app.pages import large_pages
-from app.preflight import is_on_gpu, num_ranks
+from app.preflight import num_ranks
 from app.resume import NEVER, Start, checkpoints_of, find_newest_good
 from app.supervise.settings import SuperviseConfig
 from app.supervise.supervisor import CODES_OF_SIGNALS, Supervisor, say
@@ -54,13 +53,11 @@ def _ranks_here(config: Any) -> int:
 def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
     """Start the ranks of this machine by the `words` that were typed; return the exit code."""
     ranks_here, total = _ranks_here(config), num_ranks(config) or 1
-    pages = {} if is_on_gpu(config) else large_pages()
     of_rank = [
         {
             "LOCAL_RANK": str(rank),
             "NODE_RANK": os.environ.get("NODE_RANK", "0"),
             "WORLD_SIZE": str(total),
-            **pages,
         }
         for rank in range(ranks_here)
     ]
@@ -77,7 +74,7 @@ def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
         config=config.supervise,
         step=start.step,
         newest_step=newest_step,
-        of_rank=of_rank if total > 1 else [pages],
+        of_rank=of_rank if total > 1 else [{}],
         chooses_port=read_launch().told_by is None,
     )
     code = supervisor.run()

@@ -9,12 +9,7 @@ counted them.
 from app.preflight.compatibility.check import COUPLINGS, check_compatibility
 from app.preflight.compatibility.layout import check_devices, check_global_batch, check_layout
 from app.preflight.compatibility.ranges import RANGES
-from app.preflight.compatibility.situation import (
-    is_on_gpu,
-    num_data_ranks,
-    num_ranks,
-    ranks_per_node,
-)
+from app.preflight.compatibility.situation import num_data_ranks, num_ranks, ranks_per_node
 
 __all__ = [
     "COUPLINGS",
@@ -23,7 +18,6 @@ __all__ = [
     "check_devices",
     "check_global_batch",
     "check_layout",
-    "is_on_gpu",
     "num_data_ranks",
     "num_ranks",
     "ranks_per_node",

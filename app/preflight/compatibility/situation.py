@@ -67,11 +67,6 @@ def find_situation(config: Any, num_gpus: int | None = None) -> Situation:
     return Situation(config, count_gpus() if num_gpus is None else num_gpus)
 
 
-def is_on_gpu(config: Any) -> bool:
-    """Say whether the settings put a run on GPUs, as far as this machine has them."""
-    return find_situation(config).on_gpu
-
-
 def num_ranks(config: Any) -> int | None:
     """Return how many ranks the settings ask for; None for a verb that runs as one process."""
     if not has_setting(config, "trainer.devices"):
