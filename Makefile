@@ -74,7 +74,7 @@ seeded-bugs: $(STAMP)  ## sow bugs that lose runs, each must make its test fail;
 bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss|checkpoint|strategies
 	$(BIN)/python -m benchmarks $(ONLY)
 
-bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY=lora_fp32|lora_bf16|full
+bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY="lora_fp32|lora_bf16|full with=all"
 	$(BIN)/python -m benchmarks.training $(ONLY)
 
 bench-gpu: $(STAMP)  ## an 8B model on one GPU in eight minutes: speed, memory, and where the time goes

@@ -22,6 +22,42 @@ PACKAGES = {
             "peft==0.21.2",
         ),
     ),
+    # The newest torchao no longer has what torchtune imports of it.
+    "torchtune": (
+        ("torch==2.13.0",),
+        ("torch==2.13.0", "torchtune==0.6.1", "torchao==0.11.0", "datasets==5.2.0"),
+    ),
+    "litgpt": (
+        ("torch==2.13.0",),
+        ("torch==2.13.0", "litgpt==0.5.13", "lightning==2.6.6"),
+    ),
+    # LLaMA-Factory asks for torchaudio, which does not load beside a torch for CPUs, and for a web
+    # page: it goes in last and alone, after what its training needs.
+    "llamafactory": (
+        ("torch==2.13.0",),
+        (
+            "torch==2.13.0",
+            "transformers==5.6.0",
+            "datasets==4.0.0",
+            "accelerate==1.11.0",
+            "peft==0.18.1",
+            "trl==0.24.0",
+            "torchdata==0.11.0",
+            "einops",
+            "fire",
+            "hf-transfer",
+            "omegaconf",
+            "pandas",
+            "protobuf",
+            "scipy",
+            "sentencepiece",
+            "tiktoken",
+            "tyro<0.9",
+        ),
+        ("--no-deps", "llamafactory==0.9.5"),
+    ),
+    # It pins nearly all that it needs, 4 GB with what only a GPU uses.
+    "axolotl": (("torch==2.13.0",), ("torch==2.13.0", "axolotl==0.19.0")),
 }
 """for each environment its packages, installed one group after the other"""
 

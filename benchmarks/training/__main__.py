@@ -5,6 +5,11 @@ with group_by_length, TRL's packing is `bfd`. A round runs each system once in a
 the figures are medians of the rounds. Losses are means over the measured steps: the systems see
 other rows in those steps, so they agree only roughly.
 group_by_length sorts 50 micro-batches at a time, longest first: HF is measured over as many.
+
+HF and TRL are always in the run. `with=torchtune,litgpt` adds those, `with=all` every one of ASKED;
+the first such run installs each into an environment of its own (1 to 4 GB). They pack as they do by
+themselves; litgpt takes one row at a time, its default and here its fastest. In lora_bf16 HF, TRL,
+litgpt and ours autocast, torchtune has all in bf16, LLaMA-Factory the base.
 """
 
 from __future__ import annotations
@@ -23,30 +28,62 @@ from benchmarks.training.task import Task, write_files
 
 HERE = Path(__file__).resolve().parent
 ROUNDS, WARM_UP, ROWS = 5, 3, 2000
-STEPS = {"loft": 12, "hf": 20, "trl_packed": 8, "trl_padded": 7}
+STEPS = {"loft": 12, "hf": 20, "trl_packed": 8, "trl_padded": 7} | dict.fromkeys(
+    ("torchtune", "litgpt", "llamafactory", "axolotl"), 12
+)
 """of which the first WARM_UP are not measured; fewer of what takes longest"""
 SETTINGS = {"lora_fp32": ("lora", "fp32"), "lora_bf16": ("lora", "bf16"), "full": ("full", "fp32")}
 BARS = {"lora_fp32": 1.15, "lora_bf16": 1.15, "full": 1.05}
-PEERS = ("hf", "trl_packed", "trl_padded")
+PEERS = {
+    "hf": ("trl", "hf_run.py"),
+    "trl_packed": ("trl", "trl_run.py", "packed"),
+    "trl_padded": ("trl", "trl_run.py", "padded"),
+}
+"""environment in benchmarks/peers.py, script, and what else it is told"""
+ASKED = {
+    name: (name, f"{name}_run.py") for name in ("torchtune", "litgpt", "llamafactory", "axolotl")
+}
+"""further PEERS, which run when `with=` names them"""
+LEFT_OUT = {("axolotl", "lora_bf16"): "its bf16 asks for a GPU"}
+"""what a peer cannot run, and why"""
 Result = dict[str, float]
+Peers = dict[str, tuple[str, ...]]
 
 
-def main(chosen: list[str]) -> int:
+def main(words: list[str]) -> int:
     """Measure the settings that are named (all when none is); 1 when a bar is missed."""
-    python = peer_python("trl")
+    chosen = [word for word in words if not word.startswith("with=")]
+    peers = PEERS | asked_peers([word for word in words if word not in chosen])
     figures: list[Figure] = []
+    for environment, *_ in peers.values():
+        peer_python(environment)
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), ROWS)
         for name in chosen or SETTINGS:
-            figures += compare(name, Path(folder), python)
+            figures += compare(name, Path(folder), peers)
     print_figures(figures)
     return 0 if all(figure.ok for figure in figures) else 1
 
 
-def compare(name: str, folder: Path, python: Path) -> list[Figure]:
+def asked_peers(words: list[str]) -> Peers:
+    """Return the peers of `with=NAME,NAME`; `with=all` is all of ASKED. Raises SystemExit."""
+    names = [name for word in words for name in word.removeprefix("with=").split(",")]
+    if "all" in names:
+        return ASKED
+    if unknown := [name for name in names if name not in ASKED]:
+        raise SystemExit(
+            f"with={','.join(unknown)}: the peers to ask for are all, {', '.join(ASKED)}"
+        )
+    return {name: ASKED[name] for name in names}
+
+
+def compare(name: str, folder: Path, peers: Peers) -> list[Figure]:
     """Run every system ROUNDS times, alternating, and set ours beside the peers."""
     adapter, precision = SETTINGS[name]
-    rounds: dict[str, list[Result]] = {system: [] for system in ("loft", *PEERS)}
+    for peer in [peer for peer in peers if (peer, name) in LEFT_OUT]:
+        print(f"{name} {peer}: left out, {LEFT_OUT[peer, name]}")
+    peers = {peer: how for peer, how in peers.items() if (peer, name) not in LEFT_OUT}
+    rounds: dict[str, list[Result]] = {system: [] for system in ("loft", *peers)}
     for _ in range(ROUNDS):
         for system, results in rounds.items():
             task = Task(
@@ -56,7 +93,7 @@ def compare(name: str, folder: Path, python: Path) -> list[Figure]:
                 steps=STEPS[system],
                 warm_up=WARM_UP,
             )
-            results.append(run(system, task.write(folder / f"{system}.json"), python))
+            results.append(run(system, task.write(folder / f"{system}.json")))
     middle = {
         system: {key: median(one[key] for one in results) for key in results[0]}
         for system, results in rounds.items()
@@ -68,7 +105,7 @@ def compare(name: str, folder: Path, python: Path) -> list[Figure]:
             f"loss {one['loss']:.3f}"
         )
     ours, speed = middle["loft"], {s: one["tokens_per_second"] for s, one in middle.items()}
-    fastest = max(PEERS, key=lambda peer: speed[peer])
+    fastest = max(peers, key=lambda peer: speed[peer])
     ratios = {
         f"{name}/speed_against_fastest": (speed["loft"] / speed[fastest], BARS[name]),
         f"{name}/speed_against_trl_packed": (speed["loft"] / speed["trl_packed"], 2.0),
@@ -88,19 +125,15 @@ def compare(name: str, folder: Path, python: Path) -> list[Figure]:
     ]
 
 
-def run(system: str, task: Path, python: Path) -> Result:
+def run(system: str, task: Path) -> Result:
     """Run one system in a process of its own."""
-    ours = [sys.executable, "-m", "benchmarks.training.loft_run", str(task)]
-    commands = {
-        "loft": ours,
-        "hf": [str(python), str(HERE / "hf_run.py"), str(task)],
-        "trl_packed": [str(python), str(HERE / "trl_run.py"), str(task), "packed"],
-        "trl_padded": [str(python), str(HERE / "trl_run.py"), str(task), "padded"],
-    }
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        commands[system], capture_output=True, text=True, check=False, env=environment
-    )
+    if system == "loft":
+        command = [sys.executable, "-m", "benchmarks.training.loft_run", str(task)]
+    else:
+        environment, script, *words = (PEERS | ASKED)[system]
+        command = [str(peer_python(environment)), str(HERE / script), str(task), *words]
+    variables = {"OMP_NUM_THREADS": "1"} | os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode != 0:
         raise SystemExit(f"{system} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     result: Result = json.loads(done.stdout.splitlines()[-1])
