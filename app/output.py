@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +42,11 @@ def check_output(config: OutputConfig, *, goes_on: bool = False) -> list[str]:
         )
     if config.dir is not None and RUN_DIR_VARIABLE not in os.environ:
         folder = Path(config.dir)
-        if folder.exists() and not folder.is_dir():
+        with into_folder(folder):
+            is_there, holds_run = folder.exists(), (folder / CONFIG_FILE).exists()
+        if is_there and not folder.is_dir():
             problems.append(f"output.dir={config.dir}: this is a file; type a folder's name")
-        elif (folder / CONFIG_FILE).exists() and is_first_rank() and not goes_on:
+        elif holds_run and is_first_rank() and not goes_on:
             problems.append(
                 f"output.dir={config.dir} holds another run ({CONFIG_FILE} is there): type another "
                 "folder, or leave output.dir out to get a new one; resume=auto goes on with a "
@@ -66,7 +71,10 @@ def make_run_dir(config: OutputConfig, *, goes_on: bool = False) -> Path:
         raise UserError(problems)
     if config.dir is not None:
         folder = Path(config.dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        with into_folder(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not goes_on:  # a run that is done already is only read
+                tempfile.TemporaryFile(dir=folder).close()
         return folder
     if is_one_of_several():
         raise UserError(
@@ -78,11 +86,26 @@ def make_run_dir(config: OutputConfig, *, goes_on: bool = False) -> Path:
     for attempt in range(100):
         folder = parent / (started if attempt == 0 else f"{started}_{attempt}")
         try:
-            folder.mkdir(parents=True)
+            with into_folder(folder):
+                folder.mkdir(parents=True)
         except FileExistsError:  # another run of the same second
             continue
         return folder
     raise UserError(f"{parent}: a hundred runs of this second already; type another output.name")
+
+
+@contextlib.contextmanager
+def into_folder(folder: Path) -> Iterator[None]:
+    """Word what the system says when a run's folder cannot be made or written."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(
+            f"output.dir={folder}: cannot be written: {error.strerror}; type output.dir=FOLDER of "
+            "your own"
+        ) from error
 
 
 def hand_to_ranks(folder: Path) -> None:

@@ -241,6 +241,27 @@ CLASHES = [
     ),
     (
         0,
+        ["strategy=zero2", "strategy.config={zero_optimisation: {overlap_comm: true}}"],
+        ["DeepSpeed knows no zero_optimisation (did you mean zero_optimization?)"],
+        ["strategy=zero2", "strategy.config={zero_optimization: {overlap_comm: true}}"],
+    ),
+    (
+        0,
+        ["strategy=zero2", "strategy.config={train_micro_batch_size: 4, zzz: 1}"],
+        [
+            "no train_micro_batch_size (did you mean train_micro_batch_size_per_gpu, which is "
+            "trainer.micro_batch_size here?), no zzz; type a key that it knows",
+        ],
+        ["strategy=zero2", "trainer.micro_batch_size=4"],
+    ),
+    (
+        0,
+        ["strategy=zero2", "strategy.config={zero_optimization: {overlap_com: true}}"],
+        ["DeepSpeed knows no zero_optimization.overlap_com (did you mean overlap_comm?)"],
+        ["strategy=zero3", "strategy.config={zero_optimization: {stage3_max_reuse_distance: 9}}"],
+    ),
+    (
+        0,
         ["strategy=zero2", "trainer.checkpoint.async=true"],
         ["trainer.checkpoint.async=true", "type trainer.checkpoint.async=false"],
         ["strategy=ddp", "trainer.checkpoint.async=true"],
@@ -337,6 +358,9 @@ def test_without_deepspeed_what_comes_nearest_is_named(
     [
         ({"fp16": {"enabled": True}}, {"fp16.enabled": "trainer.precision"}),
         ({"optimizer": {}}, {"optimizer": "optimizer"}),
+        ({"zero_allow_untested_optimizer": False}, {"zero_allow_untested_optimizer": "optimizer"}),
+        ({"zero_force_ds_cpu_optimizer": True}, {"zero_force_ds_cpu_optimizer": "optimizer"}),
+        ({"data_types": {"param_dtype": "fp32"}}, {"data_types.param_dtype": "trainer.precision"}),
         (
             {"zero_optimization": {"offload_param": {"device": "cpu"}}},
             "strategy.offload_parameters",

@@ -298,6 +298,55 @@ def test_quoting_keeps_the_structure_of_lists() -> None:
     assert "'it, is'" in quoted
 
 
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("rank_killed@12", ["rank_killed@12"]),
+        ("nan@7", ["nan@7"]),
+        ("enospc", ["enospc"]),
+        ("ckpt:after_rename", ["ckpt:after_rename"]),
+        ("[nan@7,enospc]", ["nan@7", "enospc"]),
+        ("[]", []),
+    ],
+)
+def test_a_bare_word_is_a_list_of_it_alone(base: list[str], word: str, value: list[str]) -> None:
+    answer = ask(*base, f"faults={word}")
+    assert answer.code == 0, answer.said
+    assert answer.config.faults == value
+
+
+def test_a_bare_word_is_a_list_below_other_keys_too(base: list[str]) -> None:
+    config = ask(*base, "model.added_tokens=<|it's|>", "adapter.modules_to_save=lm_head").config
+    assert config.model.added_tokens == ["<|it's|>"]
+    assert config.adapter.modules_to_save == ["lm_head"]
+    for word in ("faults=3", "faults=", "faults=null", "data.datasets=rows"):
+        assert "expected a list" in ask(*base, word).said
+
+
+@pytest.mark.parametrize(
+    ("typed", "asynchronous"),
+    [
+        ("{async: true}", True),
+        ("{every_steps: 3,async: false}", False),
+        ("{ async : true, every_steps: 3}", True),
+        ("{asynchronous: true}", True),
+    ],
+)
+def test_a_word_of_python_is_a_key_in_a_mapping(
+    base: list[str], typed: str, asynchronous: bool
+) -> None:
+    answer = ask(*base, f"trainer.checkpoint={typed}")
+    assert answer.code == 0, answer.said
+    checkpoint = answer.config.trainer.checkpoint
+    assert checkpoint.asynchronous is asynchronous
+    assert checkpoint.every_steps == (3 if "every_steps" in typed else None)
+
+
+def test_two_spellings_of_a_key_are_not_both_taken(base: list[str]) -> None:
+    answer = ask(*base, "trainer.checkpoint={async: true, asynchronous: false}")
+    assert "unknown key trainer.checkpoint.async=True" in answer.said
+
+
 def copy_conf(tmp_path: Path) -> Path:
     return Path(shutil.copytree(conf_files.CONF, tmp_path / "conf"))
 
@@ -324,6 +373,18 @@ BAD_YAML = [
     ("output:\n  name: ${oc.env:HOME}\n", ":9 output.name=${oc.env:HOME}: resolvers"),
     ("seed: 1\nseed: 2\n", ":9: seed is set twice, first on 8"),
     ("seed: [1\n", "not valid YAML"),
+    (
+        "trainer:\n  checkpoint: {async: true}\n  max_stepz: 3\n",
+        ":10 unknown key trainer.max_stepz=3",
+    ),
+    (
+        "trainer:\n  checkpoint:\n    async: maybe\n",
+        ":10 trainer.checkpoint.asynchronous=maybe: expected true or false",
+    ),
+    (
+        "trainer:\n  checkpoint:\n    async: true\n    asynchronous: true\n",
+        ":11: trainer.checkpoint.asynchronous is set twice, first on 10",
+    ),
 ]
 
 
@@ -369,6 +430,35 @@ def test_the_command_line_replaces_parts_of_an_experiment(
     assert config == dataclasses.replace(whole, adapter=FullConfig())
     assert "adapter.r" in (note := capsys.readouterr().err)
     assert "do not apply to adapter=full" in note
+
+
+def test_a_note_is_left_to_the_process_that_starts_the_ranks(tmp_path: Path) -> None:
+    words = ("--cfg", "job", "+experiment=quickstart", "adapter=full")
+    assert "do not apply to adapter=full" in ask(*words).said
+    started = {"LOFT_RUN_DIR": str(tmp_path), "LOCAL_RANK": "0", "NODE_RANK": "0"}
+    started |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    answer = ask(*words, environment=started)
+    assert (answer.code, answer.said) == (0, "")
+
+
+def test_an_experiment_may_write_a_word_of_python_as_a_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conf = copy_conf(tmp_path)
+    (conf / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: tiny\n  - _self_\n"
+        "trainer:\n  checkpoint:\n    async: true\n    every_steps: 3\nadapter:\n  r: 4\n"
+    )
+    words = ["experiment=mine", "data=skills"]
+    config = door.load_config("train", words, conf)
+    assert config.trainer.checkpoint.asynchronous and config.trainer.checkpoint.every_steps == 3
+    assert config.output.name == "mine" and config.adapter.r == 4
+    assert capsys.readouterr().err == ""
+    config = door.load_config(
+        "train", [*words, "trainer.checkpoint.async=false", "adapter=full"], conf
+    )
+    assert not config.trainer.checkpoint.asynchronous
+    assert config.adapter == FullConfig()
 
 
 def test_one_of_two_ways_to_say_a_thing_wins_over_the_experiments_other_one(tmp_path: Path) -> None:

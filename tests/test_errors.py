@@ -9,7 +9,7 @@ import pytest
 
 from app.config.overrides import _read_word
 from app.errors import Interrupted, TrainingFault, UserError, exit_code
-from app.output import OutputConfig, decide_run_dir
+from app.output import OutputConfig, check_output, decide_run_dir
 from app.preflight.base_model import shapes_of_architecture
 from data_modules import DataError
 from tests.door import ask, make_data, make_model
@@ -130,6 +130,33 @@ def test_the_end_by_a_signal_is_no_fault(words: list[str]) -> None:
         _sigterm_notifier_fn()
     answer = ask(*words, error=caught.value)
     assert (answer.code, answer.said) == (143, "")
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("file/run", "Not a directory"),
+        ("x" * 300, "File name too long"),
+        ("/sys/kernel/run", "Operation not permitted|Permission denied"),
+        ("/sys/kernel", "Operation not permitted|Permission denied"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, folder: str, reason: str) -> None:
+    (tmp_path / "file").write_text("")
+    said = f"output.dir=.*: cannot be written: ({reason}); type output.dir=FOLDER of your own"
+    with pytest.raises(OSError, match=said) as caught:
+        decide_run_dir(OutputConfig(dir=str(tmp_path / folder)))
+    assert exit_code(caught.value) == 3
+    assert check_output(OutputConfig(dir=str(tmp_path / "new" / "run"))) == []
+
+
+def test_a_place_where_no_folder_can_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").write_text("")
+    with pytest.raises(OSError, match="cannot be written: Not a directory; type"):
+        decide_run_dir(OutputConfig(name="mine"))
 
 
 def test_a_new_run_forgets_why_an_earlier_one_never_started(

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from app.config.overrides import SPELLED, spell_keys
 from app.errors import ROOT, UserError, nearest
 
 CONF = ROOT / "conf"
@@ -28,6 +29,8 @@ class ConfFile:
     defaults: list[Any]
     values: dict[str, Any]
     lines: dict[str, int]
+    is_respelled: bool = False
+    """whether keys were written in words that Python keeps for itself; in `values` they are not"""
 
     def where(self, key: str) -> str:
         """Return `conf/experiment/x.yaml:12`, the place of full key `key` in this file."""
@@ -143,11 +146,13 @@ def read_conf_file(path: Path, package: str) -> ConfFile:
     """Read one file; UserError with file:line where it is no YAML mapping."""
     text = path.read_text(encoding="utf-8")
     lines: dict[str, int] = {}
+    is_experiment = path.parent.name == "experiment"
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise UserError(f"{shown(path)}:1: expected `key: value` lines")
-        for key, line in _key_lines(root, ""):
+        for written, line in _key_lines(root, ""):
+            key = SPELLED.get(written, written) if is_experiment else written
             if key in lines:
                 raise UserError(f"{shown(path)}:{line}: {key} is set twice, first on {lines[key]}")
             lines[key] = line
@@ -159,7 +164,8 @@ def read_conf_file(path: Path, package: str) -> ConfFile:
     defaults = values.pop("defaults", None) or []
     if path.parent.name in ADDED_GROUPS and not text.startswith("# @package _global_"):
         raise UserError(f"{shown(path)}:1: the first line must be `# @package _global_`")
-    return ConfFile(path, package, defaults, values, lines)
+    spelled = spell_keys("", values) if is_experiment else values
+    return ConfFile(path, package, defaults, spelled, lines, is_respelled=spelled != values)
 
 
 def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:

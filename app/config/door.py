@@ -27,7 +27,7 @@ from app.config.of_run import (
 )
 from app.config.overrides import Given, read_words
 from app.config.schema import hints_of
-from app.config.settings_check import Settings, check_file, check_given
+from app.config.settings_check import Settings, check_file, check_given, put_word_in_list
 from app.config.verbs import (
     ALTERNATIVES,
     CHOICES,
@@ -146,6 +146,7 @@ def check_words(
         raise UserError(problems + error.problems) from error
     replaced = frozenset(one.key for one in given if one.key in PARTS)
     settings = _settings_in_use(verb, files, replaced)
+    given = [one if one.key in groups else put_word_in_list(one, settings) for one in given]
     for file in files:
         problems += check_file(file, settings)
     for one in given:
@@ -159,10 +160,11 @@ def check_words(
 def _fit_experiment(file: ConfFile, settings: Settings) -> str:
     """Return the experiment's name for Hydra, without what the command line's options replace.
 
-    `+experiment=quickstart adapter=full` would else fail on the experiment's adapter.r.
+    `+experiment=quickstart adapter=full` would else fail on the experiment's adapter.r, and Hydra
+    would read keys as they are written, not as Python has them.
     """
     left_out = settings.left_out(file)
-    if not left_out:
+    if not left_out and not file.is_respelled:
         return file.path.stem
     from hydra.core.config_store import ConfigStore
 
@@ -170,8 +172,9 @@ def _fit_experiment(file: ConfFile, settings: Settings) -> str:
     for key in left_out:
         group, _, name = key.partition(".")
         del values[group][name]
-    chosen = ", ".join(f"{g}={settings.options[g]}" for g in sorted(settings.replaced))
-    say(f"note: {file.path.stem}'s {', '.join(left_out)} do not apply to {chosen}")
+    if left_out:
+        chosen = ", ".join(f"{g}={settings.options[g]}" for g in sorted(settings.replaced))
+        say(f"note: {file.path.stem}'s {', '.join(left_out)} do not apply to {chosen}")
     node = {"defaults": file.defaults, **values}
     fitted = f"{file.path.stem}--fitted"
     ConfigStore.instance().store(group="experiment", name=fitted, node=node, package="_global_")
@@ -277,8 +280,8 @@ def _dispatch(
 
 
 def say(note: str) -> None:
-    """Print a note on stderr, once for all ranks."""
-    if is_first_rank():
+    """Print a note on stderr, once for all ranks and for the process that starts them."""
+    if is_first_rank() and not is_child():
         print(note, file=sys.stderr)
 
 

@@ -79,8 +79,32 @@ def _read_word(key: str, value: str, prefix: str, parse: Parse) -> Given:
                 f"{key}={value} lists several values: add -m to try each of them, "
                 f"or type '{key}=[{value}]' for a list, \"{key}='{value}'\" for text"
             )
-        return Given(key, parsed, f"{prefix}{key}={spelling}")
+        spelled = spell_keys(key, parsed)
+        text = spelling if spelled == parsed else _spell_text(spelling)
+        return Given(key, spelled, f"{prefix}{key}={text}")
     raise ValueError(f"{key}={value}: this value cannot be read; type \"{key}='...'\" around it")
+
+
+def spell_keys(key: str, value: Any) -> Any:
+    """Return a given value with the keys in it as Python has them; `key` is what it is given to.
+
+    Where both spellings stand side by side, what was typed stays, and is an unknown key.
+    """
+    if not isinstance(value, dict):
+        return value
+    spelled = {}
+    for name, part in value.items():
+        full = f"{key}.{name}" if key else str(name)
+        known = SPELLED[full].rpartition(".")[2] if full in SPELLED else name
+        spelled[name if known in value else known] = spell_keys(full, part)
+    return spelled
+
+
+def _spell_text(mapping: str) -> str:
+    for typed, known in SPELLED.items():
+        name, in_python = typed.rpartition(".")[2], known.rpartition(".")[2]
+        mapping = re.sub(rf"(?<=[{{,\s]){name}(?=\s*:)", in_python, mapping)
+    return mapping
 
 
 def _hint_for_word(word: str, groups: dict[str, list[str]]) -> str:

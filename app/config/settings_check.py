@@ -138,9 +138,27 @@ def check_file(file: ConfFile, settings: Settings) -> list[str]:
 
 def check_given(given: Given, settings: Settings) -> list[str]:
     """List the problems of one override of the command line."""
+    problems = [settings.problem_of(found) for found in _walk_given(given, settings)]
+    return [f"command line: {problem}" for problem in problems if problem]
+
+
+def put_word_in_list(given: Given, settings: Settings) -> Given:
+    """Read a bare word that was typed for a list of text as a list of it alone."""
+    word = given.value
+    if not isinstance(word, str) or not word or _is_reference(word):
+        return given
+    for found in _walk_given(given, settings):
+        if isinstance(found, schema.Leaf):
+            hint = schema.element_of(schema.hints_of(found.owner)[found.field])
+            if hint == list[str]:
+                key, _, spelling = given.override.partition("=")
+                return Given(given.key, [word], f"{key}=[{spelling}]")
+    return given
+
+
+def _walk_given(given: Given, settings: Settings) -> Iterator[schema.Leaf | schema.Unknown]:
     first, *rest = given.key.split(".")
     value = given.value
     for name in reversed(rest):
         value = {name: value}
-    problems = [settings.problem_of(found) for found in settings.walk({first: value})]
-    return [f"command line: {problem}" for problem in problems if problem]
+    yield from settings.walk({first: value})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from app.errors import UserError
+from app.output import into_folder
 
 LOCK_FILE = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -33,7 +34,8 @@ def hold_run(folder: Path) -> None:
     file = (folder / LOCK_FILE).resolve()
     if file in _held:
         return
-    stream = file.open("a+", encoding="utf-8")
+    with into_folder(folder):
+        stream = file.open("a+", encoding="utf-8")
     try:
         # Not flock: that would live on in a loader's workers, which are forked.
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,6 +20,7 @@ import pytest
 from app.config import load_config, load_run_config
 from app.errors import ROOT, UserError
 from app.resume import Start, start_run
+from app.resume.lock import LOCK_FILE, hold_run
 from tests.door import ask, make_data, make_model
 from tests.resumed import contents, damage, damage_all, make_run
 
@@ -129,7 +130,13 @@ def test_a_misspelt_word_of_resume_allow(run: Path) -> None:
     assert answer.code == 2
     assert "resume_allow=epoch: expected lr, schedule, epochs, data, precision" in answer.said
     assert "did you mean epochs?" in answer.said
-    assert "expected a list" in ask(f"resume={run}", "resume_allow=lr").said
+    assert "expected a list" in ask(f"resume={run}", "resume_allow=3").said
+
+
+def test_one_word_of_resume_allow_needs_no_brackets(run: Path) -> None:
+    answer = ask(f"resume={run}", "optimizer.lr=2e-3", "resume_allow=lr")
+    assert answer.code == 0, answer.said
+    assert answer.config.resume_allow == ["lr"]
 
 
 WRONG_RESUME = [
@@ -417,6 +424,13 @@ hold_run(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
 """
+
+
+def test_a_folder_that_takes_no_lock_is_named(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).mkdir()
+    with pytest.raises(OSError, match="cannot be written: Is a directory") as caught:
+        hold_run(tmp_path)
+    assert f"output.dir={tmp_path}: " in str(caught.value)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from app.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
-from app.strategy.settings import ZeroConfig
+from app.strategy.settings import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, ZeroConfig
 from app.training.bad_numbers import hold_back
 from tests.conftest import read_column
 from tests.processes import type_train
@@ -254,3 +254,39 @@ def test_quantized_traffic_comes_near(tmp_path: Path) -> None:
         assert code == 0, said
         losses.append(read_column(folder, "train/loss"))
     assert losses[1] == pytest.approx(losses[0], abs=0.1)
+
+
+class Asked(dict[str, Any]):
+    """A DeepSpeed config that notes which keys are looked for."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(values)
+        self.asked: set[str] = set()  # its copies share it
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+
+def test_the_keys_of_deepspeed_are_those_that_we_know() -> None:
+    from deepspeed.runtime import config as of_deepspeed
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields.items()
+    read = {f"zero_optimization.{key}" for name, field in fields for key in (name, field.alias)}
+    config = Asked(train_micro_batch_size_per_gpu=1)
+    of_deepspeed.DeepSpeedConfig(config)
+    read |= config.asked - set(of_deepspeed._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    known = {*FURTHER_DEEPSPEED_KEYS, *DEEPSPEED_KEYS}
+    known |= {".".join(key.split(".")[:2]) for key in known} | {"zero_optimization"}
+    new = read - known - {"zero_optimization.None"}
+    assert not new, f"DeepSpeed has keys that app/strategy/settings.py does not know: {new}"
+    gone = set(FURTHER_DEEPSPEED_KEYS) - read - {"sequence_parallel_size"}  # read among ranks only
+    assert not gone, f"DeepSpeed reads these keys no longer: {gone}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.preflight.compatibility.situation import Coupling
-from app.strategy.settings import DEEPSPEED_KEYS, ZeroConfig
+from app.strategy.settings import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, ZeroConfig
 
 PYTORCHS_OWN = {
     "zero1": "fsdp_grad_op",
@@ -99,6 +100,15 @@ DEEPSPEED_ROWS = (
             "leave it out of strategy.config"
         ),
     ),
+    Coupling(
+        "strategy.config",
+        lambda s: bool(_unknown(s.config.strategy.config)),
+        lambda s: (
+            "strategy.config: DeepSpeed knows no "
+            + ", no ".join(_unknown(s.config.strategy.config))
+        ),
+        lambda s: "a key that it knows, or leave it out of strategy.config",
+    ),
 )
 
 
@@ -119,6 +129,29 @@ def _owned(config: Mapping[str, Any]) -> dict[str, str]:
             if f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}."):
                 owned.setdefault(key, setting)
     return owned
+
+
+def _unknown(config: Mapping[str, Any]) -> list[str]:
+    """List the keys that a DeepSpeed config has not, each with what may have been meant."""
+    zero = config.get("zero_optimization")
+    return [
+        *_unknown_of(config, ""),
+        *(_unknown_of(zero, "zero_optimization.") if isinstance(zero, Mapping) else ()),
+    ]
+
+
+def _unknown_of(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    known = {
+        key.removeprefix(prefix).partition(".")[0]
+        for key in (*FURTHER_DEEPSPEED_KEYS, *DEEPSPEED_KEYS)
+        if key.startswith(prefix)
+    }
+    for name in sorted(map(str, values.keys() - known)):
+        guess = ""
+        for near in difflib.get_close_matches(name, sorted(known), n=1):
+            setting = DEEPSPEED_KEYS.get(f"{prefix}{near}")
+            guess = f" (did you mean {near}{f', which is {setting} here' if setting else ''}?)"
+        yield f"{prefix}{name}{guess}"
 
 
 def _dotted(config: Mapping[str, Any], prefix: str) -> Iterator[str]:
