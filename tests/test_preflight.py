@@ -1,16 +1,23 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from app.errors import ROOT
 from app.model.base import ModelConfig
-from app.preflight import describe_base
+from app.preflight import describe_base, fingerprint
 from app.preflight.base_model import read_shapes
 from app.preflight.shapes import shapes_of_architecture
 from tests.door import ask, make_adapter, make_data, make_model, write_safetensors
+
+TINY_BASE = ROOT / "data_modules" / "samples" / "tiny_base"
 
 
 @pytest.fixture
@@ -196,6 +203,7 @@ def test_a_base_is_known_by_its_config_and_headers(model: Path) -> None:
         "revision": "v1",
         "fingerprint": None,
         "weights": None,
+        "weights_form": None,
     }
 
 
@@ -226,6 +234,106 @@ def test_blocks_are_spread_over_a_large_file(tmp_path: Path) -> None:
         file.write_bytes(content[:size])
         seen.add(describe_base(ModelConfig(path=str(tmp_path)))["weights"])
     assert len(seen) == 15
+
+
+def weights_of(folder: Path) -> str | None:
+    return describe_base(ModelConfig(path=str(folder)))["weights"]
+
+
+def write(file: Path, offset: int, content: bytes) -> None:
+    """Write into a file, whose time of change moves on even where its clock is coarse."""
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        stream.write(content)
+    changed = file.stat().st_mtime_ns + 1_000_000
+    os.utime(file, ns=(changed, changed))
+
+
+def test_any_byte_of_a_small_base_is_noticed(tmp_path: Path) -> None:
+    base = shutil.copytree(TINY_BASE, tmp_path / "base")
+    file = base / "model.safetensors"
+    whole, before = file.read_bytes(), weights_of(base)
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for offset in random.Random(0).sample(range(start, len(whole)), 30):
+        write(file, offset, bytes([whole[offset] ^ 1]))
+        assert weights_of(base) != before, offset
+        write(file, offset, whole[offset : offset + 1])
+        assert weights_of(base) == before
+
+
+def test_any_tensor_of_a_large_base_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1 << 20)
+    file = tmp_path / "model.safetensors"
+    shapes = {f"{number}.weight": [number % 5 * 16 + 1, 256] for number in range(64)}
+    write_safetensors(file, shapes)
+    whole = file.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:start])
+    write(file, start, random.Random(0).randbytes(len(whole) - start))
+    whole, before = file.read_bytes(), weights_of(tmp_path)
+    for tensor in header.values():
+        begin, end = (start + place for place in tensor["data_offsets"])
+        for first, last in ((begin, end), (begin, begin + 1), (end - 1, end)):
+            write(file, first, bytes(byte ^ 255 for byte in whole[first:last]))
+            assert weights_of(tmp_path) != before
+            write(file, first, whole[first:last])
+    assert weights_of(tmp_path) == before
+
+
+def test_of_a_large_base_little_is_read_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 4 << 30
+    tensors = {
+        f"{number}.weight": {
+            "dtype": "U8",
+            "shape": [size // 256],
+            "data_offsets": [size // 256 * number, size // 256 * (number + 1)],
+        }
+        for number in range(256)
+    }
+    header = json.dumps(tensors).encode()
+    for number in range(4):
+        file = tmp_path / f"{number}.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        os.truncate(file, 8 + len(header) + size)
+    read = []
+
+    class Counted(io.FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            read.append(len(content := super().read(size)))
+            return content
+
+    monkeypatch.setattr(Path, "open", lambda path, *_, **__: Counted(path))
+    before = weights_of(tmp_path)
+    blocks = 4 * 256 * 3 * fingerprint.BLOCK_BYTES
+    assert blocks < sum(read) < blocks + 10 * len(header)
+    read.clear()
+    assert weights_of(tmp_path) == before
+    assert sum(read) < 5 * len(header)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\0",
+        b"{}",
+        b"[1]",
+        b'{"a": 1}',
+        b'{"a": {"data_offsets": [-9, 1e9]}}',
+        b'{"a": {"data_offsets": [9, Infinity]}}',
+    ],
+    ids=["no json", "no tensor", "a list", "no offsets", "offsets beyond it", "no end"],
+)
+def test_a_damaged_large_base_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: bytes
+) -> None:
+    """What is wrong with it is said elsewhere, with all else."""
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 0)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert weights_of(tmp_path) is not None
 
 
 def test_trusted_code_passes(model: Path, words: list[str]) -> None:

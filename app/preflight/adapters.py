@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from app.launch import is_first_rank
 from app.model.adapter import ADAPTER_FILE, ORIGIN_FILE, AdapterConfig, Ia3Config, LoraConfig
 from app.model.base import ModelConfig
 from app.preflight.base_model import BaseModel, read_header, read_json_object, seen_from
-from app.preflight.fingerprint import describe_base
+from app.preflight.fingerprint import describe_base, same_form
 from app.preflight.shapes import Shapes
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 KINDS = {"LORA": "lora", "IA3": "ia3"}
@@ -135,6 +139,15 @@ def _check_base(
     for name, what in (("fingerprint", "config.json or shapes"), ("weights", "weights")):
         then, now = made_on.get(name), here[name]
         known = known or None not in (then, now)
+        if name == "weights" and not same_form(made_on, here):
+            if is_first_rank():
+                log.warning(
+                    "%s: %s is of an earlier version, so the weights of its base are not compared "
+                    "with these, only config.json and shapes",
+                    said,
+                    ORIGIN_FILE,
+                )
+            continue
         if then is not None and now is not None and then != now:
             different.append(f"{what} differ ({then[:12]} then, {now[:12]} here)")
     if not known and here["fingerprint"] is None and made_on.get("fingerprint") is None:

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from app.model.base import ModelConfig
 from app.preflight.base_model import MAX_HEADER_BYTES
 
-NUM_BLOCKS, BLOCK_BYTES = 64, 4096
-"""read of each file's tensors"""
+WHOLE_BYTES = 256 << 20
+"""weights of a folder that are read whole: about half a second"""
+BLOCK_BYTES = 4096
+"""read at the start, in the middle and at the end of each tensor of a larger folder"""
+WEIGHTS_FORM = "all bytes or blocks of every tensor"
+"""what `weights` is of; kept beside it, for two are compared only if they are of the same"""
+EARLIER_FORM = "blocks of each file"
+"""that of runs and adapters that say none"""
 
 
 def describe_base(model: ModelConfig) -> dict[str, str | None]:
     """Say which base this is: path, revision, and two fingerprints of a folder's files.
 
     `fingerprint` is of config.json and of the safetensors' headers, which is names, shapes, types
-    and sizes: it tells models apart, not two trainings of one. `weights` is of blocks of bytes
-    spread over the tensors, which does.
+    and sizes: it tells models apart, not two trainings of one. `weights` is of the bytes of all
+    tensors, or of some of each, which does.
     """
     fingerprint = weights = None
     if model.path is not None and (folder := Path(model.path)).is_dir():
@@ -27,26 +36,74 @@ def describe_base(model: ModelConfig) -> dict[str, str | None]:
         for file in (folder / "config.json", *files):
             if file.exists():
                 digest.update(_start_of(file))
+        # By the folder, for a large model may lie in many small files.
+        is_small = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
         for file in files:
-            for block in _blocks_of(file):
-                sample.update(block)
+            state = file.stat()
+            stamp = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns)
+            sample.update(_digest_of(file, stamp, is_whole=is_small))
         fingerprint, weights = digest.hexdigest(), sample.hexdigest()
     return {
         "path": model.path,
         "revision": model.revision,
         "fingerprint": fingerprint,
         "weights": weights,
+        "weights_form": None if weights is None else WEIGHTS_FORM,
     }
 
 
-def _blocks_of(file: Path) -> Iterator[bytes]:
-    """Read up to NUM_BLOCKS blocks of a safetensors file's tensors, evenly spread to its end."""
-    with file.open("rb") as stream:
-        start = 8 + int.from_bytes(stream.read(8), "little")
-        last = max(file.stat().st_size - start - BLOCK_BYTES, 0)
-        for offset in sorted({last * index // (NUM_BLOCKS - 1) for index in range(NUM_BLOCKS)}):
-            stream.seek(start + offset)
-            yield stream.read(BLOCK_BYTES)
+def same_form(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether `weights` is of the same parts in two descriptions that have any."""
+    has_none = one.get("weights") is None or other.get("weights") is None
+    return has_none or one.get("weights_form") == other.get("weights_form")
+
+
+@cache
+def _digest_of(file: Path, stamp: tuple[int, ...], *, is_whole: bool) -> bytes:
+    """Digest a safetensors file; once, though the door, a resume and the manifest ask for it."""
+    digest = hashlib.sha256()
+    for block in _read_whole(file) if is_whole else _read_parts(file):
+        digest.update(block)
+    return digest.digest()
+
+
+def _read_whole(file: Path) -> Iterator[bytes]:
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(1 << 20):
+            yield block
+
+
+def _read_parts(file: Path) -> Iterator[bytes]:
+    """Read a safetensors file's size, its header and some blocks of each tensor."""
+    size, header = file.stat().st_size, _start_of(file)
+    yield size.to_bytes(8, "little")
+    yield header
+    with file.open("rb", buffering=0) as stream:
+        for begin, end in _places_of(header, size):
+            for offset in _offsets(begin, end):
+                stream.seek(offset)
+                yield stream.read(BLOCK_BYTES)
+
+
+def _places_of(header: bytes, size: int) -> list[tuple[int, int]]:
+    """Say where in a file each tensor begins and ends, by the file's header."""
+    start = len(header)
+    try:
+        tensors = [t for name, t in json.loads(header[8:]).items() if name != "__metadata__"]
+        places = [(int(begin), int(end)) for begin, end in (t["data_offsets"] for t in tensors)]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return [(0, size)]  # damaged: the checks of a base say how
+    return [(_within(start + begin, size), _within(start + end, size)) for begin, end in places]
+
+
+def _within(place: int, size: int) -> int:
+    return min(max(place, 0), size)
+
+
+def _offsets(begin: int, end: int) -> list[int]:
+    """Return where the first, the middle and the last block of a tensor begin."""
+    last = max(end - BLOCK_BYTES, begin)
+    return sorted({begin, (begin + last) // 2, last})
 
 
 def _start_of(file: Path) -> bytes:

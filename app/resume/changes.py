@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.errors import nearest
+from app.preflight.fingerprint import EARLIER_FORM, same_form
 from app.strategy.settings import DdpConfig, ZeroConfig
 
 HARMLESS = "harmless"
@@ -201,6 +202,8 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
                 changes.append(_change(name, was, version, ROUNDING, f"install {name}=={was}"))
+        if "base" in both:  # here, for the base is compared again once the rows are known
+            changes += _compare_forms(before["base"], now["base"])
     return changes
 
 
@@ -339,13 +342,23 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         ("fingerprint", "the base model (sha256 of its config and the shapes of its weights)"),
         ("weights", "the base model's weights (sha256)"),
     ):
-        if not named and before[name] != now[name]:
+        is_known = name == "fingerprint" or same_form(before, now)
+        if not named and is_known and before[name] != now[name]:
             return [_change(what, before[name], now[name], REFUSED, way_back)]
     return [
         _change(key, before[name], now[name], REFUSED, _way_back(key, before[name]))
         for name, key in (("path", "model.path"), ("revision", "model.revision"))
         if named and before[name] != now[name]
     ]
+
+
+def _compare_forms(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Say so where an earlier version of this program has read other parts of the weights."""
+    if same_form(before, now):
+        return []
+    was, new = before.get("weights_form") or EARLIER_FORM, now["weights_form"]
+    what = "the base model's weights are not compared with those of the run: what is read of them"
+    return [_change(what, was, new, HARMLESS, "")]
 
 
 def _compare_data(

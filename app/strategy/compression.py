@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from app.launch import is_first_rank
 from app.strategy.spread import Replicated
 
 if TYPE_CHECKING:
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from app.strategy.settings import DdpConfig
+
+log = logging.getLogger(__name__)
 
 WHOLE_STEPS = 10
 """backward passes of a run whose gradients PowerSGD sends whole: the first are the steepest, and
@@ -48,6 +52,17 @@ class Compressed(Replicated):
             }[self._compression]
             # By another name: DDP turns bf16 by its name away without NCCL, though gloo adds it up.
             model.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+        """Return the dictionary of a checkpoint, and say what of PowerSGD is not in it."""
+        if self._compression == "powersgd" and is_first_rank():
+            log.info(
+                "RESUME: PowerSGD begins without its memory, and with %d backward passes whose "
+                "gradients travel whole: the next steps are not bit for bit those of an "
+                "uninterrupted run",
+                WHOLE_STEPS,
+            )
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip as ever; forget what PowerSGD remembers of gradients that are not finite."""

@@ -246,6 +246,18 @@ def test_a_base_that_was_moved_is_the_same_base(
     assert origin["path"] != str(moved)
 
 
+def test_a_base_that_an_earlier_version_described_is_compared_by_its_headers(
+    words: list[str], adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    origin = json.loads((adapter / "base.json").read_text())
+    del origin["weights_form"]
+    write_origin(adapter, origin | {"weights": "0" * 64})
+    accepted(ask(*words, f"adapter.path={adapter}"))
+    assert "base.json is of an earlier version" in caplog.text
+    write_origin(adapter, origin | {"fingerprint": "0" * 64})
+    refused(ask(*words, f"adapter.path={adapter}"), "config.json or shapes differ (")
+
+
 def test_bases_of_the_hub_are_compared_by_name(words: list[str], adapter: Path) -> None:
     """They have no fingerprint before they are fetched."""
     ask_for = [words[1], f"adapter.path={adapter}"]

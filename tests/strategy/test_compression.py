@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -87,3 +88,16 @@ def test_a_bad_gradient_is_not_carried_over() -> None:
     for found in on_ranks(2, gradients, "powersgd", bad):
         assert not found[bad].isfinite().all()
         assert all(gradient.isfinite().all() for gradient in found[bad + 1 :])
+
+
+@pytest.mark.parametrize(("compression", "lines"), [("powersgd", 1), ("bf16", 0)])
+def test_a_resumed_run_says_what_is_not_as_it_was(
+    compression: str, lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = DdpConfig(compression=compression)
+    strategy = build_strategy(config, accelerator="cpu", num_ranks=2)
+    strategy.checkpoint_io = SimpleNamespace(load_checkpoint=lambda path: {"step": path})
+    assert strategy.load_checkpoint(3) == {"step": 3}
+    said = [line for line in caplog.messages if line.startswith("RESUME: PowerSGD begins without")]
+    assert len(said) == lines

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +23,11 @@ from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.preflight.compatibility import deepspeed_rows, device_rows
 from app.strategy import sharded
+from app.strategy.deepspeed import Zero
+from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from tests.door import ask
+from tests.ranks import on_ranks
 
 GPUS = {"llama70b": 8, "llama70b_zero3": 8, "llama70b_qlora": 2, "falcon180b": 8}
 
@@ -62,18 +68,35 @@ def group(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
+def builder_of(config: Any) -> Any:
+    """Return what builds an experiment's model without numbers."""
+
+    def build(**how: bool) -> Any:
+        return build_model(
+            replace(config.model, path=None, from_scratch=True),
+            QuantizationConfig(),  # what is quantized has numbers
+            "eager",  # which every model has
+            config.adapter,
+            config.recompute,
+            "bf16",
+            on_meta=True,
+        )
+
+    return build
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "group"),
-    [("llama70b", 8), ("llama70b_qlora", 2), ("falcon180b", 8)],
+    [("llama70b", 8), ("llama70b_zero3", 8), ("llama70b_qlora", 2), ("falcon180b", 8)],
     indirect=["group"],
 )
 def test_its_model_is_shared_out_over_the_ranks(
     monkeypatch: pytest.MonkeyPatch, name: str, group: int
 ) -> None:
-    """Without numbers, so those of ZeRO-3 by FSDP, which cuts the same layers."""
+    """Without numbers; those of ZeRO-3 by FSDP2 too, which cuts the same layers."""
     config = load_config("train", [f"+experiment={name}"])
-    model_config = replace(config.model, path=None, from_scratch=True)
+    build = builder_of(config)
 
     class WithoutNumbers(sharded.Sharded):
         world_size, num_processes, num_nodes, global_rank = group, group, 1, 0
@@ -89,17 +112,6 @@ def test_its_model_is_shared_out_over_the_ranks(
     settings = config.strategy if isinstance(config.strategy, FsdpConfig) else FsdpConfig()
     strategy = WithoutNumbers(settings)
 
-    def build(**how: bool) -> Any:
-        return build_model(
-            model_config,
-            QuantizationConfig(),  # what is quantized has numbers
-            "eager",  # which every model has
-            config.adapter,
-            config.recompute,
-            "bf16",
-            on_meta=True,
-        )
-
     model = strategy.build_model(build)
     shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert len(shared) == len(decoder_layers(model)) + 1 == model.config.num_hidden_layers + 1
@@ -109,3 +121,58 @@ def test_its_model_is_shared_out_over_the_ranks(
     here = sum(weight.to_local().numel() for weight in weights.values())
     assert here == pytest.approx(whole / group, rel=1e-3)
     assert whole == sum(weight.numel() for weight in build().parameters())
+
+
+def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
+    """Spread an experiment's model by DeepSpeed in a process of its own, which it changes."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    config = load_config("train", [f"+experiment={name}"])
+    build = builder_of(config)
+    settings = deepspeed_config(
+        config.strategy,
+        on_gpu=False,
+        dtype=torch.float32,
+        num_trained=1000,
+        ranks_per_node=num_ranks,
+        accumulation=1,
+        max_norm=1.0,
+    )
+
+    class WithoutNumbers(Zero):
+        world_size, num_processes, num_nodes, global_rank = num_ranks, num_ranks, 1, 0
+        root_device = torch.device("meta")
+
+    nothing = mock.Mock(return_value=None)
+    with (
+        mock.patch.multiple(
+            dist, broadcast=nothing, broadcast_object_list=nothing, all_gather_object=nothing
+        ),
+        mock.patch("app.strategy.deepspeed.say_host_memory"),
+        # By its module: the package has PyTorch under the same name.
+        mock.patch.object(import_module("deepspeed.comm.torch"), "build_shm_op", nothing),
+        mock.patch.object(type(get_accelerator()), "device_name", lambda *_: "meta"),
+    ):
+        deepspeed.init_distributed("fake", verbose=False)
+        strategy = WithoutNumbers(config.strategy)
+        model = strategy.build_model(build)
+        strategy._spread_weights(model, settings)
+    weights: list[Any] = list(model.parameters())
+    return {
+        "built": sum(weight.numel() for weight in build().parameters()),
+        "whole": sum(weight.ds_numel for weight in weights),
+        "here": sum(weight.ds_tensor.numel() for weight in weights),
+        "left": sum(weight.numel() for weight in weights),
+        "on": {weight.ds_tensor.device.type for weight in weights},
+    }
+
+
+@pytest.mark.slow
+def test_a_model_without_numbers_is_shared_out_by_zero() -> None:
+    (found,) = on_ranks(1, share_out_by_zero, "llama70b_zero3", 8)
+    assert found["whole"] == found["built"] > 70e9
+    assert found["here"] == pytest.approx(found["whole"] / 8, rel=1e-3)
+    assert (found["left"], found["on"]) == (0, {"meta"})
