@@ -25,6 +25,12 @@ LOST_CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broke
 TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
 DEAD_WORKER = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)", re.S)
 """how torch words that a process which makes batches is gone"""
+BROKEN_DEVICE = re.compile(
+    r"CUDA error: (?!device-side assert)|cuDNN error|CUBLAS_STATUS"
+    r"|DefaultCPUAllocator|cannot allocate memory",
+    re.I,
+)
+"""how torch words that a GPU, its driver or the memory fails; an assert on it is of data or code"""
 
 DONE, USER_ERROR, ENVIRONMENT_ERROR, TRAINING_FAULT = 0, 2, 3, 4
 INTERRUPTED, TERMINATED = 130, 143
@@ -164,7 +170,8 @@ def _code_of_exit(error: SystemExit) -> int:
 
 def _words_of_the_environment(error: RuntimeError) -> bool:
     text = str(error)
-    return any(words.search(text) for words in (LOST_CONNECTION, TAKEN_PORT, DEAD_WORKER))
+    of_environment = (LOST_CONNECTION, TAKEN_PORT, DEAD_WORKER, BROKEN_DEVICE)
+    return any(words.search(text) for words in of_environment)
 
 
 def _is_of_sigterm(error: BaseException) -> bool:

@@ -5,11 +5,14 @@ A line a word, over a pipe: neither the run's disk nor a clock that is set comes
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -25,6 +28,8 @@ PR_SET_PDEATHSIG = 1
 
 _pipe: int | None = None
 _num_beats = 0
+_step: int | None = None
+_waits_for_thread = False
 _stacks: IO[str] | None = None
 
 
@@ -54,9 +59,31 @@ def begin_to_beat(folder: Path, rank: int) -> None:
 
 def beat(step: int) -> None:
     """Say that this rank works, after `step` optimizer steps."""
-    global _num_beats
-    _num_beats += 1
+    global _num_beats, _step
+    _num_beats, _step = _num_beats + 1, step
     tell(f"{BEAT} {_num_beats} {step}")
+
+
+def beat_again() -> None:
+    """Say that this rank still works since its last beat, which may be long ago in a save.
+
+    It is no beat that counts: ranks differ in how much they write. Before the first beat nothing is
+    said, nor in a thread beside the training, which may hang nonetheless, unless that waits for it.
+    """
+    is_of_training = _waits_for_thread or threading.current_thread() is threading.main_thread()
+    if _step is not None and is_of_training:
+        tell(f"{BEAT} {_num_beats} {_step}")
+
+
+@contextlib.contextmanager
+def waiting_for_thread() -> Iterator[None]:
+    """Let another thread beat again for the one that trains, which waits for it in here."""
+    global _waits_for_thread
+    _waits_for_thread = True
+    try:
+        yield
+    finally:
+        _waits_for_thread = False
 
 
 def tell(words: str) -> bool:

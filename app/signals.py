@@ -16,16 +16,25 @@ from dataclasses import dataclass
 from types import FrameType
 
 from app.errors import Interrupted
+from app.launch import is_child
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-SAME_PRESS = 1.0
-"""seconds within which signals are one: a terminal and a launcher may both send it on"""
+# A terminal and a launcher from outside may send the same signal at one moment. A rank of our own
+# gets the terminal's, and behind it the one that its supervisor passes on, which looks every 0.1 s.
+SAME_PRESS = 0.1
+"""seconds within which signals are one"""
+SAME_PRESS_OF_A_RANK = 0.5
+"""the same for a rank that this program's supervisor has started"""
+LOOK_EVERY = 0.5
+"""seconds between two looks at the time; a signal is seen when it comes"""
 TIME_TO_LEAVE = 5.0
 """seconds that the program has to end where nothing is saved first"""
 
 
 @dataclass(slots=True)
 class _Heard:
+    is_rank: bool
+    """whether this program's supervisor has started this process"""
     signum: int | None = None
     """the first signal that came"""
     waits_for_step: bool = False
@@ -42,7 +51,7 @@ def hear_signals() -> None:
     global _heard
     if _heard is not None:
         return
-    _heard = _Heard()
+    _heard = _Heard(is_rank=is_child())  # later it has told its own ranks
     heard_by_thread, told = socket.socketpair()
     told.setblocking(False)
     signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
@@ -103,7 +112,7 @@ def _watch(signals: socket.socket, heard: _Heard) -> None:
         left_at = heard.left_at or (None if heard.waits_for_step else first)
         if left_at is not None and time.monotonic() - left_at > TIME_TO_LEAVE:
             _leave_at_once(heard.signum or signal.SIGTERM, "did not end by itself")
-        signals.settimeout(SAME_PRESS / 2)  # it may have to leave without a signal of its own
+        signals.settimeout(LOOK_EVERY)  # it may have to leave without a signal of its own
         try:
             numbers = set(signals.recv(64)) & set(HANDLED)
         except TimeoutError:
@@ -112,7 +121,7 @@ def _watch(signals: socket.socket, heard: _Heard) -> None:
             continue
         if first is None:
             first = time.monotonic()
-        elif time.monotonic() - first > SAME_PRESS:
+        elif time.monotonic() - first > (SAME_PRESS_OF_A_RANK if heard.is_rank else SAME_PRESS):
             _leave_at_once(min(numbers), "a second signal")
 
 

@@ -64,7 +64,7 @@ def train(config: TrainConfig) -> float | None:
     from app.training.checkpoint.saving import build_checkpoints, build_saver
     from app.training.curves import Curves
     from app.training.learning_rate import resolve_lr
-    from app.training.logger import build_loggers
+    from app.training.logger import build_loggers, drop_rows_after
     from app.training.module import FinetuneModule
     from app.training.optimizer import build_optimizer
     from app.training.trainer import build_trainer, resolve_placement
@@ -143,12 +143,8 @@ def train(config: TrainConfig) -> float | None:
     log.info("device: %s, attention %s", placement, attention)
 
     # How it learns.
-    loggers = build_loggers(
-        config.logger,
-        folder,
-        datamodule.dataset_names,
-        last_step=None if source is None else source.step,
-    )
+    last_step = None if source is None else source.step
+    loggers = build_loggers(config.logger, folder, datamodule.dataset_names, last_step=last_step)
     watch = StepWatch(config.trainer.max_skipped_steps, datamodule.rows_of_step)
     curves = Curves(datamodule.dataset_names, loggers, config.trainer.log_every_steps, watch)
     module = FinetuneModule(
@@ -180,6 +176,7 @@ def train(config: TrainConfig) -> float | None:
 
     def take_over() -> None:
         start.take_over()
+        drop_rows_after(last_step, loggers)  # behind it: else rows of a checkpoint could be missing
         save_config(config, folder / CONFIG_FILE)
         datamodule.write_reports(folder)
         save_manifest(folder, **facts, earlier=start.earlier())

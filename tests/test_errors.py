@@ -49,6 +49,18 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "type a smaller data.num_workers",
         ),
         (RuntimeError("port: 1, name: EADDRINUSE"), 3, "EADDRINUSE"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), 3, "ECC"),
+        (RuntimeError("CUDA error: unspecified launch failure"), 3, "launch failure"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f`"), 3, "ALLOC"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), 3, "cuDNN error"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+            3,
+            "can't allocate memory",
+        ),
+        (RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)"), 3, "mmap"),
+        (RuntimeError("CUDA error: device-side assert triggered"), 4, "device-side assert"),
+        (TrainingFault("loss is nan in 'CUDA error: .jsonl'"), 4, "loss is nan"),
     ],
 )
 def test_exit_codes(words: list[str], error: BaseException, code: int, fragment: str) -> None:

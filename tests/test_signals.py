@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -37,6 +38,9 @@ while signals.signal_heard() is None:
 say("noted")
 """
 
+A_RANK = {"LOFT_RUN_DIR": "run"}
+"""what a process finds that a supervisor of ours has started"""
+
 
 def _heed_signals() -> None:
     for signum in (signal.SIGINT, signal.SIGHUP):
@@ -46,11 +50,12 @@ def _heed_signals() -> None:
 class Process:
     """A script that says "ready" when it may be disturbed."""
 
-    def __init__(self, *parts: str) -> None:
+    def __init__(self, *parts: str, environment: Mapping[str, str] | None = None) -> None:
         code = "\n".join([BEGIN, *parts])
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             cwd=ROOT,
+            env=os.environ | dict(environment or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -90,27 +95,35 @@ def test_outside_of_a_step_the_program_ends_where_it_stands(
     assert process.end() == (code, f"\nstopped by {signum.name}: outside of the training steps\n")
 
 
-def test_a_step_is_ended_first_and_the_rest_is_left() -> None:
+@pytest.mark.parametrize(
+    ("name", "environment"), [("SAME_PRESS", {}), ("SAME_PRESS_OF_A_RANK", A_RANK)]
+)
+def test_a_step_is_ended_first_and_the_rest_is_left(name: str, environment: dict[str, str]) -> None:
     process = Process(
-        "signals.SAME_PRESS = 20.0",
+        f"signals.{name} = 20.0",
         IN_A_STEP,
         "signals.wait_for_step(True)",
         "time.sleep(1.5)",
         "signals.wait_for_step(False)",
+        environment=environment,
     )
     process.send(signal.SIGTERM)
     process.hear("noted")
+    time.sleep(0.3)
     process.send(signal.SIGTERM)  # a launcher sends it on: the same one
     code, said = process.end()
     assert code == 143
     assert "Interrupted" not in said and "left at once" not in said
 
 
-def test_a_second_signal_is_obeyed_at_once_whatever_the_program_does() -> None:
-    process = Process(IN_A_STEP, "time.sleep(30)")
+@pytest.mark.parametrize("environment", [{}, A_RANK])
+def test_a_second_signal_is_obeyed_at_once_whatever_the_program_does(
+    environment: dict[str, str],
+) -> None:
+    process = Process(IN_A_STEP, "time.sleep(30)", environment=environment)
     process.send(signal.SIGTERM)
     process.hear("noted")
-    time.sleep(2 * signals.SAME_PRESS)
+    time.sleep(2 * signals.SAME_PRESS_OF_A_RANK)
     before = time.monotonic()
     process.send(signal.SIGINT)
     assert process.end() == (130, "SIGINT: left at once (a second signal)\n")
@@ -133,6 +146,17 @@ while True:
     process = Process(stuck)
     process.send(signal.SIGTERM)
     assert process.end() == (143, "SIGTERM: left at once (did not end by itself)\n")
+
+
+def test_ctrl_c_pressed_twice_ends_a_step_at_once() -> None:
+    process = Process(IN_A_STEP, "time.sleep(30)")
+    process.send(signal.SIGINT)
+    process.hear("noted")
+    time.sleep(0.3)
+    before = time.monotonic()
+    process.send(signal.SIGINT)
+    assert process.end() == (130, "SIGINT: left at once (a second signal)\n")
+    assert time.monotonic() - before < 2.0
 
 
 def test_forked_workers_leave_signals_to_the_process_that_they_work_for() -> None:

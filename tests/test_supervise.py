@@ -16,20 +16,26 @@ from pathlib import Path
 
 import pytest
 
+from app.config import load_config, load_run_config
 from app.errors import REASON_FILE
 from app.launch import free_port
-from app.signals import SAME_PRESS
+from app.resume import start_run
+from app.signals import SAME_PRESS_OF_A_RANK
+from app.supervise import run as run_module
 from app.supervise import supervisor as supervisor_module
 from app.supervise.settings import SuperviseConfig
 from app.supervise.supervisor import Supervisor
+from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
+from tests.door import make_data, make_model
 from tests.processes import AT_ONCE, GONE_WITHIN, LONGEST
+from tests.resumed import make_run
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
 from app.errors import UserError, TrainingFault, report
-from app.heartbeat import ENDED, beat, begin_to_beat, live_with_parent, tell
+from app.heartbeat import ENDED, beat, beat_again, begin_to_beat, live_with_parent, tell
 live_with_parent()
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 first = int(os.environ["LOFT_RESUME_STEP"])
@@ -183,6 +189,36 @@ def test_the_same_step_failing_twice_ends_the_run(tell_story: Tell) -> None:
     assert "it has failed twice after step 2: not started again" in story.said
 
 
+def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
+    words = (f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.max_steps=4")
+    run = make_run(tmp_path / "run", *words)
+    typed = (f"resume={run / 'checkpoints' / 'step-2'}", "supervise.max_restarts=3")
+    config = load_config("train", typed)
+    start, found = start_run(config, load_run_config), []
+
+    class Restarts:
+        def __init__(self, *, newest_step: Callable[[], int], **_: object) -> None:
+            self.newest_step = newest_step
+
+        def run(self) -> int:
+            found.append(self.newest_step())  # it died while it loaded
+            start.take_over()
+            found.append(self.newest_step())
+            store = CheckpointStore(run / "checkpoints")
+            store.begin(4)
+            store.add_document(4, "training", {"step": 4})  # byte for byte what was there
+            store.commit(4)
+            found.append(self.newest_step())
+            return 0
+
+    monkeypatch.setattr(run_module, "Supervisor", Restarts)
+    assert run_module.run_ranks(config, start, typed) == 0
+    assert found == [2, 2, 4]
+
+
 HANGS = (
     "import threading",
     "def idle(): wait()",
@@ -218,6 +254,21 @@ def test_a_run_of_long_steps_does_not_hang(tell_story: Tell) -> None:
     # What takes its time outside of the training loop is no concern.
     assert tell_story("beat(1)", "tell(ENDED)", "time.sleep(2)", hang_minutes=0.02).code == 0
     assert tell_story("beat(1)", "time.sleep(2)", hang_minutes=None).code == 0
+
+
+def test_a_long_save_is_no_hang_of_the_one_that_waits_for_it(tell_story: Tell) -> None:
+    save = (
+        "def is_there(what): return (folder / what).exists()",
+        "if rank == 0:",
+        "    (folder / 'begun').touch()",
+        "    for _ in range(13): beat_again(); time.sleep(0.2)",
+        "    (folder / 'saved').touch()",
+        "while not is_there('begun'): beat(1); time.sleep(0.02)",
+        "while not is_there('saved'): time.sleep(0.02)",
+        "beat(2)",
+    )
+    story = tell_story(*save, hang_minutes=0.02)
+    assert (story.code, story.said) == (0, "")
 
 
 def test_another_port_is_tried_where_one_was_taken(
@@ -351,7 +402,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         "wait()",
     )
     process.send_signal(signal.SIGTERM)
-    time.sleep(2 * SAME_PRESS)
+    time.sleep(2 * SAME_PRESS_OF_A_RANK)
     assert process.poll() is None
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)

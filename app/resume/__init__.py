@@ -6,7 +6,7 @@ away, `start` puts it together for the verb. Needs no torch, and changes nothing
 
 from app.resume.changes import ALLOWED, describe_global_batch
 from app.resume.start import Start, check_resume, find_newest_good, start_run
-from app.resume.which import AUTO, MUST, NEVER, checkpoints_of, find_run_to_resume
+from app.resume.which import AUTO, MUST, NEVER, checkpoints_of, find_run_to_resume, typed_step
 
 __all__ = [
     "ALLOWED",
@@ -20,4 +20,5 @@ __all__ = [
     "find_newest_good",
     "find_run_to_resume",
     "start_run",
+    "typed_step",
 ]

@@ -25,7 +25,7 @@ from app.resume.changes import (
 )
 from app.resume.lock import hold_run
 from app.resume.which import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
-from app.training.checkpoint.checkpoint import Checkpoint, DamageError, load_checkpoint
+from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,17 @@ class Start:
             return []
         newest = {name: self.before[name] for name in ("command", "started", "versions")}
         return [*self.before.get("earlier", []), {**newest, "until_step": self.step}]
+
+    def leaves(self) -> set[tuple[Path, int]]:
+        """Name the checkpoints above one that was typed, by when they were written.
+
+        Not by what they hold: the same steps trained again may save the very same bytes.
+        """
+        if self.checkpoint is None or not self.goes_back:
+            return set()
+        there = checkpoints_of(self.folder).checkpoints()
+        newer = [one.folder for one in there if one.step > self.step]
+        return {(folder, (folder / MARKER).stat().st_mtime_ns) for folder in newer}
 
     def take_over(self) -> None:
         """Take back what the run has gone beyond its start, on the first rank before it trains.

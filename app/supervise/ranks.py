@@ -104,6 +104,11 @@ class Rank:
         is_long = self.pause > max(least, LONGER_THAN_EVER * self.longest_pause)
         return is_long and self.code is None
 
+    def works(self, least: float) -> bool:
+        """Tell whether it is in the training loop and has not paused for `least` seconds."""
+        is_training = self.step is not None and not self.has_ended and self.code is None
+        return is_training and self.pause <= least
+
     def is_stopped(self) -> bool:
         """Tell whether a signal has stopped it, as Ctrl-Z does."""
         try:
@@ -159,6 +164,11 @@ class Ranks:
         elapsed, self._looked_at = now - self._looked_at, now
         for rank in self.ranks:
             rank.listen(elapsed)
+
+    def hang(self, least: float) -> bool:
+        """Tell whether one of them hangs, and none works: the others may wait for its long save."""
+        ranks = self.ranks
+        return any(one.hangs(least) for one in ranks) and not any(one.works(least) for one in ranks)
 
     def train(self) -> bool:
         """Tell whether they are in the training loop, where a signal waits for its step."""

@@ -14,7 +14,7 @@ from typing import Any
 from app.errors import DONE
 from app.launch import RUN_DIR_VARIABLE, is_child, is_first_rank, read_launch
 from app.preflight import num_ranks
-from app.resume import NEVER, Start, checkpoints_of, find_newest_good
+from app.resume import NEVER, Start, checkpoints_of, find_newest_good, typed_step
 from app.supervise.settings import SuperviseConfig
 from app.supervise.supervisor import CODES_OF_SIGNALS, Supervisor, say
 
@@ -35,6 +35,12 @@ def check_supervise(config: Any) -> list[str]:
     if config.supervise.requeue and config.resume == NEVER:
         problems.append(
             "supervise.requeue=true would start the run anew from the queue; type resume=auto"
+        )
+    if config.supervise.requeue and (step := typed_step(config.resume)) is not None:
+        problems.append(
+            f"supervise.requeue=true would go back to step {step} each time that the job is run, "
+            f"and drop what it has saved since; type resume=auto output.dir={config.output.dir} to "
+            "go on from the newest checkpoint, or supervise.requeue=false"
         )
     return problems
 
@@ -62,7 +68,11 @@ def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
         for rank in range(ranks_here)
     ]
 
+    left = start.leaves()
+
     def newest_step() -> int:
+        if start.leaves() & left:  # no rank has come to train: nothing is of the course from here
+            return start.step
         good, damaged = find_newest_good(start.folder)
         for sentence in damaged:
             say(f"RESUME: {sentence}")

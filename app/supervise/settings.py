@@ -12,8 +12,8 @@ class SuperviseConfig:
     machine (torchrun has --max-restarts)"""
     hang_minutes: float | None = 10.0
     """a rank hangs when it does nothing in the training loop for so long, and for ten times as
-    long as ever before; null = never. Several ranks are watched always, one where max_restarts
-    is given"""
+    long as ever before, and no other does anything; null = never. Several ranks that this command
+    starts are watched always, one where max_restarts is given; ranks of torchrun or srun never"""
     requeue: bool = False
     """put a SLURM job back into its queue after SIGUSR1 (--signal=USR1@120) has let the run save
     itself; with resume=auto it then goes on"""

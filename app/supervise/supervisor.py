@@ -149,12 +149,12 @@ class Supervisor:
         if self.config.hang_minutes is None:
             return None
         least = 60 * self.config.hang_minutes
-        if not any(rank.hangs(least) for rank in ranks.ranks):
+        if not ranks.hang(least):
             return None
         ranks.ask_for_stacks()
         time.sleep(TIME_FOR_STACKS)
         ranks.look()
-        if not any(rank.hangs(least) for rank in ranks.ranks):  # it has gone on in the meantime
+        if not ranks.hang(least):  # it has gone on in the meantime
             return None
         # Those that wait for it are as idle: it was stopped, or is the one that came less far.
         running = [rank for rank in ranks.ranks if rank.code is None]

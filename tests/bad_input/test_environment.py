@@ -12,6 +12,7 @@ from app.supervise.run import check_supervise
 from app.training.checkpoint.store import CheckpointStore
 from tests.door import ask, make_data, make_model
 from tests.processes import LONGEST, start_train, type_train
+from tests.resumed import make_run
 from tests.runs import rows_of
 from tests.tiny import SAMPLES, TINY_BASE
 
@@ -69,6 +70,17 @@ def test_settings_that_do_not_go(tmp_path: Path, word: str, problem: str) -> Non
     answer = ask(f"model.path={model}", f"data.datasets=[{{path: {data}}}]", word)
     assert answer.code == 2
     assert problem in answer.said
+
+
+def test_a_job_that_goes_back_is_not_requeued(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
+    run = make_run(tmp_path / "run", f"model.path={model}", f"data.datasets=[{{path: {data}}}]")
+    back = f"resume={run / 'checkpoints' / 'step-2'}"
+    answer = ask(back, "supervise.requeue=true")
+    assert answer.code == 2
+    assert "would go back to step 2 each time" in answer.said
+    assert f"type resume=auto output.dir={run} " in answer.said
+    assert check_supervise(ask(f"resume={run}", "supervise.requeue=true").config) == []
 
 
 def test_what_started_the_ranks_starts_them_again(tmp_path: Path) -> None:

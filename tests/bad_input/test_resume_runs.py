@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from app.config import load_config
 from app.errors import UserError
 from app.resume import Start
 from app.train import train
+from app.training.module import FinetuneModule
 from tests.conftest import read_column
+from tests.resumed import contents
 from tests.tiny import SAMPLES, train_into
 
 WORDS = (
@@ -124,6 +127,22 @@ def test_a_finished_run_goes_back_to_the_checkpoint_that_is_named(
     ours, before = (read_column(one, "train/loss") for one in (run, whole))
     assert [step for step in before if ours[step] != before[step]] == [4]
     assert (run / "metrics.json").exists()
+
+
+def test_going_back_that_fails_while_it_loads_leaves_the_curves(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    before = {file: data for file, data in contents(run).items() if file != "run.lock"}
+
+    def fail(module: FinetuneModule, checkpoint: dict[str, Any]) -> None:
+        raise RuntimeError("does not fit")
+
+    monkeypatch.setattr(FinetuneModule, "on_load_checkpoint", fail)
+    with pytest.raises(RuntimeError, match="does not fit"):
+        go_on(run / "checkpoints" / "step-2", f"output.dir={run}")
+    after = contents(run)
+    assert {file: after.get(file) for file in before} == before
 
 
 def test_data_that_only_moved_is_the_same_data(whole: Path, killed: Path) -> None:

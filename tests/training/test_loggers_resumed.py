@@ -15,7 +15,7 @@ from app.errors import ENVIRONMENT_ERROR, UserError, exit_code
 from app.training.checkpoint.space import SaveError
 from app.training.csv_logger import CsvLogger
 from app.training.curves import Curves
-from app.training.logger import LoggerConfig, build_loggers
+from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
 from app.training.tensorboard_logger import TensorBoardLogger
 
 
@@ -75,7 +75,11 @@ def test_no_point_is_shown_twice(tmp_path: Path, last_step: int | None, kept: in
             logger.log_metrics({"train/loss": float(step)}, step=step)
         logger.finalize("killed")
     assert points_in(tmp_path / "tensorboard") == [(step, float(step)) for step in range(1, 7)]
-    for logger in build_loggers(config, tmp_path, ["a"], last_step=last_step):
+    before = (tmp_path / "metrics.csv").read_bytes()
+    loggers = build_loggers(config, tmp_path, ["a"], last_step=last_step)
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+    drop_rows_after(last_step, loggers)
+    for logger in loggers:
         for step in range(kept + 1, 9):
             logger.log_metrics({"train/loss": step + 0.5}, step=step)
         logger.finalize("success")
@@ -93,7 +97,8 @@ def test_curves_of_other_data_sets_are_refused() -> None:
 def test_a_run_that_starts_anew_has_its_own_columns(tmp_path: Path) -> None:
     config = LoggerConfig(name="csv")
     for name in ("a", "renamed"):
-        (logger,) = build_loggers(config, tmp_path, [name])
+        (logger,) = loggers = build_loggers(config, tmp_path, [name])
+        drop_rows_after(None, loggers)
         logger.log_metrics({"train/loss": 1.5, f"train/loss/{name}": 2.5}, step=1)
     with (tmp_path / "metrics.csv").open(newline="") as stream:
         (row,) = csv.DictReader(stream)

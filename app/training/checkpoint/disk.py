@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app import faults, output
+from app.heartbeat import beat_again
 
 BLOCK_BYTES = 4 << 20
 """read or written at once"""
@@ -46,6 +47,7 @@ def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> Written:
             while rest.nbytes:
                 faults.reach("disk.write")
                 rest = rest[stream.write(rest) or 0 :]
+            beat_again()
         faults.reach("disk.fsync")
         os.fsync(stream.fileno())
     return Written(sha256=digest.hexdigest(), num_bytes=num_bytes)

@@ -13,6 +13,7 @@ import torch
 
 from app import faults
 from app.errors import Interrupted, TrainingFault, UserError
+from app.heartbeat import waiting_for_thread
 from app.signals import take_handlers
 from app.strategy.scattered import Kept, Scattered
 from app.training.checkpoint.background import BackgroundWriter
@@ -118,8 +119,12 @@ class CheckpointSaver(L.Callback):
 
     def _wait_for_all(self, trainer: L.Trainer) -> None:
         """Let no rank leave before the first has written: its end would end the others."""
-        self.checkpoints.wait()
+        self._wait()
         trainer.strategy.barrier("all is written")
+
+    def _wait(self) -> None:
+        with waiting_for_thread():
+            self.checkpoints.wait()
 
     def _check_room(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
@@ -132,7 +137,7 @@ class CheckpointSaver(L.Callback):
         # Nothing is saved of a step whose loss is not known to be finite.
         module.curves.flush(module.sum_over_ranks, pause=True)
         tensors = dict(zip((MODEL, OPTIMIZER), module.kept_tensors(), strict=True))
-        self.checkpoints.wait()
+        self._wait()
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 self.checkpoints.do_before_commit(logger.save)

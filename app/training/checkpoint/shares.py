@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from app.heartbeat import beat_again
 from app.strategy.scattered import Kept, Scattered
 from app.training.checkpoint.tensors import in_order, num_bytes
 
@@ -84,6 +85,7 @@ class _Turns:
         while self._left:
             turn, tensor = self._left.pop()
             whole = tensor.gather()
+            beat_again()
             if turn == name:
                 self._check({name: whole})
                 return whole
@@ -93,3 +95,4 @@ class _Turns:
         """Gather what is left, for those who write it."""
         while self._left:
             self._left.pop()[1].gather()
+            beat_again()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from app import faults
+from app import faults, heartbeat
 from app.training.checkpoint import disk
 
 
@@ -36,6 +37,26 @@ def test_a_file_is_written_hashed_and_synced(
     assert written.num_bytes == len(content)
     assert synced == [len(content)]  # when all of it was written
     assert announced == ["disk.create", *["disk.write"] * 3, "disk.fsync"]
+
+
+def test_a_long_write_is_a_sign_of_life_of_the_thread_that_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(heartbeat, "tell", told.append)
+    monkeypatch.setattr(heartbeat, "_step", None)
+    monkeypatch.setattr(heartbeat, "_num_beats", 4)
+    disk.write_file(tmp_path / "before", [b"a", b"b"])
+    assert told == []  # from the first on, pauses count
+    heartbeat.beat(7)
+    disk.write_file(tmp_path / "within", [b"a", b"b"])
+    assert told == ["beat 5 7"] * 3
+    with ThreadPoolExecutor() as beside:
+        beside.submit(disk.write_file, tmp_path / "beside", [b"a", b"b"]).result()
+        assert len(told) == 3
+        with heartbeat.waiting_for_thread():
+            beside.submit(disk.write_file, tmp_path / "waited for", [b"a", b"b"]).result()
+    assert len(told) == 5
 
 
 class Slow(io.FileIO):

@@ -7,13 +7,19 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from app import heartbeat
 from app.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
+from app.training.checkpoint.background import BackgroundWriter
+from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.disk import write_file
 from app.training.checkpoint.saving import CheckpointSaver, build_checkpoints, build_saver
 from app.training.checkpoint.settings import CheckpointConfig
 from app.training.checkpoint.space import SaveError
@@ -212,3 +218,31 @@ def test_a_save_takes_hardly_any_memory(tmp_path: Path) -> None:
     size, more = map(int, done.stdout.split()[-2:])
     assert size > 200_000_000
     assert more <= 0.1 * size
+
+
+def test_a_save_that_is_waited_for_gives_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(heartbeat, "tell", told.append)
+    monkeypatch.setattr(heartbeat, "_step", 3)
+    writer, may_write = BackgroundWriter(), Event()
+    saver = CheckpointSaver(
+        StoredCheckpoints(CheckpointStore(tmp_path), None, writer),
+        is_due=lambda step: True,
+        validates_after=lambda step: False,
+    )
+
+    def write() -> None:
+        may_write.wait(LONGEST)
+        write_file(tmp_path / "file", [b"a", b"b"])
+
+    def begin(plain: Callable[[], None] = writer.wait) -> None:
+        may_write.set()
+        plain()
+
+    writer.submit(write)
+    monkeypatch.setattr(writer, "wait", begin)
+    saver._wait()
+    writer.close()
+    assert len(told) == 2

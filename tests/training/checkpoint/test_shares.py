@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from app import heartbeat
 from app.errors import TrainingFault
 from app.strategy.scattered import Kept, Scattered
 from app.training.bad_numbers import check_finite
@@ -147,3 +148,19 @@ def test_a_rank_that_cannot_write_one_file_helps_with_the_next(
     assert written[0] == file_of(MODEL, 1)
     for rank in ranks.values():
         assert sorted(rank.gathered) == sorted(rank.tensors)
+
+
+def test_a_rank_that_only_helps_the_others_gives_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(heartbeat, "tell", told.append)
+    monkeypatch.setattr(heartbeat, "_step", 7)
+    rank = Rank(some_tensors([5, 1, 4]), held=set())
+    written: list[str] = []
+
+    def write(file: str, tensors: Mapping[str, Kept]) -> None:
+        written.append(file)
+
+    write_share(write, "model", rank.tensors, _no_check, rank=4, num_ranks=5)
+    assert (written, len(rank.gathered), len(told)) == ([], 3, 3)
