@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -247,8 +248,13 @@ def test_a_base_that_was_moved_is_the_same_base(
 
 
 def test_a_base_that_an_earlier_version_described_is_compared_by_its_headers(
-    words: list[str], adapter: Path, caplog: pytest.LogCaptureFixture
+    words: list[str],
+    adapter: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Not to the output of an earlier test, which is closed.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [caplog.handler])
     origin = json.loads((adapter / "base.json").read_text())
     del origin["weights_form"]
     write_origin(adapter, origin | {"weights": "0" * 64})

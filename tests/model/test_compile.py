@@ -365,7 +365,7 @@ def test_padding_to_one_size_changes_no_loss() -> None:
             for loss in (found, expected)
         ]
         for one, other in zip(*grads, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-7)
+            assert (one - other).norm() <= 1e-5 * other.norm()
 
 
 @pytest.mark.slow
