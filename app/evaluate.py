@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, load_run_config, run_verb, save_config
+from app.errors import UserError
 from app.output import decide_run_dir
 from app.quiet import is_offline, quiet_libraries
 from app.streams import keep_streams
@@ -29,7 +30,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
     # Imported here and not above: --help and a config error must not wait for torch.
     from app.evaluation.comparison import named, say_comparison
-    from app.evaluation.generation import exact_match
+    from app.evaluation.predictions import Predictions
     from app.model.adapter import (
         AdapterConfig,
         FreezeConfig,
@@ -72,17 +73,23 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         row_multiple=placement.row_multiple,
     )
     datamodule.setup("validate")
-    names, prompts = datamodule.dataset_names, datamodule.prompts(config.evaluation.max_rows)
+    names, has_validation = datamodule.dataset_names, len(datamodule.val_examples) > 0
+    asks = config.evaluation.exact_match
+    prompts = datamodule.prompts(config.evaluation.max_rows) if asks else {}
+    if not has_validation and not prompts:
+        raise UserError(nothing_to_measure(config))
     stops = datamodule.stop_token_ids | stop_token_ids(tokenizer, config.model.stop_tokens)
+    predictions = Predictions(tokenizer, prompts, stops, config.evaluation)
 
-    def measure(model: PreTrainedModel) -> dict[str, float]:
+    def measure(who: str, model: PreTrainedModel) -> dict[str, float]:
         model.to(placement.torch_device)
         measured: dict[str, float] = {}
         with placement.autocast():
-            if datamodule.val_examples:
-                measured |= validate(model, datamodule.whole_val_dataloader(), backend, names)
-            if config.evaluation.exact_match:
-                measured |= exact_match(model, tokenizer, prompts, stops, config.evaluation)
+            if has_validation:
+                losses = validate(model, datamodule.whole_val_dataloader(), backend, names)
+                measured |= named(who, losses)
+            if prompts:
+                measured |= predictions.ask(who, model)
         return measured
 
     # One model in memory at a time, in the dtypes of its training: the base, then what it became.
@@ -101,15 +108,31 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     metrics: dict[str, float] = {}
     how = (implementation, dtype, config.quantization, new_ids)
     if not config.model.from_scratch:
-        metrics |= named("base", measure(in_its_dtypes(load_base(config.model, *how))))
+        metrics |= measure("base", in_its_dtypes(load_base(config.model, *how)))
     if tuned is not None:
         model = load_tuned(config.model, tuned, *how)
-        metrics |= named("tuned", measure(in_its_dtypes(model)))
+        metrics |= measure("tuned", in_its_dtypes(model))
     save_config(config, folder / "config.yaml")
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    predictions.write(folder)
     say_comparison(metrics, names)
     print(f"run: {folder}")
     return metrics
+
+
+def nothing_to_measure(config: EvaluateConfig) -> str:
+    """Return why there is neither a loss nor an answer to measure, and what to type."""
+    if config.evaluation.exact_match:
+        return (
+            "nothing to measure: there are no validation rows, and no row has an answer to compare "
+            "with; type data.test_datasets=[{path: FILE}] with rows that end in an answer"
+        )
+    tests = "data.test_datasets" if config.data.test_datasets else "held-out rows"
+    return (
+        "nothing to measure: there are no validation rows to take a loss of, and "
+        f"evaluation.exact_match=false; type evaluation.exact_match=true to compare answers with "
+        f"those of {tests}, or data.datasets=[{{path: FILE}}] data.val_set_size=0.05 for a loss"
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def finish(
     ranks come here and do everything together, but the first one alone writes.
     """
     from app.evaluation.comparison import say_comparison
-    from app.evaluation.generation import exact_match
+    from app.evaluation.predictions import Predictions
     from app.model.attention import attention_implementation
     from app.model.base import load_base
     from app.model.build import weight_dtype
@@ -77,8 +77,10 @@ def finish(
         share = datamodule.val_dataloader()
         return validate(model, share, backend, names, device, module.sum_over_ranks)
 
-    def ask(model: Any) -> dict[str, float]:
-        return exact_match(model, tokenizer, prompts, stop_ids, config.evaluation, shards)
+    predictions = Predictions(tokenizer, prompts, stop_ids, config.evaluation)
+
+    def ask(who: str, model: Any) -> dict[str, float]:
+        return predictions.ask(who, model, shards)
 
     with trainer.precision_plugin.forward_context():
         saved, model = save_model(
@@ -104,6 +106,7 @@ def finish(
 
     def write() -> None:
         tokenizer.save_pretrained(saved)
+        predictions.write(folder)
         write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         say_comparison(metrics, names)
         say_where(folder, saved)
@@ -119,7 +122,7 @@ def compare(
     model: Any,
     config: TrainConfig,
     measure: Measure,
-    ask: Measure,
+    ask: Callable[[str, Any], dict[str, float]],
     validations: list[dict[str, float]],
     reload_base: Callable[[], PreTrainedModel] | None,
     *,
@@ -127,10 +130,10 @@ def compare(
 ) -> dict[str, float]:
     """Compare what was saved with its base, as `app.evaluate` does on the run's folder.
 
-    `measure` takes a model's validation losses, `ask` its answers; `validations` are those of the
-    training, the first before its first step. `reload_base` is None where there is no room for the
-    base beside the model. `is_as_trained`: the model is the one that was trained, not one that was
-    read again.
+    `measure` takes a model's validation losses, `ask` has it answer as base or tuned;
+    `validations` are those of the training, the first before its first step. `reload_base` is None
+    where there is no room for the base beside the model. `is_as_trained`: the model is the one that
+    was trained, not one that was read again.
     """
     from app.evaluation.comparison import adapter_switched_off, named
     from app.model.adapter import goes_on, saves_whole_model
@@ -147,17 +150,17 @@ def compare(
                 base = measure(model)
         metrics |= named("base", base) | named("tuned", tuned)
     if config.evaluation.exact_match:
-        metrics |= named("tuned", ask(model))
+        metrics |= ask("tuned", model)
         if not is_whole:
             with adapter_switched_off(model):
-                metrics |= named("base", ask(model))
+                metrics |= ask("base", model)
         elif reload_base is None:
             log.info(
                 "evaluation: the base's exact match is left out, for want of room beside a "
                 "model that is spread over ranks"
             )
         elif not config.model.from_scratch:
-            metrics |= named("base", ask(reload_base().to(model.device)))
+            metrics |= ask("base", reload_base().to(model.device))
     return metrics
 
 

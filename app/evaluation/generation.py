@@ -1,11 +1,11 @@
-"""Greedy answers to held-out prompts, and how many are right to the letter."""
+"""Greedy answers to held-out prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.model.attention import generation_attention
 
@@ -29,39 +29,12 @@ class EvaluationConfig:
     """prompts answered at once; more memory, faster"""
 
 
-def exact_match(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: dict[str, list[Prompt]],
-    stop_ids: set[int],
-    config: EvaluationConfig,
-    spread: Spread | None = None,
-) -> dict[str, float]:
-    """Share of each data set's prompts whose greedy answer equals the reference, spaces aside.
+class Answer(NamedTuple):
+    """Hold what a model answered: its text up to the stop token."""
 
-    `spread` is given where each rank holds a part of the weights, and all answer the same together.
-    """
-    return {
-        f"exact_match/{name}": _share_right(model, tokenizer, held_out, stop_ids, config, spread)
-        for name, held_out in prompts.items()
-        if held_out
-    }
-
-
-def _share_right(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
-    stop_ids: set[int],
-    config: EvaluationConfig,
-    spread: Spread | None,
-) -> float:
-    answers = answer_prompts(model, tokenizer, prompts, stop_ids, config, spread)
-    right = sum(
-        answer is not None and answer.strip() == prompt.answer.strip()
-        for prompt, answer in zip(prompts, answers, strict=True)
-    )
-    return right / len(prompts)
+    text: str
+    is_finished: bool
+    """whether a stop token came within `max_new_tokens`"""
 
 
 def answer_prompts(
@@ -71,8 +44,8 @@ def answer_prompts(
     stop_ids: set[int],
     config: EvaluationConfig,
     spread: Spread | None = None,
-) -> list[str | None]:
-    """Answer each prompt greedily; None where none of `stop_ids` came within `max_new_tokens`.
+) -> list[Answer]:
+    """Answer each prompt greedily, up to the first of `stop_ids`.
 
     `spread` is given where each rank holds a part of the weights, and all answer the same together.
     """
@@ -80,7 +53,7 @@ def answer_prompts(
 
     # Prompts of like length together: less padding. The answers go back to their places.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
-    answers: list[str | None] = [None] * len(prompts)
+    answers = [Answer("", False)] * len(prompts)
     stops = sorted(stop_ids)
     was_training = model.training
     model.eval()
@@ -104,8 +77,8 @@ def answer_prompts(
             new = generated[:, 1 if pairs else len(padded[0]) :].tolist()
             for i, row in zip(chosen, new, strict=True):
                 end = next((n for n, token in enumerate(row) if token in stops), None)
-                if end is not None:
-                    answers[i] = tokenizer.decode(row[:end], skip_special_tokens=True)
+                text = tokenizer.decode(row[:end], skip_special_tokens=True)
+                answers[i] = Answer(text, end is not None)
     model.train(was_training)
     return answers
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app.evaluation.generation import EvaluationConfig, answer_prompts, exact_match
+from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
+from app.evaluation.predictions import Predictions
 from app.model.attention import attention_implementation
 from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig, Prompt
 from data_modules.types import Origin
@@ -51,10 +52,15 @@ def chain_model(following: dict[str, str]) -> Any:
 CHAIN = {"a": "b", "b": "c", "c": "d", "x": "x"}
 
 
+def finished(answers: list[Answer]) -> list[str | None]:
+    """The texts of the answers that end, None for the others."""
+    return [answer.text if answer.is_finished else None for answer in answers]
+
+
 def chain_answers(*texts: str, max_new_tokens: int = 8) -> list[str | None]:
     config = EvaluationConfig(max_new_tokens=max_new_tokens)
     prompts = [prompt(text) for text in texts]
-    return answer_prompts(chain_model(CHAIN), Spelled(), prompts, {STOP}, config)
+    return finished(answer_prompts(chain_model(CHAIN), Spelled(), prompts, {STOP}, config))
 
 
 def test_an_answer_is_what_comes_before_the_stop_token() -> None:
@@ -72,7 +78,8 @@ def test_any_of_several_stop_tokens_ends_an_answer() -> None:
     config = EvaluationConfig(max_new_tokens=8)
     letter_d = prompt("d").input_ids[0]
     asked = [prompt("a"), prompt("d")]
-    assert answer_prompts(model, tokenizer, asked, {STOP, letter_d}, config) == ["bc", ""]
+    answers = answer_prompts(model, tokenizer, asked, {STOP, letter_d}, config)
+    assert finished(answers) == ["bc", ""]
 
 
 def test_answers_stand_in_the_order_of_their_prompts() -> None:
@@ -85,7 +92,13 @@ def test_answers_stand_in_the_order_of_their_prompts() -> None:
             {STOP},
             EvaluationConfig(max_new_tokens=8, batch_size=size),
         )
-        assert answers == ["bcd", "d", "cd", "cd", "bcd"]
+        assert finished(answers) == ["bcd", "d", "cd", "cd", "bcd"]
+
+
+def test_what_an_answer_without_an_end_says_is_kept() -> None:
+    config = EvaluationConfig(max_new_tokens=4)
+    answers = answer_prompts(chain_model(CHAIN), Spelled(), [prompt("x")], {STOP}, config)
+    assert answers == [Answer("xxxx", is_finished=False)]
 
 
 def test_exact_match_is_the_share_of_right_answers_of_each_data_set() -> None:
@@ -96,11 +109,11 @@ def test_exact_match_is_the_share_of_right_answers_of_each_data_set() -> None:
         "none held out": [],
     }
     config = EvaluationConfig(max_new_tokens=8)
-    shares = exact_match(chain_model(CHAIN), Spelled(), prompts, {STOP}, config)
-    assert shares == {
-        "exact_match/mixed": 0.5,
-        "exact_match/right": 1.0,
-        "exact_match/capital": 0.0,
+    predictions = Predictions(Spelled(), prompts, {STOP}, config)
+    assert predictions.ask("tuned", chain_model(CHAIN)) == {
+        "tuned/exact_match/mixed": 0.5,
+        "tuned/exact_match/right": 1.0,
+        "tuned/exact_match/capital": 0.0,
     }
 
 
@@ -158,9 +171,8 @@ def test_batch_size_and_padding_change_no_answer(
     assert len(set(expected)) > 5
     for size in (1, 5, 64):
         config = EvaluationConfig(max_new_tokens=12, batch_size=size)
-        assert (
-            answer_prompts(base, tokenizer, prompts, {tokenizer.eos_token_id}, config) == expected
-        )
+        answers = answer_prompts(base, tokenizer, prompts, {tokenizer.eos_token_id}, config)
+        assert finished(answers) == expected
 
 
 def test_generating_leaves_the_model_as_it_was(

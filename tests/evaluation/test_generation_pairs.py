@@ -42,7 +42,8 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 def answers(model: Any, prompts: list[Prompt], stops: set[int] = STOPS) -> list[str | None]:
     tokenizer: Any = Numbers()
-    return answer_prompts(model, tokenizer, prompts, stops, CONFIG)
+    found = answer_prompts(model, tokenizer, prompts, stops, CONFIG)
+    return [answer.text if answer.is_finished else None for answer in found]
 
 
 @torch.no_grad()

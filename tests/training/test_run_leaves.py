@@ -93,6 +93,7 @@ def test_the_folder_holds_what_was_promised_and_nothing_else(run: Run) -> None:
         "metrics.csv",
         "metrics.json",
         "mixture.json",
+        "predictions.jsonl",
         "run.lock",
         "tensorboard",
     }
@@ -348,6 +349,35 @@ def test_held_out_files_alone_can_be_evaluated(run: Run, tmp_path: Path) -> None
         f"data.test_datasets=[{{path: {run.folder.parent / 'capital.jsonl'}}}]",
     )
     assert again == {"base/exact_match/capital": 0.0, "tuned/exact_match/capital": 1.0}
+
+
+def test_an_evaluation_keeps_the_answers_of_both_models(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    metrics = evaluated(folder, f"run={run.folder}")
+    for written in (run.folder, folder):
+        lines = (written / "predictions.jsonl").read_text().splitlines()
+        kept = [json.loads(line) for line in lines]
+        for who in ("base", "tuned"):
+            right = [row[f"{who}/exact_match"] for row in kept if row["dataset"] == "capital"]
+            assert sum(right) / len(right) == metrics[f"{who}/exact_match/capital"]
+        assert all(":" in row["source"] and row["prompt"] and row["reference"] for row in kept)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("evaluation.exact_match=false",), "type evaluation.exact_match=true to compare"),
+        (("evaluation.exact_match=true",), "no row has an answer to compare"),
+    ],
+)
+def test_an_evaluation_of_nothing_is_refused(
+    words: tuple[str, ...], reason: str, run: Run, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"only text {n}"}) + "\n" for n in range(3)))
+    tests = f"data.test_datasets=[{{path: {text}}}]"
+    with pytest.raises(UserError, match=f"nothing to measure.*{reason}"):
+        evaluated(tmp_path / "again", f"run={run.folder}", "data.datasets=[]", tests, *words)
 
 
 def test_a_base_can_be_evaluated_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

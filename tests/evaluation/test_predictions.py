@@ -1,0 +1,79 @@
+"""Answers are kept beside each other, with the row that each was asked from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.evaluation import predictions as room
+from app.evaluation.generation import Answer, EvaluationConfig
+from app.evaluation.predictions import Predictions
+from data_modules import Prompt
+from data_modules.types import Origin
+
+PROMPTS = {
+    "sums": [
+        Prompt([1, 2], "4", Origin("sums.jsonl", 1)),
+        Prompt([3], "\u00e4 \u2028", Origin("sums.jsonl", 7)),
+    ],
+    "empty": [],
+}
+ANSWERS = {
+    "base": [Answer("5", True), Answer("\u00e4", False)],
+    "tuned": [Answer(" 4\n", True), Answer("\u00e4 ", True)],
+}
+TOKENIZER: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *who: str) -> Predictions:
+    monkeypatch.setattr(room, "answer_prompts", lambda model, *_: ANSWERS[model])
+    predictions = Predictions(TOKENIZER, PROMPTS, {2}, EvaluationConfig())
+    for name in who:
+        model: Any = name
+        predictions.ask(name, model)
+    return predictions
+
+
+def test_each_prompt_has_a_line_with_every_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked(monkeypatch, "base", "tuned").write(tmp_path)
+    lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").split("\n")
+    assert lines.pop() == ""
+    assert [json.loads(line) for line in lines] == [
+        {
+            "dataset": "sums",
+            "source": "sums.jsonl:1",
+            "prompt": "1 2",
+            "reference": "4",
+            "base/answer": "5",
+            "base/finished": True,
+            "base/exact_match": False,
+            "tuned/answer": " 4\n",
+            "tuned/finished": True,
+            "tuned/exact_match": True,
+        },
+        {
+            "dataset": "sums",
+            "source": "sums.jsonl:7",
+            "prompt": "3",
+            "reference": "\u00e4 \u2028",
+            "base/answer": "\u00e4",
+            "base/finished": False,
+            "base/exact_match": False,
+            "tuned/answer": "\u00e4 ",
+            "tuned/finished": True,
+            "tuned/exact_match": True,
+        },
+    ]
+
+
+def test_nothing_is_written_where_no_model_was_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked(monkeypatch).write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
