@@ -23,10 +23,20 @@ TOLERANCE = 1e-2
 
 @dataclass(slots=True)
 class Targets:
-    """What the next forward is measured against; both [rows, positions]."""
+    """What the next forward is measured against; labels and loss_weights [rows, positions].
+
+    `columns` [positions] are those tokens of a row whose logits were asked for, None where all.
+    """
 
     labels: Tensor
     loss_weights: Tensor
+    columns: Tensor | None = None
+
+    def cut(self, outputs: Tensor) -> Tensor:
+        """Keep what was asked for, [rows, positions, ...], also of a model that gives all."""
+        if self.columns is None or outputs.shape[1] == self.labels.shape[1]:
+            return outputs
+        return outputs[:, self.columns]
 
 
 class LossHead(torch.nn.Linear):
@@ -47,6 +57,7 @@ class LossHead(torch.nn.Linear):
         if self.targets is None:
             return super().forward(hidden)
         targets, self.targets = self.targets, None
+        hidden = targets.cut(hidden)
         self.found = linear_cross_entropy(
             (hidden if self.scale == 1.0 else hidden * self.scale).flatten(0, 1),
             self.weight,
@@ -88,12 +99,13 @@ def head_loss(
     loss_weights are [rows, positions], -100 where nothing is learned.
     """
     head = model.get_output_embeddings()
+    targets = Targets(labels, loss_weights, inputs.get("logits_to_keep"))
     if isinstance(head, LossHead):
-        head.targets = Targets(labels, loss_weights)
+        head.targets = targets
         empty = model(**inputs).logits
         total, losses = head.take()
         return total + empty.sum(), losses
-    losses = token_losses(model(**inputs).logits, labels)
+    losses = token_losses(targets.cut(model(**inputs).logits), labels)
     return (losses * loss_weights).sum(), losses.detach().flatten()
 
 
