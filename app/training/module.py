@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app import faults
 from app.errors import UserError
-from app.model.attention import check_isolation, check_pair_isolation
+from app.model.attention import check_causal, check_isolation, check_pair_isolation
 from app.model.head import prove_head
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
@@ -111,6 +111,8 @@ class FinetuneModule(L.LightningModule):
         """Refuse to train a model whose documents see each other, or their padding."""
         alone, device = tokens_quantized_alone(self.model), self.strategy.root_device
         with self.trainer.precision_plugin.forward_context(), alone:
+            if not self.model.config.is_encoder_decoder:
+                check_causal(self.model, device)
             if self.model.config.is_encoder_decoder:
                 check_pair_isolation(self.model, self.backend, device, is_packed=self.is_packed)
             elif self.is_packed:

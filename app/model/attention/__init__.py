@@ -18,6 +18,7 @@ from app.model.attention.backends import (
     generation_attention,
     why_not_packed,
 )
+from app.model.attention.causality import check_causal
 from app.model.attention.choice import Choice, choose_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.isolation import check_isolation, check_pair_isolation
@@ -33,6 +34,7 @@ __all__ = [
     "Choice",
     "attention_implementation",
     "attention_inputs",
+    "check_causal",
     "check_implementation",
     "check_isolation",
     "check_pair_isolation",
