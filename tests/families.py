@@ -34,7 +34,11 @@ EXPERTS = {
     "shared_expert_intermediate_size": 48,
 }
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+ENCODER = {"is_decoder": True}
+"""what makes a BERT causal"""
 FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": ENCODER,
+    "bloom": {"n_head": 4, "n_layer": 2},
     "bamba": STATES | {"attn_layer_indices": [1]},
     "diffllama": {},
     "falcon_h1": STATES | {"mamba_d_ssm": 64},
@@ -64,6 +68,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "qwen3_5_text": LINEAR,
     "qwen3_next": LINEAR | EXPERTS,
+    "roberta": ENCODER,
+    "trocr": {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+    },
 }
 
 
@@ -73,8 +84,8 @@ def tiny_family(name: str, **numbers: Any) -> Any:
     `numbers` change what `FAMILIES` has of it.
     """
     config = AutoConfig.for_model(name, **(SHAPE | FAMILIES.get(name, {}) | numbers))
-    for key in vars(config):
-        if key.endswith(("dropout", "_pdrop")):
+    for key, value in vars(config).items():
+        if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     torch.manual_seed(0)

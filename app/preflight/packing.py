@@ -19,6 +19,6 @@ def check_packing_of_base(
     if numbers.get("is_encoder_decoder") and attention.backend == "eager":
         return [
             f"packing={packing.method}: attention=eager cannot keep the documents of a pack apart "
-            "in an encoder-decoder model: type attention=sdpa, or packing=none"
+            "in an encoder-decoder model: type packing=none"
         ]
     return []

@@ -12,7 +12,23 @@ from tests.door import ask, make_data, make_model
 REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
     ({"model_type": "bart", "is_encoder_decoder": True}, [], "bart models number the tokens"),
     ({"model_type": "pegasus", "is_encoder_decoder": True}, [], "pegasus models number"),
+    ({"model_type": "roberta"}, [], "roberta models number the tokens"),
     ({"model_type": "bloom"}, [], "bloom models with ALiBi"),
+    ({"model_type": "openai-gpt"}, [], "openai-gpt models take no mask"),
+    *(
+        ({"model_type": model_type}, [], f"{model_type} models have layers that hand a state on")
+        for model_type in ("bamba", "falcon_mamba", "mamba", "mamba2", "qwen3_next", "nemotron_h")
+    ),
+    (
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+        [],
+        "granitemoehybrid models have layers that hand a state on",
+    ),
+    (
+        {"model_type": "new", "text_config": {"layer_types": ["linear_attention"]}},
+        [],
+        "new models have layers that hand a state on",
+    ),
     (
         {"model_type": "falcon", "alibi": True},
         ["packing=like_length"],
@@ -51,6 +67,8 @@ def test_a_base_that_cannot_be_packed(
         {"model_type": "t5", "is_encoder_decoder": True},
         {"model_type": "falcon", "alibi": False},
         {"model_type": "gpt2"},
+        {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]},
+        {"model_type": "gemma3", "text_config": {"layer_types": ["sliding_attention"]}},
     ],
 )
 def test_a_base_that_can_be_packed(numbers: dict[str, Any], tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def pair_inputs(
         if backend != "sdpa":
             raise ValueError(
                 f"attention={backend} gives an encoder and what looks at it one mask, which cannot "
-                "keep the documents of a pack apart: type attention=sdpa, or packing=none"
+                "keep the documents of a pack apart: type packing=none"
             )
     device = source_ids.device
     if backend == "sdpa":
