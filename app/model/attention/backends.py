@@ -89,7 +89,7 @@ RECURRENT = (
 """model types with layers that hand a state, or a convolution, on from token to token of a row"""
 RECURRENT_LAYERS = ("conv", "linear_attention", "mamba", "recurrent")
 """kinds of such layers, as config.json names them"""
-WITHOUT_MASK = ("blt", "openai-gpt", "xlm")
+WITHOUT_MASK = ("openai-gpt", "xlm")
 """model types that take no mask of queries by keys, or not in all of their layers"""
 ALIBI = ("bloom", "mpt")
 """model types that build their bias of distances (ALiBi) from a mask of whole rows"""
