@@ -61,6 +61,19 @@ def test_a_base_that_cannot_be_packed(
     assert ask(*unpacked, "packing=none").code == 0
 
 
+@pytest.mark.parametrize("packing", ["none", "multipack"])
+@pytest.mark.parametrize("model_type", ["encoder-decoder", "prophetnet"])
+def test_a_base_that_is_right_in_no_layout_is_refused_at_once(
+    model_type: str, packing: str, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", model_type=model_type, is_encoder_decoder=True)
+    data = f"data.datasets=[{{path: {make_data(tmp_path / 'data.jsonl')}}}]"
+    answer = ask(f"model.path={model}", data, "adapter=full", f"packing={packing}")
+    assert answer.code == 2
+    assert "let documents see the padding behind them" in answer.said
+    assert "type model.path=ANOTHER_BASE" in answer.said
+
+
 @pytest.mark.parametrize(
     "numbers",
     [
