@@ -21,6 +21,7 @@ from app.model.attention.backends import (
 from app.model.attention.choice import Choice, choose_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.isolation import check_isolation, check_pair_isolation
+from app.model.attention.reference import check_reference
 
 __all__ = [
     "BACKENDS",
@@ -36,6 +37,7 @@ __all__ = [
     "check_implementation",
     "check_isolation",
     "check_pair_isolation",
+    "check_reference",
     "choose_backend",
     "generation_attention",
     "pair_inputs",
