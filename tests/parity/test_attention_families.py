@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import varlen
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import flex_attention
 
 from app.model.attention import (
@@ -23,8 +23,11 @@ from app.model.attention import (
     choose_backend,
 )
 from app.model.attention.choice import Situation, why_not_here
+from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
 from tests.model.test_attention_flex import stand_in
 from tests.model.test_attention_varlen import of_2_13
+from tests.parity.plain import LISTS
+from tests.tiny import TINY_BASE
 
 PACKED, PADDED = [[13, 7, 17], [21, 9]], [[33], [21]]
 TOKENS, WINDOW, CHUNK = 40, 4, 5
@@ -241,3 +244,36 @@ def test_what_is_offered_on_a_gpu_is_the_models_own_attention(
     if not is_runnable or family == "gpt_oss":  # whose sinks flex has on a GPU alone
         return
     check(family, backend, lengths)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_padding_behind_a_pack_leaves_gemma_3n_its_gradients(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3n takes the root of a token's mean square, and its pad token is all zeros."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
+    monkeypatch.setitem(SHAPE, "vocab_size", len(tokenizer))
+    monkeypatch.setitem(GEMMA_3N, "vocab_size_per_layer_input", len(tokenizer))
+    monkeypatch.setitem(FAMILIES, "gemma3n_text", GEMMA_3N)
+    model = build("gemma3n_text", backend)
+    assert not model.get_input_embeddings().weight[tokenizer.pad_token_id].any()
+    datamodule = FinetuneDataModule(
+        DataConfig(datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=256),
+        PackingConfig(),
+        tokenizer,
+        context_len=None,
+        micro_batch_size=1,
+        accumulation_steps=1,
+        num_epochs=1,
+        max_steps=1,
+        seed=0,
+        pad_packs=True,
+    )
+    datamodule.setup("fit")
+    batch = next(iter(datamodule.train_dataloader()))
+    assert sum(batch.document_lengths[0]) < batch.input_ids.shape[1]
+    ids = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    inputs = attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
+    logits = model(**ids, **inputs).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
