@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from app.model.attention.masks import build_mask_rule
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -108,21 +110,23 @@ class AttentionConfig:
 
 def attention_implementation(backend: str) -> str:
     """Name of `backend` in transformers; registers ours there."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    # Ours have no mask function on purpose: transformers then builds no mask of its own.
     if backend == "sdpa":
         from app.model.attention.attend import attend_by_document
 
         AttentionInterface.register(BY_DOCUMENT, attend_by_document)
+        AttentionMaskInterface.register(BY_DOCUMENT, build_mask_rule)
     elif backend == "varlen":
         from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 
         attend = partial(attend_by_boundaries, kernel=VarlenKernel.installed())
         AttentionInterface.register(BY_BOUNDARIES, attend)
+        AttentionMaskInterface.register(BY_BOUNDARIES, build_mask_rule)
     elif backend == "flex":
         from app.model.attention.flex import attend_by_blocks
 
+        # No mask function on purpose: the blocks that a batch comes with are its whole mask.
         AttentionInterface.register(BY_BLOCKS, attend_by_blocks)
     return IN_TRANSFORMERS[backend]
 
@@ -198,3 +202,24 @@ def generation_attention(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, implementation in changed:
             module.set_attn_implementation(implementation)
+
+
+@contextmanager
+def running(model: torch.nn.Module, backend: str) -> Iterator[None]:
+    """Let a model run the attention of `backend`."""
+    from transformers import PreTrainedModel
+
+    name = attention_implementation(backend)
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    changed = [
+        (part, part.config._attn_implementation)
+        for part in parts
+        if part.config._attn_implementation != name
+    ]
+    for part, _ in changed:
+        part.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        for part, implementation in changed:
+            part.set_attn_implementation(implementation)
