@@ -58,6 +58,7 @@ def train(config: TrainConfig) -> float | None:
     from app.strategy.build import build_strategy
     from app.training.bad_numbers import StepWatch
     from app.training.callbacks.agreement import Agreement, told
+    from app.training.callbacks.gradient_check import GradientCheck
     from app.training.callbacks.heartbeat import Heartbeat
     from app.training.callbacks.progress import ProgressBar
     from app.training.callbacks.takeover import Takeover
@@ -164,7 +165,7 @@ def train(config: TrainConfig) -> float | None:
         curves=curves,
         uses_fused_kernels=config.trainer.kernels == "auto" and not config.trainer.compile,
     )
-    watched: list[L.Callback] = [Agreement(told(config, facts))]
+    watched: list[L.Callback] = [Agreement(told(config, facts)), GradientCheck()]
     if config.trainer.compile:
         # Imported where it is asked for: the compiler is large.
         from app.training.callbacks.compilation import Compilation

@@ -372,8 +372,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @cached_property
     def _collator(self) -> Collator:
-        pad = self._tokenizer.pad_token_id
-        pad = self._tokenizer.eos_token_id if pad is None else pad
+        pad, eos = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        # A causal model's pad token may be embedded as zeros, of which some have no gradient
+        # (Gemma 3n takes their root: NaN), and nothing else reaches the padding of a pack.
+        if pad is None or (self._decoder_start is None and eos is not None):
+            pad = eos
         packed = self._packing.method != "none"
         # An encoder's rows and its decoder's are full in different packs: both keep their lengths.
         has_row_len = packed and self._decoder_start is None

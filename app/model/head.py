@@ -16,17 +16,29 @@ log = logging.getLogger(__name__)
 
 LOGITS_SCALES = {"logits_scaling": -1, "logit_scale": 1}
 """numbers of a config that scale the logits: Granite divides by its own, Cohere multiplies"""
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""names of a config for the limit of the logits: Gemma's, RecurrentGemma's, xLSTM's"""
 PROBE_TOKENS = 8
-TOLERANCE = 1e-2
-"""of a loss: how far the two ways may round apart in half precision"""
+TOLERANCE, ROUNDING_STEPS = 1e-2, 100
+"""of a loss: how far the two ways may be apart, at most this many steps of the logits' dtype"""
 
 
 @dataclass(slots=True)
 class Targets:
-    """What the next forward is measured against; both [rows, positions]."""
+    """What the next forward is measured against; labels and loss_weights [rows, positions].
+
+    `columns` [positions] are those tokens of a row whose logits were asked for, None where all.
+    """
 
     labels: Tensor
     loss_weights: Tensor
+    columns: Tensor | None = None
+
+    def cut(self, outputs: Tensor) -> Tensor:
+        """Keep what was asked for, [rows, positions, ...], also of a model that gives all."""
+        if self.columns is None or outputs.shape[1] == self.labels.shape[1]:
+            return outputs
+        return outputs[:, self.columns]
 
 
 class LossHead(torch.nn.Linear):
@@ -47,6 +59,7 @@ class LossHead(torch.nn.Linear):
         if self.targets is None:
             return super().forward(hidden)
         targets, self.targets = self.targets, None
+        hidden = targets.cut(hidden)
         self.found = linear_cross_entropy(
             (hidden if self.scale == 1.0 else hidden * self.scale).flatten(0, 1),
             self.weight,
@@ -74,7 +87,7 @@ def fuse_head(model: Any) -> None:
         return
     numbers = model.config.get_text_config().to_dict()
     head.__class__ = LossHead
-    head.softcap = numbers.get("final_logit_softcapping")
+    head.softcap = next((cap for name in SOFTCAPS if (cap := numbers.get(name))), None)
     for name, power in LOGITS_SCALES.items():
         head.scale *= (numbers.get(name) or 1.0) ** power
 
@@ -88,12 +101,13 @@ def head_loss(
     loss_weights are [rows, positions], -100 where nothing is learned.
     """
     head = model.get_output_embeddings()
+    targets = Targets(labels, loss_weights, inputs.get("logits_to_keep"))
     if isinstance(head, LossHead):
-        head.targets = Targets(labels, loss_weights)
+        head.targets = targets
         empty = model(**inputs).logits
         total, losses = head.take()
         return total + empty.sum(), losses
-    losses = token_losses(model(**inputs).logits, labels)
+    losses = token_losses(targets.cut(model(**inputs).logits), labels)
     return (losses * loss_weights).sum(), losses.detach().flatten()
 
 
@@ -124,11 +138,13 @@ def prove_head(model: Any, backend: str, device: torch.device | None = None) -> 
     model.eval()
     inputs = _probe(model, backend, device or model.device)
     labels = inputs["input_ids"].flip(1)
-    plain = token_losses(model(**inputs).logits, labels).flatten()
+    logits = model(**inputs).logits
+    plain = token_losses(logits, labels).flatten()
     _, own = head_loss(model, inputs, labels, torch.ones_like(labels, dtype=torch.float32))
     model.train(was_training)
     difference = (plain - own).abs().max().item()
-    if not difference <= TOLERANCE * max(1.0, plain.max().item()):
+    tolerance = min(TOLERANCE, ROUNDING_STEPS * torch.finfo(logits.dtype).eps)
+    if not difference <= tolerance * max(1.0, plain.max().item()):
         head.__class__ = torch.nn.Linear
         log.info("loss: from whole logits (the head's own differs by %.2g)", difference)
 

@@ -7,6 +7,7 @@ the module holds is never touched, so that adapters, sharding and saving know no
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 CHOICES = ("auto", "torch")
 PROBE_TOKENS = 64
+PROBE_SIZES = (-2.0, 1.5)
+"""powers of ten: how large the first of these tokens is, and the last"""
 ROUNDING_STEPS = 8
 """how many steps of their dtype two ways may be apart, over the whole of a tensor"""
 NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
@@ -38,8 +41,8 @@ class FusedNorm:
     offset: float
     casting: str
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _forward(self, hidden)
+    def __call__(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return _forward(self, *given, *named.values())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         # Not in place: a gradient that another branch still reads would be overwritten.
@@ -54,8 +57,8 @@ class FusedGate:
     kernel: Callable[..., torch.Tensor]
     module: Any
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _forward(self, hidden)
+    def __call__(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return _forward(self, *given, *named.values())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         layer = self.module
@@ -72,8 +75,8 @@ class FusedLinear:
     kernel: Callable[..., torch.Tensor]
     module: Any
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _forward(self, hidden)
+    def __call__(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return _forward(self, *given, *named.values())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.kernel(hidden, self.module.weight, self.module.bias)
@@ -92,7 +95,7 @@ class Kernels:
 
 
 def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
-    module = fused.module
+    module = fused.module  # whose own forward takes one tensor, whatever it calls it
     if module.training:
         return fused.compute(hidden)
     output: torch.Tensor = type(module).forward(module, hidden)
@@ -185,10 +188,12 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
     for module in model.modules():
         own, children = vars(module), module._modules
         eps = own.get("variance_epsilon", own.get("eps"))
+        if not _takes_one_tensor(module):
+            continue
         if (
             "RMSNorm" in type(module).__name__
             and eps is not None
-            and "weight" in module._parameters
+            and module._parameters.get("weight") is not None
         ):
             variants = (FusedNorm(kernels.norm, module, eps, *variant) for variant in NORM_VARIANTS)
             yield len(module.weight), list(variants)
@@ -198,20 +203,32 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
             yield module.in_features, [FusedLinear(kernels.linear, module)]
 
 
+def _takes_one_tensor(module: torch.nn.Module) -> bool:
+    """Say whether a module's forward is a function of one argument, as what may replace it is.
+
+    A norm that is gated takes two, or one that it may be called without.
+    """
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
 def _is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.device) -> bool:
     import torch
 
     module = forward.module
     trained = [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
     random = torch.Generator(device).manual_seed(0)
-    shape = (1, PROBE_TOKENS, width)
-    hidden = torch.randn(shape, generator=random, device=device, dtype=dtype, requires_grad=True)
+    # Of many sizes: a gate that is cut off at a limit shows with large tokens, an eps with small.
+    sizes = torch.logspace(*PROBE_SIZES, PROBE_TOKENS, device=device).unsqueeze(1)
+    hidden = torch.randn(1, PROBE_TOKENS, width, generator=random, device=device) * sizes
+    hidden = hidden.to(dtype).requires_grad_()
     found = []
     with torch.enable_grad():
         for compute in (module.forward, forward.compute):
             output = compute(hidden)
             outer = torch.linspace(-1, 1, output.numel(), device=device, dtype=output.dtype)
-            grads = torch.autograd.grad(output, [hidden, *trained], outer.view_as(output))
+            grads = torch.autograd.grad(
+                output, [hidden, *trained], outer.view_as(output), materialize_grads=True
+            )
             found.append((output, *grads))
     return all(map(_are_same, *found))
 

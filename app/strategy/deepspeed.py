@@ -45,6 +45,8 @@ class Zero(Spread, DDPStrategy):
     # Not Lightning's own DeepSpeedStrategy: that is for GPUs alone, hides the optimizer that was
     # built, casts weights and inputs by rules of its own, and writes DeepSpeed's checkpoints.
 
+    keeps_gradients = False  # the engine takes them away as they come
+
     def __init__(self, config: ZeroConfig) -> None:
         super().__init__()
         self.zero_config = config

@@ -241,6 +241,10 @@ class Sharded(Spread, ModelParallelStrategy):
         finally:
             switch(True)
 
+    def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
+        """Return this rank's part of a weight's gradient; None without."""
+        return None if weight.grad is None else _local(weight.grad)
+
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip by the norm over the parts of all ranks; return it."""

@@ -28,6 +28,8 @@ class Spread:
 
     shards_weights = False
     """whether ranks hold parts of weights: a forward pass or a save then needs all of them"""
+    keeps_gradients = True
+    """whether a gradient stays with its weight until the optimizer's step"""
     fuses_adapters = True
     """whether a layer may read the weights of the layers inside it, past their own forward"""
 
@@ -66,6 +68,10 @@ class Spread:
 
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
+        """Return this rank's part of a weight's gradient, which `keeps_gradients`; None without."""
+        return weight.grad
 
     def kept_weight(self, weight: torch.nn.Parameter) -> Kept:
         """Return what a checkpoint keeps of a weight that trains: the precise one, not copied."""

@@ -58,12 +58,15 @@ def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Ten
 
 def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
     """What a causal model is given, for logits [rows, trained columns, vocabulary]."""
-    return {
+    inputs = {
         "input_ids": batch.input_ids,
-        "position_ids": batch.position_ids,
         "use_cache": False,
         "logits_to_keep": batch.trained_columns,
-    } | attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
+    }
+    # A model numbers whole documents itself: not all of them begin with 0, as RoBERTa does not.
+    if any(len(lengths) > 1 for lengths in batch.document_lengths):
+        inputs["position_ids"] = batch.position_ids
+    return inputs | attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
 
 
 def _decoder_inputs(

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from app import faults
 from app.errors import UserError
-from app.model.attention import check_isolation, check_pair_isolation
+from app.model.attention import (
+    check_causal,
+    check_isolation,
+    check_pair_isolation,
+    check_reference,
+)
 from app.model.head import prove_head
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
@@ -113,8 +118,11 @@ class FinetuneModule(L.LightningModule):
         with self.trainer.precision_plugin.forward_context(), alone:
             if self.model.config.is_encoder_decoder:
                 check_pair_isolation(self.model, self.backend, device, is_packed=self.is_packed)
-            elif self.is_packed:
-                check_isolation(self.model, self.backend, device)
+            else:
+                check_causal(self.model, device)
+                if self.is_packed:
+                    check_isolation(self.model, self.backend, device)
+                check_reference(self.model, self.backend, device, is_packed=self.is_packed)
             prove_head(self.model, self.backend, device)
             if self.uses_fused_kernels and self.strategy.fuses_adapters:
                 fuse_layers(self.model, self.strategy.gathered, device)

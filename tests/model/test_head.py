@@ -42,6 +42,7 @@ MODELS = {
     "untied": lambda: tiny_llama(tie_word_embeddings=False),
     "gpt2": lambda: tiny_gpt2(),
     "softcap": lambda: causal("gemma2", head_dim=8, final_logit_softcapping=2.0),
+    "softcap of another name": lambda: causal("recurrent_gemma", logits_soft_cap=2.0),
     "divided": lambda: causal("granite", logits_scaling=3.0),
     "multiplied": lambda: causal("cohere", logit_scale=0.3),
     "bias": lambda: causal("phi"),
@@ -118,18 +119,19 @@ def test_a_head_with_an_adapter_gives_logits() -> None:
     assert total.isfinite()
 
 
+@pytest.mark.parametrize("factor", [2.0, 1.001])
 def test_an_unknown_change_of_the_logits_is_found_and_said(
-    caplog: pytest.LogCaptureFixture,
+    factor: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_llama()
     forward = model.forward
 
-    def doubled(*args: Any, **kwargs: Any) -> Any:
+    def changed(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
-        output.logits = output.logits * 2
+        output.logits = output.logits * factor
         return output
 
-    model.forward = doubled
+    model.forward = changed
     fuse_head(model)
     with caplog.at_level(logging.INFO):
         prove_head(model, "eager")

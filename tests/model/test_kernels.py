@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from app.model import kernels
 from app.model.adapter import LoraConfig, apply_adapter
@@ -21,6 +22,7 @@ from app.model.rms_norm import rms_norm as our_norm
 from app.training.module import FinetuneModule
 from tests.conftest import TrainRun
 from tests.door import ask
+from tests.families import tiny_family
 from tests.model.test_head import causal, losses_of
 from tests.tiny import random_ids, small_run, tiny_gpt2, tiny_llama
 
@@ -228,6 +230,72 @@ def test_on_a_cpu_linear_layers_that_train_are_fused_and_agree(kind: str, tokens
     assert sum("proj" in name for name in fused_of(model)) == 7 * len(model.model.layers)
     for name, grad in gradients().items():
         assert (grad - own[name]).norm() <= 1e-5 * own[name].norm(), name
+
+
+HYBRIDS = [
+    *("bamba", "diffllama", "falcon_mamba", "granitemoehybrid", "mamba2", "nemotron_h"),
+    *("qwen3_5_text", "qwen3_next"),
+]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_of_every_kind_keep_their_losses_and_gradients(
+    install: Callable[..., None], family: str, on_gpu: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    if on_gpu:
+        install()
+    model = tiny_family(family).train()
+    ids = random_ids(2, 64)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    own = gradients()
+    with caplog.at_level(logging.INFO):
+        fuse_layers(model)
+    assert fused_of(model) and "broken" not in caplog.text
+    fused = gradients()
+    assert own.keys() == fused.keys()
+    for name, grad in fused.items():
+        assert (grad - own[name]).norm() <= 1e-4 * own[name].norm(), name
+
+
+def test_a_norm_is_not_fused_by_its_name_where_it_takes_a_gate_or_has_no_weight() -> None:
+    for family, kind in (("bamba", "BambaRMSNormGated"), ("diffllama", "RMSNorm")):
+        model = tiny_family(family)
+        assert kind in {type(module).__name__ for module in model.modules()}
+        fuse_layers(model)
+        names = {type(model.get_submodule(name)).__name__ for name in fused_of(model)}
+        assert "Linear" in names and kind not in names
+
+
+def test_a_norm_may_be_called_by_the_name_of_its_argument() -> None:
+    model = tiny_llama().train()
+    norm, hidden = model.model.norm, torch.randn(1, 4, 32)
+    own = norm(hidden)
+    fuse_layers(model)
+    assert "model.norm" in fused_of(model)
+    assert torch.allclose(norm(hidden_states=hidden), own, atol=1e-6)
+
+
+class Limited(LlamaMLP):
+    """A gated layer that cuts off what is large, as those of DeepSeek-V4 and GLM-5 do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x).clamp(max=7.0), self.up_proj(x).clamp(-7.0, 7.0)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def test_a_gate_that_is_cut_off_at_a_limit_is_left_out(install: Callable[..., None]) -> None:
+    install()
+    model: Any = tiny_llama()
+    model.model.layers[0].mlp.__class__ = Limited
+    fuse_layers(model)
+    assert "model.layers.0.mlp" not in fused_of(model)
+    assert "model.layers.1.mlp" in fused_of(model)
 
 
 @pytest.mark.parametrize("is_trained", [True, False])

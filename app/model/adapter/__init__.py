@@ -32,8 +32,9 @@ from app.model.adapter.settings import (
     goes_on,
     saves_whole_model,
 )
+from app.model.adapter.targets import pattern_without
 from app.model.adapter.trained import report_trainable
-from app.model.adapter.weights import TrainedWeight, trained_weights
+from app.model.adapter.weights import TrainedWeight, adapter_matrices, trained_weights
 from app.model.adapter.wrap import drop_needless_copies, unfuse_adapters
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Ia3Config",
     "LoraConfig",
     "TrainedWeight",
+    "adapter_matrices",
     "apply_adapter",
     "changed_its_base",
     "check_adapter_file",
@@ -55,6 +57,7 @@ __all__ = [
     "goes_on",
     "is_adapter",
     "load_adapter",
+    "pattern_without",
     "probe_logits",
     "reached_weights",
     "remember_start",

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+MAX_PLACES = 8
+"""of a model that a pattern leaves out: more are not typed"""
+
 
 def linear_modules(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """Return the linear modules by full name: plain, quantized, and GPT-2's Conv1D."""
@@ -95,6 +98,27 @@ def matches_as_peft(pattern: str, name: str, key: str) -> bool:
         return re.match(rf"(.*\.)?({pattern})$", name) is not None
     except re.error as error:
         raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from error
+
+
+def pattern_without(kept: Sequence[str], left_out: Sequence[str]) -> str | None:
+    """Return a regular expression of full names for `kept` that leaves `left_out` out.
+
+    None where it would have to name more than MAX_PLACES places of a model.
+    """
+    around = {
+        ".".join(name.split(".")[:end]) for name in kept for end in range(name.count(".") + 2)
+    }
+    places: dict[str, None] = {}
+    for name in left_out:
+        parts = name.split(".")
+        own = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        place = re.escape(next((prefix for prefix in own if prefix not in around), name))
+        anywhere = re.sub(r"\d+", r"\\d+", place)  # in every layer, where none of them is kept
+        is_kept = any(re.match(rf"{anywhere}\b", other) for other in kept)
+        places[place if is_kept else anywhere] = None
+    if len(places) > MAX_PLACES:
+        return None
+    return rf"(?!({'|'.join(places)})\b).*\.({'|'.join(endings(kept))})"
 
 
 def nothing_matches(

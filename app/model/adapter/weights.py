@@ -49,6 +49,12 @@ def trained_weights(model: torch.nn.Module) -> list[TrainedWeight]:
     ]
 
 
+def adapter_matrices(model: torch.nn.Module) -> list[TrainedWeight]:
+    """List what an adapter puts on modules of the base, whose every token goes through it."""
+    on_modules = set(KINDS.values()) - {"token rows"}
+    return [weight for weight in trained_weights(model) if weight.kind in on_modules]
+
+
 def _described(name: str, parameter: torch.nn.Parameter) -> TrainedWeight:
     parts = name.split(".")
     if name.startswith(PREFIX):

@@ -18,9 +18,11 @@ from app.model.attention.backends import (
     generation_attention,
     why_not_packed,
 )
+from app.model.attention.causality import check_causal
 from app.model.attention.choice import Choice, choose_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.isolation import check_isolation, check_pair_isolation
+from app.model.attention.reference import check_reference
 
 __all__ = [
     "BACKENDS",
@@ -33,9 +35,11 @@ __all__ = [
     "Choice",
     "attention_implementation",
     "attention_inputs",
+    "check_causal",
     "check_implementation",
     "check_isolation",
     "check_pair_isolation",
+    "check_reference",
     "choose_backend",
     "generation_attention",
     "pair_inputs",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.documents import DocumentGroups, place_documents, stack_documents
+from app.model.attention.masks import MaskRule
 from app.model.attention.pairs import PairGroups
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def attend_by_document(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: MaskRule | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -30,22 +31,33 @@ def attend_by_document(
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
     position_bias [1, heads, query tokens, key tokens], by distance. Returns
-    [rows, tokens, heads, head_dim]. ValueError for variants that only `eager` computes.
+    [rows, tokens, heads, head_dim]. ValueError for variants and masks that only `eager` computes.
     """
-    if isinstance(documents, DocumentGroups):
-        unsupported["position_bias"] = position_bias
-    for variant in ("softcap", "s_aux", "position_bias"):
+    if not (attention_mask is None or isinstance(attention_mask, MaskRule)):
+        raise ValueError(
+            f"attention=sdpa cannot cut the mask that {type(module).__name__} computed of whole "
+            "rows into documents: type attention=eager"
+        )
+    if isinstance(documents, DocumentGroups) and position_bias is not None:
+        raise ValueError(
+            "attention=sdpa cannot cut this model's position_bias, which is of whole rows, into "
+            "documents: type packing=none"
+        )
+    for variant in ("softcap", "s_aux"):
         if unsupported.get(variant) is not None:
             raise ValueError(
                 f"attention=sdpa cannot compute this model's {variant}: type attention=eager"
             )
-    attend = partial(_attend, dropout=dropout, scaling=scaling, window=sliding_window)
+    # A mask says all that the window does, which layers are told for the sake of other kernels.
+    window = None if attention_mask is not None else sliding_window
+    attend = partial(_attend, dropout=dropout, scaling=scaling, window=window, rule=attention_mask)
     parts = (query, key, value)
     if isinstance(documents, DocumentGroups):
         from app.model.attention import matmul
 
         longest = max(one.length for one in documents.documents)
-        is_full = sliding_window is None or sliding_window >= longest
+        reach = attention_mask.size if attention_mask is not None else sliding_window
+        is_full = reach is None or reach >= longest
         if is_full and matmul.is_faster(query, value, dropout):
             output = matmul.attend_causally(*in_one_dtype(*parts), documents.stacks, scaling)
             return output, None
@@ -153,6 +165,7 @@ def _attend(
     dropout: float,
     scaling: float | None,
     window: int | None,
+    rule: MaskRule | None,
     is_causal: bool,
     visible: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
@@ -166,7 +179,10 @@ def _attend(
     mask = visible
     if window is not None and window >= num_queries:
         window = None
-    if is_causal and (window is not None or bias is not None):
+    if rule is not None and rule.size < num_keys:
+        seen = rule.visible(num_keys, query.device)
+        mask = seen if mask is None else mask & seen
+    elif is_causal and (window is not None or bias is not None):
         position = torch.arange(num_queries, device=query.device)
         distance = position.unsqueeze(1) - position.unsqueeze(0)
         mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from app.model.attention.masks import build_mask_rule
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -39,6 +41,8 @@ COUNTS_POSITIONS = (
     "bigbird_pegasus",
     "blenderbot",
     "blenderbot-small",
+    "camembert",
+    "data2vec-text",
     "fsmt",
     "led",
     "m2m_100",
@@ -50,8 +54,45 @@ COUNTS_POSITIONS = (
     "pegasus_x",
     "plbart",
     "prophetnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "trocr",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
 )
 """model types that number the tokens of a row themselves, from its first one on"""
+RECURRENT = (
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    "mamba",
+    "mamba2",
+    "minimax",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zamba",
+    "zamba2",
+)
+"""model types with layers that hand a state, or a convolution, on from token to token of a row"""
+RECURRENT_LAYERS = ("conv", "linear_attention", "mamba", "recurrent")
+"""kinds of such layers, as config.json names them"""
+WITHOUT_MASK = ("openai-gpt", "xlm")
+"""model types that take no mask of queries by keys, or not in all of their layers"""
 ALIBI = ("bloom", "mpt")
 """model types that build their bias of distances (ALiBi) from a mask of whole rows"""
 
@@ -69,21 +110,23 @@ class AttentionConfig:
 
 def attention_implementation(backend: str) -> str:
     """Name of `backend` in transformers; registers ours there."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
 
-    # Ours have no mask function on purpose: transformers then builds no mask of its own.
     if backend == "sdpa":
         from app.model.attention.attend import attend_by_document
 
         AttentionInterface.register(BY_DOCUMENT, attend_by_document)
+        AttentionMaskInterface.register(BY_DOCUMENT, build_mask_rule)
     elif backend == "varlen":
         from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 
         attend = partial(attend_by_boundaries, kernel=VarlenKernel.installed())
         AttentionInterface.register(BY_BOUNDARIES, attend)
+        AttentionMaskInterface.register(BY_BOUNDARIES, build_mask_rule)
     elif backend == "flex":
         from app.model.attention.flex import attend_by_blocks
 
+        # No mask function on purpose: the blocks that a batch comes with are its whole mask.
         AttentionInterface.register(BY_BLOCKS, attend_by_blocks)
     return IN_TRANSFORMERS[backend]
 
@@ -119,7 +162,25 @@ def why_not_packed(numbers: Mapping[str, Any]) -> str | None:
             f"{model_type} models with ALiBi weigh distances over a whole row, and take no mask "
             "that keeps the documents of a pack apart: type packing=none"
         )
+    if model_type in RECURRENT or _has_recurrent_layers(numbers):
+        return (
+            f"{model_type} models have layers that hand a state on from token to token, which "
+            "would go from one document of a pack into the next: type packing=none"
+        )
+    if model_type in WITHOUT_MASK:
+        return (
+            f"{model_type} models take no mask that keeps the documents of a pack apart: "
+            "type packing=none"
+        )
     return None
+
+
+def _has_recurrent_layers(numbers: Mapping[str, Any]) -> bool:
+    text = numbers.get("text_config")
+    text = text if isinstance(text, Mapping) else numbers
+    named = (text.get(key) for key in ("layer_types", "layers_block_type"))
+    kinds = [kind for value in named if isinstance(value, list) for kind in value]
+    return any(kind in kinds for kind in RECURRENT_LAYERS)
 
 
 @contextmanager
@@ -141,3 +202,24 @@ def generation_attention(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module, implementation in changed:
             module.set_attn_implementation(implementation)
+
+
+@contextmanager
+def running(model: torch.nn.Module, backend: str) -> Iterator[None]:
+    """Let a model run the attention of `backend`."""
+    from transformers import PreTrainedModel
+
+    name = attention_implementation(backend)
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    changed = [
+        (part, part.config._attn_implementation)
+        for part in parts
+        if part.config._attn_implementation != name
+    ]
+    for part, _ in changed:
+        part.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        for part, implementation in changed:
+            part.set_attn_implementation(implementation)

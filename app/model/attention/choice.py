@@ -31,9 +31,15 @@ DESCRIPTIONS = {
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 HEAD_WIDTHS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 """names in config.json"""
+SELECTED_KEYS = ("index_topk", "index_topk_blocks", "keep_window_size")
+"""names in config.json of how many keys a layer selects, by scores of its own and a whole mask"""
 WIDEST_HEAD = 256
 """of all flash attention kernels"""
 SMALLEST_FLEX_HEAD = 16
+OWN_MASKS = ("blt",)
+"""model types whose layers attend by masks that they compute themselves"""
+MASKED_WINDOWS = ("phimoe",)
+"""model types whose layers know their sliding window by the mask alone"""
 NO_HOPPER = "flash-attn-3 is for Hopper GPUs"
 IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AttributeError)
 """what a package that was built for another PyTorch, or lacks a library, fails with"""
@@ -139,6 +145,10 @@ def _obstacles_of_model(backend: str, situation: Situation) -> Iterator[str]:
             f"all layers get one set of boundaries, but {model_type} models have an encoder and "
             "a decoder"
         )
+    if any(situation.number(name) for name in SELECTED_KEYS):
+        yield f"{model_type} models select what they attend to from a mask that only eager has"
+    if model_type in OWN_MASKS:
+        yield f"{model_type} models attend by masks of their own, which only eager takes"
     if not _takes(backend, situation.architecture):
         if backend in ("sdpa", "varlen"):
             yield f"{model_type} models compute their attention themselves"
@@ -149,6 +159,10 @@ def _obstacles_of_model(backend: str, situation: Situation) -> Iterator[str]:
         yield f"{backend} drops no attention out, and this model asks for {dropout:g}"
     if backend == "varlen" and situation.number("attn_logit_softcapping"):
         yield f"varlen caps no logits of attention, as {model_type} models do"
+    if backend in (*IN_HALF, "flex") and situation.number("attention_chunk_size"):
+        yield f"{backend} attends to no chunks, as {model_type} models do"
+    if backend in IN_HALF and model_type in MASKED_WINDOWS:
+        yield f"{backend} is not told of the sliding window of {model_type} models"
     if backend == "varlen" and situation.number("sliding_window") and not _varlen_takes_windows():
         yield "varlen has no sliding window before PyTorch 2.11"
     widths = situation.head_widths()

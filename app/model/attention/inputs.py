@@ -28,12 +28,14 @@ def attention_inputs(
     """
     # Not the model's device: between two passes its weights may be in host memory.
     shape, device = _shape(ids), ids.device
+    kind, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
+    if is_packed:
+        _check_packed(model)
     if backend == "sdpa":
         return {
-            "attention_mask": None,
+            "attention_mask": _whole_rows(ids),
             "documents": group_documents(document_lengths, shape, device),
         }
-    kind, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
     if is_packed and len(document_lengths) > 1 and backend in BY_CLASS.get(kind, ()):
         raise ValueError(
             f"attention={backend} of {kind} models would let the documents of a pack see each "
@@ -44,35 +46,56 @@ def attention_inputs(
     if backend == "flex":
         build = partial(block_mask, document_lengths, shape, device)
         return {"attention_mask": _by_layer(model, backend, build)}
-    return _boundaries(document_lengths, shape, device)
+    boundaries = _boundaries(document_lengths, shape, device)
+    mask = _whole_rows(ids) if backend == "varlen" else None
+    return {"attention_mask": mask} | boundaries
+
+
+def _check_packed(model: PreTrainedModel) -> None:
+    """Raise ValueError where no attention keeps the documents of a pack apart in `model`."""
+    # Not by `to_dict`, which copies the whole config, and this is asked for every batch.
+    numbers = {
+        "model_type": model.config.model_type,
+        "alibi": getattr(model.config, "alibi", None),
+    }
+    if reason := why_not_packed(numbers):
+        raise ValueError(reason)
+
+
+def _whole_rows(ids: torch.Tensor) -> torch.Tensor:
+    """Mask [rows, tokens] of ones: all that transformers is to know of a batch.
+
+    Without one it looks for documents in the positions and waits for the device. Documents, and
+    padding, are then told apart by our attention alone.
+    """
+    import torch
+
+    return torch.ones_like(ids)
 
 
 def _dense_masks(
     model: PreTrainedModel, document_lengths: Sequence[Sequence[int]], ids: torch.Tensor
 ) -> Any:
-    numbers = model.config.to_dict()
-    are_whole = all(len(lengths) == 1 for lengths in document_lengths)
-    if are_whole and numbers.get("sliding_window") is None:
-        return None  # the padding at a row's end cannot be seen by causal attention
-    if not are_whole and (reason := why_not_packed(numbers)):
-        raise ValueError(reason)
+    if all(len(lengths) == 1 for lengths in document_lengths):
+        return _whole_rows(ids)  # the padding at a row's end cannot be seen by causal attention
     build = partial(_dense_mask, document_lengths, _shape(ids), ids.device, model.dtype)
     return _by_layer(model, "eager", build)
 
 
 def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -> Any:
     """Masks as the model's layers want them: one, or one a kind of layer where these differ."""
-    numbers = model.config.to_dict()
+    numbers = model.config.get_text_config().to_dict()
     window, layer_types = numbers.get("sliding_window"), numbers.get("layer_types")
     if layer_types is None:
         return build(window=window)
     windows = {"full_attention": None, "sliding_attention": window}
     kinds = set(layer_types)
     if not kinds <= windows.keys():
+        if backend == "eager":
+            return None  # the model builds its own, and finds the documents in the positions
         raise ValueError(
             f"attention={backend} has no mask for "
-            f"{', '.join(sorted(kinds - windows.keys()))} layers: type "
-            f"{'packing=none' if backend == 'eager' else 'attention=sdpa'}"
+            f"{', '.join(sorted(kinds - windows.keys()))} layers: type attention=sdpa"
         )
     masks = {kind: build(window=windows[kind]) for kind in sorted(kinds)}
     return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -118,7 +141,6 @@ def _boundaries(
     ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     boundaries = ends.to(device, non_blocking=True)
     return {
-        "attention_mask": None,
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
         "max_length_q": max(lengths),
@@ -145,7 +167,7 @@ def pair_inputs(
         if backend != "sdpa":
             raise ValueError(
                 f"attention={backend} gives an encoder and what looks at it one mask, which cannot "
-                "keep the documents of a pack apart: type attention=sdpa, or packing=none"
+                "keep the documents of a pack apart: type packing=none"
             )
     device = source_ids.device
     if backend == "sdpa":

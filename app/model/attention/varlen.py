@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.attend import in_one_dtype
+from app.model.attention.masks import MaskRule
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,7 @@ def attend_by_boundaries(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: MaskRule | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -100,7 +101,8 @@ def attend_by_boundaries(
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
     cu_seq_lens_q int32 [documents + 1] counts through all rows. Returns
-    [rows, tokens, heads, head_dim]. ValueError for variants that the kernel does not compute.
+    [rows, tokens, heads, head_dim]. ValueError for variants and masks that the kernel does not
+    compute.
     """
     import torch
 
@@ -118,6 +120,7 @@ def attend_by_boundaries(
     if cu_seq_lens_q is None or max_length_q is None:
         cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
         max_length_q = tokens
+    _check_mask(module, attention_mask, sliding_window, max_length_q)
     own_width = value.shape[-1]
     if own_width != width:  # latent attention has narrower values
         value = torch.nn.functional.pad(value, (0, width - own_width))
@@ -137,3 +140,17 @@ def attend_by_boundaries(
         scaling=scaling,
     )
     return output[..., :own_width].unflatten(0, (rows, tokens)), None
+
+
+def _check_mask(
+    module: torch.nn.Module, mask: MaskRule | torch.Tensor | None, window: int | None, longest: int
+) -> None:
+    """Raise ValueError for a mask that is not the sliding window of which the layer tells."""
+    if mask is None:
+        return
+    if isinstance(mask, MaskRule) and (mask.size == window or mask.size >= longest):
+        return
+    raise ValueError(
+        f"attention=varlen knows sliding windows that a layer names, and {type(module).__name__} "
+        "has a mask of another kind: type attention=sdpa"
+    )

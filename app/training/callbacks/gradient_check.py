@@ -1,0 +1,101 @@
+"""Whether every matrix of an adapter gets a gradient, found in the first optimizer step."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from app.errors import TrainingFault, UserError
+from app.model.adapter import TrainedWeight, adapter_matrices, pattern_without
+
+NUMBER = re.compile(r"\d+")
+
+
+class GradientCheck(L.Callback):
+    """End a run whose first optimizer step leaves an adapter's matrix without a gradient.
+
+    Such a matrix, as in a vision tower that text never passes through, is saved as it started. The
+    experts of a layer are judged together: the tokens of one step need not reach each of them.
+    """
+
+    def __init__(self) -> None:
+        self._weights: list[TrainedWeight] = []
+        self._is_reached: list[Tensor] = []
+        """per weight: whether a gradient other than zero has come, as far as hooks have seen it"""
+        self._hooks: list[Any] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Watch for gradients where a strategy does not leave them with their weights."""
+        self._weights = adapter_matrices(pl_module.model)
+        device = trainer.strategy.root_device
+        self._is_reached = [torch.zeros((), device=device) for _ in self._weights]
+        if pl_module.strategy.keeps_gradients:
+            return
+        for weight, is_reached in zip(self._weights, self._is_reached, strict=True):
+            hook = weight.parameter.register_hook(partial(_look, is_reached))
+            self._hooks.append(hook)
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Judge the first step: UserError with the targets to type, on all ranks alike."""
+        if not self._weights:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        strategy: Any = trainer.strategy
+        if strategy.keeps_gradients:
+            for weight, is_reached in zip(self._weights, self._is_reached, strict=True):
+                if (gradient := strategy.gradient(weight.parameter)) is not None:
+                    _look(is_reached, gradient)
+        counts = strategy.reduce(torch.stack(self._is_reached), reduce_op="sum").tolist()
+        weights, self._weights, self._is_reached = self._weights, [], []
+        check_reached(weights, [count > 0 for count in counts])
+
+
+def _look(is_reached: Tensor, gradient: Tensor) -> None:
+    is_reached += gradient.detach().any().to(is_reached.device)
+
+
+def check_reached(weights: list[TrainedWeight], is_reached: list[bool]) -> None:
+    """Raise UserError that names the matrices in no part of which any gradient came.
+
+    TrainingFault where that is all of them.
+    """
+    places = {_place(w) for w, reached in zip(weights, is_reached, strict=True) if reached}
+    without = [weight for weight in weights if _place(weight) not in places]
+    if not without:
+        return
+    if not places:
+        raise TrainingFault(
+            f"step 1: none of the {_num_modules(weights)} adapted matrices got a gradient: the "
+            "loss of this step does not depend on the adapter; look at the trained tokens (python "
+            "-m app.preview), and at adapter.alpha"
+        )
+    names = list(dict.fromkeys(weight.module for weight in without))
+    kept = {weight.module for weight in weights} - set(names)
+    pattern = pattern_without(sorted(kept), names)
+    fix = (
+        f"adapter.target_modules='{pattern}'" if pattern else "adapter.target_modules without them"
+    )
+    raise UserError(
+        f"step 1: {len(names)} of {_num_modules(weights)} adapted matrices got no gradient, "
+        f"{names[0]} is the first: the training data does not pass through them, and they would be "
+        f"saved untrained; type {fix}"
+    )
+
+
+def _place(weight: TrainedWeight) -> str:
+    """Return a module's name with its layer's number, and without those of experts in the layer."""
+    layer = NUMBER.search(weight.module)
+    end = layer.end() if layer else 0
+    return weight.module[:end] + NUMBER.sub("*", weight.module[end:])
+
+
+def _num_modules(weights: list[TrainedWeight]) -> int:
+    return len({weight.module for weight in weights})

@@ -1,0 +1,140 @@
+"""The start-up probe finds documents that see each other, in every dtype, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen as of_torch
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.integrations import flex_attention
+
+from app.model.attention import attention_implementation, check_isolation, inputs, matmul
+from app.model.attention.documents import group_documents
+from app.model.attention.flex import block_mask
+from tests.model.test_attention_flex import stand_in
+from tests.model.test_attention_varlen import of_2_13
+from tests.tiny import TINY_BASE, tiny_llama
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BACKENDS = ["sdpa", "matmul", "eager", "varlen", "flex"]
+LEAKS = {"all": [[8]], "one token": [[5, 3]], "another token": [[3, 5]]}
+"""the documents that the attention is told of, where there are two of four tokens each"""
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend's name; what needs a GPU runs by a stand-in, `matmul` is part of sdpa."""
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in)
+    monkeypatch.setattr(of_torch, "varlen_attn", of_2_13)
+    if request.param == "sdpa":
+        monkeypatch.setattr(matmul, "is_faster", lambda *_: False)
+    return "sdpa" if request.param == "matmul" else request.param
+
+
+def base(backend: str, dtype: torch.dtype) -> Any:
+    name = attention_implementation(backend)
+    return AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=dtype, attn_implementation=name)
+
+
+def plant(leak: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tell the attention of other documents than those of the batch, whichever computes it."""
+
+    def told(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda _, *rest, **options: function(leak, *rest, **options)
+
+    for name in ("group_documents", "block_mask", "_boundaries", "_dense_mask"):
+        monkeypatch.setattr(inputs, name, told(getattr(inputs, name)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_isolated_documents_pass(backend: str, dtype: torch.dtype) -> None:
+    check_isolation(base(backend, dtype), backend)
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_leak_is_found(
+    backend: str, dtype: torch.dtype, leak: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = base(backend, dtype)
+    plant(LEAKS[leak], monkeypatch)
+    with pytest.raises(ValueError, match=r"see each other .* its own change.* packing=none"):
+        check_isolation(model, backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_leak_in_one_layer_is_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base("sdpa", dtype)
+    last = model.model.layers[-1].self_attn
+    plain = last.forward
+    monkeypatch.setattr(last, "forward", lambda **rest: plain(**rest | {"documents": None}))
+    with pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "sdpa")
+
+
+@pytest.mark.parametrize("offset", [0.0, -20.0, -60.0, 60.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_all_logits_share_is_no_matter(
+    dtype: torch.dtype, offset: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = base("sdpa", dtype)
+    head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, dtype=dtype)
+    head.weight = model.lm_head.weight
+    torch.nn.init.constant_(head.bias, offset)
+    model.lm_head = head
+    check_isolation(model, "sdpa")
+    plant(LEAKS["all"], monkeypatch)
+    with pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "sdpa")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_that_round_otherwise_are_not_taken_for_a_leak(
+    dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = tiny_llama().config.to_dict() | {"num_local_experts": 4}
+    torch.manual_seed(seed)
+    config = MixtralConfig(**shape, attn_implementation=attention_implementation("sdpa"))
+    model = MixtralForCausalLM(config).to(dtype)
+    check_isolation(model, "sdpa")
+    plant(LEAKS["all"], monkeypatch)
+    with pytest.raises(ValueError, match="see each other"):
+        check_isolation(model, "sdpa")
+
+
+def test_autocast_counts_as_the_dtype_it_computes_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base("sdpa", torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check_isolation(model, "sdpa")
+        plant(LEAKS["one token"], monkeypatch)
+        with pytest.raises(ValueError, match="see each other"):
+            check_isolation(model, "sdpa")
+
+
+def test_another_attention_is_advised_only_where_it_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = base("sdpa", torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(inputs, "group_documents", lambda *_: None)
+        with pytest.raises(ValueError, match="type attention=eager, or packing=none"):
+            check_isolation(model, "sdpa")
+    mixed = partial(torch.roll, shifts=4, dims=1)
+    model.model.embed_tokens.register_forward_hook(lambda _, __, out: out + mixed(out))
+    with pytest.raises(ValueError, match=r"\): type packing=none"):
+        check_isolation(model, "sdpa")
+
+
+def test_a_probe_that_sees_nothing_says_so() -> None:
+    model = base("sdpa", torch.float32)
+    torch.nn.init.zeros_(model.model.norm.weight)
+    with pytest.raises(ValueError, match="saw no effect of its own edit"):
+        check_isolation(model, "sdpa")
+
+
+def test_the_stand_ins_are_told_of_documents() -> None:
+    assert group_documents([[4, 4]], (1, 8), torch.device("cpu")) is not None
+    assert block_mask([[4, 4]], (1, 8), torch.device("cpu"), window=None) is not None

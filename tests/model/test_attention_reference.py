@@ -1,0 +1,151 @@
+"""The start-up probe finds masks that a backend does not keep, in every dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartForCausalLM,
+    BlenderbotForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+
+from app.model.attention import (
+    attention_implementation,
+    attention_inputs,
+    backends,
+    check_isolation,
+    check_reference,
+    inputs,
+    masks,
+)
+from app.model.attention.choice import Situation, why_not_here
+from app.model.attention.masks import MaskRule
+from tests.parity.test_attention_families import build
+from tests.tiny import TINY_BASE, tiny_bart
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WINDOWED = ["llama4_text", "phimoe", "mistral", "gemma3_text", "gemma3"]
+NUMBERED = r"number the tokens of a row themselves, .* packing=none"
+WRONG = r"logits than when it is alone, by their own attention"
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Put another function where transformers is given the rules of masks."""
+    return lambda function: monkeypatch.setattr(backends, "build_mask_rule", function)
+
+
+def no_rule(**_: Any) -> None:
+    return None
+
+
+def shifted(**options: Any) -> MaskRule | None:
+    """A window or chunk that begins a token later."""
+    rule = masks.build_mask_rule(**options)
+    if rule is None:
+        return None
+    return MaskRule(lambda row, head, q, k: rule.function(row, head, q + 1, k), rule.size)
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windows_that_are_kept_pass(family: str, dtype: torch.dtype, is_packed: bool) -> None:
+    model = build(family, "sdpa", long=True).to(dtype)
+    check_reference(model, "sdpa", is_packed=is_packed)
+    model.set_attn_implementation("eager")
+    check_reference(model, "eager", is_packed=is_packed)
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama4_text", "phimoe"])
+@pytest.mark.parametrize("lost", [no_rule, shifted])
+def test_a_window_that_is_lost_is_found(
+    lost: Callable[..., Any],
+    family: str,
+    dtype: torch.dtype,
+    is_packed: bool,
+    plant: Callable[[Callable[..., Any]], None],
+) -> None:
+    plant(lost)
+    model = build(family, "sdpa", long=True).to(dtype)
+    with pytest.raises(ValueError, match=f"{WRONG} .* type attention=eager"):
+        check_reference(model, "sdpa", is_packed=is_packed)
+
+
+def test_windows_and_chunks_are_as_long_as_before() -> None:
+    model = build("llama4_text", "sdpa", long=True)
+    check_reference(model, "sdpa", is_packed=True)
+    assert model.config.attention_chunk_size == 8192
+    assert model.config._attn_implementation == attention_implementation("sdpa")
+    windowed = build("gemma3", "sdpa", long=True)
+    check_reference(windowed, "sdpa", is_packed=True)
+    layers = windowed.model.language_model.layers
+    assert [layer.self_attn.sliding_window for layer in layers] == [4096, None]
+    assert windowed.config.text_config.sliding_window == 4096
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_shipped_base_passes(dtype: torch.dtype) -> None:
+    for backend in ("sdpa", "eager"):
+        name = attention_implementation(backend)
+        model = AutoModelForCausalLM.from_pretrained(
+            TINY_BASE, dtype=dtype, attn_implementation=name
+        )
+        check_reference(model, backend, is_packed=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            check_reference(model, backend, is_packed=True)
+
+
+@pytest.mark.parametrize("family", ["doge", "deepseek_v32"])
+def test_models_that_read_masks_are_sent_to_eager(family: str) -> None:
+    model = build(family)
+    reason = why_not_here("sdpa", Situation(model.config, "cpu", "fp32"))
+    assert reason is not None and "select what they attend to" in reason
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    with pytest.raises(ValueError, match=r"attention=sdpa.* masks? .* type attention=eager"):
+        check_reference(model, "sdpa", is_packed=True)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_class", [BartForCausalLM, BlenderbotForCausalLM])
+def test_a_decoder_that_counts_positions_is_packed_by_no_backend(
+    model_class: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = tiny_bart().config.to_dict() | {"is_encoder_decoder": False, "is_decoder": True}
+    kind = {BartForCausalLM: "bart", BlenderbotForCausalLM: "blenderbot"}[model_class]
+    numbers.pop("model_type")
+    config = AutoConfig.for_model(kind, **numbers)
+    config._attn_implementation = attention_implementation(backend)
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    ids = torch.arange(3, 12).unsqueeze(0)
+    with pytest.raises(ValueError, match=NUMBERED):
+        attention_inputs(model, backend, [[4, 5]], ids)
+    with pytest.raises(ValueError, match=NUMBERED):
+        check_isolation(model, backend)
+    check_reference(model, backend, is_packed=False)
+    # Found as well where the model's type is not known to do so.
+    monkeypatch.setattr(inputs, "why_not_packed", lambda numbers: None)
+    with pytest.raises(ValueError, match=f"of a pack other {WRONG} .* type packing=none"):
+        check_reference(model, backend, is_packed=True)
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+def test_advice_is_of_what_was_tried(is_packed: bool) -> None:
+    """RoBERTa's positions begin behind that of its pad token, whatever attends."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = RobertaConfig(**shape, vocab_size=64, initializer_range=0.2, is_decoder=True)
+    config._attn_implementation = attention_implementation("sdpa")
+    torch.manual_seed(0)
+    model = RobertaForCausalLM(config).eval()
+    with pytest.raises(ValueError, match=f"{WRONG} .* type model.path=ANOTHER_BASE"):
+        check_reference(model, "sdpa", is_packed=is_packed)

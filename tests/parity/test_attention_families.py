@@ -1,0 +1,279 @@
+"""Packed and padded, every family has the loss and the gradients of one document at a time.
+
+Tiny models of families whose layers differ in what they see; windows and chunks are shorter than
+the documents. The reference is plain transformers with the family's own eager attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import varlen
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import flex_attention
+
+from app.model.attention import (
+    AttentionConfig,
+    attention_implementation,
+    attention_inputs,
+    check_isolation,
+    check_reference,
+    choose_backend,
+)
+from app.model.attention.choice import Situation, why_not_here
+from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+from tests.model.test_attention_flex import stand_in
+from tests.model.test_attention_varlen import of_2_13
+from tests.parity.plain import LISTS
+from tests.tiny import TINY_BASE
+
+PACKED, PADDED = [[13, 7, 17], [21, 9]], [[33], [21]]
+TOKENS, WINDOW, CHUNK = 40, 4, 5
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# With few heads many of an indexer's scores are 0, and any of such keys may be selected.
+INDEXED = LATENT | {"index_topk": 4, "index_n_heads": 16, "index_head_dim": 16}
+GEMMA_3N = KINDS | {
+    "vocab_size_per_layer_input": 64,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+    "num_kv_shared_layers": 0,
+    "intermediate_size": 48,
+    "activation_sparsity_pattern": [0.5, 0.0],
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": KINDS,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": INDEXED,
+    "doge": {"keep_window_size": 5},
+    "exaone4": KINDS,
+    "gemma2": KINDS,
+    "gemma3_text": KINDS,
+    "gemma3n_text": GEMMA_3N,
+    "glm": {},
+    "glm_moe_dsa": INDEXED,
+    "gpt_oss": KINDS | EXPERTS,
+    "llama": {},
+    "llama4_text": EXPERTS
+    | {"attention_chunk_size": CHUNK, "intermediate_size_mlp": 48}
+    | {"layer_types": ["chunked_attention", "full_attention"]},
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": EXPERTS | {"sliding_window": WINDOW},
+    "olmo3": KINDS,
+    "phi3": {"sliding_window": WINDOW},
+    "phimoe": EXPERTS
+    | {"sliding_window": WINDOW, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "smollm3": {"use_sliding_window": True} | KINDS,
+    "starcoder2": {"sliding_window": WINDOW},
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+COMPOSITES = {"gemma3": "gemma3_text"}
+"""models of images and text whose windows stand in the config of their text"""
+SLOW = ("deepseek_v3", "exaone4", "glm", "olmo3", "phi3", "qwen3", "smollm3", "starcoder2")
+"""families that differ from another one in nothing that attention knows"""
+
+Found = tuple[float, dict[str, torch.Tensor]]
+
+
+def numbers(family: str) -> dict[str, Any]:
+    """What config.json of a tiny model says."""
+    if family in COMPOSITES:
+        text = COMPOSITES[family]
+        return {
+            "text_config": {"model_type": text} | numbers(text),
+            "vision_config": VISION,
+            "mm_tokens_per_image": 4,
+        }
+    return SHAPE | FAMILIES[family]
+
+
+def build(family: str, backend: str = "eager", *, long: bool = False) -> Any:
+    """Build a model to train; `long`: its windows and chunks are as long as those of large ones."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **numbers(family))
+    if long:
+        text = config.get_text_config()
+        reach = {"sliding_window": 4096, "attention_chunk_size": 8192}
+        for name in reach.keys() & text.to_dict().keys():
+            setattr(text, name, reach[name])
+    name = attention_implementation(backend)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=name).float()
+    for parameter in model.parameters():
+        if not parameter.any():  # as it would be after some training: Doge selects by it
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.train()
+
+
+def spans(lengths: list[list[int]]) -> list[tuple[int, int, int]]:
+    """Row, first column and the one behind the last of each document."""
+    found = []
+    for row, documents in enumerate(lengths):
+        start = 0
+        for length in documents:
+            found.append((row, start, start + length))
+            start += length
+    return found
+
+
+def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Loss of one document; logits [tokens, vocabulary], ids [tokens]."""
+    return torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:], reduction="sum")
+
+
+def finish(model: Any, total: torch.Tensor) -> Found:
+    model.zero_grad()
+    total.backward()
+    named = model.named_parameters()
+    return total.item(), {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def alone(model: Any, ids: torch.Tensor, lengths: list[list[int]]) -> Found:
+    total = torch.zeros(())
+    for row, start, end in spans(lengths):
+        document = ids[row : row + 1, start:end]
+        total = total + loss(model(input_ids=document, use_cache=False).logits[0], document[0])
+    return finish(model, total)
+
+
+def together(model: Any, backend: str, ids: torch.Tensor, lengths: list[list[int]]) -> Found:
+    positions = torch.zeros_like(ids)
+    for row, start, end in spans(lengths):
+        positions[row, start:end] = torch.arange(end - start)
+    inputs = attention_inputs(model, backend, lengths, ids)
+    logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
+    parts = [
+        loss(logits[row, start:end], ids[row, start:end]) for row, start, end in spans(lengths)
+    ]
+    return finish(model, torch.stack(parts).sum())
+
+
+def assert_equal(ours: Found, plain: Found) -> None:
+    assert ours[0] == pytest.approx(plain[0], rel=1e-5)
+    assert ours[1].keys() == plain[1].keys() and plain[1]
+    largest = max(gradient.norm().item() for gradient in plain[1].values())
+    for name, gradient in plain[1].items():
+        difference = (ours[1][name] - gradient).norm().item()
+        assert difference <= 1e-3 * gradient.norm().item() + 1e-6 * largest, name
+
+
+def check(family: str, backend: str, lengths: list[list[int]]) -> None:
+    model = build(family)
+    # No token twice: of keys with the same score, any may be selected.
+    ids = torch.stack([3 + torch.randperm(61)[:TOKENS] for _ in lengths])
+    plain = alone(model, ids, lengths)
+    model.set_attn_implementation(attention_implementation(backend))
+    if lengths is PACKED:
+        check_isolation(model, backend)
+    check_reference(model, backend, is_packed=lengths is PACKED)
+    assert_equal(together(model, backend, ids, lengths), plain)
+
+
+CASES = [
+    pytest.param(family, marks=[pytest.mark.slow] if family in SLOW else [])
+    for family in (*FAMILIES, *COMPOSITES)
+]
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", CASES)
+def test_what_auto_takes_is_the_models_own_attention(family: str, lengths: list[list[int]]) -> None:
+    taken = choose_backend(AttentionConfig(), build(family).config, "cpu", "fp32")
+    check(family, taken.backend, lengths)
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", CASES)
+def test_eager_is_the_models_own_attention(family: str, lengths: list[list[int]]) -> None:
+    check(family, "eager", lengths)
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("backend", ["varlen", "flex"])
+def test_what_is_offered_on_a_gpu_is_the_models_own_attention(
+    backend: str, family: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By stand-ins, where the run would not be refused before."""
+    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in)
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_13)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    model = build(family)
+    reason = why_not_here(backend, Situation(model.config, "gpu", "bf16"))
+    is_runnable = reason is None or "16 wide" in reason  # these heads are no wider
+    if not is_runnable or family == "gpt_oss":  # whose sinks flex has on a GPU alone
+        return
+    check(family, backend, lengths)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_padding_behind_a_pack_leaves_gemma_3n_its_gradients(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3n takes the root of a token's mean square, and its pad token is all zeros."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
+    monkeypatch.setitem(SHAPE, "vocab_size", len(tokenizer))
+    monkeypatch.setitem(GEMMA_3N, "vocab_size_per_layer_input", len(tokenizer))
+    monkeypatch.setitem(FAMILIES, "gemma3n_text", GEMMA_3N)
+    model = build("gemma3n_text", backend)
+    assert not model.get_input_embeddings().weight[tokenizer.pad_token_id].any()
+    datamodule = FinetuneDataModule(
+        DataConfig(datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=256),
+        PackingConfig(),
+        tokenizer,
+        context_len=None,
+        micro_batch_size=1,
+        accumulation_steps=1,
+        num_epochs=1,
+        max_steps=1,
+        seed=0,
+        pad_packs=True,
+    )
+    datamodule.setup("fit")
+    batch = next(iter(datamodule.train_dataloader()))
+    assert sum(batch.document_lengths[0]) < batch.input_ids.shape[1]
+    ids = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "use_cache": False}
+    inputs = attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
+    logits = model(**ids, **inputs).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
