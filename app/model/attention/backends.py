@@ -52,6 +52,7 @@ COUNTS_POSITIONS = (
     "pegasus_x",
     "plbart",
     "prophetnet",
+    "trocr",
 )
 """model types that number the tokens of a row themselves, from its first one on"""
 ALIBI = ("bloom", "mpt")
