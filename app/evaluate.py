@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, load_run_config, run_verb, save_config
-from app.output import decide_run_dir
+from app.output import decide_run_dir, write_whole
 from app.quiet import is_offline, quiet_libraries
 from app.streams import keep_streams
 
@@ -106,7 +106,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         model = load_tuned(config.model, tuned, *how)
         metrics |= named("tuned", measure(in_its_dtypes(model)))
     save_config(config, folder / "config.yaml")
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    write_whole(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     say_comparison(metrics, names)
     print(f"run: {folder}")
     return metrics
