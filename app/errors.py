@@ -135,6 +135,8 @@ def _speaks_first(error: BaseException, message: str) -> bool:
 
 def is_reason(file: Path) -> bool:
     """Say whether a file of this name was written here, by how it begins."""
+    if file.is_symlink() or not file.is_file():
+        return False
     with file.open("rb") as stream:
         return stream.read(len(REASON_BEGINS)) == REASON_BEGINS
 

@@ -15,6 +15,7 @@ from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.output import decide_run_dir, write_whole
 from app.quiet import is_offline, quiet_libraries
 from app.streams import keep_streams
+from data_modules import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,7 +109,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     save_config(config, folder / "config.yaml")
     write_whole(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     say_comparison(metrics, names)
-    print(f"run: {folder}")
+    print(f"run: {printable(str(folder))}")
     return metrics
 
 

@@ -71,9 +71,10 @@ def _check_folder(typed: str, *, goes_on: bool) -> list[str]:
             return []
         if not folder.is_dir():
             return [f"output.dir={typed}: this is a file; type a folder's name"]
-        if odd := check_entries(folder):
-            return odd
         names = sorted(entry.name for entry in folder.iterdir())
+        others = [] if CONFIG_FILE in names else _not_of_a_start(folder, names)
+        if not others and (odd := check_entries(folder)):
+            return odd
         if not is_first_rank() or (goes_on and CONFIG_FILE in names):
             return []
         if CONFIG_FILE in names and not _ended_at_its_start(folder, names):
@@ -82,7 +83,6 @@ def _check_folder(typed: str, *, goes_on: bool) -> list[str]:
                 "folder, or leave output.dir out to get a new one; resume=auto goes on with a "
                 "training run"
             ]
-        others = [] if CONFIG_FILE in names else _not_of_a_start(folder, names)
     if not others:
         return []
     more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""

@@ -19,7 +19,7 @@ from app.quiet import is_offline, quiet_libraries
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.streams import keep_streams
 from app.training.trainer import TrainerConfig
-from data_modules import DataConfig, redact
+from data_modules import DataConfig, printable, redact
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -97,8 +97,9 @@ def preview(config: PreviewConfig) -> Path:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     say_preview(shown, Console(highlight=False), config.preview.tokens)
-    print(f"\n{folder / 'preview.html'}: the same and more, for a browser")
-    print(f"run: {folder}")
+    where = printable(str(folder))
+    print(f"\n{where}/preview.html: the same and more, for a browser")
+    print(f"run: {where}")
     # Last, so that what it complains of can be looked at.
     datamodule.audit.check()
     return folder

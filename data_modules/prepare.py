@@ -24,7 +24,7 @@ from data_modules.rows import BadRows, chunks_of, find_format
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.store import StoreWriter, TokenStore
 from data_modules.template import ChatTemplate
-from data_modules.types import DataError
+from data_modules.types import DataError, printable
 
 if TYPE_CHECKING:
     import transformers
@@ -216,7 +216,7 @@ class _Progress:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-        self._name = dataset.name or source.name_of(dataset.path)
+        self._name = printable(dataset.name or source.name_of(dataset.path))
         self._rows = 0
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
         console = Console(stderr=True)

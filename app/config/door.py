@@ -44,6 +44,7 @@ from app.output import UNSET, check_output, expand_home
 from app.preflight import check_compatibility, check_files, num_ranks
 from app.resume import NEVER, check_resume
 from app.supervise.run import check_supervise
+from data_modules import printable, redact
 
 DEFAULT_EXPERIMENT = "quickstart"
 
@@ -287,7 +288,7 @@ def _dispatch(
 def say(note: str) -> None:
     """Print a note on stderr, once for all ranks and for the process that starts them."""
     if is_first_rank() and not is_child():
-        print(note, file=sys.stderr)
+        print(printable(redact(note)), file=sys.stderr)
 
 
 def check_before_start(config: Any) -> None:
@@ -337,6 +338,6 @@ def _print_composed(verb: str, words: list[str]) -> None:
 
     composed = compose(verb, words)
     try:
-        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+        print(printable(redact(OmegaConf.to_yaml(composed, resolve=True)), keep="\n"), end="")
     except OmegaConfBaseException as error:
         raise UserError(first_line(error)) from error

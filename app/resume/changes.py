@@ -14,6 +14,7 @@ from typing import Any
 from app.errors import nearest
 from app.preflight.fingerprint import EARLIER_FORM, same_form
 from app.strategy.settings import DdpConfig, ZeroConfig
+from data_modules import redacted
 
 HARMLESS = "harmless"
 """nothing that is learned depends on it"""
@@ -183,6 +184,7 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
 
     Only what both know is compared: the base early, the rows once they have been read.
     """
+    now = redacted(now)  # as a manifest has them
     both = before.keys() & now.keys()
     changes = []
     if "base" in both:

@@ -17,6 +17,7 @@ from app.preflight import num_ranks
 from app.resume import NEVER, Start, checkpoints_of, find_newest_good, typed_step
 from app.supervise.settings import SuperviseConfig
 from app.supervise.supervisor import CODES_OF_SIGNALS, Supervisor, say
+from data_modules import printable
 
 BY_HAND = "NODE_RANK"
 """tells a process started on each of several machines, which starts the ranks there"""
@@ -102,7 +103,7 @@ def how_to_go_on() -> str:
         return "nothing is saved yet"
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
     by = "python" if read_launch().told_by in (None, BY_HAND, "LOCAL_RANK") else "torchrun ..."
-    return f"to go on: {by} -m app.train resume={shlex.quote(str(shown))}"
+    return f"to go on: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
 
 
 def requeue(config: SuperviseConfig) -> None:
