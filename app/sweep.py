@@ -191,8 +191,10 @@ def run_trials(overrides: Sequence[Override], folder: Path) -> tuple[list[Trial]
     from hydra.core.hydra_config import HydraConfig
 
     trials: list[Trial] = []
+    settings = folder / "multirun.yaml"
 
     def run_next(_: Any) -> float:
+        settings.unlink(missing_ok=True)  # Hydra's, with all that was typed; sweep.json says more
         job = HydraConfig.get()
         words = [word.removeprefix(PREFIX) for word in job.overrides.task]
         trials.append(run_trial(int(job.job.num), words, folder))
@@ -219,7 +221,7 @@ def run_trials(overrides: Sequence[Override], folder: Path) -> tuple[list[Trial]
         print(f"interrupted after {len(trials)} trials", file=sys.stderr)
     finally:
         sys.argv = typed
-        (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; sweep.json says more
+        settings.unlink(missing_ok=True)
     return trials, interrupted
 
 

@@ -19,16 +19,17 @@ _SECRET_NAMES = (
     r"|sig|sas|hmac|key|code|policy"
 )
 _VALUE = r"[^\s&#'\"<>]*[^\s&#'\"<>)}\],.;:]"
-_USER_INFO = re.compile(r"(?<=://)(?:[^/\s?#]*|[^/\s:@]*:(?!\d+/)[^\s@?#]*)@")
+# Lengths are bounded where a text of the right letters would else take the square of its length.
+_USER_INFO = re.compile(r"(?<=://)(?:[^/\s?#]*|[^/\s:@]{0,200}:(?!\d+/)[^\s@?#]{0,200})@")
 _PARAMETER = re.compile(rf"([?&;#](?:{_SECRET_NAMES})=){_VALUE}", re.IGNORECASE)
 _LONG_PARAMETER = re.compile(r"([?&;#][\w.~%-]+=)(?=[^\s&#'\"<>]{20})" + _VALUE)
 """a name that is not known to be of a secret, and a value as long as one"""
-_URL = re.compile(r"[A-Za-z][\w+.-]*://\S+")
+_URL = re.compile(r"(?<![\w+.-])[A-Za-z][\w+.-]*://\S+")
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[a-z]-[A-Za-z0-9-]{8,}|xapp-[A-Za-z0-9-]{8,}|hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}"
     r"|npm_[A-Za-z0-9]{30,}|AIza[\w-]{30,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
-    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
+    r"|eyJ[\w-]{8,400}\.[\w-]{8,4000}\.[\w-]*)"
 )
 _AUTHORIZATION = re.compile(
     r"(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?|\bbearer\s+(?=\S*\d))"

@@ -54,11 +54,12 @@ def take_settings(run: Path, typed: AbstractSet[str], parts: Iterable[str]) -> d
     config = _read_config(run)
     of_run = dataclasses.asdict(config)
     settings = {name: of_run[name] for name in parts if name in of_run and name not in typed}
-    problems = _check_trust(run, config, settings.keys() - typed, typed)
+    problems = _check_trust(run, config, settings.keys(), typed)
     problems += _check_secrets(run, config, settings, typed)
     if problems:
         raise UserError(problems)
-    return {name: dataclasses.asdict(_without_trust(config))[name] for name in settings}
+    trusted_by_none = dataclasses.asdict(_without_trust(config))
+    return {name: trusted_by_none[name] for name in settings}
 
 
 def _without_trust(config: TrainConfig) -> TrainConfig:

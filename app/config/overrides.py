@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from data_modules import holds_token
+from data_modules import REDACTED, holds_token
 
 WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
@@ -52,6 +52,11 @@ def read_words(
         key, value = SPELLED.get(match["key"], match["key"]), match["value"]
         if (refusal := refuse(key, value)) is not None:
             problems.append(refusal)
+        elif REDACTED in value:
+            problems.append(
+                f"{key}: {REDACTED} stands where a secret was left out; type the secret in its "
+                f"place (or remove {REDACTED})"
+            )
         elif match["prefix"] == "~":
             problems.append(
                 f"{word}: settings cannot be removed; type {key}=null or another option"

@@ -105,7 +105,8 @@ def test_it_takes_no_time_over_long_texts() -> None:
 
     texts = ["://" * 50_000, "a" * 300_000, "?a=" * 50_000, "://a:" * 30_000, "eyJ" * 60_000]
     texts += ["bearer " * 30_000, "https://" + "a=&" * 50_000, "authorization: " * 20_000]
-    began = time.perf_counter()
+    texts += ["a" * 300_000 + "=", "eyJ-" * 75_000, "?key=)" * 50_000, "?" + "a" * 300_000 + "="]
+    began = time.process_time()
     for text in texts:
         redact(text)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
