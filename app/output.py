@@ -252,7 +252,8 @@ def find_run(run: str | None, name: str | None = None) -> Path:
         folder = expand_home("run", run)
         if not folder.is_dir():
             raise UserError(f"run={run}: no such folder{_known_runs(name)}")
-        refuse_odd_entries(folder)
+        if (folder / CONFIG_FILE).exists():
+            refuse_odd_entries(folder)
         if not (folder / METRICS_FILE).exists() or not is_training(folder / CONFIG_FILE):
             raise UserError(
                 f"run={run}: not the folder of a finished training run (metrics.json and its "

@@ -99,7 +99,8 @@ def _typed_run(resume: str, folder: str | None) -> Path:
         run = run.parent
     if run.name == CHECKPOINTS:
         run = run.parent
-    refuse_odd_entries(run)
+    if (run / CONFIG_FILE).exists():
+        refuse_odd_entries(run)
     if not is_training(run / CONFIG_FILE):
         raise UserError(
             f"resume={resume}: no training run is there ({run / CONFIG_FILE} is not that of one); "
@@ -120,9 +121,9 @@ def _as_typed(run: Path) -> Path:
 
 
 def _run_in(folder: Path) -> Path | None:
-    refuse_odd_entries(folder)
     if not (folder / CONFIG_FILE).exists():
         return None
+    refuse_odd_entries(folder)
     if not is_training(folder / CONFIG_FILE):
         raise UserError(f"output.dir={folder} holds an evaluation; type another folder")
     return folder
