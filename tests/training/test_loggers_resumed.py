@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import errno
-import logging
 import functools
+import logging
 import os
 from pathlib import Path
 
