@@ -12,14 +12,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from app.heartbeat import LOST, PORT_TAKEN, tell
-from app.launch import RUN_DIR_VARIABLE, is_first_rank
-from data_modules import DataError
+from app.launch import is_first_rank, run_dir
+from data_modules import DataError, printable, redact
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PROBLEMS = 20
 TRACEBACK_VARIABLE = "LOFT_TRACEBACK"
 REASON_FILE = "error.txt"
 """in a run's folder: why the run stopped"""
+REASON_BEGINS = b"error"
 LOST_CONNECTION = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe", re.I)
 """how torch words that another rank has left"""
 TAKEN_PORT = re.compile(r"EADDRINUSE|address already in use", re.I)
@@ -40,7 +41,8 @@ class UserError(ValueError):
     """Input that a person can mend: one or several problems, each with where and the fix."""
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        listed = [problems] if isinstance(problems, str) else problems
+        self.problems = [printable(redact(problem)) for problem in listed]
         super().__init__("\n".join(self.problems))
 
 
@@ -110,7 +112,7 @@ def _speaks_first(error: BaseException, message: str) -> bool:
     Not rank 0 by rule: what fails on one rank alone is told there, and the others are then ended.
     That the connection to such a rank was lost is only its echo.
     """
-    folder = os.environ.get(RUN_DIR_VARIABLE)
+    folder = run_dir()
     if TAKEN_PORT.search(str(error)) and tell(PORT_TAKEN):
         return False  # who started the ranks tries another
     is_lost = not isinstance(error, TrainingFault) and LOST_CONNECTION.search(str(error))
@@ -121,7 +123,7 @@ def _speaks_first(error: BaseException, message: str) -> bool:
     if not is_first_rank() and LOST_CONNECTION.search(str(error)):
         return False
     try:
-        reason = Path(folder) / REASON_FILE
+        reason = folder / REASON_FILE
         with reason.open("x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{message}\n")
     except FileExistsError:
@@ -131,10 +133,19 @@ def _speaks_first(error: BaseException, message: str) -> bool:
     return True
 
 
+def is_reason(file: Path) -> bool:
+    """Say whether a file of this name was written here, by how it begins."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(REASON_BEGINS)) == REASON_BEGINS
+
+
 def _message(error: BaseException, code: int) -> str:
     problems = getattr(error, "problems", None) or [str(error) or type(error).__name__]
     if code == USER_ERROR:
-        return format_problems(problems)
+        return format_problems([printable(redact(problem)) for problem in problems])
+    said = printable(redact(problems[0]), keep="\n")
     kind = {ENVIRONMENT_ERROR: "the environment", TRAINING_FAULT: "training stopped"}[code]
     where = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
     hint = f"{TRACEBACK_VARIABLE}=1 before the command shows where it happened"
@@ -143,7 +154,7 @@ def _message(error: BaseException, code: int) -> str:
             "a loader's worker is often killed for lack of memory, or of room in /dev/shm; type a "
             "smaller data.num_workers (0 makes batches in the training process)"
         )
-    return f"error ({kind}): {where}{problems[0]}\n  {hint}"
+    return f"error ({kind}): {where}{said}\n  {hint}"
 
 
 def format_problems(problems: list[str]) -> str:

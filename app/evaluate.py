@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.errors import UserError
-from app.output import decide_run_dir
+from app.output import decide_run_dir, write_whole
 from app.quiet import is_offline, quiet_libraries
 from app.streams import keep_streams
+from data_modules import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,10 +114,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         model = load_tuned(config.model, tuned, *how)
         metrics |= measure("tuned", in_its_dtypes(model))
     save_config(config, folder / "config.yaml")
-    (folder / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     predictions.write(folder)
+    write_whole(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     say_comparison(metrics, names)
-    print(f"run: {folder}")
+    print(f"run: {printable(str(folder))}")
     return metrics
 
 

@@ -97,7 +97,8 @@ class _Armed:
     def strike(self, fault: Fault) -> None:
         """Note that `fault` strikes now: the process may not live to do so after."""
         self.faults.remove(fault)
-        descriptor = os.open(self.notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        descriptor = os.open(self.notes, flags, 0o666)
         try:
             os.write(descriptor, f"{fault.text}\n".encode())
             os.fsync(descriptor)

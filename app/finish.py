@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import TrainConfig
 from app.lockstep import first_alone
 from app.output import METRICS_FILE, write_whole
+from data_modules import printable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -166,11 +167,13 @@ def compare(
 
 def say_where(folder: Path, saved: Path) -> None:
     """Print where everything is, and what a person may want to type next."""
-    print(f"\n{saved}: reopened after saving and compared with the model in memory")
-    print(f"{folder}/: metrics.csv, metrics.json, config.yaml, manifest.json")
+    shown = printable(str(folder))
+    print(f"\n{shown}/{saved.name}: reopened after saving and compared with the model in memory")
+    print(f"{shown}/: metrics.csv, metrics.json, config.yaml, manifest.json")
     # Commands that work as they stand, also after `make train` where no environment is active.
     python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
     print("next:")
-    print(f"  {python} -m app.evaluate run={shlex.quote(str(folder))}")
-    print(f"  {python} -m tensorboard.main --logdir {shlex.quote(str(folder.parent))}")
-    print(f"run: {folder}")
+    print(f"  {python} -m app.evaluate run={shlex.quote(shown)}")
+    logs = shlex.quote(printable(str(folder.parent)))
+    print(f"  {python} -m tensorboard.main --logdir {logs}")
+    print(f"run: {shown}")

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from app.folder import open_no_follow
+
 PIPE_VARIABLE = "LOFT_HEARTBEAT"
 """hands a rank its end of the pipe"""
 PARENT_VARIABLE = "LOFT_PARENT"
@@ -31,10 +33,13 @@ _num_beats = 0
 _step: int | None = None
 _waits_for_thread = False
 _stacks: IO[str] | None = None
+_has_launcher = False
 
 
 def live_with_parent() -> None:
     """Be killed when the process that started this one is, however that ends."""
+    global _has_launcher
+    _has_launcher = has_launcher()
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None or sys.platform != "linux":
         return
@@ -43,9 +48,17 @@ def live_with_parent() -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def has_launcher() -> bool:
+    """Say whether a process of this program has started this one.
+
+    It has named itself; what a shell or a grandparent left in the environment names another.
+    """
+    return _has_launcher or os.environ.get(PARENT_VARIABLE) == str(os.getppid())
+
+
 def is_watched() -> bool:
     """Say whether a process watches over this one."""
-    return PIPE_VARIABLE in os.environ
+    return PIPE_VARIABLE in os.environ and has_launcher()
 
 
 def begin_to_beat(folder: Path, rank: int) -> None:
@@ -53,7 +66,7 @@ def begin_to_beat(folder: Path, rank: int) -> None:
     global _stacks
     if _stacks is not None:
         return
-    file = _stacks = (folder / STACKS_FILE.format(rank)).open("a", encoding="utf-8")
+    file = _stacks = open_no_follow(folder / STACKS_FILE.format(rank), "a", encoding="utf-8")
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 

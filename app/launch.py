@@ -9,8 +9,9 @@ import functools
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
-from app.heartbeat import PARENT_VARIABLE, PIPE_VARIABLE
+from app.heartbeat import PARENT_VARIABLE, PIPE_VARIABLE, has_launcher
 
 RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
 """hands the run's folder to the ranks that are started by the same command line"""
@@ -145,9 +146,30 @@ def is_first_rank() -> bool:
     return read_launch().is_first
 
 
+_decided: str | None = None
+"""the folder that this process has decided on, as it stands in the environment"""
+
+
+def run_dir() -> Path | None:
+    """Return the run's folder that this process or its launcher has decided on; None before.
+
+    Only theirs: a shell, or the process of another run, may have left one in the environment.
+    """
+    folder = os.environ.get(RUN_DIR_VARIABLE)
+    if not folder or not (folder == _decided or has_launcher()):
+        return None
+    return Path(folder)
+
+
+def hand_down(folder: Path) -> None:
+    """Let this process, and the ranks that it starts, know the run's folder."""
+    global _decided
+    _decided = os.environ[RUN_DIR_VARIABLE] = str(folder)
+
+
 def is_child() -> bool:
     """Say whether the run's own launcher started this process, after it had checked everything."""
-    return RUN_DIR_VARIABLE in os.environ
+    return bool(os.environ.get(RUN_DIR_VARIABLE)) and has_launcher()
 
 
 def is_one_of_several() -> bool:

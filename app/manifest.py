@@ -13,6 +13,7 @@ from typing import Any
 
 from app.errors import UserError
 from app.output import write_whole
+from data_modules import redacted
 
 LIBRARIES = (
     "torch",
@@ -39,7 +40,7 @@ def save_manifest(folder: Path, **facts: Any) -> None:
         "machine": platform.machine(),
         "git": git_state(),
     } | facts
-    write_whole(folder / MANIFEST_FILE, json.dumps(manifest, indent=2) + "\n")
+    write_whole(folder / MANIFEST_FILE, json.dumps(redacted(manifest), indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.errors import REASON_FILE, UserError
-from app.launch import RUN_DIR_VARIABLE, is_first_rank, is_one_of_several
+from app.errors import REASON_FILE, UserError, is_reason
+from app.folder import odd_entries
+from app.launch import hand_down, is_child, is_first_rank, is_one_of_several, run_dir
 
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
 """in a run's folder: its settings from its start on, its figures when it has finished"""
+PROBE = ".writable-"
+"""begins the name of a file that is made and removed at once, to see whether that is allowed"""
+LEFT_BY_REFUSED = re.compile(
+    rf"run\.lock|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
+    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints"
+)
+"""what a process leaves in its folder that was refused before it trained"""
+WRITTEN_AT_START = re.compile(
+    rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
+    r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv"
+)
+"""what a training has written before its first step"""
+MAX_NAMED = 5
+"""entries of a folder that a message names"""
+UNSET = "is it a variable that is not set? type a folder, or leave it out"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,7 +47,7 @@ class OutputConfig:
 
 
 def check_output(config: OutputConfig, *, goes_on: bool = False) -> list[str]:
-    """List what forbids writing a run here: a bad name, a folder that holds another run.
+    """List what forbids writing a run here: a bad name, a folder that holds anything else.
 
     `goes_on`: a run in that folder may be resumed.
     """
@@ -40,25 +57,106 @@ def check_output(config: OutputConfig, *, goes_on: bool = False) -> list[str]:
             f"output.name={config.name!r}: at most 80 letters, digits, dots, dashes and "
             "underscores, starting with a letter or digit"
         )
-    if config.dir is not None and RUN_DIR_VARIABLE not in os.environ:
-        folder = Path(config.dir)
-        with into_folder(folder):
-            is_there, holds_run = folder.exists(), (folder / CONFIG_FILE).exists()
-        if is_there and not folder.is_dir():
-            problems.append(f"output.dir={config.dir}: this is a file; type a folder's name")
-        elif holds_run and is_first_rank() and not goes_on:
-            problems.append(
-                f"output.dir={config.dir} holds another run ({CONFIG_FILE} is there): type another "
+    if config.dir is not None and not is_child():
+        problems += _check_folder(config.dir, goes_on=goes_on)
+    return problems
+
+
+def _check_folder(typed: str, *, goes_on: bool) -> list[str]:
+    if not typed.strip():
+        return [f"output.dir is empty; {UNSET}"]
+    folder = expand_home("output.dir", typed)
+    with into_folder(folder):
+        if not folder.exists():
+            return []
+        if not folder.is_dir():
+            return [f"output.dir={typed}: this is a file; type a folder's name"]
+        names = sorted(entry.name for entry in folder.iterdir())
+        others = [] if CONFIG_FILE in names else _not_of_a_start(folder, names)
+        if not others and (odd := check_entries(folder)):
+            return odd
+        if not is_first_rank() or (goes_on and CONFIG_FILE in names):
+            return []
+        if CONFIG_FILE in names and not _ended_at_its_start(folder, names):
+            return [
+                f"output.dir={typed} holds another run ({CONFIG_FILE} is there): type another "
                 "folder, or leave output.dir out to get a new one; resume=auto goes on with a "
                 "training run"
-            )
-    return problems
+            ]
+    if not others:
+        return []
+    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+    return [
+        f"output.dir={typed} holds files that are not of a run: {', '.join(others[:MAX_NAMED])}"
+        f"{more}; type a new folder's name, or leave output.dir out to get one"
+    ]
+
+
+def _ended_at_its_start(folder: Path, names: Sequence[str]) -> bool:
+    """Tell whether a training has ended before its first step, so that nothing of it is lost."""
+    if not is_training(folder / CONFIG_FILE):
+        return False
+    return all(WRITTEN_AT_START.fullmatch(name) for name in names) and not (
+        _has_entries(folder / "checkpoints") or _has_steps(folder / "metrics.csv")
+    )
+
+
+def _not_of_a_start(folder: Path, names: Sequence[str]) -> list[str]:
+    """List what a process that was refused before it trained has not left here."""
+    return [
+        name
+        for name in names
+        if not LEFT_BY_REFUSED.fullmatch(name)
+        or (name == REASON_FILE and not is_reason(folder / name))
+        or (name == "checkpoints" and _has_entries(folder / name))
+    ]
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _has_steps(metrics: Path) -> bool:
+    """Tell whether a metrics.csv has a row of a step that was trained."""
+    if not metrics.exists():
+        return False
+    rows = metrics.read_bytes().splitlines()[1:]
+    return any(not row.startswith(b"0,") for row in rows)
+
+
+def check_entries(folder: Path) -> list[str]:
+    """List the links, pipes and devices in a run's folder: what is written there may lie outside.
+
+    The folder itself may be a link; a person has typed it.
+    """
+    odd = itertools.islice(odd_entries(folder), MAX_NAMED)
+    return [
+        f"{folder}: {entry.relative_to(folder)} is {what}, which no run makes and none follows: "
+        "it may lead out of the folder; remove it, or copy what it names to its place"
+        for entry, what in odd
+    ]
+
+
+def refuse_odd_entries(folder: Path) -> None:
+    """Raise UserError where a run's folder holds what `check_entries` lists."""
+    if problems := check_entries(folder):
+        raise UserError(problems)
+
+
+def expand_home(key: str, path: str) -> Path:
+    """Return a typed path with the home folder for `~`; UserError names setting `key`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{key}={path}: there is no home folder of that user; type the folder's full path"
+        ) from error
 
 
 def decide_run_dir(config: OutputConfig) -> Path:
     """Make this run's folder, or return the one that the parent process has decided on."""
-    if RUN_DIR_VARIABLE in os.environ:
-        return Path(os.environ[RUN_DIR_VARIABLE])
+    if is_child() and (decided := run_dir()) is not None:
+        return decided
     folder = make_run_dir(config)
     hand_to_ranks(folder)
     return folder
@@ -70,11 +168,11 @@ def make_run_dir(config: OutputConfig, *, goes_on: bool = False) -> Path:
     if problems:
         raise UserError(problems)
     if config.dir is not None:
-        folder = Path(config.dir)
+        folder = expand_home("output.dir", config.dir)
         with into_folder(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if not goes_on:  # a run that is done already is only read
-                tempfile.TemporaryFile(dir=folder).close()
+                tempfile.TemporaryFile(dir=folder, prefix=PROBE).close()
         return folder
     if is_one_of_several():
         raise UserError(
@@ -95,16 +193,17 @@ def make_run_dir(config: OutputConfig, *, goes_on: bool = False) -> Path:
 
 
 @contextlib.contextmanager
-def into_folder(folder: Path) -> Iterator[None]:
-    """Word what the system says when a run's folder cannot be made or written."""
+def into_folder(folder: Path, name: str | None = None) -> Iterator[None]:
+    """Word what the system says when a run's folder, or file `name` of it, cannot be written."""
     try:
         yield
     except FileExistsError:
         raise
     except OSError as error:
+        what = "" if name is None else f"{name} "
         raise OSError(
-            f"output.dir={folder}: cannot be written: {error.strerror}; type output.dir=FOLDER of "
-            "your own"
+            f"output.dir={folder}: {what}cannot be written: {error.strerror}; type "
+            "output.dir=FOLDER of your own"
         ) from error
 
 
@@ -112,14 +211,15 @@ def hand_to_ranks(folder: Path) -> None:
     """Tell this run's folder to the ranks that this process starts, and to its own errors."""
     if is_first_rank():
         (folder / REASON_FILE).unlink(missing_ok=True)  # why an earlier process stopped
-    os.environ[RUN_DIR_VARIABLE] = str(folder.resolve())
+    hand_down(folder.resolve())
 
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file of a run's folder so that it is the old or the new one whenever it is read."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    unfinished.unlink(missing_ok=True)
     try:
-        with unfinished.open("w", encoding="utf-8") as stream:
+        with unfinished.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -147,9 +247,13 @@ def find_run(run: str | None, name: str | None = None) -> Path:
     A run is finished when it has written metrics.json.
     """
     if run is not None:
-        folder = Path(run)
+        if not run.strip():
+            raise UserError(f"run is empty; {UNSET}")
+        folder = expand_home("run", run)
         if not folder.is_dir():
             raise UserError(f"run={run}: no such folder{_known_runs(name)}")
+        if (folder / CONFIG_FILE).exists():
+            refuse_odd_entries(folder)
         if not (folder / METRICS_FILE).exists() or not is_training(folder / CONFIG_FILE):
             raise UserError(
                 f"run={run}: not the folder of a finished training run (metrics.json and its "
@@ -160,6 +264,7 @@ def find_run(run: str | None, name: str | None = None) -> Path:
     if not finished:
         where = OUTPUTS / name if name else OUTPUTS
         raise UserError(f"no finished run under {where}: train first with python -m app.train")
+    refuse_odd_entries(finished[-1])
     return finished[-1]
 
 
@@ -172,7 +277,7 @@ def finished_runs(name: str | None = None) -> list[Path]:
 
 def is_training(config: Path) -> bool:
     """Tell a training run from an evaluation, which leaves metrics.json too."""
-    return config.exists() and "optimizer:" in config.read_text(encoding="utf-8").splitlines()
+    return config.is_file() and b"optimizer:" in config.read_bytes().splitlines()
 
 
 def _known_runs(name: str | None) -> str:

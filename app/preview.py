@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from app.config import PreviewConfig, run_verb, save_config
 from app.model.base import ModelConfig
-from app.output import decide_run_dir
+from app.output import decide_run_dir, write_whole
 from app.quiet import is_offline, quiet_libraries
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.streams import keep_streams
 from app.training.trainer import TrainerConfig
-from data_modules import DataConfig
+from data_modules import DataConfig, printable, redact
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -92,13 +92,14 @@ def preview(config: PreviewConfig) -> Path:
     )
     save_config(config, folder / "config.yaml")
     datamodule.write_reports(folder)
-    (folder / "preview.html").write_text(preview_page(shown), encoding="utf-8")
+    write_whole(folder / "preview.html", redact(preview_page(shown)))
     # A terminal that cannot write a letter of the data writes its number instead.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     say_preview(shown, Console(highlight=False), config.preview.tokens)
-    print(f"\n{folder / 'preview.html'}: the same and more, for a browser")
-    print(f"run: {folder}")
+    where = printable(str(folder))
+    print(f"\n{where}/preview.html: the same and more, for a browser")
+    print(f"run: {where}")
     # Last, so that what it complains of can be looked at.
     datamodule.audit.check()
     return folder

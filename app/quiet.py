@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app.launch import is_first_rank
 from app.model.base import ModelConfig
-from data_modules import DataConfig, is_hub_id
+from data_modules import DataConfig, is_hub_id, printable, redact
 
 MEANINGLESS_WARNINGS = (
     # Batches are made on purpose in the main process, or their number is a setting.
@@ -32,6 +32,14 @@ MEANINGLESS_WARNINGS = (
     ".*lr_scheduler.step.*before.*optimizer.step.*",
     ".*LeafSpec.*is deprecated.*",
 )
+
+
+class CleanFormatter(logging.Formatter):
+    """Words of events without secrets, and with the control characters in names escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return what is printed of an event."""
+        return printable(redact(super().format(record)), keep="\n")
 
 
 def is_offline(model: ModelConfig, data: DataConfig) -> bool:
@@ -71,9 +79,10 @@ def quiet_libraries(*, offline: bool) -> None:
     # One line an event; ranks above 0 speak only when something is wrong.
     logging.basicConfig(
         level=logging.INFO if is_first_rank() else logging.WARNING,
-        format="%(message)s",
         stream=sys.stdout,
         force=True,
     )
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(CleanFormatter("%(message)s"))
     for noisy in ("bitsandbytes", "httpx"):
         logging.getLogger(noisy).setLevel(logging.ERROR)

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TextIO
 
+from data_modules import redact
+
 
 class LastingFile(io.FileIO):
     """A file that takes whatever is written to it from the first failure on, and drops it."""
@@ -20,6 +22,15 @@ class LastingFile(io.FileIO):
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return memoryview(data).nbytes  # type: ignore[arg-type]
+
+
+class CleanText(io.TextIOWrapper):
+    """Text that is printed without the secrets in it, whoever prints: a library quotes URLs too."""
+
+    def write(self, text: str) -> int:
+        """Write `text`, redacted; returns its length."""
+        super().write(redact(text))
+        return len(text)
 
 
 def keep_streams() -> None:
@@ -37,7 +48,7 @@ def _open(descriptor: int, before: TextIO | None, *, by_line: bool) -> io.TextIO
     if before is not None:
         before.flush()
     raw = LastingFile(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(
+    return CleanText(
         io.BufferedWriter(raw),
         encoding=before.encoding if before is not None else "utf-8",
         errors="backslashreplace",

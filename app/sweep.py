@@ -22,7 +22,8 @@ from app.config.overrides import WORD, quote_value
 from app.errors import DONE, INTERRUPTED, UserError
 from app.heartbeat import PARENT_VARIABLE
 from app.launch import VARIABLES_OF_A_RANK
-from app.output import OUTPUTS
+from app.output import OUTPUTS, expand_home
+from data_modules import redacted
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -67,7 +68,9 @@ def run_sweep(words: list[str]) -> int:
     trials, interrupted = run_trials(overrides, folder)
     by_objective = sorted(trials, key=lambda trial: trial.rank)
     summary = [dataclasses.asdict(trial) for trial in by_objective]
-    (folder / "sweep.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / "sweep.json").write_text(
+        json.dumps(redacted(summary), indent=2) + "\n", encoding="utf-8"
+    )
     show_table(by_objective, [key_of(one) for one in overrides if one.is_sweep_override()])
     print(f"run: {folder}")
     if interrupted:
@@ -172,7 +175,7 @@ def _words(values: dict[str, str]) -> list[str]:
 def make_sweep_folder(name: str, folder: str | None) -> Path:
     """Make outputs/<name>/sweep-<time>, or the folder that was typed."""
     started = time.strftime("%Y-%m-%d_%H-%M-%S")
-    path = Path(folder) if folder else OUTPUTS / name / f"sweep-{started}"
+    path = expand_home("output.dir", folder) if folder else OUTPUTS / name / f"sweep-{started}"
     if (path / "sweep.json").exists():
         raise UserError(f"output.dir={path} holds another sweep; type another folder")
     path.mkdir(parents=True, exist_ok=True)
@@ -188,8 +191,10 @@ def run_trials(overrides: Sequence[Override], folder: Path) -> tuple[list[Trial]
     from hydra.core.hydra_config import HydraConfig
 
     trials: list[Trial] = []
+    settings = folder / "multirun.yaml"
 
     def run_next(_: Any) -> float:
+        settings.unlink(missing_ok=True)  # Hydra's, with all that was typed; sweep.json says more
         job = HydraConfig.get()
         words = [word.removeprefix(PREFIX) for word in job.overrides.task]
         trials.append(run_trial(int(job.job.num), words, folder))
@@ -216,7 +221,7 @@ def run_trials(overrides: Sequence[Override], folder: Path) -> tuple[list[Trial]
         print(f"interrupted after {len(trials)} trials", file=sys.stderr)
     finally:
         sys.argv = typed
-        (folder / "multirun.yaml").unlink(missing_ok=True)  # Hydra's; sweep.json says more
+        settings.unlink(missing_ok=True)
     return trials, interrupted
 
 

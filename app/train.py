@@ -29,6 +29,7 @@ from app.strategy.settings import StrategyConfig
 from app.streams import keep_streams
 from app.supervise.run import how_to_go_on, requeue, run_ranks, starts_ranks
 from app.sweep import run_sweep
+from data_modules import printable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -282,10 +283,11 @@ def start(config: TrainConfig) -> None:
 def say_done(start: Start) -> float | None:
     """Say that nothing is left to train; return the run's final validation loss."""
     if is_first_rank():
-        print(f"done at step {start.before.get('total_steps')}: {start.folder} has finished")
-        where = shlex.quote(str(start.folder))
+        shown = printable(str(start.folder))
+        print(f"done at step {start.before.get('total_steps')}: {shown} has finished")
+        where = shlex.quote(shown)
         print(f"to train on: resume={where} trainer.max_steps=N 'resume_allow=[epochs]'")
-        print(f"run: {start.folder}")
+        print(f"run: {shown}")
     metrics = json.loads((start.folder / METRICS_FILE).read_text(encoding="utf-8"))
     return metrics.get("val/loss")
 

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.packing import PACKING_METHODS as PACKING_METHODS
     from data_modules.packing import PackingConfig as PackingConfig
+    from data_modules.redaction import REDACTED as REDACTED
+    from data_modules.redaction import holds_token as holds_token
+    from data_modules.redaction import redact as redact
+    from data_modules.redaction import redacted as redacted
+    from data_modules.redaction import redacted_keys as redacted_keys
     from data_modules.report import DataReport as DataReport
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from data_modules.types import Origin as Origin
     from data_modules.types import Prompt as Prompt
     from data_modules.types import StepRow as StepRow
+    from data_modules.types import printable as printable
 
 _HOMES = {
     "Audit": "audit",
@@ -41,10 +47,16 @@ _HOMES = {
     "PACKING_METHODS": "packing",
     "PackingConfig": "packing",
     "Prompt": "types",
+    "REDACTED": "redaction",
     "StepRow": "types",
     "TEMPLATE_NAMES": "template",
     "check_datasets": "settings",
+    "holds_token": "redaction",
     "is_hub_id": "source",
+    "printable": "types",
+    "redact": "redaction",
+    "redacted": "redaction",
+    "redacted_keys": "redaction",
 }
 
 __all__ = list(_HOMES)

@@ -39,6 +39,7 @@ from data_modules.packing import (
 )
 from data_modules.prepare import hash_of
 from data_modules.prepared_data import PreparedData
+from data_modules.redaction import redacted
 from data_modules.rows import chunks_of, find_format
 from data_modules.settings import DataConfig, dataset_names
 from data_modules.store import Examples
@@ -137,7 +138,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Write audit, mixture and the rows that a quarantine took into a run's folder."""
         self.audit.write(folder)
         mixture = [dataclasses.asdict(row) for row in self.mixture_report()]
-        (folder / "mixture.json").write_text(json.dumps(mixture, indent=2) + "\n")
+        (folder / "mixture.json").write_text(json.dumps(redacted(mixture), indent=2) + "\n")
         self._ready.write_rejected(folder)
 
     @property

@@ -19,11 +19,12 @@ from data_modules import source
 from data_modules.cache import Key, code_version, open_or_make
 from data_modules.counts import Counts, check_dropped
 from data_modules.encode import ChunkEncoder, EncodedChunk, encode_chunks
+from data_modules.redaction import redact
 from data_modules.rows import BadRows, chunks_of, find_format
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.store import StoreWriter, TokenStore
 from data_modules.template import ChatTemplate
-from data_modules.types import DataError
+from data_modules.types import DataError, printable
 
 if TYPE_CHECKING:
     import transformers
@@ -128,7 +129,7 @@ def _key(
         "encoder_decoder": template.is_encoder_decoder,
     }
     return Key(
-        path=dataset.path,
+        path=redact(dataset.path),  # a signed URL is another one each day, and so is a password
         split=dataset.split,
         parts={
             # What nobody can name is never found again.
@@ -215,7 +216,7 @@ class _Progress:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-        self._name = dataset.name or source.name_of(dataset.path)
+        self._name = printable(dataset.name or source.name_of(dataset.path))
         self._rows = 0
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
         console = Console(stderr=True)

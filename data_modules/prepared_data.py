@@ -18,6 +18,7 @@ import numpy as np
 from data_modules.audit import Asked, Audit, DatasetFacts, audit_documents
 from data_modules.holdout import Sides, hold_out
 from data_modules.prepare import REJECTED_FILE, Prepared, hash_of, prepare_dataset
+from data_modules.redaction import redact
 from data_modules.report import DataReport, DatasetReport, Fingerprint
 from data_modules.rows import read_items
 from data_modules.settings import DataConfig, DatasetConfig, dataset_names
@@ -113,7 +114,7 @@ class PreparedData:
             reports.append(
                 DatasetReport(
                     name=one.name,
-                    path=one.config.path,
+                    path=redact(one.config.path),
                     format=one.data.format,
                     format_guessed=one.data.format_guessed,
                     sha256=one.data.sha256,
@@ -134,7 +135,7 @@ class PreparedData:
             datasets=reports,
             template_note=self._template.note if self.has_chats else "",
             test_datasets=[
-                Fingerprint(name=name, path=config.path, sha256=data.sha256)
+                Fingerprint(name=name, path=redact(config.path), sha256=data.sha256)
                 for config, (name, data) in tests
             ],
         )
@@ -223,7 +224,7 @@ def _facts(one: ReadyDataset, on_long: str) -> DatasetFacts:
     counts = one.data.counts
     return DatasetFacts(
         name=one.name,
-        path=one.config.path,
+        path=redact(one.config.path),
         format=one.data.format,
         is_chat=counts.chats > 0,
         rows=counts.rows,

@@ -16,6 +16,7 @@ from data_modules.audit import AuditConfig, check_audit
 from data_modules.mixture import MixtureConfig, check_mixture
 from data_modules.rows import check_first_rows
 from data_modules.template import MaskConfig, check_mask
+from data_modules.types import printable
 
 ON_LONG = ("drop", "truncate_left", "truncate_right", "split", "error")
 ON_BAD_ROW = ("error", "quarantine")
@@ -123,7 +124,7 @@ def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
     taken = {config.name for config in datasets if config.name}
     names: list[str] = []
     for config in datasets:
-        base = config.name or source.name_of(config.path)
+        base = printable(config.name or source.name_of(config.path))
         name, number = base, 1
         while name in names or (name in taken and not config.name):
             number += 1

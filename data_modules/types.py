@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from data_modules.redaction import redact
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -19,11 +21,16 @@ MAX_PROBLEMS = 20
 MAX_SHOWN = 80
 
 
-def printable(text: str) -> str:
-    """Return `text` with its control characters escaped: a file must not steer a terminal."""
+def printable(text: str, *, keep: str = "") -> str:
+    """Return `text` with its control characters escaped: a file must not steer a terminal.
+
+    Those of `keep` stay, such as the line ends of a message of several lines.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def shown(text: str) -> str:
@@ -36,7 +43,7 @@ class DataError(ValueError):
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         problems = [problems] if isinstance(problems, str) else problems
-        self.problems = [printable(problem) for problem in problems]
+        self.problems = [printable(redact(problem)) for problem in problems]
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
@@ -91,7 +98,7 @@ class Origin:
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{printable(self.file)}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)

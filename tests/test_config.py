@@ -436,6 +436,7 @@ def test_a_note_is_left_to_the_process_that_starts_the_ranks(tmp_path: Path) -> 
     words = ("--cfg", "job", "+experiment=quickstart", "adapter=full")
     assert "do not apply to adapter=full" in ask(*words).said
     started = {"LOFT_RUN_DIR": str(tmp_path), "LOCAL_RANK": "0", "NODE_RANK": "0"}
+    started |= {"LOFT_PARENT": str(os.getppid())}
     started |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     answer = ask(*words, environment=started)
     assert (answer.code, answer.said) == (0, "")
@@ -693,6 +694,7 @@ def test_a_second_run_never_gets_the_folder_of_the_first(
         folders.add(decide_run_dir(OutputConfig(name="same")))
     assert len(folders) == 3
     # A child rank gets its parent's folder.
+    monkeypatch.setenv("LOFT_PARENT", str(os.getppid()))
     assert decide_run_dir(OutputConfig(name="same")).resolve() in {f.resolve() for f in folders}
     monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
 

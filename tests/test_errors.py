@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from pathlib import Path
 
@@ -96,11 +98,16 @@ SECOND_RANK = {
 }
 
 
+def of_a_launcher(folder: Path) -> dict[str, str]:
+    """What a process finds that this program's supervisor has started."""
+    return {"LOFT_RUN_DIR": str(folder), "LOFT_PARENT": str(os.getppid())}
+
+
 @pytest.mark.parametrize("error", [TrainingFault("loss is nan"), OSError(28, "No space left")])
 def test_ranks_that_fail_together_say_it_once(
     words: list[str], tmp_path: Path, error: Exception
 ) -> None:
-    of_run = {"LOFT_RUN_DIR": str(tmp_path)}
+    of_run = of_a_launcher(tmp_path)
     answers = [
         ask(*words, error=error, environment=of_run | SECOND_RANK),
         ask(*words, error=error, environment=of_run),
@@ -111,7 +118,7 @@ def test_ranks_that_fail_together_say_it_once(
 
 
 def test_the_echo_of_a_lost_rank_is_left_to_the_first(words: list[str], tmp_path: Path) -> None:
-    of_run = {"LOFT_RUN_DIR": str(tmp_path)}
+    of_run = of_a_launcher(tmp_path)
     answer = ask(*words, error=GLOO, environment=of_run | SECOND_RANK)
     assert (answer.code, answer.said) == (3, "")
     answer = ask(*words, error=GLOO, environment=of_run)
@@ -129,7 +136,7 @@ def test_before_there_is_a_folder_only_the_first_rank_speaks() -> None:
 def test_a_message_that_cannot_be_left_in_the_folder_is_said(
     words: list[str], tmp_path: Path
 ) -> None:
-    of_run = {"LOFT_RUN_DIR": str(tmp_path / "gone")}
+    of_run = of_a_launcher(tmp_path / "gone")
     assert "nan" in ask(*words, error=TrainingFault("nan"), environment=of_run).said
     assert ask(*words, error=TrainingFault("nan"), environment=of_run | SECOND_RANK).said == ""
 
@@ -150,7 +157,6 @@ def test_the_end_by_a_signal_is_no_fault(words: list[str]) -> None:
         ("file/run", "Not a directory"),
         ("x" * 300, "File name too long"),
         ("/sys/kernel/run", "Operation not permitted|Permission denied"),
-        ("/sys/kernel", "Operation not permitted|Permission denied"),
     ],
 )
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, folder: str, reason: str) -> None:
@@ -160,6 +166,17 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, folder: str, r
         decide_run_dir(OutputConfig(dir=str(tmp_path / folder)))
     assert exit_code(caught.value) == 3
     assert check_output(OutputConfig(dir=str(tmp_path / "new" / "run"))) == []
+
+
+def test_a_folder_that_is_there_and_takes_no_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(OSError, match="cannot be written: Read-only file system; type"):
+        decide_run_dir(OutputConfig(dir=str(tmp_path)))
 
 
 def test_a_place_where_no_folder_can_be_made_is_named(

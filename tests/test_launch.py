@@ -24,7 +24,8 @@ from tests.processes import LONGEST
 
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **ADDRESS}
-CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", "LOFT_RUN_DIR": "x", **ADDRESS}
+LAUNCHED = {"LOFT_RUN_DIR": "x", "LOFT_PARENT": str(os.getppid())}
+CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", **LAUNCHED, **ADDRESS}
 SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "train"}
 
 
@@ -46,6 +47,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
         (TORCHRUN | {"RANK": "8", "LOCAL_RANK": "0"}, False, False, True),
         (CHILD, False, True, True),
         (CHILD | {"LOCAL_RANK": "0", "NODE_RANK": "1"}, False, True, True),
+        (CHILD | {"LOFT_PARENT": "1"}, False, False, True),
         (SRUN, False, False, True),
         (SRUN | {"SLURM_PROCID": "0"}, True, False, True),
         (SRUN | {"SLURM_JOB_NAME": "bash"}, True, False, False),

@@ -22,6 +22,7 @@ from app.resume.changes import (
     OF_A_START,
     REFUSED,
     ROUNDING,
+    TRUST,
     compare_facts,
     compare_settings,
     kind_of,
@@ -66,7 +67,7 @@ def all_settings() -> list[str]:
 
 
 def test_every_setting_is_judged() -> None:
-    kinds = {HARMLESS, ROUNDING, COMPARED, REFUSED, OF_A_START, *ALLOWED}
+    kinds = {HARMLESS, ROUNDING, COMPARED, REFUSED, OF_A_START, TRUST, *ALLOWED}
     settings = all_settings()
     assert {"adapter.r", "optimizer.momentum", "trainer.checkpoint.asynchronous"} <= set(settings)
     # Elements of other lists are compared with their list.
@@ -237,6 +238,7 @@ def test_ranks_are_told_the_checkpoint(
     assert os.environ["LOFT_RUN_DIR"] == str(run)
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.get(name, "0"))
+    monkeypatch.setenv("LOFT_PARENT", str(os.getppid()))
     read_launch.cache_clear()
     # A rank neither looks for the newest one, nor judges what the data became.
     rank = start_run(load_config("train", typed), load_run_config)
@@ -250,6 +252,7 @@ def test_a_rank_that_does_not_see_the_checkpoint_says_so(
 ) -> None:
     run = make_run(tmp_path / "run", *words)
     monkeypatch.setenv("LOFT_RUN_DIR", str(run))
+    monkeypatch.setenv("LOFT_PARENT", str(os.getppid()))
     monkeypatch.setenv("LOFT_RESUME_STEP", "6")
     config = load_config("train", [*words, f"output.dir={run}", "resume=must"])
     with pytest.raises(UserError, match=r"from step 6, .* every machine must see the same files"):

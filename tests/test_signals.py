@@ -38,7 +38,7 @@ while signals.signal_heard() is None:
 say("noted")
 """
 
-A_RANK = {"LOFT_RUN_DIR": "run"}
+A_RANK = {"LOFT_RUN_DIR": "run", "LOFT_PARENT": str(os.getpid())}
 """what a process finds that a supervisor of ours has started"""
 
 

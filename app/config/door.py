@@ -40,10 +40,11 @@ from app.config.verbs import (
 from app.errors import DONE, UserError, report
 from app.faults import check_workers, parse_faults
 from app.launch import check_launch, is_child, is_first_rank
-from app.output import check_output
+from app.output import UNSET, check_output, expand_home
 from app.preflight import check_compatibility, check_files, num_ranks
 from app.resume import NEVER, check_resume
 from app.supervise.run import check_supervise
+from data_modules import printable, redact
 
 DEFAULT_EXPERIMENT = "quickstart"
 
@@ -64,6 +65,8 @@ def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -
     problems = _check_required(config, conf_files.groups(conf))
     goes_on = isinstance(config, TrainConfig) and config.resume != NEVER
     problems += check_output(config.output, goes_on=goes_on)
+    if not config.data.cache_dir.strip():
+        problems.append(f"data.cache_dir is empty; {UNSET}")
     if problems:
         raise UserError(problems)
     return config
@@ -95,7 +98,10 @@ def compose(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> An
         raise UserError(first_line(error)) from error
     name = composed["output"]["name"] or _default_name(verb, experiment)
     OmegaConf.update(composed, "output.name", name)
-    if verb == "evaluate" and (composed["run"] or not composed["model"]["path"]):
+    if (typed_folder := composed["output"]["dir"]) is not None and typed_folder.strip():
+        expanded = str(expand_home("output.dir", typed_folder))
+        OmegaConf.update(composed, "output.dir", expanded)
+    if verb == "evaluate" and (composed["run"] is not None or not composed["model"]["path"]):
         return fill_from_run(composed, given)
     if verb == "train":
         composed = fill_to_resume(composed, given[len(of_run) :], reset, run)
@@ -282,7 +288,7 @@ def _dispatch(
 def say(note: str) -> None:
     """Print a note on stderr, once for all ranks and for the process that starts them."""
     if is_first_rank() and not is_child():
-        print(note, file=sys.stderr)
+        print(printable(redact(note)), file=sys.stderr)
 
 
 def check_before_start(config: Any) -> None:
@@ -332,6 +338,6 @@ def _print_composed(verb: str, words: list[str]) -> None:
 
     composed = compose(verb, words)
     try:
-        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+        print(printable(redact(OmegaConf.to_yaml(composed, resolve=True)), keep="\n"), end="")
     except OmegaConfBaseException as error:
         raise UserError(first_line(error)) from error

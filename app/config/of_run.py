@@ -6,8 +6,10 @@ What follows is an evaluation of it, or the same training resumed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +18,109 @@ import yaml  # type: ignore[import-untyped]
 from app.config import conf_files
 from app.config.nodes import first_line, parse_override, takes_value
 from app.config.overrides import Given, read_words
+from app.config.schema import default_of
 from app.config.settings_check import Settings, check_file
 from app.config.verbs import CHOICES, PARTS, EvaluateConfig, TrainConfig
 from app.errors import ROOT, UserError
 from app.model.adapter import Ia3Config, LoraConfig
 from app.output import CONFIG_FILE, find_run, write_whole
-from app.resume import find_run_to_resume
-from data_modules import TEMPLATE_NAMES
+from app.resume import TRUST_KEYS, find_run_to_resume
+from data_modules import REDACTED, TEMPLATE_NAMES, redacted, redacted_keys
 
 TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
 """what an evaluation takes over from its run's trainer; the rest is of training or of a machine"""
 
 
 def save_config(config: Any, path: Path) -> None:
-    """Write settings as plain YAML, which `load_run_config` reads back."""
-    text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    """Write settings as plain YAML, which `load_run_config` reads back, without secrets."""
+    settings = redacted(dataclasses.asdict(config))
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     write_whole(path, text)
 
 
 def load_run_config(folder: Path) -> TrainConfig:
-    """Read a run's config.yaml back through the same schemas; UserError with file and key."""
+    """Read a run's config.yaml back through the same schemas; UserError with file and key.
+
+    Whatever it says of trust is left at its default: the folder may be of somebody else.
+    """
+    return _without_trust(_read_config(folder))
+
+
+def take_settings(run: Path, typed: AbstractSet[str], parts: Iterable[str]) -> dict[str, Any]:
+    """Return a run's settings of `parts`, for another start of it that gets the `typed` ones.
+
+    UserError where it needs one that is never taken from a run: trust, or a secret left out of it.
+    """
+    config = _read_config(run)
+    of_run = dataclasses.asdict(config)
+    settings = {name: of_run[name] for name in parts if name in of_run and name not in typed}
+    problems = _check_trust(run, config, settings.keys(), typed)
+    problems += _check_secrets(run, config, settings, typed)
+    if problems:
+        raise UserError(problems)
+    trusted_by_none = dataclasses.asdict(_without_trust(config))
+    return {name: trusted_by_none[name] for name in settings}
+
+
+def _without_trust(config: TrainConfig) -> TrainConfig:
+    for key in TRUST_KEYS:
+        part, name = _place(config, key)
+        default = next(field.default for field in dataclasses.fields(part) if field.name == name)
+        setattr(part, name, default)
+    return config
+
+
+def _place(config: TrainConfig, key: str) -> tuple[Any, str]:
+    """Return the part of a config that has setting `key`, and its name in there."""
+    *groups, name = key.split(".")
+    return functools.reduce(getattr, groups, config), name
+
+
+def _check_trust(
+    run: Path, config: TrainConfig, parts: AbstractSet[str], typed: AbstractSet[str]
+) -> list[str]:
+    """List the trust that a run's file asks for and nobody has typed."""
+    before = {key: getattr(*_place(config, key)) for key in TRUST_KEYS}
+    model = config.model
+    where = model.path if model.revision is None else f"{model.path} (revision {model.revision})"
+    return [
+        f"{run / CONFIG_FILE}: {key}={str(value).lower()} lets Python files that come with the "
+        f"model run, and is never taken from a run's own files; read those of {where}, then type "
+        f"{key}={str(value).lower()} (or {key}=false to go on without them)"
+        for key, value in before.items()
+        if value and key not in typed and key.partition(".")[0] in parts
+    ]
+
+
+def _check_secrets(
+    run: Path, config: TrainConfig, settings: dict[str, Any], typed: AbstractSet[str]
+) -> list[str]:
+    """List the settings whose secrets were left out of a run's file and that nobody has typed."""
+    left_out = {key.partition("[")[0] for key in redacted_keys(settings)}
+    return [
+        f"{run / CONFIG_FILE}: a secret was left out of {key} ({REDACTED} stands there), for files "
+        f"never hold one; type it again: '{key}={_spelled(getattr(*_place(config, key)))}'"
+        for key in sorted(left_out - typed)
+    ]
+
+
+def _spelled(value: Any) -> str:
+    """Spell a setting as it is typed; of data sets only what differs from the defaults."""
+    if dataclasses.is_dataclass(value):
+        given = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != default_of(field)
+        }
+        return _spelled(given)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_spelled, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_spelled(part)}' for name, part in value.items())}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _read_config(folder: Path) -> TrainConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -129,10 +214,10 @@ def fill_to_resume(
         return composed
     if run is not None:
         of_a_start = {"resume", "resume_allow", "faults", "output", "supervise"}
-        typed = {one.key for one in given} | of_a_start
-        of_run = dataclasses.asdict(load_run_config(run))
-        shared = {name: of_run[name] for name in composed if name in of_run and name not in typed}
-        shared |= {"output": {"name": of_run["output"]["name"]}}
+        typed = {one.key for one in given}
+        parts = [name for name in composed if name not in of_a_start]
+        shared = take_settings(run, typed, parts)
+        shared |= {"output": {"name": load_run_config(run).output.name}}
         composed = OmegaConf.merge(composed, shared)
         for key, value in reset.items():
             OmegaConf.update(composed, key, value)
@@ -148,9 +233,8 @@ def fill_from_run(composed: Any, given: list[Given]) -> Any:
     from omegaconf import OmegaConf
 
     run = find_run(composed["run"])
-    typed = {one.key for one in given} | {"run", "output"}
-    of_run = dataclasses.asdict(load_run_config(run))
-    shared = {name: of_run[name] for name in composed if name in of_run and name not in typed}
+    parts = [name for name in composed if name not in ("run", "output")]
+    shared = take_settings(run, {one.key for one in given}, parts)
     if "trainer" in shared:
         shared["trainer"] = {name: shared["trainer"][name] for name in TAKEN_FROM_TRAINER}
     filled = OmegaConf.merge(composed, shared, {"run": str(run)})

@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from data_modules import REDACTED, holds_token
+
 WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
 NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
 SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
-SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|AKIA[A-Z0-9]{16})\b")
 
 REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 """`${key.of.another.setting}`, whole: one inside another could spell a resolver's name"""
@@ -51,6 +52,11 @@ def read_words(
         key, value = SPELLED.get(match["key"], match["key"]), match["value"]
         if (refusal := refuse(key, value)) is not None:
             problems.append(refusal)
+        elif REDACTED in value:
+            problems.append(
+                f"{key}: {REDACTED} stands where a secret was left out; type the secret in its "
+                f"place (or remove {REDACTED})"
+            )
         elif match["prefix"] == "~":
             problems.append(
                 f"{word}: settings cannot be removed; type {key}=null or another option"
@@ -166,7 +172,7 @@ def refuse(key: str, value: Any) -> str | None:
     The text of a secret is never repeated.
     """
     for name, text in _names_and_texts(key, value):
-        if name.lower() in SECRET_NAMES or SECRET_VALUE.search(text):
+        if name.lower() in SECRET_NAMES or holds_token(text):
             return (
                 f"{key}: secrets do not go into settings, where files and process lists show them; "
                 "export HF_TOKEN, or run `hf auth login`"

@@ -32,7 +32,8 @@ class ModelConfig:
     revision: str | None = None
     """hub commit, tag or branch; pins what is downloaded"""
     trust_remote_code: bool = False
-    """run Python files that come with the model; only together with a pinned revision"""
+    """run Python files that come with the model; only together with a pinned revision; typed at
+    each start, a run's own files never say so"""
     tokenizer_path: str | None = None
     """folder or hub id of the tokenizer, where it is not the model's own"""
     added_tokens: list[str] = field(default_factory=list)

@@ -4,7 +4,7 @@
 away, `start` puts it together for the verb. Needs no torch, and changes nothing of a run.
 """
 
-from app.resume.changes import ALLOWED, describe_global_batch
+from app.resume.changes import ALLOWED, TRUST_KEYS, describe_global_batch
 from app.resume.start import Start, check_resume, find_newest_good, start_run
 from app.resume.which import AUTO, MUST, NEVER, checkpoints_of, find_run_to_resume, typed_step
 
@@ -13,6 +13,7 @@ __all__ = [
     "AUTO",
     "MUST",
     "NEVER",
+    "TRUST_KEYS",
     "Start",
     "check_resume",
     "checkpoints_of",

@@ -14,6 +14,7 @@ from typing import Any
 from app.errors import nearest
 from app.preflight.fingerprint import EARLIER_FORM, same_form
 from app.strategy.settings import DdpConfig, ZeroConfig
+from data_modules import redacted
 
 HARMLESS = "harmless"
 """nothing that is learned depends on it"""
@@ -21,6 +22,8 @@ OF_A_START = "of a start"
 """says where and how one start of the run goes; not compared"""
 ROUNDING = "rounding"
 """the same mathematics by another way: the last digits may differ"""
+TRUST = "trust"
+"""lets code run that came with files: typed at each start, never taken from a run's own files"""
 COMPARED = "compared"
 """judged by what it leads to, not by how it is written"""
 REFUSED = "refused"
@@ -38,7 +41,7 @@ ALLOWED = {
 KINDS: dict[str, str] = {
     "model.path": COMPARED,
     "model.revision": COMPARED,
-    "model.trust_remote_code": REFUSED,
+    "model.trust_remote_code": TRUST,
     "model.tokenizer_path": COMPARED,
     "model.added_tokens": REFUSED,
     "model.from_scratch": REFUSED,
@@ -110,6 +113,7 @@ KINDS: dict[str, str] = {
     "faults": OF_A_START,
 }
 """every setting by its full key, `part.*` for the rest of a part"""
+TRUST_KEYS = [key for key, kind in KINDS.items() if kind == TRUST]
 SHA256 = re.compile(r"[0-9a-f]{64}")
 STREAMED = ("trainer.micro_batch_size", "data.num_workers")
 """a stream's order depends on them, and on the number of ranks"""
@@ -162,7 +166,7 @@ def compare_settings(before: Any, now: Any) -> list[Change]:
         if key not in old or key not in new:
             continue  # of another option or another data set, which is a change of its own
         kind = kind_of(_without_numbers(key)) or REFUSED
-        if old[key] != new[key] and kind != OF_A_START:
+        if old[key] != new[key] and kind not in (OF_A_START, TRUST):
             changes.append(
                 Change(
                     what=key,
@@ -180,6 +184,7 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
 
     Only what both know is compared: the base early, the rows once they have been read.
     """
+    now = redacted(now)  # as a manifest has them
     both = before.keys() & now.keys()
     changes = []
     if "base" in both:

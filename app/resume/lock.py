@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from app.errors import UserError
+from app.folder import open_no_follow
 from app.output import into_folder
 
 LOCK_FILE = "run.lock"
@@ -31,11 +32,11 @@ def hold_run(folder: Path) -> None:
     """
     import fcntl
 
-    file = (folder / LOCK_FILE).resolve()
+    file = folder.resolve() / LOCK_FILE
     if file in _held:
         return
-    with into_folder(folder):
-        stream = file.open("a+", encoding="utf-8")
+    with into_folder(folder, LOCK_FILE):
+        stream = open_no_follow(file, "a+", encoding="utf-8")
     try:
         # Not flock: that would live on in a loader's workers, which are forked.
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import UserError
-from app.launch import RUN_DIR_VARIABLE, STEP_VARIABLE, is_first_rank
+from app.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
 from app.manifest import installed_versions, read_manifest
 from app.output import CONFIG_FILE, METRICS_FILE, hand_to_ranks, is_training, make_run_dir
 from app.preflight import describe_base, num_data_ranks
@@ -120,8 +120,8 @@ def start_run(config: Any, read_settings: ReadSettings) -> Start:
 
     The first rank checks every byte of the checkpoint, and tells the ranks that it starts.
     """
-    if RUN_DIR_VARIABLE in os.environ:
-        folder = Path(config.output.dir or os.environ[RUN_DIR_VARIABLE])
+    if is_child() and (decided := run_dir()) is not None:
+        folder = Path(config.output.dir or decided)
         step = int(os.environ.get(STEP_VARIABLE, 0))
         start = Start(
             folder=folder,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from app.errors import UserError, nearest
-from app.launch import RUN_DIR_VARIABLE
-from app.output import CONFIG_FILE, METRICS_FILE, OUTPUTS, is_training
+from app.launch import is_child, run_dir
+from app.output import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    OUTPUTS,
+    UNSET,
+    expand_home,
+    is_training,
+    refuse_odd_entries,
+)
 from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
 
 NEVER, AUTO, MUST = "never", "auto", "must"
@@ -35,13 +42,14 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
     """
     if resume == NEVER:
         return None
-    if RUN_DIR_VARIABLE in os.environ:  # the first rank has found it
-        started = Path(os.environ[RUN_DIR_VARIABLE])
+    if is_child() and (started := run_dir()) is not None:  # the first rank has found it
         return started if is_training(started / CONFIG_FILE) else None
+    if not resume.strip():
+        raise UserError(f"resume is empty; {UNSET}")
     if resume not in (AUTO, MUST):
         return _typed_run(resume, folder)
     if folder is not None:
-        found = _run_in(Path(folder))
+        found = _run_in(expand_home("output.dir", folder))
         where = folder
     else:
         found = _newest_unfinished(name)
@@ -52,6 +60,8 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
             f"resume=must, but there is no {what} in {where}; type resume=auto to start a new one "
             "where there is none, or resume=FOLDER of another run"
         )
+    if found is not None:
+        refuse_odd_entries(found)
     return found
 
 
@@ -75,7 +85,7 @@ def has_checkpoints(run: Path) -> bool:
 
 
 def _typed_run(resume: str, folder: str | None) -> Path:
-    path = Path(resume).expanduser()
+    path = expand_home("resume", resume)
     if not path.is_dir():
         said = SAID_ELSEWHERE.get(resume.lower())
         hint = f"; type resume={said}" if said else nearest(resume, (NEVER, AUTO, MUST))
@@ -89,12 +99,14 @@ def _typed_run(resume: str, folder: str | None) -> Path:
         run = run.parent
     if run.name == CHECKPOINTS:
         run = run.parent
+    if (run / CONFIG_FILE).exists():
+        refuse_odd_entries(run)
     if not is_training(run / CONFIG_FILE):
         raise UserError(
             f"resume={resume}: no training run is there ({run / CONFIG_FILE} is not that of one); "
             "type the folder that a run printed as its last line"
         )
-    if folder is not None and Path(folder).resolve() != run:
+    if folder is not None and expand_home("output.dir", folder).resolve() != run:
         raise UserError(
             f"resume={resume} goes on in that run's own folder, but output.dir={folder}; leave "
             "output.dir out (to keep the run as it is, copy its folder first)"
@@ -111,6 +123,7 @@ def _as_typed(run: Path) -> Path:
 def _run_in(folder: Path) -> Path | None:
     if not (folder / CONFIG_FILE).exists():
         return None
+    refuse_odd_entries(folder)
     if not is_training(folder / CONFIG_FILE):
         raise UserError(f"output.dir={folder} holds an evaluation; type another folder")
     return folder

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import DONE
-from app.launch import RUN_DIR_VARIABLE, is_child, is_first_rank, read_launch
+from app.launch import is_child, is_first_rank, read_launch, run_dir
 from app.preflight import num_ranks
 from app.resume import NEVER, Start, checkpoints_of, find_newest_good, typed_step
 from app.supervise.settings import SuperviseConfig
 from app.supervise.supervisor import CODES_OF_SIGNALS, Supervisor, say
+from data_modules import printable
 
 BY_HAND = "NODE_RANK"
 """tells a process started on each of several machines, which starts the ranks there"""
@@ -95,14 +96,14 @@ def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
 
 def how_to_go_on() -> str:
     """Word the command that goes on with this process's run, if it has saved anything."""
-    if RUN_DIR_VARIABLE not in os.environ:
+    folder, here = run_dir(), Path.cwd()
+    if folder is None:
         return "nothing is saved yet"
-    folder, here = Path(os.environ[RUN_DIR_VARIABLE]), Path.cwd()
     if not checkpoints_of(folder).checkpoints():
         return "nothing is saved yet"
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
     by = "python" if read_launch().told_by in (None, BY_HAND, "LOCAL_RANK") else "torchrun ..."
-    return f"to go on: {by} -m app.train resume={shlex.quote(str(shown))}"
+    return f"to go on: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
 
 
 def requeue(config: SuperviseConfig) -> None:

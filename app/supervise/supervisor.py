@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import DONE, ENVIRONMENT_ERROR, REASON_FILE, TRAINING_FAULT, USER_ERROR
+from app.folder import open_no_follow
 from app.heartbeat import STACKS_FILE
 from app.launch import STEP_VARIABLE, free_port
 from app.signals import HANDLED, signal_heard, wait_for_step
 from app.supervise.ranks import GRACE, Rank, Ranks
 from app.supervise.settings import SuperviseConfig
+from data_modules import redact
 
 LOOK_EVERY = 0.1
 """seconds between two looks at the ranks"""
@@ -184,7 +186,8 @@ class Supervisor:
         say(f"{PREFIX}{message}")
         with contextlib.suppress(OSError):  # the disk may be what it is about
             reason = self.folder / REASON_FILE
-            reason.write_text(f"{PREFIX}{message}\n", "utf-8", errors="backslashreplace")
+            with open_no_follow(reason, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(redact(f"{PREFIX}{message}\n"))
 
 
 def say(message: str) -> None:

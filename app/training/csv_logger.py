@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from app.folder import open_no_follow
 from app.training.checkpoint.disk import NO_ROOM
 from app.training.checkpoint.space import SaveError, free_bytes, in_units
 
@@ -46,14 +47,14 @@ class CsvLogger(Logger):
         if not self.path.exists():
             return
         end = 0
-        with self.path.open("rb") as file:
+        with open_no_follow(self.path, "r+b") as file:
             for number, line in enumerate(file):
                 first = line.split(b",", 1)[0]
                 is_whole = line.endswith(b"\n")
                 if not is_whole or (number and not (first.isdigit() and int(first) <= step)):
                     break
                 end += len(line)
-        os.truncate(self.path, end)
+            file.truncate(end)
 
     @property
     def name(self) -> str:
@@ -74,7 +75,7 @@ class CsvLogger(Logger):
             if not self.path.exists() or not self.path.stat().st_size:
                 writer.writeheader()
             writer.writerow({"step": step} | metrics)
-            with self.path.open("a", newline="") as file:
+            with open_no_follow(self.path, "a", newline="") as file:
                 file.write(text.getvalue())
         except OSError as error:
             raise SaveError(self._in_words(error, text.tell())) from error

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_modules.audit.places import relative, short_places
+from data_modules.redaction import redact, redacted
 from data_modules.types import DataError, printable
 
 HEADINGS = {
@@ -206,9 +207,11 @@ class Audit:
 
     def write(self, folder: Path) -> None:
         """Write audit.json and audit.txt into the run's folder."""
-        text = json.dumps(self.as_dict(), indent=2, ensure_ascii=False)
+        text = json.dumps(redacted(self.as_dict()), indent=2, ensure_ascii=False)
         (folder / "audit.json").write_text(f"{text}\n", encoding="utf-8")
-        (folder / "audit.txt").write_text("\n".join(self.full_lines()) + "\n", encoding="utf-8")
+        (folder / "audit.txt").write_text(
+            redact("\n".join(self.full_lines())) + "\n", encoding="utf-8"
+        )
 
     def check(self) -> None:
         """Raise DataError with all problems, if there are any."""

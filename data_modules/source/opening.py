@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
+from data_modules.redaction import redact
 from data_modules.types import DataError
 
 CHUNK_BYTES = 1 << 20
 _SNIFFED_BYTES = 1 << 16
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_SECRETS = re.compile(r"(?<=://)[^/@\s'\"]*@|\?[\w.~%-]+=[^\s'\")]*")
 _COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 _COMPRESSION_NAMES = {".gz": "gzip-compressed", ".zst": "zstd-compressed"}
 _NO_TEXT = {
@@ -120,7 +120,7 @@ def reason_of(error: Exception) -> str:
     strerror = error.strerror if isinstance(error, OSError) else None
     said = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
     # A library may quote an address, with the password or the token in it.
-    return _SECRETS.sub("", said)
+    return redact(said)
 
 
 @contextmanager

@@ -773,7 +773,9 @@ def test_url_never_tells_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     address = "https://user:word@host/data/d.jsonl.gz?token=secret"
     assert str(opening.Url(address)) == "https://host/data/d.jsonl.gz"
     said = opening.reason_of(ValueError(f"403, url='{address}'. What now? ..."))
-    assert said == "403, url='https://host/data/d.jsonl.gz'. What now? ..."
+    assert said == (
+        "403, url='https://<redacted>@host/data/d.jsonl.gz?token=<redacted>'. What now? ..."
+    )
     assert name_of(address) == "d"
     assert is_url(address) and is_remote(address) and not is_url("data/d.jsonl")
 

@@ -66,10 +66,10 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture
 def run_preview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run the verb in this process; returns its folder, its page and what it printed."""
+    """Run the verb in this process; returns its new folder, its page and what it printed."""
 
     def run(*words: str) -> tuple[Path, Page, str]:
-        folder = tmp_path / "run"
+        folder = tmp_path / f"run-{len(list(tmp_path.glob('run-*')))}"
         given = [*words, f"output.dir={folder}", f"data.cache_dir={tmp_path / 'cache'}"]
         preview(load_config("preview", given))
         text = (folder / "preview.html").read_text(encoding="utf-8")

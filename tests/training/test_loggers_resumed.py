@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import functools
 import logging
 import os
 from pathlib import Path
@@ -146,8 +147,8 @@ def test_rows_that_find_no_room_are_told_in_words(
     logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
     write_steps(logger, 1)
     if fails == "write":
-        logger.path.unlink()
-        logger.path.symlink_to("/dev/full")
+        full = functools.partial(Path("/dev/full").open, "a")
+        monkeypatch.setattr("app.training.csv_logger.open_no_follow", lambda *_, **how: full(**how))
     else:
         monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(SaveError) as caught:

@@ -1,0 +1,395 @@
+"""Run folders that were received or are not ours: nothing of them runs, nothing outside changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import run_verb
+from app.evaluate import evaluate
+from app.output import OutputConfig, check_output, decide_run_dir
+from app.preview import preview
+from app.train import train
+from tests.door import Answer, ask, make_data
+from tests.resumed import contents, make_run
+from tests.tiny import TINY_BASE, small_run, train_into
+
+VERBS: dict[str, Any] = {"train": train, "evaluate": evaluate, "preview": preview}
+EVIL = """
+from pathlib import Path
+Path(MARKER).write_text("ran")
+from transformers import LlamaConfig, LlamaForCausalLM
+class EvilConfig(LlamaConfig):
+    model_type = "evil"
+class EvilModel(LlamaForCausalLM):
+    config_class = EvilConfig
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps that has finished."""
+    return train_into(tmp_path_factory.mktemp("finished") / "run", "logger=csv")
+
+
+@pytest.fixture
+def received(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, as somebody else has sent it."""
+    return shutil.copytree(finished, tmp_path / "received")
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    data = make_data(tmp_path / "data.jsonl", 40)
+    return [f"model.path={TINY_BASE}", f"data.datasets=[{{path: {data}}}]", "trainer.max_steps=4"]
+
+
+def run(verb: str, *typed: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run a verb to its end in this process, as a person types it."""
+    code = run_verb(verb, VERBS[verb], words=list(typed))
+    os.environ.pop("LOFT_RUN_DIR", None)
+    os.environ.pop("LOFT_RESUME_STEP", None)
+    return code, capsys.readouterr().err
+
+
+def bring_code(folder: Path, marker: Path) -> Path:
+    """Put a base into a run's folder that runs Python, and let its settings trust it."""
+    base = shutil.copytree(TINY_BASE, folder / "base")
+    numbers = json.loads((base / "config.json").read_text())
+    numbers |= {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"},
+    }
+    (base / "config.json").write_text(json.dumps(numbers))
+    (base / "evil.py").write_text(EVIL.replace("MARKER", repr(str(marker))))
+    config = folder / "config.yaml"
+    text = config.read_text().replace(str(TINY_BASE), str(base))
+    config.write_text(text.replace("trust_remote_code: false", "trust_remote_code: true"))
+    assert "trust_remote_code: true" in config.read_text()
+    return base
+
+
+def forge_manifest(folder: Path, base: Path) -> None:
+    """Let the manifest and the adapter name the fingerprints of that base."""
+    from app.model.base import ModelConfig
+    from app.preflight import describe_base
+
+    file = folder / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["base"] = describe_base(ModelConfig(path=str(base)))
+    file.write_text(json.dumps(manifest))
+    (folder / "adapter" / "base.json").write_text(json.dumps(manifest["base"]))
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "train"])
+def test_a_received_run_never_says_itself_that_its_code_may_run(
+    verb: str, received: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "marker"
+    forge_manifest(received, bring_code(received, marker))
+    (received / "metrics.json").rename(tmp_path / "metrics.json") if verb == "train" else None
+    key = "run" if verb == "evaluate" else "resume"
+    where = [f"output.dir={tmp_path / 'out'}"] if verb == "evaluate" else []
+    code, said = run(verb, f"{key}={received}", *where, capsys=capsys)
+    assert not marker.exists(), "code of a received folder ran"
+    assert code == 2
+    assert f"{received}/config.yaml: model.trust_remote_code=true" in said
+    assert "type model.trust_remote_code=true" in said
+    # Without it the base's files are refused for what they bring.
+    code, said = run(
+        verb, f"{key}={received}", "model.trust_remote_code=false", *where, capsys=capsys
+    )
+    assert (code, marker.exists()) == (2, False)
+    assert "brings its own Python (evil.py, auto_map in config.json)" in said
+
+
+def test_trust_that_is_typed_again_goes_on(
+    received: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "marker"
+    forge_manifest(received, bring_code(received, marker))
+    answer = ask(f"run={received}", "model.trust_remote_code=true", verb="evaluate")
+    assert answer.code == 0, answer.said
+    assert answer.config.model.trust_remote_code
+    (received / "metrics.json").unlink()
+    answer = ask(f"resume={received}", "model.trust_remote_code=true")
+    assert answer.code == 0, answer.said
+    assert answer.config.model.trust_remote_code
+
+
+def test_trust_is_named_in_one_place() -> None:
+    from app.resume.changes import TRUST_KEYS
+    from tests.test_resume import all_settings
+
+    assert TRUST_KEYS == ["model.trust_remote_code"]
+    # A key that sounds like trust is judged as such, or stands here with the reason.
+    known = {"resume_allow": "never taken from a run"}
+    sounds = [key for key in all_settings() if "trust" in key or "allow" in key or "unsafe" in key]
+    assert set(sounds) == {*TRUST_KEYS, *known}
+
+
+FILES = ["run.lock", "metrics.csv", "config.yaml", "manifest.json", "error.txt", "metrics.json"]
+FILES += ["stacks-rank-0.txt", "audit.json", "mixture.json", "tensorboard/events.out.tfevents.1"]
+FOLDERS = ["adapter", "checkpoints", "checkpoints/step-4", "tensorboard", "quarantine", "."]
+
+
+def link_into(folder: Path, name: str, victim: Path) -> Path:
+    """Replace an entry of a run by a link to the same content elsewhere."""
+    entry, target = folder / name, victim / name.replace("/", "-")
+    entry.parent.mkdir(exist_ok=True)
+    if entry.exists():
+        shutil.move(entry, target)
+    elif name in FOLDERS:
+        target.mkdir()
+        (target / "kept.txt").write_text("of somebody")
+    else:
+        target.write_text("of somebody")
+    entry.symlink_to(target)
+    return entry
+
+
+@pytest.mark.parametrize("name", [*FILES, *FOLDERS[:-1]])
+def test_links_in_a_run_are_not_followed(
+    name: str, received: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    link = link_into(received, name, victim)
+    before = contents(victim), contents(received)
+    out = f"output.dir={tmp_path / 'out'}"
+    here = f"output.dir={received}"
+    longer = ["trainer.max_steps=6", "resume_allow=[epochs]"]
+    asked = [("train", f"resume={received}", *longer), ("evaluate", f"run={received}", out)]
+    if name in ("run.lock", "config.yaml", "checkpoints"):
+        asked += [
+            ("train", *words, here, "resume=auto"),
+            ("train", *words, here),
+            ("evaluate", *words[:2], here),
+            ("preview", *words, here),
+        ]
+    for verb, *typed in asked:
+        code, said = run(verb, *typed, capsys=capsys)
+        assert code == 2, (verb, typed, said)
+        assert f"{link.relative_to(received)} is a link" in said, (verb, typed, said)
+        assert "Traceback" not in said
+        assert (contents(victim), contents(received)) == before, (verb, typed)
+
+
+def test_a_link_to_the_folder_itself_is_followed(
+    received: Path, words: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(received)
+    answer = ask(f"run={tmp_path / 'link'}", verb="evaluate")
+    assert answer.code == 0, answer.said
+
+
+@pytest.mark.parametrize("name", ["run.lock", "metrics.csv", "config.yaml"])
+def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
+    name: str, received: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (received / name).unlink(missing_ok=True)
+    os.mkfifo(received / name)
+    code, said = run("train", f"resume={received}", capsys=capsys)
+    assert (code, f"{name} is a pipe" in said) == (2, True), said
+    (received / name).unlink()
+    here = os.getcwd()
+    os.chdir(received)  # a socket's path is short
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(name)
+    finally:
+        os.chdir(here)
+    code, said = run("train", f"resume={received}", capsys=capsys)
+    assert (code, f"{name} is a socket" in said) == (2, True), said
+
+
+def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path) -> None:
+    from app.heartbeat import begin_to_beat
+    from app.output import write_whole
+    from app.resume.lock import hold_run
+    from app.training.csv_logger import CsvLogger
+
+    victim, folder = tmp_path / "victim", tmp_path / "run"
+    folder.mkdir()
+    victim.write_text("step\n1\n2\n")
+    for name in ("run.lock", "metrics.csv", "stacks-rank-0.txt", f".config.yaml.{os.getpid()}"):
+        (folder / name).symlink_to(victim)
+    with pytest.raises(OSError, match=r"run\.lock"):
+        hold_run(folder)
+    rows = CsvLogger(folder / "metrics.csv", ["d"])
+    with pytest.raises(OSError, match=r"metrics\.csv"):
+        rows.cut_after(1)
+    with pytest.raises((OSError, RuntimeError), match=r"metrics\.csv"):
+        rows.log_metrics({}, 3)
+    with pytest.raises(OSError, match="stacks-rank-0"):
+        begin_to_beat(folder, 0)
+    write_whole(folder / "config.yaml", "seed: 1\n")
+    assert victim.read_text() == "step\n1\n2\n"
+    assert (folder / "config.yaml").read_text() == "seed: 1\n"
+
+
+FOREIGN = {
+    "notes.txt": "mine",
+    "metrics.csv": "a,b\n1,2\n",
+    "checkpoints/step-3/weights.bin": "weights",
+    "checkpoints/step-3.tmp/half": "half",
+    "adapter/adapter_config.json": "{}",
+    "manifest.json": "{}",
+    "error.txt": "from another program",
+}
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    folder = tmp_path / "foreign"
+    for name, text in FOREIGN.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["train", "preview", "evaluate"])
+@pytest.mark.parametrize("resume", [[], ["resume=auto"]])
+def test_a_folder_of_other_files_is_refused_and_left_as_it_is(
+    verb: str,
+    resume: list[str],
+    foreign: Path,
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = contents(foreign)
+    typed = [*words, *resume] if verb == "train" else words[:2]
+    code, said = run(verb, *typed, f"output.dir={foreign}", capsys=capsys)
+    assert code == 2, said
+    assert f"output.dir={foreign} holds files that are not of a run: adapter, checkpoints" in said
+    assert "type a new folder's name" in said
+    assert contents(foreign) == before
+
+
+@pytest.mark.parametrize("name", list(FOREIGN))
+def test_one_other_file_is_enough(name: str, tmp_path: Path) -> None:
+    (tmp_path / "one" / name).parent.mkdir(parents=True)
+    (tmp_path / "one" / name).write_text(FOREIGN[name])
+    for goes_on in (False, True):
+        config = OutputConfig(dir=str(tmp_path / "one"))
+        (problem,) = check_output(config, goes_on=goes_on)
+        assert name.partition("/")[0] in problem
+    with pytest.raises(ValueError, match="holds files that are not of a run"):
+        decide_run_dir(OutputConfig(dir=str(tmp_path / "one")))
+
+
+def test_a_run_that_was_refused_at_its_start_does_not_block_the_corrected_command(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    (tmp_path / "late.jsonl").write_text(
+        '{"instruction": "a", "output": "b"}\n' * 400 + '{"instruction": 1, "output": []}\n'
+    )
+    small = dict(word.split("=", 1) for word in small_run("data.num_workers=0"))
+    for wrong in (
+        {"data.datasets": f"[{{path: {tmp_path / 'late.jsonl'}}}]"},  # found while it is read
+        {"optimizer.lr": "1e30", "trainer.max_skipped_steps": "1"},  # found in the first steps
+    ):
+        typed = [f"{key}={value}" for key, value in (small | wrong).items()]
+        code, said = run("train", *typed, f"output.dir={folder}", "logger=csv", capsys=capsys)
+        assert code in (2, 4), said
+    code, said = run("train", *small_run(), f"output.dir={folder}", "logger=csv", capsys=capsys)
+    assert code == 0, said
+    assert (folder / "metrics.json").exists()
+    assert not (folder / "error.txt").exists()
+    # What has trained is not replaced.
+    code, said = run("train", *small_run(), f"output.dir={folder}", capsys=capsys)
+    assert (code, "holds another run" in said) == (2, True)
+
+
+@pytest.mark.parametrize("key", ["output.dir", "resume", "run", "data.cache_dir"])
+@pytest.mark.parametrize("value", ["", "' '"])
+def test_an_empty_folder_name_is_refused(
+    key: str, value: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    typed = [f"{key}={value}"] if key == "run" else [*words, f"{key}={value}"]
+    answer = ask(*typed, verb="evaluate" if key == "run" else "train")
+    assert answer.code == 2, answer.config
+    assert f"{key} is empty" in answer.said
+    assert "variable that is not set" in answer.said
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_tilde_is_the_home_folder(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    answer = ask(*words, "output.dir=~/run")
+    assert (answer.code, answer.config.output.dir) == (0, str(home / "run")), answer.said
+    assert decide_run_dir(OutputConfig(dir="~/new")) == home / "new"
+    monkeypatch.delenv("LOFT_RUN_DIR")
+    make_run(home / "done", *words, finished=True)
+    (home / "done" / "adapter").mkdir()
+    for typed in (["resume=auto", *words, "output.dir=~/done"], ["resume=~/done"]):
+        answer = ask(*typed)
+        assert answer.code == 0, answer.said
+        assert answer.config.output.dir == str(home / "done")
+    answer = ask("run=~/done", verb="evaluate")
+    assert answer.config is not None or "adapter" in answer.said
+    answer = ask(*words, "output.dir=~nobody-of-that-name/run")
+    assert (answer.code, "no home folder" in answer.said) == (2, True)
+    assert list(here.iterdir()) == []
+
+
+def of_a_shell(run: Path) -> dict[str, str]:
+    return {"LOFT_RUN_DIR": str(run), "LOFT_RESUME_STEP": "4"}
+
+
+def test_a_run_folder_that_was_inherited_is_not_believed(
+    received: Path, words: list[str], tmp_path: Path
+) -> None:
+    before = contents(received)
+    answer = ask("model.path=/nope", *words[1:], environment=of_a_shell(received))
+    assert (answer.code, "/nope: no such folder" in answer.said) == (2, True)
+    answer = ask(*words, f"output.dir={tmp_path / 'new'}", environment=of_a_shell(received))
+    assert answer.code == 0
+    assert contents(received) == before
+    # Nor by a process that only has been started by another one than it names.
+    other = of_a_shell(received) | {"LOFT_PARENT": "1"}
+    answer = ask("model.path=/nope", *words[1:], environment=other)
+    assert answer.code == 2
+
+
+def test_the_whole_verb_does_not_write_into_an_inherited_folder(
+    received: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(received)
+    monkeypatch.setenv("LOFT_RUN_DIR", str(received))
+    folder = tmp_path / "new"
+    code = run_verb(
+        "train", train, words=[*small_run("trainer.max_steps=1"), f"output.dir={folder}"]
+    )
+    os.environ.pop("LOFT_RESUME_STEP", None)
+    assert code == 0
+    assert contents(received) == before
+    assert (folder / "metrics.json").exists()
+    monkeypatch.setenv("LOFT_RUN_DIR", str(received))
+    assert run_verb("train", train, words=["oops=1"]) == 2
+    assert contents(received) == before
+    monkeypatch.delenv("LOFT_RUN_DIR")
+
+
+def test_a_rank_of_our_own_launcher_is_believed(received: Path, words: list[str]) -> None:
+    started: Answer = ask(
+        "model.path=/nope",
+        *words[1:],
+        environment=of_a_shell(received) | {"LOFT_PARENT": str(os.getppid())},
+    )
+    assert started.code == 0  # its launcher has checked

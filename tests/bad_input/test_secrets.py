@@ -1,0 +1,196 @@
+"""Runs on data behind a password and a signed address: nothing written or printed holds them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.door import ask
+from tests.processes import LONGEST, environment_of_a_person
+from tests.tiny import SAMPLES, small_run
+
+PASSWORD = "Zq7password0planted"
+PLANTED = {
+    "X-Amz-Signature": "Zq7signature0planted",
+    "sig": "Zq7sig0planted%3D",
+    "token": "Zq7token0planted",
+    "access_token": "Zq7access0planted",
+    "AWSAccessKeyId": "AKIAZQ7PLANTED0KEYID",
+    "note": "ghp_Zq7planted0github0token",
+    "pat": "github_pat_11Zq7planted0_github",
+    "chat": "xoxb-123456-Zq7planted0slack",
+    "who": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3In0.Zq7planted0jwt",
+}
+SECRETS = [PASSWORD, *PLANTED.values(), "Zq7", "PLANTED0KEYID"]
+ROWS = (SAMPLES / "lists_test.json").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The host of a server that gives rows to who knows the password and the token."""
+    basic = "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.headers.get("Authorization") == basic
+            known = known and f"token={PLANTED['token']}" in self.path
+            self.send_response(200 if known else 403)
+            self.send_header("Content-Length", str(len(ROWS) if known else 0))
+            self.send_header("ETag", hashlib.md5(ROWS).hexdigest())
+            self.end_headers()
+            if known and self.command == "GET":
+                self.wfile.write(ROWS)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+
+
+def address(server: str, path: str = "lists.json", **changed: str) -> str:
+    query = "&".join(f"{name}={value}" for name, value in (PLANTED | changed).items())
+    return f"http://me:{PASSWORD}@{server}/{path}?version=2&{query}"
+
+
+def data(url: str) -> str:
+    return f"data.datasets=[{{path: '{url}', format: alpaca, name: lists}}]"
+
+
+def type_command(verb: str, *words: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", f"app.{verb}", *words],
+        cwd=ROOT,
+        env=environment_of_a_person() | {"LOFT_DATA_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+
+
+def check_clean(*places: Path | str) -> None:
+    for place in places:
+        files = {} if isinstance(place, str) else {f: f for f in place.rglob("*") if f.is_file()}
+        texts = {f: f.read_bytes().decode(errors="replace") for f in files}
+        if isinstance(place, str):
+            texts = {Path("what was printed"): place}
+        for name, text in texts.items():
+            found = [secret for secret in SECRETS if secret in text or secret in str(name)]
+            assert not found, f"{found} in {name}: {text[max(0, text.find(found[0]) - 80) :][:300]}"
+
+
+def small(url: str, folder: Path, *words: str) -> list[str]:
+    chosen = dict(word.split("=", 1) for word in small_run("trainer.max_steps=2"))
+    chosen["data.datasets"] = data(url).partition("=")[2]
+    typed = [f"{key}={value}" for key, value in chosen.items()]
+    return [*typed, f"output.dir={folder}", "evaluation.exact_match=false", *words]
+
+
+@pytest.fixture(scope="module")
+def ended(server: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """A finished run, its cache, and what it printed."""
+    folder = tmp_path_factory.mktemp("secrets")
+    run, cache = folder / "run", folder / "cache"
+    done = type_command("train", *small(address(server), run), cache=cache)
+    assert done.returncode == 0, done.stderr
+    return run, cache, done.stdout + done.stderr
+
+
+def test_a_run_leaves_no_secret_anywhere(ended: tuple[Path, Path, str], server: str) -> None:
+    run, cache, printed = ended
+    assert (run / "tensorboard").is_dir() and list(cache.rglob("key.json"))
+    check_clean(run, cache, printed)
+    # What is no secret of the address stays, so that a person knows which data it was.
+    for file in ("config.yaml", "manifest.json"):
+        assert f"http://<redacted>@{server}/lists.json?version=2&" in (run / file).read_text()
+    assert "<redacted>" in json.loads((run / "manifest.json").read_text())["command"][-9:].__str__()
+
+
+def test_errors_leave_no_secret_anywhere(server: str, tmp_path: Path) -> None:
+    wrong = {
+        "refused": address(server, token="Zq7another"),
+        "no-host": address("127.0.0.1:1"),
+        "no-package": address(server).replace("http://", "s4://"),
+    }
+    for name, url in wrong.items():
+        folder = tmp_path / name
+        done = type_command("train", *small(url, folder), cache=tmp_path / "cache")
+        assert done.returncode == 2, (name, done.stderr)
+        assert "Traceback" not in done.stderr
+        check_clean(done.stdout + done.stderr, folder)
+        assert (folder / "error.txt").exists() or name == "no-package"
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "preview"])
+def test_other_verbs_leave_no_secret_anywhere(
+    verb: str, ended: tuple[Path, Path, str], server: str, tmp_path: Path
+) -> None:
+    run, cache, _ = ended
+    words = small(address(server), tmp_path / "out")
+    if verb == "evaluate":
+        out = f"output.dir={tmp_path / 'out'}"
+        words = [f"run={run}", data(address(server)), out, "evaluation.exact_match=false"]
+        words.append("data.val_set_size=6")
+    done = type_command(verb, *words, cache=cache)
+    assert done.returncode == 0, done.stderr
+    check_clean(tmp_path / "out", done.stdout + done.stderr)
+
+
+def test_a_secret_that_was_left_out_is_asked_for(
+    ended: tuple[Path, Path, str], server: str, tmp_path: Path
+) -> None:
+    run, _, _ = ended
+    longer = ["trainer.max_steps=3", "resume_allow=[epochs]"]
+    for verb, typed in (("train", [f"resume={run}", *longer]), ("evaluate", [f"run={run}"])):
+        answer = ask(*typed, verb=verb)
+        assert answer.code == 2
+        assert f"{run}/config.yaml: a secret was left out of data.datasets" in answer.said
+        again = f"type it again: 'data.datasets=[{{path: http://<redacted>@{server}/lists.json?"
+        assert again in answer.said
+        assert "name: lists, format: alpaca}]'" in answer.said
+        answer = ask(*typed, data(address(server).replace(PASSWORD, "<redacted>")), verb=verb)
+        assert (answer.code, "type the secret in its place" in answer.said) == (2, True)
+        answer = ask(*typed, data(address(server)), verb=verb)
+        assert answer.code == 0, answer.said
+        assert PASSWORD in answer.config.data.datasets[0].path
+    # With all of the settings typed, nothing is taken from the file.
+    answer = ask(*small(address(server), run, "resume=must"))
+    assert answer.code == 0, answer.said
+
+
+def test_the_cache_is_found_whatever_the_signature(
+    ended: tuple[Path, Path, str], server: str, tmp_path: Path
+) -> None:
+    from data_modules.cache import Key
+    from data_modules.redaction import redact
+
+    _, cache, _ = ended
+    paths = {json.loads(file.read_text())["path"] for file in cache.rglob("key.json")}
+    assert paths == {redact(address(server, sig="Zq7other0signature"))}
+    names = {
+        Key(path=redact(url), split="train", parts={}).name
+        for url in (address(server), address(server, sig="Zq7other"), address(server, "b.json"))
+    }
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("secret", list(PLANTED.values())[5:])
+def test_a_token_is_no_setting(secret: str) -> None:
+    answer = ask("model.path=x", f"output.name={secret}")
+    assert (answer.code, "secrets do not go into settings" in answer.said) == (2, True)
+    assert secret not in answer.said
