@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
 from app.output import write_whole
+from data_modules import redact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,7 +72,7 @@ class Predictions:
         prompt = self._prompts[dataset][number]
         line: dict[str, str | bool] = {
             "dataset": dataset,
-            "source": str(prompt.origin),
+            "source": redact(str(prompt.origin)),
             "prompt": self._tokenizer.decode(prompt.input_ids),
             "reference": prompt.answer,
         }
