@@ -13,7 +13,7 @@ from pathlib import Path
 
 from app.heartbeat import LOST, PORT_TAKEN, tell
 from app.launch import RUN_DIR_VARIABLE, is_first_rank
-from data_modules import DataError
+from data_modules import DataError, RemoteError
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PROBLEMS = 20
@@ -76,6 +76,8 @@ def exit_code(error: BaseException) -> int:
         return TRAINING_FAULT
     if _is_of_sigterm(error):
         return TERMINATED
+    if isinstance(error, RemoteError):
+        return ENVIRONMENT_ERROR
     if _is_of_the_user(error):
         return USER_ERROR
     out_of_memory = type(error).__name__ == "OutOfMemoryError"  # torch's, without importing torch
@@ -136,6 +138,8 @@ def _message(error: BaseException, code: int) -> str:
     if code == USER_ERROR:
         return format_problems(problems)
     kind = {ENVIRONMENT_ERROR: "the environment", TRAINING_FAULT: "training stopped"}[code]
+    if isinstance(error, RemoteError):
+        return f"error ({kind}): " + "\n  ".join(problems)
     where = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
     hint = f"{TRACEBACK_VARIABLE}=1 before the command shows where it happened"
     if DEAD_WORKER.search(problems[0]):

@@ -76,7 +76,11 @@ def prepare_dataset(
 
     def fingerprint() -> str:
         return source.fingerprint(
-            dataset.path, dataset.split, dataset.revision, by_stamp=data.streaming
+            dataset.path,
+            dataset.split,
+            dataset.revision,
+            by_stamp=data.streaming,
+            limits=data.limits,
         )
 
     sha256 = fingerprint()

@@ -162,7 +162,7 @@ class PreparedData:
 
     def _prepare_all(self) -> tuple[dict[str, Prepared], dict[str, Prepared]]:
         """Prepare every data set, by its name; the problems of all of them are listed together."""
-        config, problems = self._config, list[str]()
+        config, problems, kinds = self._config, list[str](), set[type[DataError]]()
         tokenizer_hash = hash_of(self._tokenizer)
 
         def prepare(datasets: list[DatasetConfig], data: DataConfig) -> dict[str, Prepared]:
@@ -174,6 +174,7 @@ class PreparedData:
                     )
                 except DataError as error:
                     problems.extend(error.problems)
+                    kinds.add(type(error))
             return prepared
 
         read = prepare(self._read(), config)
@@ -181,7 +182,8 @@ class PreparedData:
         lenient = dataclasses.replace(config, on_long="truncate_left", max_dropped_share=None)
         tests = prepare(config.test_datasets, lenient)
         if problems:
-            raise DataError(problems)
+            kind = kinds.pop() if len(kinds) == 1 else DataError
+            raise kind(problems)
         return read, tests
 
     def _read(self) -> list[DatasetConfig]:

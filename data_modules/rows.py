@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from data_modules import format as formats
 from data_modules import source
-from data_modules.types import DataError, Item, Origin, Problems, Row
+from data_modules.types import DataError, Item, Origin, Problems, Row, listed
 
 if TYPE_CHECKING:
     from data_modules.settings import DataConfig, DatasetConfig
@@ -109,6 +109,7 @@ def chunks_of(
         revision=dataset.revision,
         budget=budget,
         max_row_bytes=data.max_row_bytes,
+        limits=data.limits,
         streaming=data.streaming,
     )
 
@@ -238,7 +239,7 @@ def _guess(dataset: DatasetConfig, first: Sequence[Row]) -> str:
             suggestion = formats.suggest_settings(row.values)
             example = "as in {instruction: question, output: answer}"
             unknown[number] = (
-                f"{row.origin} columns {list(row.values)} are of no known format"
+                f"{row.origin} columns {listed(row.values)} are of no known format"
                 f"{formats.near_field(columns)}; set data.datasets[].format to one of "
                 f"{', '.join(formats.FORMATS)}, and name the columns by data.datasets[].columns"
                 + (f"; try {suggestion}" if suggestion else f", {example}")

@@ -91,7 +91,8 @@ class DataConfig:
     max_dropped_share: float | None = None
     """stop when more than this share of a data set's rows is dropped; null = never"""
     max_row_bytes: int = source.MAX_ROW_BYTES
-    """a larger row is refused"""
+    """a larger row is refused, and so is a longer text in one"""
+    limits: source.Limits = field(default_factory=source.Limits)
     chat_template: str | None = None
     """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one that
     is named for the model, else plain"""
@@ -181,6 +182,7 @@ def _check_settings(config: DataConfig) -> list[str]:
     problems += check_mask(config.mask())
     problems += check_mixture(config.mixture)
     problems += check_audit(config.audit)
+    problems += source.check_limits(config.limits)
     return problems
 
 

@@ -169,6 +169,7 @@ class TokenStream(IterableDataset[Batch]):
             revision=dataset.revision,
             rows=(int(self._config.val_set_size), None),
             max_row_bytes=self._config.max_row_bytes,
+            limits=self._config.limits,
             shard=shard,
             streaming=True,
         )
