@@ -43,8 +43,8 @@ class ReadyDataset:
 class PreparedData:
     """Prepare the data sets, or find them in the cache, and split them; raises DataError.
 
-    `train_examples` and `val_examples` are the documents of both sides; of a stream all that was
-    read is for validation.
+    With `first_rows` only so many rows of each are read. `train_examples` and `val_examples` are
+    the documents of both sides; of a stream all that was read is for validation.
     """
 
     def __init__(
@@ -56,9 +56,10 @@ class PreparedData:
         sequence_len: int,
         vocab_size: int | None,
         seed: int,
+        first_rows: int | None = None,
     ) -> None:
         self._config, self._template, self._tokenizer = config, template, tokenizer
-        self._sequence_len = sequence_len
+        self._sequence_len, self._first_rows = sequence_len, first_rows
         prepared, self._tests = self._prepare_all()
         _check_token_ids(
             [*prepared.values(), *self._tests.values()], vocab_size, tokenizer.pad_token_id
@@ -125,6 +126,7 @@ class PreparedData:
                     tokens=int(self.train_examples.lengths[learned].sum()),
                     trained_tokens=int(self.train_examples.trained[learned].sum()),
                     rejected=counts.rejected,
+                    is_cut=one.data.is_cut,
                     is_streamed=self._config.streaming,
                     asks_validation=self._config.val_set_size > 0,
                 )
@@ -170,7 +172,12 @@ class PreparedData:
             for name, dataset in zip(dataset_names(datasets), datasets, strict=True):
                 try:
                     prepared[name] = prepare_dataset(
-                        dataset, data, self._template, self._sequence_len, tokenizer_hash
+                        dataset,
+                        data,
+                        self._template,
+                        self._sequence_len,
+                        tokenizer_hash,
+                        self._first_rows,
                     )
                 except DataError as error:
                     problems.extend(error.problems)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -121,16 +122,17 @@ class DataConfig:
 
 def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
     """Return a name for each data set, all different: as given, or made from the path."""
-    taken = {config.name for config in datasets if config.name}
-    names: list[str] = []
+    given = {config.name for config in datasets if config.name}
+    names: dict[str, None] = {}
+    numbers: Counter[str] = Counter()
     for config in datasets:
         base = config.name or source.name_of(config.path)
-        name, number = base, 1
-        while name in names or (name in taken and not config.name):
-            number += 1
-            name = f"{base}-{number}"
-        names.append(name)
-    return names
+        name = base
+        while name in names or (name in given and not config.name):
+            numbers[base] += 1
+            name = f"{base}-{numbers[base] + 1}"
+        names[name] = None
+    return list(names)
 
 
 def check_datasets(config: DataConfig) -> list[str]:
@@ -245,10 +247,13 @@ def _check_dataset_settings(dataset: DatasetConfig, key: str) -> list[str]:
 
 def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
     names = [dataset.name for dataset in datasets]
+    first: dict[str | None, int] = {}
+    for index, name in enumerate(names):
+        first.setdefault(name, index)
     problems = [
-        f"{key}[{index}].name '{name}' is already that of {key}[{names.index(name)}]; give another"
+        f"{key}[{index}].name '{name}' is already that of {key}[{first[name]}]; give another"
         for index, name in enumerate(names)
-        if name is not None and names.index(name) < index
+        if name is not None and first[name] < index
     ]
     # It is part of metrics' names and of files' names.
     problems += [
