@@ -107,7 +107,7 @@ print(time.process_time() - started)
 SCALES: dict[str, tuple[int, int, int, int]] = {
     "rows": (1, 20_000, 8, 0),
     "bytes_a_row": (1, 500, 2_000, 0),
-    "columns": (1, 1_000, 8, 500),
+    "columns": (1, 5_000, 8, 500),
     "data_sets": (40, 200, 8, 0),
 }
 """files, rows of each, words of an answer and columns beside it; each in turn is doubled"""

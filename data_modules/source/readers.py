@@ -386,7 +386,9 @@ def _arrow_errors(file: File, kind: str) -> Iterator[None]:
 
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
         raise DataError(
             f"{file}: is no {kind} file that can be read: {reason_of(error)}"
         ) from error
@@ -457,11 +459,12 @@ def _check_buffers(batch: Any) -> None:
     """
     import pyarrow
 
+    plain = pyarrow.string(), pyarrow.large_string()
     for column in batch.columns:
         try:
             column.validate(full=True)
         except pyarrow.ArrowInvalid as error:
-            if column.type.num_fields or "UTF8" not in str(error):
+            if column.type not in plain or "UTF8" not in str(error):
                 raise
 
 
