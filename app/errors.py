@@ -13,7 +13,7 @@ from pathlib import Path
 
 from app.heartbeat import LOST, PORT_TAKEN, tell
 from app.launch import is_first_rank, run_dir
-from data_modules import DataError, printable, redact
+from data_modules import DataError, RemoteError, printable, redact
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PROBLEMS = 20
@@ -78,6 +78,8 @@ def exit_code(error: BaseException) -> int:
         return TRAINING_FAULT
     if _is_of_sigterm(error):
         return TERMINATED
+    if isinstance(error, RemoteError):
+        return ENVIRONMENT_ERROR
     if _is_of_the_user(error):
         return USER_ERROR
     out_of_memory = type(error).__name__ == "OutOfMemoryError"  # torch's, without importing torch
@@ -147,6 +149,8 @@ def _message(error: BaseException, code: int) -> str:
         return format_problems([printable(redact(problem)) for problem in problems])
     said = printable(redact(problems[0]), keep="\n")
     kind = {ENVIRONMENT_ERROR: "the environment", TRAINING_FAULT: "training stopped"}[code]
+    if isinstance(error, RemoteError):
+        return f"error ({kind}): " + "\n  ".join(printable(redact(one)) for one in problems)
     where = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
     hint = f"{TRACEBACK_VARIABLE}=1 before the command shows where it happened"
     if DEAD_WORKER.search(problems[0]):

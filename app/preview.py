@@ -74,6 +74,7 @@ def preview(config: PreviewConfig) -> Path:
         max_steps=config.trainer.max_steps,
         seed=config.seed,
         decoder_start_token_id=architecture and decoder_start_token_id(architecture),
+        first_rows=rows_of_each(config.preview.max_rows, data),
     )
     datamodule.setup("fit")
     shown = collect_preview(
@@ -88,6 +89,7 @@ def preview(config: PreviewConfig) -> Path:
             f"sequence length: {datamodule.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),
+            *describe_sample([one.name for one in datamodule.report.datasets if one.is_cut]),
         ],
     )
     save_config(config, folder / "config.yaml")
@@ -161,6 +163,24 @@ def describe_stream(data: DataConfig) -> list[str]:
     return [
         f"a stream: only its first {STREAM_ROWS:,} rows{after} were read; steps, epochs and shares "
         "below are of these alone"
+    ]
+
+
+def rows_of_each(max_rows: int | None, data: DataConfig) -> int | None:
+    """Return how many rows of each data set are read, None for all; some are left to train on."""
+    if max_rows is None:
+        return None
+    share = max_rows // max(1, len(data.datasets))
+    return max(1, share, 2 * int(data.val_set_size))
+
+
+def describe_sample(names: list[str]) -> list[str]:
+    """Say which data sets were read in part."""
+    if not names:
+        return []
+    return [
+        f"a sample: only the first rows of {', '.join(names)} were read; steps, epochs and shares "
+        "below are of these alone; preview.max_rows=null reads all"
     ]
 
 

@@ -83,8 +83,38 @@ with Path(out, "tokens.txt").open("w") as file:
 """
 
 
+SCALING = """
+import sys, time
+import transformers
+from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+from data_modules import check_datasets
+tokenizer, template, cache, *files = sys.argv[1:]
+tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+datasets = [DatasetConfig(path=file) for file in files]
+data = DataConfig(datasets=datasets, cache_dir=cache, num_proc=1, chat_template=template,
+                  sequence_len=1 << 16)
+module = FinetuneDataModule(
+    data, PackingConfig(), tokenizer, context_len=1 << 20, micro_batch_size=1,
+    accumulation_steps=1, num_epochs=1, max_steps=None, seed=1,
+)
+started = time.process_time()
+assert not check_datasets(data)
+module.setup()
+module.audit, module.plan, module.mixture_report(), module.fingerprints()
+print(time.process_time() - started)
+"""
+"""the door's check, tokens, audit and plan of some files: seconds of the processor"""
+SCALES: dict[str, tuple[int, int, int, int]] = {
+    "rows": (1, 20_000, 8, 0),
+    "bytes_a_row": (1, 500, 2_000, 0),
+    "columns": (1, 5_000, 8, 500),
+    "data_sets": (40, 200, 8, 0),
+}
+"""files, rows of each, words of an answer and columns beside it; each in turn is doubled"""
+
+
 def measure() -> list[Figure]:
-    """Measure rows a second beside TRL, and the memory that 1 GiB of rows takes."""
+    """Measure rows a second beside TRL, the memory of 1 GiB, and how the cost grows."""
     python = peer_python("trl")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -107,6 +137,10 @@ def measure() -> list[Figure]:
         same = _share_alike(folder / "ours-0/tokens.txt", folder / "trl-0/tokens.txt")
         for who, taken in seconds.items():
             print(f"{who}: {NUM_ROWS / median(taken):,.0f} rows/s of {NUM_ROWS:,} rows")
+        ratios = [
+            Figure(figure=f"prepare/time_of_2x_{what}", value=_ratio(folder, words, place), bar=2.3)
+            for place, what in enumerate(SCALES)
+        ]
         large = folder / "large.jsonl"
         _write_rows(large, words, lambda _, size: size < LARGE_BYTES)
         peak = _peak_bytes(folder, large)
@@ -119,6 +153,7 @@ def measure() -> list[Figure]:
         ),
         Figure(figure="prepare/rows_alike", value=same, bar=1.0, better="higher"),
         Figure(figure="prepare/peak_gb_of_1_gib", value=peak / 1e9, bar=1.5),
+        *ratios,
     ]
 
 
@@ -150,6 +185,42 @@ def _write_rows(file: Path, words: list[str], goes_on: Callable[[int, int], bool
                 turns.append({"role": "assistant", "content": say(60)})
             size += stream.write(json.dumps({"messages": turns}) + "\n")
             count += 1
+
+
+def _ratio(folder: Path, words: list[str], place: int) -> float:
+    """Return how much longer it takes when number `place` of a scale's sizes is doubled."""
+    what = list(SCALES)[place]
+    sizes = SCALES[what]
+    twice = (*sizes[:place], 2 * sizes[place], *sizes[place + 1 :])
+    taken: list[list[float]] = [[], []]
+    for turn in range(REPEATS):
+        for number, size in enumerate((sizes, twice)):
+            made = folder / f"{what}-{turn}-{number}"
+            made.mkdir()
+            files = _write_files(made, words, *size)
+            typed = (folder / "tokenizer", folder / "plain.jinja", made / "cache", *files)
+            taken[number].append(_run(sys.executable, SCALING, *map(str, typed)))
+    once, doubled = map(min, taken)
+    print(f"{what}: {once:.2f} s, twice as many {doubled:.2f} s")
+    return doubled / once
+
+
+def _write_files(
+    folder: Path, words: list[str], num_files: int, num_rows: int, num_words: int, columns: int
+) -> list[Path]:
+    """Write files of alike size; no row is that of another."""
+    chance = random.Random(3)
+    more = {f"column{number}": number for number in range(columns)}
+    files = []
+    for number in range(num_files):
+        file = folder / f"rows{number}.jsonl"
+        with file.open("w") as stream:
+            for row in range(num_rows):
+                answer = " ".join(chance.choices(words, k=num_words))
+                asked = {"instruction": f"what is {number} and {row}?", "output": answer}
+                stream.write(json.dumps(asked | more) + "\n")
+        files.append(file)
+    return files
 
 
 def _save_tokenizer(folder: Path, words: list[str]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
     from data_modules.source import is_hub_id as is_hub_id
+    from data_modules.source import open_regular as open_regular
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.types import Batch as Batch
     from data_modules.types import DataError as DataError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from data_modules.types import Example as Example
     from data_modules.types import Origin as Origin
     from data_modules.types import Prompt as Prompt
+    from data_modules.types import RemoteError as RemoteError
     from data_modules.types import StepRow as StepRow
     from data_modules.types import printable as printable
 
@@ -48,6 +50,7 @@ _HOMES = {
     "PackingConfig": "packing",
     "Prompt": "types",
     "REDACTED": "redaction",
+    "RemoteError": "types",
     "StepRow": "types",
     "TEMPLATE_NAMES": "template",
     "check_datasets": "settings",
@@ -57,6 +60,7 @@ _HOMES = {
     "redact": "redaction",
     "redacted": "redaction",
     "redacted_keys": "redaction",
+    "open_regular": "source",
 }
 
 __all__ = list(_HOMES)

@@ -60,6 +60,12 @@ class Key:
         text = json.dumps([self.path, self.split, self.parts], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
+    @property
+    def newest(self) -> str:
+        """Return the name of the file that names the newest entry of the same data."""
+        text = json.dumps([self.path, self.split])
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.newest"
+
 
 def code_version() -> str:
     """Return a hash of the files that decide what a row's tokens are."""
@@ -92,6 +98,7 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
                 make(unfinished)
                 _seal(unfinished, key)
                 os.replace(unfinished, folder)
+                _note_newest(root, key)
                 _sync(root)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -154,20 +161,20 @@ def _remove_left_over(root: Path, key: Key) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
+def _note_newest(root: Path, key: Key) -> None:
+    unfinished = root / f"{key.newest}.tmp-{os.getpid()}"
+    unfinished.write_text(key.name)
+    os.replace(unfinished, root / key.newest)
+
+
 def _why_missing(root: Path, key: Key) -> str:
     """Say what changed since the newest entry of the same data."""
-    newest: tuple[int, Mapping[str, Any]] | None = None
-    for file in root.glob(f"*/{KEY_FILE}"):
-        try:
-            note, age = json.loads(file.read_text()), file.stat().st_mtime_ns
-        except (OSError, ValueError):
-            continue  # being removed by somebody
-        same = note["path"] == key.path and note["split"] == key.split
-        if same and (newest is None or age > newest[0]):
-            newest = (age, note["parts"])
-    if newest is None:
-        return "not in the cache yet"
-    before = newest[1]
+    try:
+        # By its name: to look at every entry would take longer with each one that is kept.
+        newest = Path((root / key.newest).read_text()).name
+        before = json.loads((root / newest / KEY_FILE).read_text())["parts"]
+    except (OSError, ValueError, LookupError):
+        return "not in the cache yet"  # or removed by somebody
     changed = [part for part in key.parts if before.get(part) != key.parts[part]]
     return ", ".join(_in_words(part, before.get(part), key.parts[part]) for part in changed)
 

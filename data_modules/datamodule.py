@@ -67,7 +67,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
     the number of rows of the model's embedding: token ids beyond it are an error.
     `decoder_start_token_id` is given for encoder-decoder models, and None for causal ones.
     `pad_packs` gives all packed rows of a causal model the size of a full one; `row_multiple` is
-    what the number of their tokens is rounded up to otherwise.
+    what the number of their tokens is rounded up to otherwise. With `first_rows` only so many rows
+    of each data set are read.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         decoder_start_token_id: int | None = None,
         pad_packs: bool = False,
         row_multiple: int = 1,
+        first_rows: int | None = None,
     ) -> None:
         super().__init__()
         check_packing(packing)
@@ -95,7 +97,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self._num_epochs, self._max_steps, self._seed = num_epochs, max_steps, seed
         self._num_ranks, self._vocab_size = num_ranks, vocab_size
         self._decoder_start, self._pad_packs = decoder_start_token_id, pad_packs
-        self._row_multiple = row_multiple
+        self._row_multiple, self._first_rows = row_multiple, first_rows
         self.sequence_len = choose_sequence_len(config.sequence_len, context_len)
         self.dataset_names = dataset_names(config.datasets)
         self.first_step = 0
@@ -128,6 +130,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             sequence_len=self.sequence_len,
             vocab_size=self._vocab_size,
             seed=self._seed,
+            first_rows=self._first_rows,
         )
         self.train_examples, self.val_examples = data.train_examples, data.val_examples
         self._data, self.report = data, data.report()

@@ -20,11 +20,11 @@ from data_modules.cache import Key, code_version, open_or_make
 from data_modules.counts import Counts, check_dropped
 from data_modules.encode import ChunkEncoder, EncodedChunk, encode_chunks
 from data_modules.redaction import redact
-from data_modules.rows import BadRows, chunks_of, find_format
+from data_modules.rows import BadRows, FirstRows, chunks_of, find_format
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.store import StoreWriter, TokenStore
 from data_modules.template import ChatTemplate
-from data_modules.types import DataError, printable
+from data_modules.types import DataError, RemoteError, printable
 
 if TYPE_CHECKING:
     import transformers
@@ -44,6 +44,8 @@ TOKEN_SETTINGS = (
     "max_row_bytes",
 )
 """what of DataConfig shapes the tokens"""
+ROW_LIMITS = ("columns", "key_chars", "nesting")
+"""limits beyond which a row is left out where on_bad_row=quarantine"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Prepared:
     sha256: str
     folder: Path
     how: str
+    is_cut: bool
 
 
 def prepare_dataset(
@@ -65,11 +68,14 @@ def prepare_dataset(
     template: ChatTemplate,
     sequence_len: int,
     tokenizer_hash: str,
+    first_rows: int | None = None,
 ) -> Prepared:
     """Return a data set's tokens, from the cache where they stand there.
 
-    The content of a stream's files is taken from their size and time: they are not read to the end.
-    Raises DataError with all rows that cannot be read, and where the files change meanwhile.
+    With `first_rows` only so many rows are read, and `is_cut` says whether there are more. The
+    content of a stream's files, and of those read in part, is taken from their size and time: they
+    are not read to the end. Raises DataError with all rows that cannot be read, and where the files
+    change meanwhile.
     """
     # A branch of the hub moves: what is read is the commit that the key names.
     revision = source.resolved_revision(dataset.path, dataset.revision) or dataset.revision
@@ -77,14 +83,18 @@ def prepare_dataset(
 
     def fingerprint() -> str:
         return source.fingerprint(
-            dataset.path, dataset.split, dataset.revision, by_stamp=data.streaming
+            dataset.path,
+            dataset.split,
+            dataset.revision,
+            by_stamp=data.streaming or first_rows is not None,
+            limits=data.limits,
         )
 
     sha256 = fingerprint()
-    key = _key(dataset, data, template, sequence_len, tokenizer_hash, sha256)
+    key = _key(dataset, data, template, sequence_len, tokenizer_hash, sha256, first_rows)
 
     def make(folder: Path) -> None:
-        _write(folder, dataset, data, template, sequence_len)
+        _write(folder, dataset, data, template, sequence_len, first_rows)
         if fingerprint() != sha256:
             raise DataError(f"{dataset.path}: changed while it was being read; start again")
 
@@ -100,6 +110,7 @@ def prepare_dataset(
         sha256=sha256,
         folder=folder,
         how=how,
+        is_cut=note["is_cut"],
     )
 
 
@@ -116,6 +127,7 @@ def _key(
     sequence_len: int,
     tokenizer_hash: str,
     sha256: str,
+    first_rows: int | None,
 ) -> Key:
     import tokenizers
     import transformers
@@ -127,10 +139,11 @@ def _key(
         "revision": dataset.revision,
         "sequence_len": sequence_len,
         "encoder_decoder": template.is_encoder_decoder,
+        "limits": {name: getattr(data.limits, name) for name in ROW_LIMITS},
     }
     return Key(
         path=redact(dataset.path),  # a signed URL is another one each day, and so is a password
-        split=dataset.split,
+        split=dataset.split if first_rows is None else f"{dataset.split}, first {first_rows}",
         parts={
             # What nobody can name is never found again.
             "data": sha256 or uuid.uuid4().hex,
@@ -153,10 +166,11 @@ def _write(
     data: DataConfig,
     template: ChatTemplate,
     sequence_len: int,
+    first_rows: int | None,
 ) -> None:
     """Tokenise a data set into `folder`."""
-    bad = BadRows(data)
-    format_name, chunks = find_format(dataset, chunks_of(dataset, data))
+    read = FirstRows(chunks_of(dataset, data), first_rows)
+    format_name, chunks = find_format(dataset, iter(read))
     encoder = ChunkEncoder(
         format=format_name or "",
         columns=dataset.columns,
@@ -167,43 +181,57 @@ def _write(
     counts, writer = Counts(), StoreWriter(folder)
     num_proc = data.num_proc or len(os.sched_getaffinity(0))
     num_rows = 0
-    try:
-        with _Progress(dataset) as progress:
-            for part in encode_chunks(encoder, chunks, num_proc):
-                bad.add_all(part.rejected)
-                if part.documents is not None:
-                    rows = part.documents.rows + num_rows
-                    writer.add(dataclasses.replace(part.documents, rows=rows))
-                num_rows += part.num_rows
-                counts.merge(part.counts)
-                progress.advance(part)
-    except DataError as error:
-        # The rest of a file cannot be read: said together with its bad rows.
-        bad.add_problems(error.problems)
+    with (folder / REJECTED_FILE).open("w") as rejected:
+        bad = BadRows(data, rejected)
+        try:
+            with _Progress(dataset) as progress:
+                for part in encode_chunks(encoder, chunks, num_proc):
+                    bad.add_all(part.rejected)
+                    if part.documents is not None:
+                        rows = part.documents.rows + num_rows
+                        writer.add(dataclasses.replace(part.documents, rows=rows))
+                    num_rows += part.num_rows
+                    if num_rows > data.limits.rows:
+                        raise DataError(_too_many_rows(dataset, data))
+                    counts.merge(part.counts)
+                    progress.advance(part)
+        except RemoteError:
+            raise
+        except DataError as error:
+            # The rest of a file cannot be read: said together with its bad rows.
+            bad.add_problems(error.problems)
     writer.close()
     bad.raise_if_any()
-    counts.rejected = len(bad.kept)
-    counts.rows += len(bad.empty)
-    for origin in bad.empty:
+    counts.rejected = bad.num_kept
+    counts.rows += bad.num_empty
+    for origin in bad.first_empty:
         counts.add_empty(str(origin))
+    counts.empty += bad.num_empty - len(bad.first_empty)
     _check_rows_left(dataset, counts, bad)
     check_dropped(counts, dataset.path, data, sequence_len)
-    note = {"format": format_name, "counts": dataclasses.asdict(counts)}
+    note = {
+        "format": format_name,
+        "counts": dataclasses.asdict(counts),
+        "is_cut": read.is_cut,
+    }
     (folder / COUNTS_FILE).write_text(json.dumps(note, indent=2) + "\n")
-    with (folder / REJECTED_FILE).open("w") as file:
-        for row in bad.kept:
-            line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
-            file.write(json.dumps(line) + "\n")
+
+
+def _too_many_rows(dataset: DatasetConfig, data: DataConfig) -> str:
+    return (
+        f"{dataset.path}: has more than {data.limits.rows:,} rows, which is data.limits.rows; "
+        "raise it if the data is right, or give a part of it: data.datasets[].split=train[:10%]"
+    )
 
 
 def _check_rows_left(dataset: DatasetConfig, counts: Counts, bad: BadRows) -> None:
     if counts.rows:
         return
-    if bad.kept:
+    if bad.num_kept:
         raise DataError(
             [
-                f"{dataset.path}: all {len(bad.kept):,} rows are bad, so none is left; the first:",
-                *(row.problem for row in bad.kept[:5]),
+                f"{dataset.path}: all {bad.num_kept:,} rows are bad, so none is left; the first:",
+                *bad.first_kept,
             ]
         )
     raise DataError(f"{dataset.path}: 0 rows; give a file with at least one row")

@@ -44,8 +44,8 @@ class ReadyDataset:
 class PreparedData:
     """Prepare the data sets, or find them in the cache, and split them; raises DataError.
 
-    `train_examples` and `val_examples` are the documents of both sides; of a stream all that was
-    read is for validation.
+    With `first_rows` only so many rows of each are read. `train_examples` and `val_examples` are
+    the documents of both sides; of a stream all that was read is for validation.
     """
 
     def __init__(
@@ -57,9 +57,10 @@ class PreparedData:
         sequence_len: int,
         vocab_size: int | None,
         seed: int,
+        first_rows: int | None = None,
     ) -> None:
         self._config, self._template, self._tokenizer = config, template, tokenizer
-        self._sequence_len = sequence_len
+        self._sequence_len, self._first_rows = sequence_len, first_rows
         prepared, self._tests = self._prepare_all()
         _check_token_ids(
             [*prepared.values(), *self._tests.values()], vocab_size, tokenizer.pad_token_id
@@ -126,6 +127,7 @@ class PreparedData:
                     tokens=int(self.train_examples.lengths[learned].sum()),
                     trained_tokens=int(self.train_examples.trained[learned].sum()),
                     rejected=counts.rejected,
+                    is_cut=one.data.is_cut,
                     is_streamed=self._config.streaming,
                     asks_validation=self._config.val_set_size > 0,
                 )
@@ -163,7 +165,7 @@ class PreparedData:
 
     def _prepare_all(self) -> tuple[dict[str, Prepared], dict[str, Prepared]]:
         """Prepare every data set, by its name; the problems of all of them are listed together."""
-        config, problems = self._config, list[str]()
+        config, problems, kinds = self._config, list[str](), set[type[DataError]]()
         tokenizer_hash = hash_of(self._tokenizer)
 
         def prepare(datasets: list[DatasetConfig], data: DataConfig) -> dict[str, Prepared]:
@@ -171,10 +173,16 @@ class PreparedData:
             for name, dataset in zip(dataset_names(datasets), datasets, strict=True):
                 try:
                     prepared[name] = prepare_dataset(
-                        dataset, data, self._template, self._sequence_len, tokenizer_hash
+                        dataset,
+                        data,
+                        self._template,
+                        self._sequence_len,
+                        tokenizer_hash,
+                        self._first_rows,
                     )
                 except DataError as error:
                     problems.extend(error.problems)
+                    kinds.add(type(error))
             return prepared
 
         read = prepare(self._read(), config)
@@ -182,7 +190,8 @@ class PreparedData:
         lenient = dataclasses.replace(config, on_long="truncate_left", max_dropped_share=None)
         tests = prepare(config.test_datasets, lenient)
         if problems:
-            raise DataError(problems)
+            kind = kinds.pop() if len(kinds) == 1 else DataError
+            raise kind(problems)
         return read, tests
 
     def _read(self) -> list[DatasetConfig]:

@@ -22,6 +22,7 @@ class DatasetReport:
     tokens: int
     trained_tokens: int
     rejected: int
+    is_cut: bool
     is_streamed: bool
     asks_validation: bool
 
@@ -33,8 +34,9 @@ class DatasetReport:
                 f"{self.name}: streamed ({self.format}{guessed}), {self.validation_rows:,} of its "
                 "first rows are for validation"
             )
+        first = "the first " if self.is_cut else ""
         parts = [
-            f"{self.rows:,} rows ({self.format}{guessed})",
+            f"{first}{self.rows:,} rows ({self.format}{guessed})",
             f"{self.train_rows:,} train + {self.validation_rows:,} validation",
             self.how,
         ]

@@ -10,17 +10,19 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from data_modules import format as formats
 from data_modules import source
-from data_modules.types import DataError, Item, Origin, Problems, Row
+from data_modules.types import MAX_PROBLEMS, DataError, Item, Origin, Problems, Row, listed
 
 if TYPE_CHECKING:
     from data_modules.settings import DataConfig, DatasetConfig
 
 GUESSED_ROWS = 100
 """so many first rows vote on the format of a data set"""
+MAX_FIRST = 5
+"""rows of a kind that are named, of any number"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ def chunks_of(
         revision=dataset.revision,
         budget=budget,
         max_row_bytes=data.max_row_bytes,
+        limits=data.limits,
         streaming=data.streaming,
     )
 
@@ -168,34 +171,75 @@ def check_first_rows(dataset: DatasetConfig, data: DataConfig, budget: source.Bu
     return []
 
 
+class FirstRows:
+    """Yield chunks up to so many rows; `is_cut` says afterwards whether there were more."""
+
+    def __init__(self, chunks: Iterator[source.Chunk], most: int | None) -> None:
+        self._chunks, self._most = chunks, most
+        self.is_cut = False
+
+    def __iter__(self) -> Iterator[source.Chunk]:
+        """Yield the chunks; None is no limit."""
+        if self._most is None:
+            yield from self._chunks
+            return
+        left = self._most
+        for chunk in self._chunks:
+            num_rows = chunk.count()
+            if num_rows > left:
+                self.is_cut = True
+                if left:
+                    yield chunk.select(range(left))
+                return
+            left -= num_rows
+            yield chunk
+
+
 class BadRows:
     """Collect the rows that cannot be learned, and decide whether they stop the run.
 
     Rows that lack a column are named once for all rows with the same columns, beside how many rows
-    are as they should be.
+    are as they should be. Only the first ones are held: those that a quarantine takes are written
+    to `file`, if there is one, a JSON line each.
     """
 
-    def __init__(self, data: DataConfig) -> None:
+    def __init__(self, data: DataConfig, file: IO[str] | None = None) -> None:
         self._quarantines = data.on_bad_row == "quarantine"
         self._drops_empty = data.drop_empty
         self._problems = Problems()
-        self._lacking: dict[tuple[str, ...], list[str]] = {}
+        self._lacking: dict[tuple[str, ...], str] = {}
+        self._num_lacking: Counter[tuple[str, ...]] = Counter()
         self._num_good, self._first_good = 0, ""
-        self.kept: list[Rejected] = []
-        """the rows that a quarantine takes"""
-        self.empty: list[Origin] = []
-        """rows whose answer is empty, where those are dropped"""
+        self._file = file
+        self.first_kept: list[str] = []
+        """problems of the first rows that a quarantine takes"""
+        self.num_kept = 0
+        self.first_empty: list[Origin] = []
+        """the first rows whose answer is empty, where those are dropped"""
+        self.num_empty = 0
 
     def add(self, row: Rejected) -> None:
         """Note one bad row."""
         if row.is_empty and self._drops_empty:
-            self.empty.append(row.origin)
+            self.num_empty += 1
+            self.first_empty = [*self.first_empty, row.origin][:MAX_FIRST]
         elif self._quarantines:
-            self.kept.append(row)
-        elif row.columns is not None:
-            self._lacking.setdefault(row.columns, []).append(row.problem)
-        else:
+            self._set_aside(row)
+        elif row.columns is None or self._is_of_too_many_kinds(row.columns):
             self._problems.add(row.problem)
+        else:
+            self._lacking.setdefault(row.columns, row.problem)
+            self._num_lacking[row.columns] += 1
+
+    def _set_aside(self, row: Rejected) -> None:
+        self.num_kept += 1
+        self.first_kept = [*self.first_kept, row.problem][:MAX_FIRST]
+        if self._file is not None:
+            line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
+            self._file.write(json.dumps(line) + "\n")
+
+    def _is_of_too_many_kinds(self, columns: tuple[str, ...]) -> bool:
+        return columns not in self._lacking and len(self._lacking) >= MAX_PROBLEMS
 
     def add_all(self, rows: Iterable[Rejected]) -> None:
         """Note several bad rows."""
@@ -214,11 +258,12 @@ class BadRows:
 
     def raise_if_any(self) -> None:
         """Raise DataError with all problems that stop the run."""
-        for same in self._lacking.values():
-            notes = [f"{len(same) - 1:,} more rows have these columns"] if len(same) > 1 else []
+        for columns, first in self._lacking.items():
+            more = self._num_lacking[columns] - 1
+            notes = [f"{more:,} more rows have these columns"] if more else []
             if self._num_good:
                 notes.append(f"{self._num_good:,} rows are {self._first_good}")
-            self._problems.add(f"{same[0]} ({'; '.join(notes)})" if notes else same[0])
+            self._problems.add(f"{first} ({'; '.join(notes)})" if notes else first)
         self._lacking.clear()
         self._problems.raise_if_any()
 
@@ -238,7 +283,7 @@ def _guess(dataset: DatasetConfig, first: Sequence[Row]) -> str:
             suggestion = formats.suggest_settings(row.values)
             example = "as in {instruction: question, output: answer}"
             unknown[number] = (
-                f"{row.origin} columns {list(row.values)} are of no known format"
+                f"{row.origin} columns {listed(row.values)} are of no known format"
                 f"{formats.near_field(columns)}; set data.datasets[].format to one of "
                 f"{', '.join(formats.FORMATS)}, and name the columns by data.datasets[].columns"
                 + (f"; try {suggestion}" if suggestion else f", {example}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -92,7 +93,8 @@ class DataConfig:
     max_dropped_share: float | None = None
     """stop when more than this share of a data set's rows is dropped; null = never"""
     max_row_bytes: int = source.MAX_ROW_BYTES
-    """a larger row is refused"""
+    """a larger row is refused, and so is a longer text in one"""
+    limits: source.Limits = field(default_factory=source.Limits)
     chat_template: str | None = None
     """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one that
     is named for the model, else plain"""
@@ -121,16 +123,17 @@ class DataConfig:
 
 def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
     """Return a name for each data set, all different: as given, or made from the path."""
-    taken = {config.name for config in datasets if config.name}
-    names: list[str] = []
+    given = {config.name for config in datasets if config.name}
+    names: dict[str, None] = {}
+    numbers: Counter[str] = Counter()
     for config in datasets:
         base = printable(config.name or source.name_of(config.path))
-        name, number = base, 1
-        while name in names or (name in taken and not config.name):
-            number += 1
-            name = f"{base}-{number}"
-        names.append(name)
-    return names
+        name = base
+        while name in names or (name in given and not config.name):
+            numbers[base] += 1
+            name = f"{base}-{numbers[base] + 1}"
+        names[name] = None
+    return list(names)
 
 
 def check_datasets(config: DataConfig) -> list[str]:
@@ -182,6 +185,7 @@ def _check_settings(config: DataConfig) -> list[str]:
     problems += check_mask(config.mask())
     problems += check_mixture(config.mixture)
     problems += check_audit(config.audit)
+    problems += source.check_limits(config.limits)
     return problems
 
 
@@ -244,10 +248,13 @@ def _check_dataset_settings(dataset: DatasetConfig, key: str) -> list[str]:
 
 def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
     names = [dataset.name for dataset in datasets]
+    first: dict[str | None, int] = {}
+    for index, name in enumerate(names):
+        first.setdefault(name, index)
     problems = [
-        f"{key}[{index}].name '{name}' is already that of {key}[{names.index(name)}]; give another"
+        f"{key}[{index}].name '{name}' is already that of {key}[{first[name]}]; give another"
         for index, name in enumerate(names)
-        if name is not None and names.index(name) < index
+        if name is not None and first[name] < index
     ]
     # It is part of metrics' names and of files' names.
     problems += [

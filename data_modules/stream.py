@@ -169,6 +169,7 @@ class TokenStream(IterableDataset[Batch]):
             revision=dataset.revision,
             rows=(int(self._config.val_set_size), None),
             max_row_bytes=self._config.max_row_bytes,
+            limits=self._config.limits,
             shard=shard,
             streaming=True,
         )
@@ -178,9 +179,9 @@ class TokenStream(IterableDataset[Batch]):
         bad = BadRows(self._config)
         bad.add_all(part.rejected)
         bad.raise_if_any()
-        if bad.kept:
-            more = f" and {len(bad.kept) - 1:,} more" if len(bad.kept) > 1 else ""
-            log.warning(f"data: left out: {bad.kept[0].problem}{more}")
+        if bad.num_kept:
+            more = f" and {bad.num_kept - 1:,} more" if bad.num_kept > 1 else ""
+            log.warning(f"data: left out: {bad.first_kept[0]}{more}")
         if self._config.on_long == "error" and part.counts.dropped:
             tokens, origin = part.counts.longest[0]
             raise DataError(

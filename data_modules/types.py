@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_PROBLEMS = 20
 MAX_SHOWN = 80
+MAX_LISTED = 20
 
 
 def printable(text: str, *, keep: str = "") -> str:
@@ -38,6 +39,14 @@ def shown(text: str) -> str:
     return printable(text[:MAX_SHOWN])[:MAX_SHOWN]
 
 
+def listed(names: Iterable[object]) -> str:
+    """Return names as a message quotes a list of them: the first 20, at most 80 characters each."""
+    every = list(names)
+    found = [str(name)[:MAX_SHOWN] for name in every[:MAX_LISTED]]
+    more = len(every) - len(found)
+    return f"{found}" if not more else f"[{', '.join(map(repr, found))}, and {more:,} more]"
+
+
 class DataError(ValueError):
     """Say what is wrong with the data, all problems of one phase together, a line each."""
 
@@ -47,7 +56,11 @@ class DataError(ValueError):
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[DataError], tuple[list[str]]]:
-        return DataError, (self.problems,)
+        return type(self), (self.problems,)
+
+
+class RemoteError(DataError):
+    """Say that a server could not be reached, was too slow or broke off: no fault of the data."""
 
 
 class Problems:

@@ -32,7 +32,7 @@ def test_every_setting_of_the_data_is_told(verb: str) -> None:
     page = ask("--help", verb=verb).printed
     keys = [key for key in schema.keys_of(VERBS[verb]) if key.startswith(("data.", "packing."))]
     for key in keys:
-        if "[]" not in key and key not in ("data.mixture", "data.audit"):
+        if "[]" not in key and key not in ("data.mixture", "data.audit", "data.limits"):
             assert key in keys_on(page), key
     assert "(assistant) whose turns are learned" in page
     assert len(re.findall(r"^  data\.on_long ", page, re.MULTILINE)) == 1, "no key stands twice"

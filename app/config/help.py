@@ -60,6 +60,7 @@ MOST_USED = {
         "trainer.gradient_accumulation_steps",
         "trainer.global_batch_size",
         "trainer.devices",
+        "preview.max_rows",
         "preview.rows",
         "preview.packs",
         "preview.tokens",

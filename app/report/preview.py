@@ -38,6 +38,9 @@ class ShownConfig:
     """packs of each of the first two steps"""
     tokens: int = 400
     """tokens of a row in the terminal, from its beginning and its end; the page shows 4,096"""
+    max_rows: int | None = 100_000
+    """rows that are read of all data sets together, in equal parts the first of each: an answer in
+    seconds; null = all, for exact counts and steps; takes as long as a training takes to begin"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,6 +71,7 @@ KINDS: dict[str, str] = {
     "data.drop_empty": "data",
     "data.max_dropped_share": HARMLESS,  # a limit
     "data.max_row_bytes": HARMLESS,  # a limit
+    "data.limits.*": HARMLESS,
     "data.chat_template": COMPARED,
     "data.mixture.*": "data",
     "data.audit.*": HARMLESS,

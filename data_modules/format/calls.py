@@ -18,7 +18,7 @@ from data_modules.format.fields import (
     read_json,
     read_optional_string,
 )
-from data_modules.types import ToolCall
+from data_modules.types import ToolCall, listed
 
 
 def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -44,7 +44,7 @@ def _read_tool(tool: Any, where: str) -> Mapping[str, Any]:
     if "function" not in tool and isinstance(tool.get("name"), str):
         tool = {"type": "function", "function": tool}
     elif "function" not in tool and "type" not in tool:
-        raise RowError(f"{where} has no name; found {list(tool)}{misnamed('name', tool)}")
+        raise RowError(f"{where} has no name; found {listed(tool)}{misnamed('name', tool)}")
     check_json(tool, where)
     return tool
 
@@ -94,7 +94,7 @@ def _read_call(value: Any, where: str) -> ToolCall:
         inner = value
     name = inner.get("name")
     if not isinstance(name, str) or is_blank(name):
-        raise RowError(f"{where} names no tool; found {list(inner)}{misnamed('name', inner)}")
+        raise RowError(f"{where} names no tool; found {listed(inner)}{misnamed('name', inner)}")
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
         arguments = read_json(arguments, f"{where}.arguments")

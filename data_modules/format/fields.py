@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from data_modules.types import shown
+from data_modules.types import listed, shown
 
 MAX_WEIGHT = 3.4e38
 """weights are float32 in a batch: what lies above would be infinite there"""
@@ -179,7 +179,9 @@ def read_json(text: str, where: str) -> Any:
             f"{where} is not JSON: {error.msg} at character {error.pos + 1} of "
             f"'{shown(text)}'; mend it"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise RowError(f"{where} cannot be read as JSON: it is nested too deeply") from error
+    except ValueError as error:
         raise RowError(f"{where} cannot be read as JSON: {shown(str(error))}") from error
 
 
@@ -222,9 +224,9 @@ def _step(value: Any, step: str) -> Sequence[Any]:
 
 def _missing_step(value: Any, step: str, there: str) -> str:
     if not there:
-        return f"missing '{step}'; found {list(value)}{nearest(step, value)}"
+        return f"missing '{step}'; found {listed(value)}{nearest(step, value)}"
     if isinstance(value, Mapping):
-        return f"missing '{there}.{step}'; '{there}' has {list(value)}{nearest(step, value)}"
+        return f"missing '{there}.{step}'; '{there}' has {listed(value)}{nearest(step, value)}"
     if isinstance(value, list):
         return (
             f"missing '{there}.{step}'; '{there}' is a list of {len(value)}: "

@@ -32,7 +32,7 @@ from data_modules.format.fields import (
 from data_modules.format.pretokenized import read_tokens
 from data_modules.format.trees import read_tree
 from data_modules.format.turns import arrange, read_turns
-from data_modules.types import Conversation, Document, Item, Origin, Row, Segment, Turn
+from data_modules.types import Conversation, Document, Item, Origin, Row, Segment, Turn, listed
 
 _ANSWERS = ("output", "response", "completion")
 _COMPLETIONS = ("completion", "response", "output")
@@ -153,7 +153,7 @@ def _without_aliases(
 
 def _missing(names: tuple[str, ...], columns: Mapping[str, Any]) -> MissingColumnError:
     hint = next((hint for name in names if (hint := misnamed(name, columns))), "")
-    return MissingColumnError(f"missing '{names[0]}'; found {list(columns)}{hint}", columns)
+    return MissingColumnError(f"missing '{names[0]}'; found {listed(columns)}{hint}", columns)
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

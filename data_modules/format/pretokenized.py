@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from data_modules.format.fields import RowError, kind, read_weight, row_weight
+from data_modules.format.fields import RowError, kind, quoted, read_weight, row_weight
 from data_modules.types import Origin, Tokens
 
 IGNORED = -100
@@ -28,7 +28,9 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
         raise RowError("input_ids is empty; give at least one token")
     if min(ids) < 0 or max(ids) > _MAX_ID:
         place = next(i for i, token in enumerate(ids) if not 0 <= token <= _MAX_ID)
-        raise RowError(f"input_ids[{place}] is {ids[place]}; an id is a number from 0 to {_MAX_ID}")
+        raise RowError(
+            f"input_ids[{place}] is {quoted(ids[place])}; an id is a number from 0 to {_MAX_ID}"
+        )
     first, end = _visible(values, len(ids))
     weights = [row_weight(values)] * len(ids)
     if values.get("labels") is not None:

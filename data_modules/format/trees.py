@@ -19,7 +19,7 @@ from data_modules.format.fields import (
     read_text,
 )
 from data_modules.format.turns import ROLES, arrange
-from data_modules.types import Conversation, Origin, Turn
+from data_modules.types import Conversation, Origin, Turn, listed
 
 
 @dataclass(slots=True)
@@ -103,7 +103,9 @@ def _flatten(prompt: Any) -> list[_Node]:
 def _read_message(value: dict[str, Any], where: str) -> Turn:
     for field in ("role", "text"):
         if field not in value:
-            raise RowError(f"{where} has no '{field}'; found {list(value)}{misnamed(field, value)}")
+            raise RowError(
+                f"{where} has no '{field}'; found {listed(value)}{misnamed(field, value)}"
+            )
     name = value["role"]
     role = ROLES.get(name) if isinstance(name, str) else None
     if role not in ("user", "assistant"):

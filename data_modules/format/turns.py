@@ -29,7 +29,7 @@ from data_modules.format.fields import (
     read_text_part,
     read_weight,
 )
-from data_modules.types import ToolCall, Turn, shown
+from data_modules.types import ToolCall, Turn, listed, shown
 
 ROLES = {
     "system": "system",
@@ -116,7 +116,7 @@ def _read_turn(item: Any, where: str) -> Turn:
 
 def _unknown_role(item: dict[str, Any], name: Any, where: str) -> str:
     if name is None:
-        return f"{where} has no role; found {list(item)}{misnamed('role', item)}"
+        return f"{where} has no role; found {listed(item)}{misnamed('role', item)}"
     return f"{where} has role {quoted(name)}; known roles are {', '.join(ROLES)}"
 
 
@@ -140,7 +140,9 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
         calls += more
     elif value is not None or not calls:
         if field is None:
-            raise RowError(f"{where} has no content; found {list(item)}{misnamed('content', item)}")
+            raise RowError(
+                f"{where} has no content; found {listed(item)}{misnamed('content', item)}"
+            )
         content = read_text(value, f"{where}.{field}")
     thought = _read_reasoning(item, thought, where)
     if role != "assistant" and (calls or thought):

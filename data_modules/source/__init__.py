@@ -1,9 +1,9 @@
 """Read rows from files, folders, URLs, the hub and the samples; each keeps file and line."""
 
 from data_modules.source.chunks import MAX_RAW, BadRow, Chunk
+from data_modules.source.limits import MAX_ROW_BYTES, Limits, check_limits
 from data_modules.source.locating import is_generated, is_hub_id, is_remote, is_url, name_of
-from data_modules.source.opening import Budget
-from data_modules.source.readers import MAX_ROW_BYTES
+from data_modules.source.opening import Budget, open_regular
 from data_modules.source.source import (
     find_files,
     fingerprint,
@@ -19,7 +19,9 @@ __all__ = [
     "BadRow",
     "Budget",
     "Chunk",
+    "Limits",
     "Part",
+    "check_limits",
     "check_split",
     "find_files",
     "fingerprint",
@@ -29,6 +31,7 @@ __all__ = [
     "is_url",
     "name_of",
     "num_bytes",
+    "open_regular",
     "read_chunks",
     "resolved_revision",
 ]

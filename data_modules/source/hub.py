@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_modules.source.chunks import BadRow, BatchChunk, Chunk, grouped, too_large
+from data_modules.source.limits import Limits
 from data_modules.source.opening import reason_of
 from data_modules.source.splits import Part, rows_of, take
 from data_modules.types import DataError, Origin, Row
@@ -48,6 +49,7 @@ def read_hub(
     path: str,
     revision: str | None,
     max_row_bytes: int,
+    limits: Limits,
     shard: tuple[int, int],
     streaming: bool,
     part: Part,
@@ -67,7 +69,7 @@ def read_hub(
         else:
             builder.download_and_prepare()
             rows = builder.as_dataset(split=part.name)
-            chunks = _load(path, part, rows, max_row_bytes)
+            chunks = _load(path, part, rows, max_row_bytes, limits)
             yield from take(chunks, *rows_of(path, part, len(rows)))
     except DataError:
         raise
@@ -154,7 +156,7 @@ def _copy_of(path: str) -> Any:
     return Cache(repo_id=path, dataset_name=path.rpartition("/")[2], version="auto", hash="auto")
 
 
-def _load(path: str, part: Part, rows: Any, max_row_bytes: int) -> Iterator[Chunk]:
+def _load(path: str, part: Part, rows: Any, max_row_bytes: int, limits: Limits) -> Iterator[Chunk]:
     if not len(rows):
         raise DataError(f"{path}: 0 rows in split '{part.name}'; give one with at least one row")
     # Its types say which text is JSON; see BatchChunk.
@@ -164,7 +166,7 @@ def _load(path: str, part: Part, rows: Any, max_row_bytes: int) -> Iterator[Chun
         for batch in table.replace_schema_metadata(described).combine_chunks().to_batches():
             numbers = range(first, first + batch.num_rows)
             first = numbers.stop
-            yield BatchChunk(name, batch.nbytes, numbers, batch, max_row_bytes)
+            yield BatchChunk(name, batch.nbytes, numbers, batch, max_row_bytes, limits)
 
 
 def _stream(

@@ -15,9 +15,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data_modules.samples.corpus import CORPORA
-from data_modules.source.opening import File, Url, reason_of, stem_of
+from data_modules.source.limits import Limits
+from data_modules.source.opening import File, Url, reason_of, special_file, stem_of, unreadable
 from data_modules.source.readers import READERS, is_readable
-from data_modules.types import DataError
+from data_modules.source.remote import answer_within
+from data_modules.types import DataError, Problems, RemoteError, printable
 
 SAMPLE_PREFIX = "sample:"
 SAMPLES = Path(__file__).parent.parent / "samples"
@@ -79,16 +81,16 @@ def is_hub_id(path: str) -> bool:
     return not file.exists() and not file.parent.exists() and not is_readable(file.name)
 
 
-def files_of(path: str, split: str) -> list[File]:
+def files_of(path: str, split: str, limits: Limits | None = None) -> list[File]:
     """Return the files of one split; raises DataError when there is none that can be read."""
     if path.startswith(SAMPLE_PREFIX):
         return _named_by_split(path, [_sample_file(path)], split)
     if is_url(path):
-        return _remote_files(path, split)
+        return _remote_files(Url(path, limits or Limits()), split)
     file = Path(path).expanduser()
     if glob.has_magic(path) and not file.exists():
-        matches = [Path(name) for name in sorted(glob.glob(str(file), recursive=True))]
-        matches = [match for match in matches if is_readable(match.name) and match.is_file()]
+        named = [Path(name) for name in sorted(glob.glob(str(file), recursive=True))]
+        matches = _regular([match for match in named if is_readable(match.name)])
         if not matches:
             raise DataError(f"{path}: no file matches (looked from {_here()}){_beside(file)}")
         return _named_by_split(path, matches, split)
@@ -112,7 +114,7 @@ def stamp_of(file: File) -> object:
         except OSError as error:
             return str(error)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
-    info = _remote(file.address, _fresh_info)
+    info = _remote(file, _fresh_info)
     marks = [str(info[key]) for key in _REMOTE_MARKS if info.get(key)]
     return (info.get("size"), *marks) if marks else None
 
@@ -121,7 +123,7 @@ def size_of(file: File) -> int:
     """Return the bytes of a file as it is stored; 0 where that is not known."""
     if isinstance(file, Path):
         return file.stat().st_size
-    info = _remote(file.address, lambda fs, place: fs.info(place))
+    info = _remote(file, lambda fs, place: fs.info(place))
     return int(info.get("size") or 0)
 
 
@@ -131,40 +133,45 @@ def _fresh_info(file_system: Any, place: str) -> dict[str, Any]:
     return info
 
 
-def _remote(address: str, ask: Callable[[Any, str], Any]) -> Any:
+def _remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
     """Ask the file system of an address; raises DataError with what it says."""
     import fsspec
 
-    url = Url(address)
-    try:
-        file_system, place = fsspec.core.url_to_fs(address)
+    def answer() -> Any:
+        file_system, place = fsspec.core.url_to_fs(url.address, **url.options())
         return ask(file_system, place)
+
+    try:
+        return answer_within(url.limits, answer)
     except ImportError as error:
         raise DataError(
             f"{url}: needs a package that is not installed ({reason_of(error)}); "
             "pip install 'loft[remote]'"
         ) from error
     except FileNotFoundError as error:
-        raise DataError(f"{url}: {_why_not_found(url, error.__cause__)}") from error
+        raise _why_not_found(url, error.__cause__) from error
     except Exception as error:
         # Each remote file system has errors of its own.
-        raise DataError(f"{url}: cannot be read: {reason_of(error)}") from error
+        raise RemoteError(unreadable(url, error)) from error
 
 
-def _why_not_found(url: Url, cause: BaseException | None) -> str:
-    """Say what fsspec calls a missing file: it does so whatever goes wrong over http."""
+def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
+    """Word what fsspec calls a missing file: it does so whatever goes wrong over http."""
     if cause is not None and url.address.startswith(("http://", "https://")):
         import aiohttp
 
         if isinstance(cause, aiohttp.ClientResponseError) and cause.status != 404:
-            return f"cannot be read: the server says {cause.status} {cause.message}"
+            kind = DataError if 400 <= cause.status < 500 else RemoteError
+            return kind(
+                f"{url}: cannot be read: the server says {cause.status} {printable(cause.message)}"
+            )
         if isinstance(cause, (aiohttp.ClientConnectionError, asyncio.TimeoutError)):
             reason = reason_of(cause) if isinstance(cause, Exception) else ""
-            return (
-                f"host {urlsplit(str(url)).netloc} cannot be reached ({reason}; no network?); "
-                "check the address, or give a local file"
+            return RemoteError(
+                f"{url}: host {urlsplit(str(url)).netloc} cannot be reached ({reason}; no "
+                "network?); check the address, or give a local file"
             )
-    return "no such file"
+    return DataError(f"{url}: no such file")
 
 
 def _check_readable(path: str, name: str) -> None:
@@ -174,29 +181,28 @@ def _check_readable(path: str, name: str) -> None:
         raise DataError(f"{path}: cannot read {suffix}; use {known} (also with .gz or .zst)")
 
 
-def _remote_files(address: str, split: str) -> list[File]:
-    url = Url(address)
-    if "*" in address:
-        found = _remote(address, lambda fs, place: _addresses(fs, fs.glob(place)))
+def _remote_files(url: Url, split: str) -> list[File]:
+    if "*" in url.address:
+        found = _remote(url, lambda fs, place: _addresses(url, fs, fs.glob(place)))
         files = [file for file in found if is_readable(file.name)]
         if not files:
             raise DataError(f"{url}: no file matches")
         return _named_by_split(str(url), files, split)
     if is_readable(url.name):
         # That its package is there is asked here, before anything is read.
-        _remote(address, lambda fs, place: None)
+        _remote(url, lambda fs, place: None)
         return _named_by_split(str(url), [url], split)
-    if not _remote(address, lambda fs, place: fs.isdir(place)):
+    if not _remote(url, lambda fs, place: fs.isdir(place)):
         _check_readable(str(url), url.name)
-    listed = _remote(address, lambda fs, place: _addresses(fs, fs.ls(place, detail=False)))
+    listed = _remote(url, lambda fs, place: _addresses(url, fs, fs.ls(place, detail=False)))
     files = _of_split([file for file in listed if is_readable(file.name)], split)
     if not files:
         raise DataError(_no_split(str(url), split, [file.name for file in listed]))
     return files
 
 
-def _addresses(file_system: Any, places: Sequence[str]) -> list[Url]:
-    return [Url(file_system.unstrip_protocol(place)) for place in sorted(places)]
+def _addresses(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:
+    return [Url(file_system.unstrip_protocol(place), folder.limits) for place in sorted(places)]
 
 
 def _sample_file(path: str) -> Path:
@@ -214,15 +220,29 @@ def _files_in(folder: Path, split: str) -> list[File]:
         # What DatasetDict.save_to_disk writes, and many a data set on the hub.
         folder = inner
     entries = sorted(folder.iterdir())
-    found: list[File] = [
-        f
-        for f in entries
-        if is_readable(f.name) and f.name not in _SAVED_BY_DATASETS and f.is_file()
-    ]
+    found = _regular(
+        [f for f in entries if is_readable(f.name) and f.name not in _SAVED_BY_DATASETS]
+    )
     files = found if folder == inner else _of_split(found, split)
     if not files:
         raise DataError(_no_split(str(folder), split, [f.name for f in entries]))
     return files
+
+
+def _regular(files: Sequence[Path]) -> list[File]:
+    """Return files that a folder or a pattern has; raises DataError where one is no file.
+
+    Left out in silence, it would be a part of the data that nobody misses.
+    """
+    problems = Problems()
+    for file in files:
+        problem = special_file(file)
+        if problem is None and not file.exists():
+            problem = f"{file}: is a link to a file that is not there"
+        if problem is not None:
+            problems.add(f"{problem}, or take it out of the data set")
+    problems.raise_if_any()
+    return list(files)
 
 
 def _of_split(files: Sequence[File], split: str) -> list[File]:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from data_modules.redaction import redact
-from data_modules.types import DataError
+from data_modules.source.limits import Limits, too_many
+from data_modules.source.remote import BLOCK_BYTES, RemoteStream
+from data_modules.types import DataError, RemoteError
 
 CHUNK_BYTES = 1 << 20
 _SNIFFED_BYTES = 1 << 16
@@ -29,6 +33,20 @@ _NO_TEXT = {
     b"PAR1": "a parquet file; name it .parquet",
     b"ARROW1": "an arrow file; name it .arrow",
     b"PK\x03\x04": "a zip archive; unpack it",
+    b"BZh": "a bzip2 archive; unpack it, or pack it as .gz or .zst",
+    b"\xfd7zXZ\0": "an xz archive; unpack it, or pack it as .gz or .zst",
+    b"7z\xbc\xaf'\x1c": "a 7z archive; unpack it",
+    b"Rar!": "a rar archive; unpack it",
+    b"SQLite format 3\0": "a SQLite data base; export its rows",
+}
+FREE_EXPANSION = 16 << 20
+"""bytes that every compressed file may grow to"""
+_SPECIAL_FILES = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
 }
 
 
@@ -49,6 +67,7 @@ class Url:
     """Name a file that fsspec opens; as text it is shown without password and query."""
 
     address: str
+    limits: Limits = field(default_factory=Limits, compare=False)
 
     @property
     def name(self) -> str:
@@ -60,12 +79,23 @@ class Url:
         """Return the suffix of its name."""
         return PurePosixPath(self.name).suffix
 
-    def open(self, mode: str = "rb") -> IO[bytes]:
+    def open(self) -> IO[bytes]:
         """Open it; raises what its file system raises."""
         import fsspec
 
-        stream: IO[bytes] = fsspec.open(self.address, mode).open()
+        stream: IO[bytes] = fsspec.open(self.address, "rb", **self.options()).open()
         return stream
+
+    def options(self) -> dict[str, Any]:
+        """Return what its file system is made with."""
+        if not self.address.startswith(("http://", "https://")):
+            return {}
+        import aiohttp
+
+        seconds = self.limits.remote_seconds
+        # Without it a request ends after five minutes, however much comes.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+        return {"block_size": BLOCK_BYTES, "client_kwargs": {"timeout": timeout}}
 
     def __str__(self) -> str:
         return re.sub(r"(?<=://)[^/@]*@", "", self.address).split("?")[0].split("#")[0]
@@ -123,10 +153,46 @@ def reason_of(error: Exception) -> str:
     return redact(said)
 
 
+def open_regular(file: Path) -> io.BufferedReader:
+    """Open a file on disk without ever waiting for it.
+
+    Raises DataError where it cannot be opened or is not a regular file: a FIFO, a device, a socket
+    or a folder. What is checked is what was opened, whatever the path names a moment later.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(special_file(file) or unreadable(file, error)) from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise DataError(_not_a_file(file, mode))
+    return os.fdopen(descriptor, "rb")
+
+
+def special_file(file: Path) -> str | None:
+    """Say that `file` is not a regular file; None where it is one, or cannot be looked at."""
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return None
+    return None if stat.S_ISREG(mode) else _not_a_file(file, mode)
+
+
+def _not_a_file(file: Path, mode: int) -> str:
+    what = _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
+    return f"{file}: is {what}, not a file; give a regular file"
+
+
+def unreadable(file: File, error: Exception) -> str:
+    """Say that a file cannot be read, and why."""
+    return f"{file}: cannot be read: {reason_of(error)}"
+
+
 @contextmanager
-def open_text(file: File, budget: Budget | None) -> Iterator[Content]:
+def open_text(file: File, budget: Budget | None, limits: Limits) -> Iterator[Content]:
     """Open a file of text; raises DataError where its first bytes are none."""
-    with open_bytes(file) as stream:
+    with open_bytes(file, limits) as stream:
         head = stream.read(_SNIFFED_BYTES)
         if head.startswith(_UTF16_MARKS) or b"\0\0" in (head[:4:2], head[1:4:2]):
             raise DataError(f"{file}: is UTF-16; save it as UTF-8")
@@ -139,28 +205,23 @@ def open_text(file: File, budget: Budget | None) -> Iterator[Content]:
 
 
 @contextmanager
-def open_seekable(file: File) -> Iterator[Any]:
+def open_seekable(file: File, limits: Limits) -> Iterator[Any]:
     """Open a file for the readers of pyarrow, which jump in it."""
-    import pyarrow
-
-    with open_bytes(file) as stream:
+    with open_bytes(file, limits) as stream:
         if file.suffix.lower() in _COMPRESSIONS:
             with tempfile.TemporaryFile() as unpacked:
                 shutil.copyfileobj(stream, unpacked, CHUNK_BYTES)
                 unpacked.seek(0)
                 yield unpacked
-        elif isinstance(file, Path):
-            # Not memory-mapped: a file cut while it is read would then end the process.
-            with pyarrow.OSFile(str(file)) as plain:
-                yield plain
         else:
+            # Not memory-mapped: a file cut while it is read would then end the process.
             yield stream
 
 
 @contextmanager
-def open_bytes(file: File) -> Iterator[IO[bytes]]:
+def open_bytes(file: File, limits: Limits) -> Iterator[IO[bytes]]:
     """Open a file, decompressed as its name says; raises DataError where the bytes say else."""
-    with _open(file) as raw:
+    with open_stored(file) as raw:
         magic = raw.peek(8)[:8]
         found = next((s for s, start in _COMPRESSIONS.items() if magic.startswith(start)), "")
         named = file.suffix.lower() if file.suffix.lower() in _COMPRESSIONS else ""
@@ -173,22 +234,50 @@ def open_bytes(file: File) -> Iterator[IO[bytes]]:
             raise DataError(f"{file}: {what}")
         if found == ".gz":
             with gzip.GzipFile(fileobj=raw) as unzipped:
-                yield cast(IO[bytes], unzipped)
+                yield cast(IO[bytes], _Unpacked(file, cast(IO[bytes], unzipped), raw, limits))
         elif found == ".zst":
             import pyarrow
 
             with pyarrow.CompressedInputStream(raw, "zstd") as stream:
-                yield stream
+                yield cast(IO[bytes], _Unpacked(file, stream, raw, limits))
         else:
             yield raw
 
 
-def _open(file: File) -> io.BufferedReader:
+@dataclass(slots=True)
+class _Unpacked:
+    """Read what a compressed file holds; raises DataError where it grows beyond its limit."""
+
+    file: File
+    stream: IO[bytes]
+    packed: io.BufferedReader
+    limits: Limits
+    num_bytes: int = 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes."""
+        data = self.stream.read(size)
+        self.num_bytes += len(data)
+        check_expansion(self.file, self.num_bytes, self.packed.tell(), self.limits)
+        return data
+
+
+def check_expansion(file: File, num_bytes: int, packed_bytes: int, limits: Limits) -> None:
+    """Raise DataError where so many stored bytes have grown beyond `limits.expansion`."""
+    if num_bytes > max(FREE_EXPANSION, limits.expansion * packed_bytes):
+        seen = f"{num_bytes // max(1, packed_bytes):,} times its size"
+        problem = too_many("grows, decompressed, to", seen, "expansion", limits.expansion)
+        raise DataError(f"{file}: {problem}")
+
+
+def open_stored(file: File) -> io.BufferedReader:
+    """Open the bytes of a file as they are stored; raises DataError where that fails."""
+    if isinstance(file, Path):
+        return open_regular(file)
     try:
-        stream: Any = file.open("rb")
+        return io.BufferedReader(RemoteStream(file.open, file.limits), BLOCK_BYTES)
     except OSError as error:
-        raise DataError(f"{file}: cannot be read: {reason_of(error)}") from error
-    return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream)
+        raise RemoteError(unreadable(file, error)) from error
 
 
 def _without_compression(name: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from data_modules.samples.corpus import CORPORA, read_corpus
 from data_modules.source.chunks import Chunk, grouped
 from data_modules.source.hub import commit_of, read_hub
+from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
     SAMPLE_PREFIX,
     SAMPLES,
@@ -28,10 +29,10 @@ from data_modules.source.locating import (
     size_of,
     stamp_of,
 )
-from data_modules.source.opening import Budget, File, Url, reason_of
-from data_modules.source.readers import MAX_ROW_BYTES, count_rows, read_file
+from data_modules.source.opening import Budget, File, Url, open_stored, reason_of, unreadable
+from data_modules.source.readers import count_rows, read_file
 from data_modules.source.splits import Part, check_split, rows_of, take
-from data_modules.types import MAX_PROBLEMS, DataError, Origin, Row
+from data_modules.types import MAX_PROBLEMS, DataError, Origin, RemoteError, Row
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 _SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
@@ -44,6 +45,7 @@ def read_chunks(
     revision: str | None = None,
     budget: Budget | None = None,
     max_row_bytes: int = MAX_ROW_BYTES,
+    limits: Limits | None = None,
     rows: tuple[int, int | None] = (0, None),
     shard: tuple[int, int] = (0, 1),
     streaming: bool = False,
@@ -58,6 +60,7 @@ def read_chunks(
     Raises DataError where a file cannot be read to its end, changes meanwhile, or has no row; what
     is wrong with single rows is in Chunk.rows.
     """
+    limits = limits or Limits()
     if revision is not None and not is_hub_id(path):
         raise DataError(f"{path}: revision '{revision}' is given, which only a hub data set has")
     parts = _parts(path, split)
@@ -67,18 +70,18 @@ def read_chunks(
         # Its files can be dealt out only where all rows of them are wanted.
         is_whole = streaming and rows == (0, None) and split == parts[0].name
         dealt, shard = (shard, (0, 1)) if is_whole else ((0, 1), shard)
-        hub = functools.partial(read_hub, path, revision, max_row_bytes, dealt, streaming)
+        hub = functools.partial(read_hub, path, revision, max_row_bytes, limits, dealt, streaming)
         chunks = map(hub, parts)
     else:
-        chunks = map(functools.partial(_read_files, path, budget, max_row_bytes), parts)
+        chunks = map(functools.partial(_read_files, path, budget, max_row_bytes, limits), parts)
     yield from take(itertools.chain.from_iterable(chunks), *rows, shard)
 
 
-def find_files(path: str, split: str = "train") -> list[File]:
+def find_files(path: str, split: str = "train", limits: Limits | None = None) -> list[File]:
     """Return the files behind `path`; raises DataError when there is none that can be read."""
     files: dict[str, File] = {}
     for part in _parts(path, split):
-        files |= {str(file): file for file in files_of(path, part.name)}
+        files |= {str(file): file for file in files_of(path, part.name, limits)}
     return list(files.values())
 
 
@@ -102,7 +105,12 @@ def resolved_revision(path: str, revision: str | None = None) -> str | None:
 
 
 def fingerprint(
-    path: str, split: str = "train", revision: str | None = None, *, by_stamp: bool = False
+    path: str,
+    split: str = "train",
+    revision: str | None = None,
+    *,
+    by_stamp: bool = False,
+    limits: Limits | None = None,
 ) -> str:
     """Return the sha256 of a file's bytes, or of names and bytes where `path` means several.
 
@@ -117,7 +125,7 @@ def fingerprint(
         for code in sorted(SAMPLES.glob("*.py")):
             digest.update(repr((code.name, _sha256_of(code))).encode())
         return digest.hexdigest()
-    files = find_files(path, split)
+    files = find_files(path, split, limits)
     if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
         return _sha256_of(files[0])
     for file, name in zip(files, _names_of(files), strict=True):
@@ -153,11 +161,12 @@ def _mark_of(file: File, by_stamp: bool) -> object:
 def _sha256_of(file: File) -> str:
     digest = hashlib.sha256()
     try:
-        with file.open("rb") as stream:
+        with open_stored(file) as stream:
             while block := stream.read(1 << 20):
                 digest.update(block)
     except OSError as error:
-        raise DataError(f"{file}: cannot be read: {reason_of(error)}") from error
+        kind = RemoteError if isinstance(file, Url) else DataError
+        raise kind(unreadable(file, error)) from error
     return digest.hexdigest()
 
 
@@ -180,9 +189,9 @@ def _read_sample(path: str, part: Part) -> Iterator[Chunk]:
 
 
 def _read_files(
-    path: str, budget: Budget | None, max_row_bytes: int, part: Part
+    path: str, budget: Budget | None, max_row_bytes: int, limits: Limits, part: Part
 ) -> Iterator[Chunk]:
-    files = files_of(path, part.name)
+    files = files_of(path, part.name, limits)
     stamps = [stamp_of(file) for file in files]
     total = None
     if part.needs_total:
@@ -193,10 +202,10 @@ def _read_files(
                 return
             part = Part(part.name)
         else:
-            total = sum(count_rows(file, max_row_bytes) for file in files)
+            total = sum(count_rows(file, max_row_bytes, limits) for file in files)
     start, stop = rows_of(path, part, total)
     try:
-        chunks = _read_each(files, budget, max_row_bytes)
+        chunks = _read_each(files, budget, max_row_bytes, limits)
         num_rows = yield from take(chunks, start, stop)
     except DataError as error:
         _check_unchanged(files, stamps, error)
@@ -206,12 +215,14 @@ def _read_files(
         raise DataError(f"{path}: 0 rows in '{part}' of {num_rows:,} rows; give another slice")
 
 
-def _read_each(files: Sequence[File], budget: Budget | None, max_row_bytes: int) -> Iterator[Chunk]:
+def _read_each(
+    files: Sequence[File], budget: Budget | None, max_row_bytes: int, limits: Limits
+) -> Iterator[Chunk]:
     for file in files:
         if budget is not None and budget.spent:
             return
         is_empty = True
-        for chunk in read_file(file, budget, max_row_bytes):
+        for chunk in read_file(file, budget, max_row_bytes, limits):
             is_empty = is_empty and not chunk.count()
             yield chunk
         if is_empty and not (budget is not None and budget.spent):

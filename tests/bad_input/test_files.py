@@ -166,7 +166,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     # Not by its mode: who runs these tests as root may read everything.
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refuse)
+        patch.setattr("data_modules.source.opening.os.open", refuse)
         assert check_datasets(config) == [f"{file}: cannot be read: Permission denied"]
     assert check_datasets(config) == []
 

@@ -325,7 +325,7 @@ def test_array_on_one_long_line_is_not_read_to_see_what_it_is(
             return count
 
     monkeypatch.setattr(
-        "data_modules.source.opening._open", lambda path: io.BufferedReader(Counted(path))
+        "data_modules.source.opening.open_stored", lambda path: io.BufferedReader(Counted(path))
     )
     assert 50 < len(list(read_rows(str(file), budget=Budget(10_000)))) < 100
     assert num_bytes < 200_000
@@ -632,10 +632,11 @@ def test_what_cannot_be_opened_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)
     for read in (numbers, fingerprint):
-        with pytest.raises(DataError, match=r"d\.jsonl: cannot be read: Permission denied"):
-            read(str(file))
+        with monkeypatch.context() as patch:
+            patch.setattr(opening.os, "open", refuse)
+            with pytest.raises(DataError, match=r"d\.jsonl: cannot be read: Permission denied"):
+                read(str(file))
 
 
 def test_glob_without_match_says_what_is_there(tmp_path: Path) -> None:

@@ -58,7 +58,12 @@ def test_nothing_typed_means_quickstart_and_says_so() -> None:
 
 def test_cfg_prints_its_settings() -> None:
     answer = preview("model=tiny", "data=skills", "preview.packs=4", "--cfg", "job")
-    assert yaml.safe_load(answer.printed)["preview"] == {"rows": 3, "packs": 4, "tokens": 400}
+    assert yaml.safe_load(answer.printed)["preview"] == {
+        "rows": 3,
+        "packs": 4,
+        "tokens": 400,
+        "max_rows": 100_000,
+    }
     assert yaml.safe_load(answer.printed)["output"]["name"] == "preview"
     typed = preview("model=tiny", "data=skills", "output.name=mine", "--cfg", "job")
     assert yaml.safe_load(typed.printed)["output"]["name"] == "mine"

@@ -81,6 +81,7 @@ RANGES = (
     Range("evaluation.batch_size", _at_least_one, "1 or more"),
     Range("preview.rows", _at_least_one, "1 or more"),
     Range("preview.packs", _at_least_one, "1 or more"),
+    Range("preview.max_rows", lambda v: v >= 10, "10 or more, or null for all"),
     Range("preview.tokens", lambda v: v >= 2, "2 or more"),
     Range("strategy.stage", lambda v: v in (1, 2, 3), "1, 2 or 3"),
     Range(

@@ -1,0 +1,198 @@
+"""Data files that would hang, fill or crash a run: refused at once, with file and setting."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from data_modules import DataConfig, DataError, check_datasets, open_regular
+from data_modules.source import Limits, fingerprint, opening
+from tests.bad_input.asking import named, prepare, problems_of
+
+GOOD = {"instruction": "q", "output": "one"}
+LINE = json.dumps(GOOD) + "\n"
+
+
+def make_socket(file: Path) -> None:
+    """Leave a socket's file."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(file))
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "a named pipe (FIFO)": os.mkfifo,
+    "a socket": make_socket,
+    "a device": lambda file: file.symlink_to("/dev/zero"),
+}
+
+
+@pytest.mark.parametrize("what", SPECIAL)
+def test_what_is_no_file_is_refused_at_once(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.jsonl").write_text(LINE)
+    SPECIAL[what](Path("mine/b.jsonl"))
+    started = time.monotonic()
+    for typed in ("mine/b.jsonl", "mine", "mine/*.jsonl", "mine/b.json*"):
+        (problem,) = check_datasets(DataConfig(datasets=[named(Path(typed))]))
+        assert problem.startswith(f"mine/b.jsonl: is {what}, not a file; give a regular file")
+    with pytest.raises(DataError, match="not a file"):
+        fingerprint("mine/b.jsonl")
+    assert time.monotonic() - started < 2
+
+
+def test_a_folder_in_the_place_of_a_file_is_not_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(LINE)
+    (tmp_path / "b.jsonl").mkdir()
+    (problem,) = check_datasets(DataConfig(datasets=[named(tmp_path)]))
+    assert problem == (
+        f"{tmp_path}/b.jsonl: is a folder, not a file; give a regular file, or take it out of the "
+        "data set"
+    )
+    (tmp_path / "b.jsonl").rmdir()
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    (problem,) = check_datasets(DataConfig(datasets=[named(tmp_path / "*.jsonl")]))
+    assert "b.jsonl: is a link to a file that is not there" in problem
+
+
+def test_what_was_opened_is_what_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, pipe = tmp_path / "a.jsonl", tmp_path / "pipe"
+    file.write_text(LINE)
+    os.mkfifo(pipe)
+    plain = os.open
+
+    def swap_first(path: Any, flags: int, *more: Any) -> int:
+        if path == file:
+            os.replace(pipe, file)
+        return plain(path, flags, *more)
+
+    monkeypatch.setattr(opening.os, "open", swap_first)
+    with pytest.raises(DataError, match="is a named pipe"):
+        open_regular(file)
+
+
+def zst(data: bytes) -> bytes:
+    """Return `data` as one zstd frame."""
+    packed: bytes = pyarrow.compress(data, codec="zstd", asbytes=True)
+    return packed
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", zst)])
+@pytest.mark.parametrize("filling", [b"\n", b"a"])
+def test_a_bomb_is_refused_before_it_is_unpacked(
+    suffix: str, pack: Callable[[bytes], bytes], filling: bytes, tmp_path: Path, base: Any
+) -> None:
+    file = tmp_path / f"d.jsonl{suffix}"
+    piece = pack(filling * (16 << 20))
+    file.write_bytes(pack(LINE.encode()) + piece * 600)  # 10 GB
+    started = time.monotonic()
+    (problem,) = problems_of(file, base, num_proc=1)
+    assert time.monotonic() - started < 20
+    assert "times its size; data.limits.expansion is 200; raise it if the data is" in problem
+    assert problem.startswith(f"d.jsonl{suffix}: grows, decompressed, to ")
+
+
+def test_text_that_packs_well_is_no_bomb(tmp_path: Path, base: Any) -> None:
+    file = tmp_path / "d.jsonl.gz"
+    file.write_bytes(gzip.compress(LINE.encode() * 2_000))
+    assert prepare(file, base, num_proc=1).counts.rows == 2_000
+
+
+def test_a_parquet_bomb_is_refused(
+    tmp_path: Path, base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "FREE_EXPANSION", 1 << 20)
+    file = tmp_path / "d.parquet"
+    text = pyarrow.array(["a" * (1 << 20)] * 64)
+    schema = pyarrow.schema([("instruction", pyarrow.string()), ("output", pyarrow.string())])
+    with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+        for _ in range(4):
+            writer.write_table(pyarrow.table({"instruction": text, "output": text}))
+    (problem,) = problems_of(file, base)
+    assert problem.startswith("d.parquet: grows, decompressed, to ")
+
+
+ROWS = {
+    "nesting": (
+        '"x": ' + "[" * 150 + "]" * 150,
+        ":2 is nested more than 100 deep; data.limits.nesting is 100",
+    ),
+    "recursion": ('"x": ' + "[" * 50_000 + "]" * 50_000, ":2 is nested more than 100 deep; data."),
+    "columns": (
+        ", ".join(f'"k{number}": 1' for number in range(10_001)),
+        ":2 has 10,003 columns or keys; data.limits.columns is 10,000; raise it if",
+    ),
+    "key_chars": (f'"{"k" * 1500}": 1', ":2 has a key of 1,500 characters; data.limits.key_chars"),
+    "digits": ('"x": ' + "9" * 5000, ":2 holds a number of more than 4,300 digits, which cannot"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_row_beyond_a_limit_is_named(name: str, suffix: str, tmp_path: Path, base: Any) -> None:
+    more, said = ROWS[name]
+    bad = f"{LINE.strip()[:-1]}, {more}}}"
+    rows = [LINE.strip(), bad, LINE.strip()]
+    text = "\n".join(rows) if suffix == ".jsonl" else "[" + ",\n".join(rows) + "]"
+    file = tmp_path / f"d{suffix}"
+    file.write_text(text)
+    (problem,) = problems_of(file, base)
+    assert problem.startswith(f"d{suffix}{said}"), problem
+    if (name, suffix) != ("recursion", ".json"):  # there its end cannot be told
+        assert prepare(file, base, on_bad_row="quarantine").counts.kept == 2
+    limits = {"nesting": {"nesting": 300}, "columns": {"columns": 20_000}}.get(name)
+    if limits is not None:
+        assert prepare(file, base, limits=Limits(**limits)).counts.kept == 3
+
+
+def test_a_key_that_occurs_twice_among_many_is_found_at_once(tmp_path: Path, base: Any) -> None:
+    many = ", ".join(f'"k{number}": 1' for number in range(100_000))
+    file = tmp_path / "d.jsonl"
+    file.write_text(f'{{{many}, "k99999": 2}}\n')
+    started = time.monotonic()
+    (problem,) = problems_of(file, base)
+    assert problem == "d.jsonl:1 key 'k99999' occurs twice; keep one of them"
+    assert time.monotonic() - started < 5
+
+
+def test_too_many_columns_are_refused_at_once(tmp_path: Path, base: Any) -> None:
+    names = [f"c{number}" for number in range(100_000)]
+    (tmp_path / "d.csv").write_text(",".join(names) + "\n" + ",".join("1" for _ in names) + "\n")
+    (problem,) = problems_of(tmp_path / "d.csv", base)
+    assert problem.startswith("d.csv:1 has 100,000 columns or keys; data.limits.columns is 10,000")
+    pyarrow.parquet.write_table(
+        pyarrow.table({name: [1] for name in names[:10_001]}), tmp_path / "d.parquet"
+    )
+    (problem,) = problems_of(tmp_path / "d.parquet", base)
+    assert problem.startswith("d.parquet: has 10,001 columns or keys; data.limits.columns is")
+
+
+def test_what_a_message_quotes_is_short(tmp_path: Path, base: Any) -> None:
+    row = {f"{number}{'k' * 500}": 1 for number in range(5_000)}
+    (tmp_path / "d.jsonl").write_text(json.dumps({"instruction": "q", **row}) + "\n")
+    (problem,) = problems_of(tmp_path / "d.jsonl", base)
+    assert len(problem) < 5_000 and ", and 4,981 more]" in problem
+
+
+def test_limits_are_numbers_above_0() -> None:
+    found = check_datasets(DataConfig(limits=Limits(rows=0, nesting=500, remote_seconds=-1)))
+    assert [line for line in found if "limits" in line] == [
+        "data.limits.rows is 0; give a number above 0",
+        "data.limits.remote_seconds is -1; give a number above 0",
+        "data.limits.nesting is 500; give 400 or less: Python and chat templates can follow no "
+        "more",
+    ]

@@ -1,0 +1,107 @@
+"""A preview reads the first rows alone, says so, and reads all where that is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules import DataConfig, DatasetConfig, check_datasets
+from data_modules.prepare import Prepared, hash_of, prepare_dataset
+from data_modules.rows import BadRows, FirstRows, Rejected
+from data_modules.source import Limits, opening, read_chunks
+from data_modules.template import ChatTemplate
+from data_modules.types import DataError, Origin
+
+
+def write(file: Path, num_rows: int) -> Path:
+    """Write short rows."""
+    file.write_text("".join(f'{{"text": "row {number} of many"}}\n' for number in range(num_rows)))
+    return file
+
+
+def prepare(file: Path, tokenizer: Any, first_rows: int | None, **settings: Any) -> Prepared:
+    """Prepare the first rows of a file."""
+    cache = str(file.parent / "cache")
+    data = DataConfig(datasets=[DatasetConfig(path=str(file))], cache_dir=cache, **settings)
+    template = ChatTemplate.resolve(tokenizer, "plain", data.mask())
+    return prepare_dataset(data.datasets[0], data, template, 64, hash_of(tokenizer), first_rows)
+
+
+def test_only_the_first_rows_are_read(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
+    file = write(tmp_path / "d.jsonl", 2000)
+    part = prepare(file, tokenizer, 100)
+    assert (part.counts.rows, part.is_cut) == (100, True)
+    assert part.store.lines.tolist() == list(range(1, 101))
+    every = prepare(file, tokenizer, None)
+    assert (every.counts.rows, every.is_cut) == (2000, False)
+    assert every.store.digests[:100].tolist() == part.store.digests.tolist()
+    # Neither is taken for the other, and as many rows as there are is all of them.
+    assert prepare(file, tokenizer, 100).counts.rows == 100
+    exact = prepare(file, tokenizer, 2000)
+    assert (exact.counts.rows, exact.is_cut) == (2000, False)
+
+
+def test_the_rest_of_the_file_is_not_opened(tmp_path: Path) -> None:
+    class Counted:
+        num_read = 0
+
+        def __iter__(self) -> Any:
+            for chunk in read_chunks(str(file)):
+                self.num_read += 1
+                yield chunk
+
+    file = write(tmp_path / "d.jsonl", 200_000)
+    counted = Counted()
+    first = FirstRows(iter(counted), 10)
+    assert sum(chunk.count() for chunk in first) == 10
+    assert first.is_cut and counted.num_read == 1
+
+
+def test_too_many_rows_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    file = write(tmp_path / "d.jsonl", 50)
+    with pytest.raises(DataError) as caught:
+        prepare(file, tokenizer, None, limits=Limits(rows=49))
+    assert caught.value.problems == [
+        f"{file}: has more than 49 rows, which is data.limits.rows; raise it if the data is "
+        "right, or give a part of it: data.datasets[].split=train[:10%]"
+    ]
+    assert prepare(file, tokenizer, None, limits=Limits(rows=50)).counts.rows == 50
+
+
+@pytest.mark.parametrize("how", [{"on_bad_row": "quarantine"}, {"drop_empty": True}, {}])
+def test_bad_rows_are_counted_and_not_held(how: dict[str, Any]) -> None:
+    bad = BadRows(DataConfig(**how))
+    for number in range(1, 10_001):
+        is_empty = "drop_empty" in how
+        columns = None if is_empty else ("a", "b") if number % 2 else (f"c{number}",)
+        bad.add(Rejected(Origin("d", number), f"d:{number} bad", "x" * 100, columns, is_empty))
+    held = [len(value) for value in vars(bad).values() if isinstance(value, (list, dict))]
+    assert max(held) <= 20
+    assert bad.num_kept + bad.num_empty == (0 if not how else 10_000)
+    if not how:
+        with pytest.raises(DataError) as caught:
+            bad.raise_if_any()
+        assert len(caught.value.problems) == 20
+
+
+def test_many_data_sets_of_one_name_are_named_in_no_time() -> None:
+    from data_modules.settings import dataset_names
+
+    names = dataset_names([DatasetConfig(path=f"{n}/train.jsonl") for n in range(20_000)])
+    assert names[:3] == ["train", "train-2", "train-3"] and len(set(names)) == 20_000
+
+
+def test_a_limit_shapes_the_tokens_of_a_quarantine(tmp_path: Path, tokenizer: Any) -> None:
+    file = tmp_path / "d.jsonl"
+    deep = "[" * 30 + "]" * 30
+    file.write_text('{"text": "one"}\n{"text": "two", "x": ' + deep + "}\n")
+    assert check_datasets(DataConfig(datasets=[DatasetConfig(path=str(file))])) == []
+    low = Limits(nesting=10)
+    assert prepare(file, tokenizer, None, on_bad_row="quarantine").counts.kept == 2
+    again = prepare(file, tokenizer, None, on_bad_row="quarantine", limits=low)
+    assert (again.counts.kept, again.counts.rejected) == (1, 1)

@@ -1,0 +1,176 @@
+"""Servers that drip, stall, lie or never end: given up in time, with the address and no secret."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from app.errors import ENVIRONMENT_ERROR, exit_code
+from data_modules.source import Limits, fingerprint, read_chunks
+from data_modules.types import DataError, RemoteError
+
+ROW = b'{"a": 1}\n'
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
+Serve = Callable[[socket.socket, bytes], None]
+
+
+@contextmanager
+def serving(serve: Serve) -> Iterator[str]:
+    """Answer each connection to a port of this machine by `serve(connection, request)`."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            try:
+                while request := connection.recv(65536):
+                    serve(connection, request)
+            except OSError:
+                pass  # the other side has left
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"http://user:word@127.0.0.1:{listening.getsockname()[1]}/d.jsonl?token=secret"
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+
+
+def never(connection: socket.socket, request: bytes) -> None:
+    """Take the request and say nothing."""
+    time.sleep(20)
+
+
+def stall(connection: socket.socket, request: bytes) -> None:
+    """Send the headers, and then nothing."""
+    connection.sendall(OK + b"Content-Length: 9000000\r\n\r\n")
+    if not request.startswith(b"HEAD"):
+        time.sleep(20)
+
+
+def drip(connection: socket.socket, request: bytes) -> None:
+    """Send a byte now and then."""
+    connection.sendall(OK + b"Content-Length: 9000000\r\n\r\n")
+    while not request.startswith(b"HEAD"):
+        connection.sendall(b" ")
+        time.sleep(0.05)
+
+
+def drip_unsized(connection: socket.socket, request: bytes) -> None:
+    """Send a byte now and then, of nobody knows how many."""
+    connection.sendall(OK + b"Connection: close\r\n\r\n")
+    while not request.startswith(b"HEAD"):
+        connection.sendall(b" ")
+        time.sleep(0.05)
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def endless(connection: socket.socket, request: bytes) -> None:
+    """Send rows without end."""
+    connection.sendall(OK + b"Connection: close\r\n\r\n")
+    while not request.startswith(b"HEAD"):
+        connection.sendall(ROW * 10_000)
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def endless_row(connection: socket.socket, request: bytes) -> None:
+    """Send one row without end."""
+    connection.sendall(OK + b"Connection: close\r\n\r\n")
+    while not request.startswith(b"HEAD"):
+        connection.sendall(b"a" * 100_000)
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def break_off(connection: socket.socket, request: bytes) -> None:
+    """Send less than was said."""
+    connection.sendall(OK + b"Content-Length: 9000\r\n\r\n")
+    if not request.startswith(b"HEAD"):
+        connection.sendall(ROW * 10)
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def redirect(connection: socket.socket, request: bytes) -> None:
+    """Send the client round and round."""
+    connection.sendall(
+        b"HTTP/1.1 302 Found\r\nLocation: /again/d.jsonl\r\nContent-Length: 0\r\n\r\n"
+    )
+
+
+LIMITS = Limits(
+    remote_seconds=0.5, remote_bytes_per_second=1 << 21, remote_bytes=3 << 20, rows=10**9
+)
+CASES: dict[str, tuple[Serve, str]] = {
+    "never answers": (never, "data.limits.remote_seconds|cannot be reached"),
+    "stalls": (stall, "cannot be read"),
+    "drips": (drip, "data.limits.remote_bytes_per_second is 2,097,152; try again later, download"),
+    "drips unsized": (drip_unsized, "data.limits.remote_bytes_per_second is 2,097,152; try again"),
+    "endless": (endless, "sends more than 3,145,728 bytes; data.limits.remote_bytes is 3,145,728"),
+    "endless row": (endless_row, "sends more than 3,145,728 bytes; data.limits.remote_bytes"),
+    "breaks off": (break_off, "cannot be read"),
+    "redirects": (redirect, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_server_that_misbehaves_is_given_up(name: str) -> None:
+    serve, told = CASES[name]
+    with serving(serve) as address:
+        started = time.monotonic()
+        with pytest.raises(RemoteError, match=told) as caught:
+            for chunk in read_chunks(address, limits=LIMITS):
+                chunk.count()
+        assert time.monotonic() - started < 10
+    assert exit_code(caught.value) == ENVIRONMENT_ERROR
+    said = str(caught.value)
+    assert "/d.jsonl: " in said and "127.0.0.1" in said
+    assert "word" not in said and "secret" not in said
+
+
+def test_a_fingerprint_does_not_wait_either() -> None:
+    with serving(never) as address, pytest.raises(RemoteError):
+        fingerprint(address, limits=LIMITS)
+
+
+def test_a_file_that_is_not_there_is_the_users_to_mend() -> None:
+    def missing(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    with serving(missing) as address, pytest.raises(DataError, match="no such file") as caught:
+        list(read_chunks(address))
+    assert not isinstance(caught.value, RemoteError)
+
+
+@pytest.mark.parametrize("takes_ranges", [True, False])
+def test_a_sound_server_is_read_to_its_end(takes_ranges: bool) -> None:
+    body = b"".join(b'{"a": %d}\n' % number for number in range(100_000))
+
+    def serve(connection: socket.socket, request: bytes) -> None:
+        head, part = OK, body
+        if takes_ranges and b"Range: bytes=" in request:
+            first, last = request.split(b"Range: bytes=")[1].split(b"\r\n")[0].split(b"-")
+            part = body[int(first) : int(last) + 1]
+            head = b"HTTP/1.1 206 Partial Content\r\n" + b"Content-Range: bytes %d-%d/%d\r\n" % (
+                int(first),
+                int(first) + len(part) - 1,
+                len(body),
+            )
+        ranges = b"Accept-Ranges: bytes\r\n" if takes_ranges else b"Accept-Ranges: none\r\n"
+        connection.sendall(head + ranges + b"Content-Length: %d\r\n\r\n" % len(part))
+        if not request.startswith(b"HEAD"):
+            connection.sendall(part)
+
+    with serving(serve) as address:
+        rows = [row for chunk in read_chunks(address) for row in chunk.rows()]
+    assert [row.values["a"] for row in rows] == list(range(100_000))  # type: ignore[union-attr]
