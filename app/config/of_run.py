@@ -22,6 +22,7 @@ from app.errors import ROOT, UserError
 from app.model.adapter import Ia3Config, LoraConfig
 from app.output import CONFIG_FILE, find_run, write_whole
 from app.resume import find_run_to_resume
+from app.untrusted import reading
 from data_modules import TEMPLATE_NAMES
 
 TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
@@ -36,6 +37,11 @@ def save_config(config: Any, path: Path) -> None:
 
 def load_run_config(folder: Path) -> TrainConfig:
     """Read a run's config.yaml back through the same schemas; UserError with file and key."""
+    with reading(conf_files.shown(folder / CONFIG_FILE), "copy the run's folder again"):
+        return _load_run_config(folder)
+
+
+def _load_run_config(folder: Path) -> TrainConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -43,7 +49,7 @@ def load_run_config(folder: Path) -> TrainConfig:
     parts = {
         group: options[name]
         for group, options in PARTS.items()
-        if (name := (file.values.get(group) or {}).get("name")) in options
+        if (name := _name_of(file.values.get(group))) in options
     }
     settings = Settings(TrainConfig, parts, {}, PARTS, takes_value, CHOICES)
     problems = check_file(file, settings)
@@ -66,6 +72,11 @@ def load_run_config(folder: Path) -> TrainConfig:
     return config
 
 
+def _name_of(part: Any) -> str:
+    name = part.get("name") if isinstance(part, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def resolve_paths(config: Any) -> None:
     """Make paths that exist absolute, so that a run can be evaluated from another folder.
 
@@ -74,7 +85,7 @@ def resolve_paths(config: Any) -> None:
     """
 
     def resolve(path: str | None) -> str | None:
-        if not path:
+        if not path or "\0" in path:
             return path
         for candidate in (Path(path).expanduser(), ROOT / path):
             if candidate.exists():
