@@ -110,7 +110,8 @@ def reading(what: str | Path, fix: str) -> Iterator[None]:
         raise
     except BaseException as error:  # also what libraries in Rust call a panic
         code = exit_code(error)
-        if _is_of_the_network(error) or code == ENVIRONMENT_ERROR and not _is_of_the_file(error):
+        is_machine = code == ENVIRONMENT_ERROR and not _is_of_the_file(error)
+        if is_machine or _is_of_the_network(error):
             raise _kind_of(error)(f"{what}: {brief(error)}") from error
         if code not in (ENVIRONMENT_ERROR, TRAINING_FAULT):
             raise
@@ -132,8 +133,11 @@ def _is_of_the_file(error: BaseException) -> bool:
 
 def _is_of_the_network(error: BaseException | None) -> bool:
     while error is not None:
-        library = type(error).__module__.partition(".")[0]
-        if library in NETWORK or isinstance(error, (ConnectionError, TimeoutError)):
+        library, kind = type(error).__module__.partition(".")[0], type(error).__name__
+        is_answer = kind in ("HTTPStatusError", "HTTPError")  # the hub says what it has not
+        if isinstance(error, (ConnectionError, TimeoutError)) or (
+            library in NETWORK and not is_answer
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -94,6 +94,16 @@ def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
     return reading(f"model.path={where}", "copy or download its files again, or take another base")
 
 
+def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Tell what is raised by a model's first forward pass as of the numbers in its config.json."""
+    name = model.config.name_or_path or "model.architecture"
+    return reading(
+        f"{name}: its first forward pass fails",
+        "its config.json may be of another model: download it again, or take another base; "
+        "LOFT_TRACEBACK=1 shows where it failed",
+    )
+
+
 def _load_base(
     config: ModelConfig,
     implementation: str,

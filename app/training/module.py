@@ -13,6 +13,7 @@ from torch import Tensor
 from app import faults
 from app.errors import UserError
 from app.model.attention import check_isolation, check_pair_isolation
+from app.model.base import reading_first_forward
 from app.model.head import prove_head
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
@@ -111,11 +112,12 @@ class FinetuneModule(L.LightningModule):
         """Refuse to train a model whose documents see each other, or their padding."""
         alone, device = tokens_quantized_alone(self.model), self.strategy.root_device
         with self.trainer.precision_plugin.forward_context(), alone:
-            if self.model.config.is_encoder_decoder:
-                check_pair_isolation(self.model, self.backend, device, is_packed=self.is_packed)
-            elif self.is_packed:
-                check_isolation(self.model, self.backend, device)
-            prove_head(self.model, self.backend, device)
+            with reading_first_forward(self.model):
+                if self.model.config.is_encoder_decoder:
+                    check_pair_isolation(self.model, self.backend, device, is_packed=self.is_packed)
+                elif self.is_packed:
+                    check_isolation(self.model, self.backend, device)
+                prove_head(self.model, self.backend, device)
             if self.uses_fused_kernels and self.strategy.fuses_adapters:
                 fuse_layers(self.model, self.strategy.gathered, device)
         # From here on only dropout is random, and ranks must not drop the same.

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import io
-import shutil
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from app.config import load_config
+from app.config.door import check_before_start
 from app.errors import DONE, report
+from tests.door import OF_OTHER_RUNS
 
 LONGEST_SECONDS = 20
 
 
+class TookTooLongError(BaseException):
+    """What no `except Exception` of a library may take for its own."""
+
+
 @dataclass(frozen=True)
 class End:
-    """How an attempt ended: the exit code, what was printed of it, and the model where there is."""
+    """How an attempt ended: the exit code, what was said of it, the model where there is one."""
 
     code: int
     said: str
@@ -26,28 +34,39 @@ class End:
     error: BaseException | None = None
 
 
+def settings_for(base: Path, data: Path, *words: str, verb: str = "train") -> Any:
+    """Return the settings of a run on `base`."""
+    typed = [f"model.path={base}", f"data.datasets=[{{path: {data}}}]", *words]
+    return load_config(verb, typed)
+
+
 def open_run(config: Any) -> End:
-    """Check and load what a verb's settings name, as the verb does."""
+    """Check and load what a run's settings name, as the run does, and compute some logits."""
     said = io.StringIO()
-    with contextlib.redirect_stderr(said), at_most(LONGEST_SECONDS):
+    variables = {k: v for k, v in os.environ.items() if k not in OF_OTHER_RUNS}
+    with (
+        mock.patch.dict(os.environ, variables, clear=True),
+        contextlib.redirect_stderr(said),
+        at_most(LONGEST_SECONDS),
+    ):
         try:
             model = _open(config)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  as the door does
-            return End(report(error), said.getvalue(), error=error)
-        except BaseException as error:  # a panic of a library in Rust
-            if type(error).__name__ != "PanicException":
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             return End(report(error), said.getvalue(), error=error)
     return End(DONE, said.getvalue(), model)
 
 
 def _open(config: Any) -> Any:
-    from app.config.door import check_before_start
-
     check_before_start(config)
 
-    from app.model.attention import choose_backend
-    from app.model.base import decoder_start_token_id, load_architecture
+    from app.model.attention import check_isolation, check_pair_isolation, choose_backend
+    from app.model.base import (
+        decoder_start_token_id,
+        load_architecture,
+        reading_first_forward,
+    )
     from app.model.build import build_model
     from app.model.chat import stop_token_ids
     from app.model.tokenizer import build_tokenizer, new_token_ids
@@ -60,15 +79,21 @@ def _open(config: Any) -> Any:
     stop_token_ids(tokenizer, config.model.stop_tokens)
     decoder_start_token_id(architecture)
     how = (config.quantization, backend, config.adapter, config.recompute, "fp32")
-    return build_model(config.model, *how, new_ids=new_ids)
+    model = build_model(config.model, *how, new_ids=new_ids)
+    with reading_first_forward(model):
+        if architecture.is_encoder_decoder:
+            check_pair_isolation(model, backend, is_packed=True)
+        else:
+            check_isolation(model, backend)
+    return model
 
 
 @contextlib.contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError where the main thread is not through in time."""
+    """Raise TookTooLongError where the main thread is not through in time."""
 
     def stop(*_: Any) -> None:
-        raise TookTooLong(f"hangs for more than {seconds} s")
+        raise TookTooLongError(f"hangs for more than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -77,13 +102,3 @@ def at_most(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-class TookTooLong(BaseException):
-    """What no `except Exception` of a library may take for its own."""
-
-
-def copy_of(folder: Path, to: Path) -> Path:
-    """Copy a folder, in place of what was there."""
-    shutil.rmtree(to, ignore_errors=True)
-    return Path(shutil.copytree(folder, to))

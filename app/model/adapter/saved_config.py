@@ -21,6 +21,8 @@ CONFIG_FILE = "adapter_config.json"
 KINDS = {"LORA": "lora", "IA3": "ia3"}
 """peft_type -> what is typed for it"""
 MAX_RANK = 65_536
+MAX_NUMBER = 1 << 21
+"""of a layer or of a token, which would need as many rows of the embedding"""
 MAX_NAMES = 10_000
 MAX_PATTERN = 10_000
 """characters of a name or regular expression"""
@@ -35,7 +37,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value <= MAX_NUMBER
 
 
 def _is_rank(value: Any) -> bool:
