@@ -300,7 +300,7 @@ def read_header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
 
 def _place_of(tensor: Any) -> tuple[tuple[int, ...], int, int]:
     """Return a tensor's shape, and where its bytes begin and end; ValueError where they differ."""
-    if not isinstance(tensor, dict) or set(tensor) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(tensor, dict) or not {"dtype", "shape", "data_offsets"} <= tensor.keys():
         raise ValueError("expected dtype, shape and data_offsets")
     dtype, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
     for numbers in (shape, offsets):

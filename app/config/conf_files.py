@@ -20,6 +20,9 @@ CONF = ROOT / "conf"
 ADDED_GROUPS = ("experiment", "sweep")
 """groups outside the defaults list: Hydra wants a plus sign before them, a person need not"""
 
+MAX_WORD = 200
+"""characters of an option in a defaults list, which is the name of a file"""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfFile:
@@ -189,10 +192,13 @@ def _read_conf_file(path: Path, package: str) -> ConfFile:
 def _is_default(entry: Any) -> bool:
     """Tell whether an entry of a defaults list is a word, or one `group: option`."""
     if isinstance(entry, dict):
-        return len(entry) == 1 and all(
-            isinstance(word, str) or word is None for word in (*entry, *entry.values())
-        )
-    return isinstance(entry, str)
+        words = [word for pair in entry.items() for word in pair if word is not None]
+        return len(entry) == 1 and all(map(_is_word, words))
+    return _is_word(entry)
+
+
+def _is_word(entry: Any) -> bool:
+    return isinstance(entry, str) and 0 < len(entry) <= MAX_WORD and entry.isprintable()
 
 
 def _check_limits(root: Any, path: Path) -> None:

@@ -243,7 +243,7 @@ def run_verb(
     typed = list(sys.argv[1:] if words is None else words)
     try:
         return _dispatch(verb, function, sweep, typed)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  last guard
+    except BaseException as error:  # noqa: BLE001  last guard, also of what Rust calls a panic
         return report(error)
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ANOTHER = "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
-PROBE = "Say 1 word: Ωmega,\n\tor two."
-"""text of several kinds that a tokenizer is tried with"""
+PROBES = ["Say 1 word: Ωmega,\n\tor two.", *(letter * 300 + "!" for letter in "aA1 .\n")]
+"""texts of several kinds that a tokenizer is tried with, and those over which expressions go on"""
 _CONFIG = "tokenizer_config.json"
 _T5, _LLAMA = "spiece.model", "tokenizer.model"
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -96,10 +96,11 @@ def _load(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 def _try(tokenizer: PreTrainedTokenizerBase) -> None:
     """Use a tokenizer as a run does: its files may fit together only where they are not read."""
-    ids = tokenizer(PROBE)["input_ids"]
-    text = tokenizer.decode(ids)
-    if not isinstance(text, str) or not all(type(i) is int and i >= 0 for i in ids):
-        raise ValueError("its tokens are not numbers from 0 up")
+    for probe in PROBES:
+        ids = tokenizer(probe)["input_ids"]
+        text = tokenizer.decode(ids)
+        if not isinstance(text, str) or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError("its tokens are not numbers from 0 up")
     for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         if token is not None and type(token) is not int:
             raise ValueError(f"a special token's id is {token!r}")

@@ -16,7 +16,7 @@ from app.model.base import ModelConfig
 from app.model.hub import problem_offline
 from app.model.quantization import QuantizationConfig, find_stored_problem, stored_method
 from app.preflight.shapes import Shapes, shapes_of_architecture
-from app.untrusted import check_kinds, read_header, read_json_object
+from app.untrusted import check_kinds, read_header, read_json_object, read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -35,6 +35,7 @@ TOKENIZER_JSON = (
     "added_tokens.json",
     "vocab.json",
 )
+TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 NOT_LINEAR = re.compile(
     r"(^|\.)(embed\w*|wte|wpe|word_embeddings|lm_head|embed_out|\w*norm\w*|ln_\w+)$"
 )
@@ -286,10 +287,10 @@ def _check_tokenizer_files(folder: Path) -> list[str]:
             f"{folder}: no tokenizer there (looked for {', '.join(TOKENIZER_FILES[:2])} ...); "
             "type model.tokenizer_path=FOLDER_OR_HUB_ID"
         ]
-    for name in TOKENIZER_JSON:
-        if (folder / name).exists():
-            problem = read_json_object(folder / name)[1]
-            if problem is not None:
+    for name in (*TOKENIZER_JSON, *TOKENIZER_TEXTS):
+        if (file := folder / name).exists():
+            read = read_json_object(file) if name in TOKENIZER_JSON else read_text(file, "json_mib")
+            if (problem := read[1]) is not None:
                 return [problem]
     return []
 

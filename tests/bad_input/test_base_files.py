@@ -126,6 +126,7 @@ TEXTS: list[tuple[str, bytes, list[str]]] = [
     ("tokenizer_config.json", b'{"eos_token": 3}', ["tokenizer_config.json cannot be read"]),
     ("tokenizer_config.json", b'{"tokenizer_class": []}', ["tokenizer_config.json"]),
     ("special_tokens_map.json", b"\xff", ["special_tokens_map.json: not UTF-8"]),
+    ("chat_template.jinja", b"\xff", ["chat_template.jinja: not UTF-8"]),
 ]
 
 
@@ -156,7 +157,6 @@ HEADERS: list[Callable[[dict[str, Any]], Any]] = [
     lambda tensor: tensor.update(shape=[True]),
     lambda tensor: tensor.update(data_offsets=[0]),
     lambda tensor: tensor.update(data_offsets=[tensor["data_offsets"][0], 1e3]),
-    lambda tensor: tensor.update(extra=1),
 ]
 
 
@@ -369,6 +369,14 @@ def test_an_expression_without_end_that_was_typed(
     monkeypatch.setenv("LOFT_LIMITS", "regex_seconds=1")
     end = open_run(settings_for(made / "base", made / "d.jsonl", *words))
     refused(end, f"{key}: ", " is a regular expression that takes more than 1 s")
+
+
+def test_an_expression_without_end_from_a_tokenizer(base: Path, made: Path) -> None:
+    """Its library gives up after a while, and would do so in the middle of the data."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    change(base / "tokenizer.json", pre_tokenizer=split | {"pattern": {"Regex": "(a+)+$"}})
+    end = open_base(base, made)
+    refused(end, f"{base / 'tokenizer_config.json'}", "retry-limit-in-match")
 
 
 def test_limits_are_typed_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
