@@ -11,6 +11,7 @@ from pathlib import Path
 
 from app.launch import is_first_rank
 from app.model.base import ModelConfig
+from app.model.hub import check_hub
 from data_modules import DataConfig, is_hub_id, printable, redact
 
 MEANINGLESS_WARNINGS = (
@@ -43,12 +44,14 @@ class CleanFormatter(logging.Formatter):
 
 
 def is_offline(model: ModelConfig, data: DataConfig) -> bool:
-    """Say whether all that a run reads lies on this machine."""
-    paths = [path for path in (model.path, model.tokenizer_path) if path is not None]
+    """Say whether all that a run reads lies on this machine, in folders or in the hub's cache.
+
+    OSError where a base or tokenizer does not, and there is no network.
+    """
+    paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
+    ids = {key: path for key, path in paths.items() if path and not Path(path).is_dir()}
     datasets = (*data.datasets, *data.test_datasets)
-    return all(Path(path).is_dir() for path in paths) and not any(
-        is_hub_id(dataset.path) for dataset in datasets
-    )
+    return not check_hub(ids) and not any(is_hub_id(dataset.path) for dataset in datasets)
 
 
 def quiet_libraries(*, offline: bool) -> None:

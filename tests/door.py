@@ -103,7 +103,9 @@ def make_data(file: Path, num_rows: int = 4) -> Path:
 def make_adapter(folder: Path, *, r: int = 4, hidden: int = 32, **settings: Any) -> Path:
     """Write a folder that looks like a LoRA of `make_model`'s q_proj: right headers, all zeros."""
     folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": r, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    config = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+    if settings.get("peft_type", "LORA") == "LORA":
+        config |= {"r": r, "lora_alpha": 32}
     (folder / "adapter_config.json").write_text(json.dumps(config | settings))
     shapes = {}
     for layer in range(2):

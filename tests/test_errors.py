@@ -11,8 +11,8 @@ import pytest
 
 from app.config.overrides import _read_word
 from app.errors import Interrupted, TrainingFault, UserError, exit_code
+from app.model.base_files import weight_files
 from app.output import OutputConfig, check_output, decide_run_dir
-from app.preflight.base_model import shapes_of_architecture
 from data_modules import DataError
 from tests.door import ask, make_data, make_model
 
@@ -72,14 +72,13 @@ def test_exit_codes(words: list[str], error: BaseException, code: int, fragment:
     assert "Traceback" not in answer.said
 
 
-def test_a_value_error_is_the_users_only_where_we_raise_it() -> None:
+def test_a_value_error_is_the_users_only_where_we_raise_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="add -m") as refused:
         _read_word("seed", "1,2", "", lambda word: (None, True))
     assert exit_code(refused.value) == 2
-    numbers = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers"), "x")
-    numbers |= dict.fromkeys(("num_attention_heads", "vocab_size"), "x") | {"model_type": "llama"}
-    with pytest.raises(ValueError, match="invalid literal") as stumbled:
-        shapes_of_architecture(numbers)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ValueError, match="Expecting property name") as stumbled:
+        weight_files(tmp_path)
     assert exit_code(stumbled.value) == 4
 
 

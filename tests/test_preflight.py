@@ -353,7 +353,7 @@ TARGETS = [
     ("[gate_proj]", ["gate_proj matches no weight"], "[up_proj]"),
     ("q_proj", ["by its whole name", "type adapter.target_modules=[q_proj]"], "'.*q_proj'"),
     ("'model\\.layers\\.7\\..*'", ["matches no weight"], "'model\\.layers\\.1\\..*_proj'"),
-    ("'(*'", ["is no regular expression"], "'.*_proj'"),
+    ("'(*'", ["is not a regular expression"], "'.*_proj'"),
     ("3", ["expected all-linear, a list like"], "all-linear"),
     ("[]", ["expected all-linear, a list like"], "[self_attn.q_proj]"),
     ("[norm]", ["norm matches no weight"], "[lm_head]"),

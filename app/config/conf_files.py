@@ -14,10 +14,14 @@ import yaml  # type: ignore[import-untyped]
 
 from app.config.overrides import SPELLED, spell_keys
 from app.errors import ROOT, UserError, nearest
+from app.untrusted import limits, over_limit, read_text, reading
 
 CONF = ROOT / "conf"
 ADDED_GROUPS = ("experiment", "sweep")
 """groups outside the defaults list: Hydra wants a plus sign before them, a person need not"""
+
+MAX_WORD = 200
+"""characters of an option in a defaults list, which is the name of a file"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,14 +147,22 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
 
 
 def read_conf_file(path: Path, package: str) -> ConfFile:
-    """Read one file; UserError with file:line where it is no YAML mapping."""
-    text = path.read_text(encoding="utf-8")
+    """Read one file; UserError with file:line where it is no YAML mapping, or beyond the limits."""
+    with reading(shown(path), "mend it, or write it anew"):
+        return _read_conf_file(path, package)
+
+
+def _read_conf_file(path: Path, package: str) -> ConfFile:
+    text, problem = read_text(path, "yaml_mib")
+    if problem is not None:
+        raise UserError(problem)
     lines: dict[str, int] = {}
     is_experiment = path.parent.name == "experiment"
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise UserError(f"{shown(path)}:1: expected `key: value` lines")
+        _check_limits(root, path)
         for written, line in _key_lines(root, ""):
             key = SPELLED.get(written, written) if is_experiment else written
             if key in lines:
@@ -161,11 +173,48 @@ def read_conf_file(path: Path, package: str) -> ConfFile:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         raise UserError(f"{shown(path)}:{line}: not valid YAML: {error.problem}") from error
+    except RecursionError as error:
+        raise UserError(over_limit(path, "nested too deep", "yaml_depth")) from error
+    if odd := [key for key in values if not isinstance(key, str)]:
+        raise UserError(f"{shown(path)}: {odd[0]!r} is not the name of a setting")
     defaults = values.pop("defaults", None) or []
+    if not isinstance(defaults, list) or not all(map(_is_default, defaults)):
+        raise UserError(
+            f"{shown(path)}:{lines['defaults']}: defaults={str(defaults)[:80]}: expected a list of "
+            "`override /GROUP: OPTION` and _self_"
+        )
     if path.parent.name in ADDED_GROUPS and not text.startswith("# @package _global_"):
         raise UserError(f"{shown(path)}:1: the first line must be `# @package _global_`")
     spelled = spell_keys("", values) if is_experiment else values
     return ConfFile(path, package, defaults, spelled, lines, is_respelled=spelled != values)
+
+
+def _is_default(entry: Any) -> bool:
+    """Tell whether an entry of a defaults list is a word, or one `group: option`."""
+    if isinstance(entry, dict):
+        words = [word for pair in entry.items() for word in pair if word is not None]
+        return len(entry) == 1 and all(map(_is_word, words))
+    return _is_word(entry)
+
+
+def _is_word(entry: Any) -> bool:
+    return isinstance(entry, str) and 0 < len(entry) <= MAX_WORD and entry.isprintable()
+
+
+def _check_limits(root: Any, path: Path) -> None:
+    """Refuse a document beyond the limits, each alias counted with all that it stands for."""
+    most, seen = limits(), 0
+    waiting = [(root, 0)]
+    while waiting:
+        node, depth = waiting.pop()
+        if (seen := seen + 1) > most.yaml_nodes:
+            raise UserError(over_limit(path, "too many values, by its aliases", "yaml_nodes"))
+        if depth > most.yaml_depth:
+            raise UserError(over_limit(path, "nested too deep", "yaml_depth"))
+        if isinstance(node, yaml.MappingNode):
+            waiting += [(part, depth + 1) for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += [(part, depth + 1) for part in node.value]
 
 
 def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
@@ -209,8 +258,17 @@ def used_files(conf: Path, verb: str, chosen: list[tuple[str, Any]]) -> list[Con
                 experiments.append(read_conf_file(find_option(conf, group, option), package=""))
             except UserError as error:
                 problems += error.problems
+    places: dict[str, str] = {}
     for file in experiments:
-        choices |= dict(choices_of(file))
+        for group, option in choices_of(file):
+            place = f"{shown(file.path)}:{file.lines.get('defaults', 1)}: "
+            if group in choices:
+                choices[group], places[group] = option, place
+            else:
+                problems.append(
+                    f"{place}defaults: {verb} has no {group}; it has {', '.join(choices)}"
+                )
+    typed_groups = {group for group, _ in chosen}
     choices |= {group: option for group, option in chosen if group not in ADDED_GROUPS}
     files = [primary]
     for group, option in choices.items():
@@ -219,7 +277,8 @@ def used_files(conf: Path, verb: str, chosen: list[tuple[str, Any]]) -> list[Con
         try:
             files.append(read_conf_file(find_option(conf, group, option), package=group))
         except UserError as error:
-            problems += error.problems
+            place = "" if group in typed_groups else places.get(group, "")
+            problems += [place + problem for problem in error.problems]
     if problems:
         raise UserError(problems)
     return [*files, *experiments]

@@ -60,7 +60,7 @@ def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
-        raise UserError(first_line(error)) from error
+        raise UserError(f"{error.full_key or ' '.join(words)}: {first_line(error)}") from error
     resolve_paths(config)
     problems = _check_required(config, conf_files.groups(conf))
     goes_on = isinstance(config, TrainConfig) and config.resume != NEVER
@@ -95,7 +95,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -> An
         with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
             composed: Any = hydra_compose(verb, overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(first_line(error)) from error
+        place = "" if experiment is None else f"{conf_files.shown(files[-1].path)}: "
+        raise UserError(f"{place}{first_line(error)}") from error
     name = composed["output"]["name"] or _default_name(verb, experiment)
     OmegaConf.update(composed, "output.name", name)
     if (typed_folder := composed["output"]["dir"]) is not None and typed_folder.strip():
@@ -248,7 +249,7 @@ def run_verb(
     typed = list(sys.argv[1:] if words is None else words)
     try:
         return _dispatch(verb, function, sweep, typed)
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001  last guard
+    except BaseException as error:  # noqa: BLE001  last guard, also of what Rust calls a panic
         return report(error)
 
 

@@ -25,6 +25,7 @@ from app.errors import ROOT, UserError
 from app.model.adapter import Ia3Config, LoraConfig
 from app.output import CONFIG_FILE, find_run, write_whole
 from app.resume import TRUST_KEYS, find_run_to_resume
+from app.untrusted import reading
 from data_modules import REDACTED, TEMPLATE_NAMES, redacted, redacted_keys
 
 TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
@@ -121,6 +122,11 @@ def _spelled(value: Any) -> str:
 
 
 def _read_config(folder: Path) -> TrainConfig:
+    with reading(conf_files.shown(folder / CONFIG_FILE), "copy the run's folder again"):
+        return _read_settings(folder)
+
+
+def _read_settings(folder: Path) -> TrainConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -128,7 +134,7 @@ def _read_config(folder: Path) -> TrainConfig:
     parts = {
         group: options[name]
         for group, options in PARTS.items()
-        if (name := (file.values.get(group) or {}).get("name")) in options
+        if (name := _name_of(file.values.get(group))) in options
     }
     settings = Settings(TrainConfig, parts, {}, PARTS, takes_value, CHOICES)
     problems = check_file(file, settings)
@@ -151,6 +157,11 @@ def _read_config(folder: Path) -> TrainConfig:
     return config
 
 
+def _name_of(part: Any) -> str:
+    name = part.get("name") if isinstance(part, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def resolve_paths(config: Any) -> None:
     """Make paths that exist absolute, so that a run can be evaluated from another folder.
 
@@ -159,7 +170,7 @@ def resolve_paths(config: Any) -> None:
     """
 
     def resolve(path: str | None) -> str | None:
-        if not path:
+        if not path or "\0" in path:
             return path
         for candidate in (Path(path).expanduser(), ROOT / path):
             if candidate.exists():

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
 from app.model.attention import check_implementation
+from app.model.base_files import (
+    check_all_used,
+    check_finite,
+    check_shapes,
+    read_shapes,
+    weight_files,
+)
 from app.model.quantization import (
     QuantizationConfig,
     cast_unquantized,
@@ -19,6 +28,7 @@ from app.model.quantization import (
     stored_settings,
 )
 from app.model.tokens import resize_embeddings
+from app.untrusted import reading
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +74,47 @@ def load_base(
 
     Tokens `new_ids`, which the base never learned, get rows in embedding and head. `on_meta`: the
     same modules without numbers, of which none is read or drawn; `on_host`: all of it on the CPU,
-    where quantizing would else take it to a GPU.
+    where quantizing would else take it to a GPU. UserError where the files are not of one model, or
+    hold what is not finite.
     """
+    with reading_base(config):
+        return _load_base(
+            config, implementation, dtype, quantization, new_ids, on_meta=on_meta, on_host=on_host
+        )
+
+
+def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
+    """Tell what is raised while a base's files are read, or first computed with, as of them."""
+    if config.from_scratch:
+        return reading(f"model.architecture={dict(config.architecture)}", "mend its numbers")
+    where = (
+        config.path
+        if config.path is None or not Path(config.path).is_dir()
+        else (f"{config.path} (config.json and the weights beside it)")
+    )
+    return reading(f"model.path={where}", "copy or download its files again, or take another base")
+
+
+def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Tell what is raised by a model's first forward pass as of the numbers in its config.json."""
+    name = model.config.name_or_path or "model.architecture"
+    return reading(
+        f"{name}: its first forward pass fails",
+        "its config.json may be of another model: download it again, or take another base; "
+        "LOFT_TRACEBACK=1 shows where it failed",
+    )
+
+
+def _load_base(
+    config: ModelConfig,
+    implementation: str,
+    dtype: torch.dtype,
+    quantization: QuantizationConfig | None,
+    new_ids: Sequence[int],
+    *,
+    on_meta: bool,
+    on_host: bool,
+) -> PreTrainedModel:
     from transformers.utils import logging as transformers_logging
 
     from app.model.head import fuse_head
@@ -93,6 +142,10 @@ def load_base(
         how["quantization_config"] = quantization_settings(quantization, dtype)
     if on_host:
         how["device_map"] = {"": "cpu"}
+    folder = Path(str(config.path))
+    shapes = read_shapes(weight_files(folder)) if folder.is_dir() else {}
+    if shapes and not stored:
+        check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
     with quantizable_layers(architecture.model_type):
         model, loading = auto_class.from_pretrained(
             config.path,
@@ -112,6 +165,14 @@ def load_base(
                 f"model.path={config.path}: {problem.replace('_keys', '')} tensors in its files: "
                 f"{len(names)}, first {names[0]}; copy or download the model again"
             )
+    if model._hf_peft_config_loaded:
+        raise UserError(
+            f"model.path={config.path}: an adapter_config.json is beside the base, and "
+            "transformers has put that adapter on it; take a copy without it"
+        )
+    if not stored:
+        check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
+        check_finite(weight_files(_folder_of(config)), dtype)
     _say_untied(model)
     resize_embeddings(model, new_ids)
     if stored:
@@ -120,6 +181,13 @@ def load_base(
         prepare_quantized(model, dtype)
     fuse_head(model)
     return model
+
+
+def _folder_of(config: ModelConfig) -> Path:
+    """Return the folder that a base was read from: its own, or the cache's."""
+    from transformers.utils import cached_file
+
+    return Path(cached_file(config.path, "config.json", revision=config.revision)).parent
 
 
 def _build_on_meta(
@@ -171,6 +239,15 @@ def model_class(architecture: PretrainedConfig) -> Any:
 
 def load_architecture(config: ModelConfig) -> PretrainedConfig:
     """Read the model's config.json, or make it from `config.architecture` when from scratch."""
+    with reading_base(config):
+        architecture = _load_architecture(config)
+    if not config.from_scratch:
+        with reading(f"{config.path}/generation_config.json", "mend it, or remove it"):
+            _generation_config(config)
+    return architecture
+
+
+def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     import transformers
     from transformers import AutoConfig
 

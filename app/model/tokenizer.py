@@ -6,14 +6,18 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.errors import UserError
 from app.model.base import ModelConfig
+from app.untrusted import brief, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-MAX_TOLD = 300
+ANOTHER = "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
+PROBES = ["Say 1 word: Ωmega,\n\tor two.", *(letter * 300 + "!" for letter in "aA1 .\n")]
+"""texts of several kinds that a tokenizer is tried with, and those over which expressions go on"""
 _CONFIG = "tokenizer_config.json"
 _T5, _LLAMA = "spiece.model", "tokenizer.model"
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -78,13 +82,53 @@ def _path(config: ModelConfig) -> str:
 
 def _load(config: ModelConfig) -> PreTrainedTokenizerBase:
     path = _path(config)
-    try:
-        return _read(path, config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"the tokenizer in {path} cannot be read: {_told(path, error)}; set "
-            "model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
-        ) from error
+    with reading(f"the tokenizer in {path} cannot be read", ANOTHER):
+        try:
+            tokenizer = _read(path, config)
+            _try(tokenizer)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also a panic in Rust
+            _blame_file(Path(path), error)
+            raise
+    return tokenizer
+
+
+def _try(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Use a tokenizer as a run does: its files may fit together only where they are not read."""
+    for probe in PROBES:
+        ids = tokenizer(probe)["input_ids"]
+        text = tokenizer.decode(ids)
+        if not isinstance(text, str) or not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError("its tokens are not numbers from 0 up")
+    for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
+        if token is not None and type(token) is not int:
+            raise ValueError(f"a special token's id is {token!r}")
+
+
+def _blame_file(folder: Path, error: BaseException) -> None:
+    """Name the one file that is to blame, where the library's words leave that open."""
+    from tokenizers import Tokenizer
+
+    if said := _no_backend(folder, error):
+        raise UserError(said) from error
+    if (file := folder / "tokenizer.json").is_file():
+        with reading(f"{file} cannot be read", ANOTHER):
+            Tokenizer.from_file(str(file))
+        if (folder / _CONFIG).is_file() and not isinstance(error, (UserError, OSError)):
+            raise UserError(f"{folder / _CONFIG} cannot be read: {brief(error)}; {ANOTHER}") from (
+                error
+            )
+
+
+def _no_backend(folder: Path, error: BaseException) -> str | None:
+    """Word that a folder has no tokenizer, which transformers says at length."""
+    if not folder.is_dir() or not str(error).startswith("Couldn't instantiate the backend"):
+        return None
+    return (
+        f"the tokenizer in {folder} cannot be read: it has no tokenizer.json, and no other file "
+        f"that is known here; {ANOTHER}"
+    )
 
 
 def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -109,14 +153,6 @@ def _bare_model(path: str) -> str:
     if any((folder / name).is_file() for name in ("tokenizer.json", _CONFIG)):
         return ""
     return next((name for name in (_T5, _LLAMA) if (folder / name).is_file()), "")
-
-
-def _told(path: str, error: Exception) -> str:
-    """Return what is wrong, in one line."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    if said.startswith("Couldn't instantiate the backend tokenizer") and Path(path).is_dir():
-        return "it has no tokenizer.json, and no other file that is known here"
-    return said[:MAX_TOLD]
 
 
 def _how_to_end(path: str, tokenizer: PreTrainedTokenizerBase) -> str:

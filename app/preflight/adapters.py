@@ -9,16 +9,15 @@ from typing import Any
 
 from app.launch import is_first_rank
 from app.model.adapter import ADAPTER_FILE, ORIGIN_FILE, AdapterConfig, Ia3Config, LoraConfig
+from app.model.adapter.saved_config import CONFIG_FILE, KINDS, read_adapter_config
 from app.model.base import ModelConfig
-from app.preflight.base_model import BaseModel, read_header, read_json_object, seen_from
+from app.preflight.base_model import BaseModel, seen_from
 from app.preflight.fingerprint import describe_base, same_form
 from app.preflight.shapes import Shapes
+from app.untrusted import check_kinds, read_header, read_json_object, reading
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "adapter_config.json"
-KINDS = {"LORA": "lora", "IA3": "ia3"}
-"""peft_type -> what is typed for it"""
 SETTINGS = {
     # setting of adapter=lora: its name in peft's file
     "r": "r",
@@ -65,14 +64,8 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
     ]
     if problems:
         return problems
-    settings, problem = read_json_object(folder / CONFIG_FILE)
-    if problem is None and settings.get("peft_type") not in KINDS:
-        problem = (
-            f"{folder / CONFIG_FILE}: peft_type {settings.get('peft_type')!r} is not known here; "
-            f"expected {' or '.join(KINDS)}"
-        )
-    if problem is not None:
-        return [problem]
+    if problems := check_kinds(folder) or read_adapter_config(folder)[1]:
+        return problems
     shapes, problems = read_header(file)
     if empty := sorted(name for name, shape in shapes.items() if 0 in shape):
         problems.append(
@@ -90,10 +83,10 @@ def check_goes_on(adapter: AdapterConfig, folder: Path) -> list[str]:
     """List the settings that were typed otherwise than the adapter in `folder` has them."""
     if not (folder / CONFIG_FILE).exists():
         return []  # `check_saved_adapter` says so
-    settings, problem = read_json_object(folder / CONFIG_FILE)
-    kind = KINDS.get(str(settings.get("peft_type")))
-    if problem is not None or kind is None:
+    settings, problems = read_adapter_config(folder)
+    if problems:
         return []  # this too
+    kind = KINDS[read_json_object(folder / CONFIG_FILE)[0]["peft_type"]]
     if kind != adapter.name:
         return [
             f"adapter.path={folder} is an adapter of adapter={kind}, but here "
@@ -132,6 +125,8 @@ def _check_base(
     if not (folder / ORIGIN_FILE).exists():
         return _check_shapes(said, shapes, base)
     made_on, problem = read_json_object(folder / ORIGIN_FILE)
+    if problem is None and not all(v is None or isinstance(v, str) for v in made_on.values()):
+        problem = f"{folder / ORIGIN_FILE}: expected a text for each key"
     if problem is not None:
         return [f"{problem}; remove that file to compare shapes alone"]
     here = describe_base(model)
@@ -171,9 +166,13 @@ def _check_tokens(said: str, folder: Path, model: ModelConfig) -> list[str]:
     theirs = folder / "tokenizer.json"
     if not ours.exists() or not theirs.exists():
         return []
-    known = _tokens_in(ours) | set(model.added_tokens)
-    added = read_json_object(theirs)[0].get("added_tokens", [])
-    missing = [entry["content"] for entry in added if entry["content"] not in known]
+    try:
+        known = _tokens_in(ours) | set(model.added_tokens)
+    except (AttributeError, TypeError, ValueError, KeyError):
+        return []  # loading it says what is wrong with it
+    with reading(theirs, "remove it, or save the adapter again"):
+        added = read_json_object(theirs)[0].get("added_tokens", [])
+        missing = [entry["content"] for entry in added if entry["content"] not in known]
     if not missing:
         return []
     typed = ",".join([*model.added_tokens, *missing])

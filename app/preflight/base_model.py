@@ -7,21 +7,35 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
-import os
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from app.model.base import ModelConfig
+from app.model.hub import problem_offline
 from app.model.quantization import QuantizationConfig, find_stored_problem, stored_method
 from app.preflight.shapes import Shapes, shapes_of_architecture
+from app.untrusted import check_kinds, read_header, read_json_object, read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-MAX_HEADER_BYTES = 100 << 20
-LFS_MARK = b"version https://git-lfs"
+NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+NUMBERED = re.compile(r"(?P<stack>\D*?)\.?(?P<layer>\d+)\.")
+"""the first number in a tensor's name is that of its layer"""
+COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers")
+MAX_COUNT = 10_000
+"""of layers or experts, each of which is a module to be made"""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+ANOTHER_COPY = "copy or download its files again, or type another model.path"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+TOKENIZER_JSON = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 NOT_LINEAR = re.compile(
     r"(^|\.)(embed\w*|wte|wpe|word_embeddings|lm_head|embed_out|\w*norm\w*|ln_\w+)$"
 )
@@ -81,6 +95,8 @@ def _look_at_architecture(model: ModelConfig) -> BaseModel:
             "model.from_scratch=true needs the shape of the model: type model.architecture="
             "{model_type: llama, hidden_size: 128, ...}, or model=tiny_base_scratch"
         )
+    else:
+        base.problems += check_config("model.architecture", model.architecture)
     if model.path is not None:
         base.problems.append(
             f"model.from_scratch=true reads no weights, but model.path={model.path}: "
@@ -100,10 +116,12 @@ def _look_at_folder(folder: Path, model: ModelConfig) -> BaseModel:
         base.problems.append(_why_no_model_folder(folder))
         return base
     numbers, problem = read_json_object(folder / "config.json")
-    if problem is None and "model_type" not in numbers:
-        problem = f"{folder / 'config.json'}: no model_type, so this is no transformers model"
     base.numbers = numbers
-    base.problems += [problem] if problem else []
+    base.problems += [problem] if problem else check_config(str(folder / "config.json"), numbers)
+    base.problems += check_kinds(folder) + _check_adapter_beside(folder)
+    if (generation := folder / "generation_config.json").exists():
+        problem = read_json_object(generation)[1]
+        base.problems += [problem] if problem else []
     base.problems += [
         f"{folder / 'config.json'}: {key} is private to transformers and can name code; remove it"
         for key in numbers
@@ -112,11 +130,11 @@ def _look_at_folder(folder: Path, model: ModelConfig) -> BaseModel:
     if not model.trust_remote_code:
         base.problems += _check_code("model.path", folder)
     tensors, problems = _read_tensors(folder)
-    base.problems += problems
+    base.problems += problems or check_layers_of_files(folder / "config.json", numbers, tensors)
     base.shapes = None if problems else _matrices(tensors)
     base.modules = None if problems else _modules(tensors, base.shapes)
     stored = numbers.get("quantization_config")
-    if stored and stored_method(stored) != "int8":
+    if isinstance(stored, dict) and stored and stored_method(stored) != "int8":
         base.shapes = shapes_of_architecture(numbers)  # the headers have those of packed weights
     if model.tokenizer_path is None:
         base.problems += _check_tokenizer_files(folder)
@@ -125,12 +143,76 @@ def _look_at_folder(folder: Path, model: ModelConfig) -> BaseModel:
     return base
 
 
+def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
+    """Judge what every config.json has, and the counts by which modules are made."""
+    if "model_type" not in numbers:
+        return [f"{where}: no model_type, so this is no transformers model"]
+    problems = []
+    if not isinstance(numbers["model_type"], str):
+        problems.append(f"{where}: model_type={_brief(numbers['model_type'])}: expected a name")
+    parts = [("", numbers)]
+    parts += [(f"{key}.", part) for key, part in numbers.items() if isinstance(part, dict)]
+    for prefix, part in parts:
+        for key, count in part.items():
+            if not COUNTS.fullmatch(key) or not isinstance(count, (int, float)):
+                continue
+            if isinstance(count, float) or not 0 <= count <= MAX_COUNT:
+                problems.append(
+                    f"{where}: {prefix}{key}={_brief(count)}: expected a whole number of at most "
+                    f"{MAX_COUNT:,}"
+                )
+    if not isinstance(numbers.get("quantization_config") or {}, dict):
+        problems.append(f"{where}: quantization_config is not an object; remove it")
+    return problems
+
+
+def check_layers_of_files(
+    file: Path, numbers: Mapping[str, Any], tensors: Iterable[str]
+) -> list[str]:
+    """Compare the number of layers in config.json with those that the weights are of.
+
+    Only where all layers stand in one stack; of others the loader tells which weights it left.
+    """
+    key = next((key for key in NUM_LAYERS if type(numbers.get(key)) is int), None)
+    numbered = [match for name in tensors if (match := NUMBERED.match(name))]
+    if key is None or len({match["stack"] for match in numbered}) != 1:
+        return []
+    # Layers that predict further tokens stand behind the others, and are not made.
+    extra = numbers.get("num_nextn_predict_layers")
+    told = numbers[key] + (extra if isinstance(extra, int) else 0)
+    left = sorted(match.string for match in numbered if int(match["layer"]) >= told)
+    if not left:
+        return []
+    there = max(int(match["layer"]) for match in numbered) + 1
+    return [
+        f"{file}: {key}={numbers[key]}, but the weights beside it are of {there} layers: "
+        f"{len(left)} tensors would not be used, {left[0]} is the first; write {key}={there}, or "
+        "download config.json again"
+    ]
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_adapter_beside(folder: Path) -> list[str]:
+    """Refuse an adapter in a base's folder: transformers would load it with the base, unasked."""
+    if not (folder / "adapter_config.json").exists():
+        return []
+    return [
+        f"{folder / 'adapter_config.json'}: an adapter in the folder of a base is put on it "
+        "whenever the base is loaded; move adapter_config.json and adapter_model.safetensors to a "
+        "folder of their own (adapter.path=FOLDER goes on with it), or remove them"
+    ]
+
+
 def check_quantization(
     quantization: QuantizationConfig, base: BaseModel, *, trains_base: bool
 ) -> list[str]:
     """Compare what was typed with how the base's files are quantized."""
     stored = (base.numbers or {}).get("quantization_config")
-    if not stored:
+    if not stored or not isinstance(stored, dict):
         return []
     problem = find_stored_problem(stored, quantization, base.name, trains_base=trains_base)
     return [problem] if problem else []
@@ -145,23 +227,11 @@ def _problem_of_missing(key: str, path: str) -> str | None:
     parent = Path(path).parent
     looks_local = path.startswith((".", "/", "~")) or (parent != Path() and parent.is_dir())
     if HUB_ID.fullmatch(path) and not looks_local:
-        return _problem_offline(key, path)
+        return problem_offline(key, path)
     siblings = [str(parent / entry.name) for entry in parent.iterdir()] if parent.is_dir() else []
     near = difflib.get_close_matches(path, siblings, n=1)
     hint = f"; did you mean {near[0]}?" if near else "; a hub id has the form org/name"
     return f"{key}={path}: no such folder, seen from {seen_from()}{hint}"
-
-
-def _problem_offline(key: str, hub_id: str) -> str | None:
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    if not offline or (cache / f"models--{hub_id.replace('/', '--')}").is_dir():
-        return None
-    return (
-        f"{key}={hub_id}: HF_HUB_OFFLINE is set and it is not in the cache; "
-        "unset HF_HUB_OFFLINE, or type the folder of a copy"
-    )
 
 
 def seen_from() -> str:
@@ -210,15 +280,17 @@ def _check_tokenizer(model: ModelConfig) -> list[str]:
 
 
 def _check_tokenizer_files(folder: Path) -> list[str]:
+    if problems := check_kinds(folder):
+        return problems
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return [
             f"{folder}: no tokenizer there (looked for {', '.join(TOKENIZER_FILES[:2])} ...); "
             "type model.tokenizer_path=FOLDER_OR_HUB_ID"
         ]
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (folder / name).exists():
-            problem = read_json_object(folder / name)[1]
-            if problem is not None:
+    for name in (*TOKENIZER_JSON, *TOKENIZER_TEXTS):
+        if (file := folder / name).exists():
+            read = read_json_object(file) if name in TOKENIZER_JSON else read_text(file, "json_mib")
+            if (problem := read[1]) is not None:
                 return [problem]
     return []
 
@@ -278,7 +350,12 @@ def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:
         problem = f"{index}: no weight_map"
     if problem is not None or not isinstance(weight_map, dict):
         return {}, [problem or ""]
-    outside = sorted({name for name in weight_map.values() if Path(name).name != name})
+    names = set(map(str, weight_map.values()))
+    if odd := sorted(name for name in names if name in ("", ".", "..") or "\0" in name):
+        return {}, [f"{index}: {odd[0]!r} is not a file's name; download the model again"]
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        return {}, [f"{index}: weight_map names a file by a number or a list; download it again"]
+    outside = sorted(name for name in names if Path(name).name != name)
     if outside:
         return {}, [f"{index}: {outside[0]!r} points out of the folder; refused"]
     return weight_map, []
@@ -296,44 +373,3 @@ def _why_no_weights(folder: Path) -> str:
         'with python -c "from transformers import AutoModelForCausalLM as M; '
         f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')\""
     )
-
-
-def read_header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Read names and shapes from one safetensors header, and compare its size with the file's."""
-    if not file.exists():
-        return {}, [f"{file} is missing, though the index names it; download the model again"]
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(len(LFS_MARK))
-        if start == LFS_MARK:
-            return {}, [f"{file} is a git-lfs pointer of {size} bytes; fetch it with git lfs pull"]
-        length = int.from_bytes(start[:8], "little")
-        if len(start) < 8 or length > min(MAX_HEADER_BYTES, size):
-            return {}, [f"{file} ({size} bytes) has no safetensors header; download it again"]
-        stream.seek(8)
-        try:
-            header = json.loads(stream.read(length))
-            tensors = {n: t for n, t in header.items() if n != "__metadata__"}
-            shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
-            end = 8 + length + max((t["data_offsets"][1] for t in tensors.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            return {}, [f"{file}: its safetensors header is damaged; download it again"]
-    if size != end:
-        return {}, [
-            f"{file} has {size} bytes, but its header describes {end}: "
-            f"{'cut off' if size < end else 'damaged'}; download it again"
-        ]
-    return shapes, []
-
-
-def read_json_object(file: Path) -> tuple[dict[str, Any], str | None]:
-    """Read a JSON object; returns it, and what is wrong with the file."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        return {}, f"{file}:{error.lineno}:{error.colno} invalid JSON: {error.msg}"
-    except UnicodeDecodeError as error:
-        return {}, f"{file}: not UTF-8 text (byte {error.start})"
-    if not isinstance(content, dict):
-        return {}, f"{file}: expected a JSON object, found {type(content).__name__}"
-    return content, None

@@ -9,11 +9,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from app.errors import nearest
+from app.errors import UserError, nearest
 from app.model.adapter import goes_on, is_adapter, saves_whole_model
 from app.model.base import ModelConfig
 from app.preflight.adapters import check_goes_on, check_saved_adapter
 from app.preflight.base_model import (
+    ANOTHER_COPY,
     BaseModel,
     check_quantization,
     look_at_base,
@@ -26,6 +27,7 @@ from app.preflight.packing import check_packing_of_base
 from app.preflight.parallel import check_tensor_parallel
 from app.preflight.targets import check_adapter, check_neftune
 from app.strategy.settings import tensor_parallel_size
+from app.untrusted import reading
 from data_modules import TEMPLATE_NAMES, check_datasets
 
 
@@ -37,32 +39,42 @@ def check_files(config: Any, *, needs_weights: bool = True) -> list[str]:
     model: ModelConfig = config.model
     problems: list[str] = []
     if model.path is not None or model.from_scratch or not needs_weights:
-        base = look_at_base(model) if needs_weights else look_at_tokenizer(model)
-        problems += base.problems
-        problems += check_sequence_len(config.data.sequence_len, base)
-        problems += check_added_tokens(model.added_tokens)
-        problems += check_packing_of_base(config.packing, config.attention, base)
-        names = {field.name for field in dataclasses.fields(config)}
-        trains_base = "adapter" in names and saves_whole_model(config.adapter)
-        problems += check_quantization(config.quantization, base, trains_base=trains_base)
-        if "adapter" in names:
-            problems += check_adapter(config.adapter, base)
-            problems += check_neftune(config.adapter, base)
-            problems += check_compile_of_base(config.trainer, base)
-            together = tensor_parallel_size(config.strategy, ranks_per_node(config))
-            problems += check_tensor_parallel(together, base)
-            if needs_weights and (going_on := goes_on(config.adapter)) is not None:
-                problems += check_goes_on(config.adapter, Path(going_on))
-                problems += check_saved_adapter("adapter.path", Path(going_on), base, model)
-        if "adapter_path" in names and (tuned := config.tuned_path) is not None:
-            key = "run" if config.adapter_path is None else "adapter_path"
-            if key == "adapter_path" or is_adapter(Path(tuned)):
-                problems += check_saved_adapter(key, Path(tuned), base, model)
+        try:
+            with reading(f"model.path={model.path}: config.json", ANOTHER_COPY):
+                _check_model(config, problems, needs_weights=needs_weights)
+        except UserError as error:
+            problems = problems or error.problems  # the first one told is why the others came
     problems += check_chat_template("data.chat_template", config.data.chat_template)
     problems += check_chat_template("model.chat_template", model.chat_template)
     if config.data.datasets or config.data.test_datasets:
         problems += check_datasets(config.data)
     return problems
+
+
+def _check_model(config: Any, problems: list[str], *, needs_weights: bool) -> None:
+    """Add to `problems` what is wrong with a base, and with what is put on it."""
+    model: ModelConfig = config.model
+    base = look_at_base(model) if needs_weights else look_at_tokenizer(model)
+    problems += base.problems
+    problems += check_sequence_len(config.data.sequence_len, base)
+    problems += check_added_tokens(model.added_tokens)
+    problems += check_packing_of_base(config.packing, config.attention, base)
+    names = {field.name for field in dataclasses.fields(config)}
+    trains_base = "adapter" in names and saves_whole_model(config.adapter)
+    problems += check_quantization(config.quantization, base, trains_base=trains_base)
+    if "adapter" in names:
+        problems += check_adapter(config.adapter, base)
+        problems += check_neftune(config.adapter, base)
+        problems += check_compile_of_base(config.trainer, base)
+        together = tensor_parallel_size(config.strategy, ranks_per_node(config))
+        problems += check_tensor_parallel(together, base)
+        if needs_weights and (going_on := goes_on(config.adapter)) is not None:
+            problems += check_goes_on(config.adapter, Path(going_on))
+            problems += check_saved_adapter("adapter.path", Path(going_on), base, model)
+    if "adapter_path" in names and (tuned := config.tuned_path) is not None:
+        key = "run" if config.adapter_path is None else "adapter_path"
+        if key == "adapter_path" or is_adapter(Path(tuned)):
+            problems += check_saved_adapter(key, Path(tuned), base, model)
 
 
 def check_chat_template(key: str, name: str | None) -> list[str]:

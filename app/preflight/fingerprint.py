@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.model.base import ModelConfig
-from app.preflight.base_model import MAX_HEADER_BYTES
+from app.untrusted import limits
 
 WHOLE_BYTES = 256 << 20
 """weights of a folder that are read whole: about half a second"""
@@ -31,10 +31,10 @@ def describe_base(model: ModelConfig) -> dict[str, str | None]:
     """
     fingerprint = weights = None
     if model.path is not None and (folder := Path(model.path)).is_dir():
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
         digest, sample = hashlib.sha256(), hashlib.sha256()
         for file in (folder / "config.json", *files):
-            if file.exists():
+            if file.is_file():
                 digest.update(_start_of(file))
         # By the folder, for a large model may lie in many small files.
         is_small = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
@@ -112,4 +112,6 @@ def _start_of(file: Path) -> bytes:
         if file.suffix != ".safetensors":
             return stream.read()
         length = stream.read(8)
-        return length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+        return length + stream.read(
+            min(int.from_bytes(length, "little"), limits().header_mib << 20)
+        )

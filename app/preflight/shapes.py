@@ -10,6 +10,7 @@ from typing import Any
 
 Shapes = dict[str, tuple[int, ...]]
 """weight name without `.weight` -> shape"""
+MAX_LAYERS = 10_000
 Numbers = Mapping[str, Any]
 
 
@@ -20,7 +21,7 @@ def shapes_of_architecture(numbers: Numbers) -> Shapes | None:
         return None
     try:
         return family(numbers)
-    except KeyError:
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
 
@@ -34,6 +35,8 @@ def _query_and_key_rows(numbers: Numbers) -> tuple[int, int]:
 
 
 def _repeat(prefix: str, layers: Any, layer: Shapes) -> Shapes:
+    if not 0 <= int(layers) <= MAX_LAYERS:
+        raise ValueError(f"{layers} layers")
     return {
         f"{prefix}.{index}.{name}": shape
         for index in range(int(layers))

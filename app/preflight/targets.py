@@ -13,16 +13,22 @@ from typing import Any
 from app.model.adapter import AdapterConfig, FreezeConfig, Ia3Config, LoraConfig, goes_on
 from app.model.layers import layer_numbers
 from app.model.neftune import why_no_noise
+from app.model.patterns import check_patterns, ending
 from app.preflight.base_model import NOT_LINEAR, BaseModel
 from app.preflight.shapes import Shapes
+
+# Some files leave out the prefix that the module has in memory.
+PREFIXES = ("", "model.", "transformer.")
 
 
 def check_adapter(adapter: AdapterConfig, base: BaseModel) -> list[str]:
     """List what a new adapter's settings name that the base has not."""
     if goes_on(adapter):
         return []  # the settings of the adapter in that folder hold
+    if problems := check_expressions(adapter, base):
+        return problems
     if isinstance(adapter, LoraConfig):
-        problems = check_target_modules(adapter, base) + check_patterns(adapter, base)
+        problems = check_target_modules(adapter, base) + check_rank_patterns(adapter, base)
         problems += check_layers(adapter.layers, base)
         return problems + check_modules("modules_to_save", adapter.modules_to_save, base)
     if isinstance(adapter, Ia3Config):
@@ -38,6 +44,21 @@ def check_adapter(adapter: AdapterConfig, base: BaseModel) -> list[str]:
             return problems
         return check_layers(adapter.layers, base) + problems
     return []
+
+
+def check_expressions(adapter: AdapterConfig, base: BaseModel) -> list[str]:
+    """Find what is no regular expression, and what would be matched with the names for ever."""
+    given: dict[str, list[str]] = {}
+    if isinstance(adapter, LoraConfig):
+        if isinstance(targets := adapter.target_modules, str):
+            given[f"adapter.target_modules: {targets}"] = [targets]
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(adapter, key):
+                given[f"adapter.{key}: {pattern}"] = [ending(pattern)]
+    elif isinstance(adapter, FreezeConfig):
+        given = {f"adapter.modules: {pattern}": [pattern] for pattern in adapter.modules}
+    names = set(base.modules or ()) | set(base.shapes or ())
+    return check_patterns(given, [prefix + name for name in names for prefix in PREFIXES])
 
 
 def check_neftune(adapter: AdapterConfig, base: BaseModel) -> list[str]:
@@ -70,7 +91,7 @@ def check_target_modules(adapter: LoraConfig, base: BaseModel) -> list[str]:
     return problems or _check_ranks(adapter, matched, base.shapes)
 
 
-def check_patterns(adapter: LoraConfig, base: BaseModel) -> list[str]:
+def check_rank_patterns(adapter: LoraConfig, base: BaseModel) -> list[str]:
     """Judge the values of rank_pattern and alpha_pattern, and find those that match no weight."""
     problems = [
         f"adapter.rank_pattern.{pattern}={rank}: expected a rank of 1 or more"
@@ -85,11 +106,7 @@ def check_patterns(adapter: LoraConfig, base: BaseModel) -> list[str]:
     linear = [name for name in base.shapes or () if not NOT_LINEAR.search(name)]
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):
-            try:
-                expression = re.compile(rf"(.*\.)?({pattern})$")
-            except re.error as error:
-                problems.append(f"adapter.{key}: {pattern} is no regular expression ({error})")
-                continue
+            expression = re.compile(ending(pattern))
             if linear and not any(map(expression.match, linear)):
                 problems.append(_nothing(key, pattern, linear, base.name))
     return problems
@@ -115,7 +132,7 @@ def check_ia3(adapter: Ia3Config, base: BaseModel) -> list[str]:
         outside = [
             pattern
             for pattern in inner
-            if not set(_match(pattern, base.shapes, whole_name=False)[0]) <= set(matched)
+            if not set(_match(pattern, base.shapes, whole_name=False)) <= set(matched)
         ]
     if not outside:
         return []
@@ -152,12 +169,10 @@ def check_modules(key: str, patterns: Any, base: BaseModel) -> list[str]:
         return []
     problems = []
     for pattern in patterns:
-        found, problem = _match(pattern, base.modules, whole_name=False)
+        found = _match(pattern, base.modules, whole_name=False)
         if not found and key == "modules":  # those of freeze may be regular expressions as well
-            found, problem = _match(pattern, base.modules, whole_name=True)
-        if problem is not None:
-            problems.append(f"adapter.{key}: {pattern} {problem}")
-        elif not found:
+            found = _match(pattern, base.modules, whole_name=True)
+        if not found:
             problems.append(_nothing(key, pattern, base.modules, base.name))
     return problems
 
@@ -171,15 +186,12 @@ def _find(
     key: str, patterns: str | list[str], names: Iterable[str], base: BaseModel
 ) -> tuple[list[str], list[str]]:
     """Return the names that any of `patterns` matches, and a problem for each that matches none."""
-    leaves = sorted({name.rpartition(".")[2] for name in names})
-    matched, problems = [], []
+    matched: list[str] = []
+    problems: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found, problem = _match(pattern, names, whole_name=isinstance(patterns, str))
+        found = _match(pattern, names, whole_name=isinstance(patterns, str))
         matched += found
-        if problem is not None:
-            there = f"{base.name} has {', '.join(leaves)}"
-            problems.append(f"adapter.{key}: {pattern} {problem} ({there})")
-        elif not found:
+        if not found:
             problems.append(_nothing(key, pattern, names, base.name))
     return matched, problems
 
@@ -195,16 +207,11 @@ def _nothing(key: str, pattern: str, names: Iterable[str], base: str) -> str:
     return f"adapter.{key}: {pattern} {problem} ({base} has {', '.join(leaves)})"
 
 
-def _match(pattern: str, names: Iterable[str], *, whole_name: bool) -> tuple[list[str], str | None]:
+def _match(pattern: str, names: Iterable[str], *, whole_name: bool) -> list[str]:
     if not whole_name:
-        return [name for name in names if _ends(name, pattern)], None
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        return [], f"is no regular expression ({error})"
-    # Some files leave out the prefix that the module has in memory.
-    prefixes = ("", "model.", "transformer.")
-    return [n for n in names if any(expression.fullmatch(p + n) for p in prefixes)], None
+        return [name for name in names if _ends(name, pattern)]
+    expression = re.compile(pattern)
+    return [n for n in names if any(expression.fullmatch(p + n) for p in PREFIXES)]
 
 
 def _ends(name: str, pattern: str) -> bool:
@@ -230,9 +237,6 @@ def _check_ranks(adapter: LoraConfig, matched: list[str], shapes: Shapes) -> lis
 def _rank_of(adapter: LoraConfig, name: str) -> tuple[str, int]:
     """Return the setting that decides on a matrix's rank, and the rank."""
     for pattern, rank in adapter.rank_pattern.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return f"adapter.rank_pattern.{pattern}", rank
-        except re.error:
-            continue  # `check_patterns` names it
+        if re.match(ending(pattern), name):
+            return f"adapter.rank_pattern.{pattern}", rank
     return "adapter.r", adapter.r

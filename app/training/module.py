@@ -18,6 +18,7 @@ from app.model.attention import (
     check_pair_isolation,
     check_reference,
 )
+from app.model.base import reading_first_forward
 from app.model.head import prove_head
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
@@ -116,14 +117,9 @@ class FinetuneModule(L.LightningModule):
         """Refuse to train a model whose documents see each other, or their padding."""
         alone, device = tokens_quantized_alone(self.model), self.strategy.root_device
         with self.trainer.precision_plugin.forward_context(), alone:
-            if self.model.config.is_encoder_decoder:
-                check_pair_isolation(self.model, self.backend, device, is_packed=self.is_packed)
-            else:
-                check_causal(self.model, device)
-                if self.is_packed:
-                    check_isolation(self.model, self.backend, device)
-                check_reference(self.model, self.backend, device, is_packed=self.is_packed)
-            prove_head(self.model, self.backend, device)
+            with reading_first_forward(self.model):
+                self._probe_attention(device)
+                prove_head(self.model, self.backend, device)
             if self.uses_fused_kernels and self.strategy.fuses_adapters:
                 fuse_layers(self.model, self.strategy.gathered, device)
         # From here on only dropout is random, and ranks must not drop the same.
@@ -131,6 +127,15 @@ class FinetuneModule(L.LightningModule):
         self._check_agreement()
         if self.source is not None:
             self._restore_optimizer(self.source)
+
+    def _probe_attention(self, device: torch.device) -> None:
+        if self.model.config.is_encoder_decoder:
+            check_pair_isolation(self.model, self.backend, device, is_packed=self.is_packed)
+            return
+        check_causal(self.model, device)
+        if self.is_packed:
+            check_isolation(self.model, self.backend, device)
+        check_reference(self.model, self.backend, device, is_packed=self.is_packed)
 
     def _check_agreement(self) -> None:
         """Refuse ranks that go on from different steps: each may have looked for itself."""

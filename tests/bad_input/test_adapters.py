@@ -59,7 +59,7 @@ TARGETS = [
     ),
     (
         ["adapter.rank_pattern={*: 4}"],
-        ["adapter.rank_pattern: * is no regular expression"],
+        ["adapter.rank_pattern: * is not a regular expression"],
         ["adapter.rank_pattern={.*_proj: 4}"],
     ),
     (

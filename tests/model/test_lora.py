@@ -213,7 +213,7 @@ def test_layers_of_encoder_and_decoder_are_not_mixed_up() -> None:
         ({"target_modules": ["a", "b"]}, "'a', 'b' match no module"),
         ({"target_modules": ".*q_prj"}, "'.*q_prj' matches no module; it is matched to full names"),
         ({"target_modules": "q_proj"}, r"full names; type adapter\.target_modules=\[q_proj\]"),
-        ({"target_modules": "(q_proj"}, "is no regular expression"),
+        ({"target_modules": "(q_proj"}, "is not a regular expression"),
         ({"target_modules": []}, r"expected names, as \[q_proj, v_proj\]"),
         ({"target_modules": ["embed_tokens"]}, r"is the embedding.*adapter\.trainable_tokens"),
         ({"target_modules": ["lm_head"]}, "lm_head is also this base's embedding"),

@@ -12,6 +12,7 @@ from app.model.adapter.converted import remember_start
 from app.model.adapter.rows import modules_to_save, rows_to_train
 from app.model.adapter.settings import INITS, LoraConfig
 from app.model.adapter.wrap import wrap
+from app.model.patterns import check_patterns, ending
 
 if TYPE_CHECKING:
     import peft
@@ -105,14 +106,18 @@ def target_modules(
 def check_ranks(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:
     """Raise ValueError for a rank that a matrix cannot have, and for a pattern that means none."""
     ranks, alphas = list(config.rank_pattern), list(config.alpha_pattern)
+    both = {f"adapter.rank_pattern: {pattern}": [ending(pattern)] for pattern in ranks}
+    both |= {f"adapter.alpha_pattern: {pattern}": [ending(pattern)] for pattern in alphas}
+    if problems := check_patterns(both, modules):
+        raise ValueError(problems[0])
     for key, patterns in (("adapter.rank_pattern", ranks), ("adapter.alpha_pattern", alphas)):
         for pattern in patterns:
-            if not any(targets.matches_as_peft(pattern, name, key) for name in modules):
+            if not any(targets.matches_as_peft(pattern, name) for name in modules):
                 raise targets.nothing_matches(key, [pattern], modules, " that gets an adapter")
     for name, module in modules.items():
         rank, key = config.r, "adapter.r"
         for pattern, other in config.rank_pattern.items():
-            if targets.matches_as_peft(pattern, name, "adapter.rank_pattern"):
+            if targets.matches_as_peft(pattern, name):
                 rank, key = other, f"adapter.rank_pattern.{pattern}"
                 break
         inputs, outputs = targets.matrix_shape(module)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.errors import UserError
 from app.model.adapter.origin import ORIGIN_FILE
+from app.model.adapter.saved_config import CONFIG_FILE, peft_config_of, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE
 from app.model.adapter.wrap import wrap
+from app.model.patterns import check_patterns, ending
+from app.untrusted import reading
 
 if TYPE_CHECKING:
     import peft
@@ -26,7 +29,7 @@ TOLERANCE = 1e-3
 
 def is_adapter(folder: Path) -> bool:
     """Say whether `folder` holds an adapter rather than a whole model."""
-    return (folder / "adapter_config.json").exists()
+    return (folder / CONFIG_FILE).exists()
 
 
 def load_adapter(
@@ -38,15 +41,15 @@ def load_adapter(
     this base's or changes nothing: peft itself says nothing when a file holds none of the
     adapter's tensors, and the model then answers like its base.
     """
-    import peft
-
-    config = peft.PeftConfig.from_pretrained(str(folder))
-    _note_other_base(folder, config.base_model_name_or_path, model.name_or_path)
-    config.base_model_name_or_path = model.name_or_path or None
-    config.inference_mode = False
-    wrapped = wrap(model, config, autocast_adapter_dtype=False)
-    in_fp32 = not half_precision if trainable else _is_fp32(folder)
-    _read_into(wrapped, folder, "default", in_fp32=in_fp32)
+    with reading(f"the adapter in {folder}", "save it again, or take another one"):
+        config = peft_config_of(folder)
+        _check_patterns(config, model, folder)
+        _note_other_base(folder, config.base_model_name_or_path, model.name_or_path)
+        config.base_model_name_or_path = model.name_or_path or None
+        config.inference_mode = False
+        wrapped = wrap(model, config, autocast_adapter_dtype=False)
+        in_fp32 = not half_precision if trainable else _is_fp32(folder)
+        _read_into(wrapped, folder, "default", in_fp32=in_fp32)
     if trainable:
         log.info("adapter: going on from %s, whose settings hold", folder)
         return wrapped.train()
@@ -54,13 +57,34 @@ def load_adapter(
     return wrapped.requires_grad_(False).eval()
 
 
+def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Path) -> None:
+    """Refuse a saved adapter whose names are regular expressions that peft would not end with."""
+    settings = config.to_dict()
+    given: dict[str, list[str]] = {}
+    for key in ("target_modules", "exclude_modules", "feedforward_modules"):
+        if isinstance(settings.get(key), str):
+            given[key] = [settings[key]]
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in settings.get(key) or {}:
+            given[f"{key}: {pattern}"] = [ending(pattern)]
+    layers = settings.get("layers_pattern") or []
+    for pattern in [layers] if isinstance(layers, str) else layers:
+        given[f"layers_pattern: {pattern}"] = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."]
+    for name in settings.get("modules_to_save") or []:
+        given[f"modules_to_save: {name}"] = [rf"(^|.*\.){name}($|\..*)"]
+    names = [name for name, _ in model.named_modules()]
+    if problems := check_patterns(given, names):
+        raise UserError([f"{folder / CONFIG_FILE}: {problem}" for problem in problems])
+
+
 def rows_needed(model: PreTrainedModel, folder: Path) -> int:
     """Count the rows of the embedding that a saved adapter was made with, as far as it says."""
     from safetensors import safe_open
 
-    trained = json.loads((folder / "adapter_config.json").read_text()).get(
-        "trainable_token_indices"
-    )
+    settings, problems = read_adapter_config(folder)
+    if problems:
+        raise UserError(problems)
+    trained = settings.get("trainable_token_indices")
     lists = trained.values() if isinstance(trained, dict) else [trained or []]
     rows = max((index + 1 for indices in lists for index in indices), default=0)
     embedding = model.get_input_embeddings()
@@ -156,13 +180,11 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torc
     `probe` is what `probe_logits` takes; returns the largest difference of two logits. ValueError
     when they differ by more than the file's rounding.
     """
-    import peft
-
     in_memory = probe_logits(model, probe)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     was_training = model.training
     in_fp32 = _is_fp32(folder)
-    config = peft.PeftConfig.from_pretrained(str(folder))
+    config = peft_config_of(folder)
     model.add_adapter("reopened", config, autocast_adapter_dtype=in_fp32)
     try:
         _read_into(model, folder, "reopened", in_fp32=in_fp32)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.model.layers import choose_layers, decoder_layers
+from app.model.patterns import check_patterns, ending
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,9 @@ def match(patterns: Any, names: Sequence[str], key: str) -> list[str]:
     ValueError, naming the setting `key`, for every pattern that matches nothing.
     """
     if isinstance(patterns, str):
-        matched = {name for name in names if _fullmatch(patterns, name, key)}
+        if problems := check_patterns({f"{key}: {patterns}": [patterns]}, names):
+            raise ValueError(problems[0])
+        matched = {name for name in names if re.fullmatch(patterns, name)}
         if not matched:
             hint = f"; type {key}=[{patterns}]" if any(map(is_ending(patterns), names)) else ""
             raise nothing_matches(key, [patterns], names, f"; it is matched to full names{hint}")
@@ -92,12 +95,9 @@ def is_inside(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def matches_as_peft(pattern: str, name: str, key: str) -> bool:
+def matches_as_peft(pattern: str, name: str) -> bool:
     """Say whether a key of rank_pattern or alpha_pattern means this module, as peft reads it."""
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", name) is not None
-    except re.error as error:
-        raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from error
+    return re.match(ending(pattern), name) is not None
 
 
 def pattern_without(kept: Sequence[str], left_out: Sequence[str]) -> str | None:
@@ -147,10 +147,3 @@ def shortest(names: Sequence[str], candidates: Iterable[str], every: Iterable[st
     suffixes = tuple(f".{ending}" for ending in short)
     meant = {name for name in every if name in short or name.endswith(suffixes)}
     return short if meant == set(names) else sorted(names)
-
-
-def _fullmatch(pattern: str, name: str, key: str) -> bool:
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise ValueError(f"{key}: {pattern!r} is no regular expression: {error}") from error

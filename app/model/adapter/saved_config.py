@@ -1,0 +1,193 @@
+"""What a saved adapter_config.json may say: each key judged before peft sees it; needs no torch."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.errors import UserError, nearest
+from app.untrusted import read_json_object
+
+if TYPE_CHECKING:
+    import peft
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "adapter_config.json"
+KINDS = {"LORA": "lora", "IA3": "ia3"}
+"""peft_type -> what is typed for it"""
+MAX_RANK = 65_536
+MAX_NUMBER = 1 << 21
+"""of a layer or of a token, which would need as many rows of the embedding"""
+MAX_NAMES = 10_000
+MAX_PATTERN = 10_000
+"""characters of a name or regular expression"""
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_NUMBER
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MAX_RANK
+
+
+def _is_scale(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < 1
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_PATTERN
+
+
+def _is_list_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, list) and len(value) <= MAX_NAMES and all(map(holds, value))
+    )
+
+
+def _is_names(value: Any) -> bool:
+    return _is_name(value) or (value != [] and _is_list_of(_is_name)(value))
+
+
+def _is_null_or(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or any(holds(value) for holds in kinds)
+
+
+def _is_pattern_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, dict)
+        and len(value) <= MAX_NAMES
+        and all(map(_is_name, value))
+        and all(map(holds, value.values()))
+    )
+
+
+def _is_init(value: Any) -> bool:
+    if value is None or isinstance(value, bool):
+        return True
+    pissa = re.fullmatch(r"pissa_niter_(\d{1,3})", value) if isinstance(value, str) else None
+    return value in ("gaussian", "orthogonal", "eva", "pissa", "olora") or pissa is not None
+
+
+def _is_indices(value: Any) -> bool:
+    of_token = _is_list_of(_is_count)
+    return of_token(value) or (isinstance(value, dict) and all(map(of_token, value.values())))
+
+
+Rule = tuple[Callable[[Any], bool], str]
+FLAG: Rule = (_is_flag, "true or false")
+TEXT: Rule = (_is_text, "a text or null")
+NAMES: Rule = (_is_names, "a name, a regular expression or a list of names")
+NAMES_OR_NULL: Rule = (_is_null_or(_is_names, _is_list_of(_is_name)), "a list of names or null")
+SHARED: dict[str, Rule] = {
+    "base_model_name_or_path": TEXT,
+    "revision": TEXT,
+    "task_type": TEXT,
+    "inference_mode": FLAG,
+    "target_modules": NAMES,
+    "exclude_modules": NAMES_OR_NULL,
+    "modules_to_save": NAMES_OR_NULL,
+    "fan_in_fan_out": FLAG,
+}
+RULES: dict[str, dict[str, Rule]] = {
+    "LORA": SHARED
+    | {
+        "r": (_is_rank, "a rank of 1 or more"),
+        "lora_alpha": (_is_scale, "a number above 0"),
+        "lora_dropout": (_is_share, "a share from 0 to below 1"),
+        "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
+        "use_dora": FLAG,
+        "use_rslora": FLAG,
+        "lora_bias": FLAG,
+        "ensure_weight_tying": FLAG,
+        "rank_pattern": (_is_pattern_of(_is_rank), "ranks of 1 or more by module name"),
+        "alpha_pattern": (_is_pattern_of(_is_scale), "numbers above 0 by module name"),
+        "layers_to_transform": (
+            _is_null_or(_is_count, _is_list_of(_is_count)),
+            "a list of layer numbers or null",
+        ),
+        "layers_pattern": NAMES_OR_NULL,
+        "target_parameters": (_is_null_or(_is_list_of(_is_name)), "a list of names or null"),
+        "trainable_token_indices": (_is_null_or(_is_indices), "lists of token ids or null"),
+        "init_lora_weights": (
+            _is_init,
+            "true, false, gaussian, orthogonal, eva, pissa or olora (others change the base by "
+            "what the adapter's files do not hold: have the tool that made it save a plain LoRA)",
+        ),
+    },
+    "IA3": SHARED | {"feedforward_modules": NAMES_OR_NULL, "init_ia3_weights": FLAG},
+}
+"""peft_type -> the keys that are passed on to peft, and what each may hold"""
+WITHOUT_EFFECT = {
+    *("peft_type", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size"),
+    *("runtime_config", "eva_config", "corda_config", "loftq_config", "lora_ga_config"),
+}
+"""keys that change nothing of weights which are there: how they started, where they were made"""
+
+
+def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Read a saved adapter's settings as peft takes them, with what is wrong with each."""
+    file = folder / CONFIG_FILE
+    content, problem = read_json_object(file)
+    if problem is not None:
+        return {}, [problem]
+    kind = content.get("peft_type")
+    if not isinstance(kind, str) or kind not in KINDS:
+        return {}, [
+            f"{file}: peft_type {_brief(kind)} is not known here; expected {' or '.join(KINDS)}"
+        ]
+    rules = RULES[kind]
+    problems = [
+        f"{file}: {key}={_brief(content[key])}: expected {expected}"
+        for key, (holds, expected) in rules.items()
+        if key in content and not holds(content[key])
+    ]
+    if "target_modules" not in content and not content.get("target_parameters"):
+        problems.append(f"{file}: no target_modules, so it is on no module; save the adapter again")
+    unknown = [key for key in content if key not in rules and key not in WITHOUT_EFFECT]
+    problems += [_unknown(file, key, content[key], rules) for key in unknown if content[key]]
+    return {key: value for key, value in content.items() if key in rules}, problems
+
+
+def peft_config_of(folder: Path) -> peft.PeftConfig:
+    """Return the settings of a saved adapter as peft's; UserError with what is wrong with them."""
+    import peft
+
+    settings, problems = read_adapter_config(folder)
+    if problems:
+        raise UserError(problems)
+    if settings.get("init_lora_weights") == "eva":
+        settings["init_lora_weights"] = True  # of no effect on weights that are there
+    kind = read_json_object(folder / CONFIG_FILE)[0]["peft_type"]
+    config: peft.PeftConfig = {"LORA": peft.LoraConfig, "IA3": peft.IA3Config}[kind](**settings)
+    return config
+
+
+def _unknown(file: Path, key: str, value: Any, known: Mapping[str, Any]) -> str:
+    return (
+        f"{file}: {key[:80]!r}={_brief(value)} is not supported here, and the adapter may be "
+        f"another one without it{nearest(key[:80], known)}; have the tool that made it save a "
+        "plain LoRA, or remove the key if it means nothing"
+    )
+
+
+def _brief(value: Any) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,167 @@
+"""The weights in a base's files against the model that is made of them: nothing left out, finite.
+
+transformers drops what the model has no place for, and loads NaN like any other number.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.errors import UserError
+from app.launch import is_first_rank
+from app.model.quantization import quantizable_layers
+from app.untrusted import read_header
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""dtypes that may hold NaN, of weights that are not quantized"""
+DIGITS = re.compile(r"\d+")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the safetensors of a base's folder that transformers reads."""
+    if not (folder / INDEX).is_file():
+        return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() else []
+    weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    return sorted({folder / name for name in weight_map.values()})
+
+
+def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in `files`; UserError for a damaged header."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        header, problems = read_header(file)
+        if problems:
+            raise UserError(problems)
+        shapes |= header
+    return shapes
+
+
+def check_shapes(
+    architecture: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path, **how: bool
+) -> None:
+    """Compare what config.json describes with the headers, before memory is taken for it.
+
+    `how` is for the class that makes the model; it is made on `meta`.
+    """
+    import torch
+
+    from app.model.base import model_class
+
+    with torch.device("meta"), quantizable_layers(architecture.model_type):
+        model = model_class(architecture).from_config(copy.deepcopy(architecture), **how)
+    for name, parameter in model.named_parameters():
+        there, described = shapes.get(name), tuple(parameter.shape)
+        if there is not None and there != described:
+            raise UserError(
+                f"{folder / 'config.json'} describes another model than the weights beside it: "
+                f"{name} would be {_by(described)}, and is {_by(there)} in the files; copy or "
+                "download config.json and the weights again"
+            )
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
+
+
+def check_all_used(
+    model: PreTrainedModel,
+    unexpected: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    path: str,
+) -> None:
+    """Refuse a base of which a part is left out: layers, or a bias of a layer that is there.
+
+    Tensors of parts that this kind of model has not, as an image encoder's, are only counted.
+    """
+    modules = {DIGITS.sub("#", name) for name, _ in model.named_modules()}
+    prefix = f"{model.base_model_prefix}."
+    left: list[str] = []
+    apart: list[str] = []
+    for name in sorted(unexpected):
+        module, _, leaf = name.rpartition(".")
+        module = DIGITS.sub("#", module)
+        known = {module, prefix + module, module.removeprefix(prefix)} & modules
+        # Old files keep masks beside the weights, as `attn.bias` of four dimensions.
+        is_mask = leaf == "bias" and len(shapes.get(name, (1,))) != 1
+        is_extra = _is_of_extra_layer(name, model.config)
+        is_left = known and leaf in ("weight", "bias") and not is_mask and not is_extra
+        (left if is_left else apart).append(name)
+    if left:
+        raise UserError(
+            f"model.path={path}: {len(left)} tensors in its files would not be used, {left[0]} is "
+            "the first: config.json describes a smaller model (the number of layers, as "
+            "num_hidden_layers, or whether they have a bias); download config.json again"
+        )
+    if apart and is_first_rank():
+        log.info(
+            "model: %d tensors in its files are of parts that a %s does not have, first %s",
+            len(apart),
+            type(model).__name__,
+            apart[0],
+        )
+
+
+def _is_of_extra_layer(name: str, config: PretrainedConfig) -> bool:
+    """Say whether a tensor is of a layer that predicts further tokens, behind all others."""
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    number = DIGITS.search(name)
+    layers = getattr(config, "num_hidden_layers", None)
+    if number is None or layers is None:
+        return False
+    return bool(layers <= int(number[0]) < layers + extra)
+
+
+def check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
+    """Refuse weights that are NaN or infinite, or would be in `dtype`; on the first rank.
+
+    Reads each tensor once, where transformers has just read it.
+    """
+    if not is_first_rank():
+        return
+    import torch
+
+    for file in files:
+        state = file.stat()
+        for name, smallest, largest in _extremes(file, state.st_size, state.st_mtime_ns):
+            if not (float("-inf") < smallest and largest < float("inf")):
+                raise UserError(
+                    f"{file}: {name} holds NaN or infinity, so no loss could be finite; download "
+                    "the file again, or take another base"
+                )
+            most = torch.finfo(dtype).max
+            if not (-most <= smallest and largest <= most):
+                raise UserError(
+                    f"{file}: {name} holds {max(largest, -smallest):.3g}, which {dtype} cannot; "
+                    "type trainer.precision=bf16 or fp32"
+                )
+
+
+@cache
+def _extremes(file: Path, size: int, changed: int) -> list[tuple[str, float, float]]:
+    """Return each tensor's smallest and largest number, NaN where it holds any."""
+    import torch
+    from safetensors import safe_open
+
+    found = []
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            if opened.get_slice(name).get_dtype() in FLOATS:
+                tensor = opened.get_tensor(name)
+                if tensor.numel():
+                    smallest, largest = torch.aminmax(tensor)
+                    found.append((name, smallest.item(), largest.item()))
+    return found

@@ -1,0 +1,94 @@
+"""Whether the hub of models can be reached, before a library tries it for half a minute."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from app.errors import UserError
+
+ENDPOINT = "https://huggingface.co"
+CONNECT_SECONDS = 4.0
+
+
+def is_offline_by_setting() -> bool:
+    """Tell whether HF_HUB_OFFLINE forbids the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def cache_folder() -> Path:
+    """Return where the hub's library keeps what it has fetched."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+
+
+def is_cached(hub_id: str) -> bool:
+    """Tell whether anything of a hub id was fetched before."""
+    return (cache_folder() / f"models--{hub_id.replace('/', '--')}").is_dir()
+
+
+def problem_offline(key: str, hub_id: str) -> str | None:
+    """Say why a hub id cannot be read where HF_HUB_OFFLINE is set."""
+    if not is_offline_by_setting() or is_cached(hub_id):
+        return None
+    return (
+        f"{key}={hub_id}: HF_HUB_OFFLINE is set and it is not in the cache ({cache_folder()}); "
+        "unset HF_HUB_OFFLINE, or type the folder of a copy"
+    )
+
+
+def check_hub(ids: dict[str, str]) -> bool:
+    """Tell whether the hub is needed and there, for ids by the setting that names them.
+
+    UserError where HF_HUB_OFFLINE forbids it, OSError where there is no network, and something is
+    not in the cache. Takes at most CONNECT_SECONDS.
+    """
+    if problems := [p for key, name in ids.items() if (p := problem_offline(key, name))]:
+        raise UserError(problems)
+    if is_offline_by_setting() or not ids:
+        return False
+    host, port = _address()
+    why = _why_unreachable(host, port)
+    if why is None:
+        return True
+    for key, name in ids.items():
+        if not is_cached(name):
+            raise OSError(
+                f"{key}={name}: no network: {host}:{port} cannot be reached ({why}), and it is not "
+                f"in the cache ({cache_folder()}); type the folder of a copy, or download it on "
+                f"another machine (hf download {name} --local-dir FOLDER) and bring the folder here"
+            )
+    return False
+
+
+def _address() -> tuple[str, int]:
+    """Return where a connection to the hub goes: to it, or to the proxy before it."""
+    endpoint = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or ENDPOINT)
+    proxies, host = urllib.request.getproxies(), endpoint.hostname or ""
+    proxy = proxies.get(endpoint.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(host):
+        endpoint = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
+    return endpoint.hostname or "", port
+
+
+def _why_unreachable(host: str, port: int) -> str | None:
+    """Say why a connection fails; None where it is made."""
+    answers: list[str | None] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection((host, port), timeout=CONNECT_SECONDS).close()
+            answers.append(None)
+        except OSError as error:
+            answers.append(error.strerror or str(error))
+
+    # In a thread: looking up a name knows no time limit.
+    trial = threading.Thread(target=connect, daemon=True)
+    trial.start()
+    trial.join(CONNECT_SECONDS)
+    return answers[0] if answers else f"no answer within {CONNECT_SECONDS:g} s"

@@ -1,0 +1,104 @@
+"""Open a base and an adapter as a run does before its first step, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from app.config import load_config
+from app.config.door import check_before_start
+from app.errors import DONE, report
+from tests.door import OF_OTHER_RUNS
+
+LONGEST_SECONDS = 20
+
+
+class TookTooLongError(BaseException):
+    """What no `except Exception` of a library may take for its own."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How an attempt ended: the exit code, what was said of it, the model where there is one."""
+
+    code: int
+    said: str
+    model: Any = None
+    error: BaseException | None = None
+
+
+def settings_for(base: Path, data: Path, *words: str, verb: str = "train") -> Any:
+    """Return the settings of a run on `base`."""
+    typed = [f"model.path={base}", f"data.datasets=[{{path: {data}}}]", *words]
+    return load_config(verb, typed)
+
+
+def open_run(config: Any) -> End:
+    """Check and load what a run's settings name, as the run does, and compute some logits."""
+    said = io.StringIO()
+    variables = {k: v for k, v in os.environ.items() if k not in OF_OTHER_RUNS}
+    with (
+        mock.patch.dict(os.environ, variables, clear=True),
+        contextlib.redirect_stderr(said),
+        at_most(LONGEST_SECONDS),
+    ):
+        try:
+            model = _open(config)
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            return End(report(error), said.getvalue(), error=error)
+    return End(DONE, said.getvalue(), model)
+
+
+def _open(config: Any) -> Any:
+    check_before_start(config)
+
+    from app.model.attention import check_isolation, check_pair_isolation, choose_backend
+    from app.model.base import (
+        decoder_start_token_id,
+        load_architecture,
+        reading_first_forward,
+    )
+    from app.model.build import build_model
+    from app.model.chat import stop_token_ids
+    from app.model.tokenizer import build_tokenizer, new_token_ids
+    from app.model.tokens import num_rows
+
+    architecture = load_architecture(config.model)
+    backend = choose_backend(config.attention, architecture, "cpu", "fp32").backend
+    tokenizer = build_tokenizer(config.model)
+    new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))
+    stop_token_ids(tokenizer, config.model.stop_tokens)
+    decoder_start_token_id(architecture)
+    how = (config.quantization, backend, config.adapter, config.recompute, "fp32")
+    model = build_model(config.model, *how, new_ids=new_ids)
+    with reading_first_forward(model):
+        if architecture.is_encoder_decoder:
+            check_pair_isolation(model, backend, is_packed=True)
+        else:
+            check_isolation(model, backend)
+    return model
+
+
+@contextlib.contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raise TookTooLongError where the main thread is not through in time."""
+
+    def stop(*_: Any) -> None:
+        raise TookTooLongError(f"hangs for more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,478 @@
+"""Files of a base, a tokenizer and an adapter that do not hold what they should: one message each.
+
+With the file, what is wrong with it and exit code 2, before the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from app.errors import TrainingFault, UserError, exit_code
+from app.model.base import ModelConfig, load_base
+from app.model.hub import check_hub
+from app.quiet import is_offline
+from app.untrusted import Limits, limits, read_header, read_json_object, reading
+from data_modules import DataConfig
+from tests.bad_input.opening import End, open_run, settings_for
+from tests.door import make_data
+from tests.tiny import save_with_tokenizer, tiny_gpt2, tiny_llama, tiny_t5
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of two layers and an adapter on it, to be copied."""
+    import peft
+
+    folder = tmp_path_factory.mktemp("made")
+    save_with_tokenizer(tiny_llama(vocab_size=768), folder / "base")
+    make_data(folder / "d.jsonl")
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(tiny_llama(vocab_size=768), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture
+def base(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "base", tmp_path / "base"))
+
+
+@pytest.fixture
+def adapter(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "adapter", tmp_path / "adapter"))
+
+
+def open_base(base: Path, made: Path, *words: str) -> End:
+    return open_run(settings_for(base, made / "d.jsonl", "adapter=full", *words))
+
+
+def open_adapter(adapter: Path, made: Path) -> End:
+    return open_run(settings_for(made / "base", made / "d.jsonl", f"adapter.path={adapter}"))
+
+
+def change(file: Path, **values: Any) -> None:
+    """Set keys of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def refused(end: End, *fragments: str) -> None:
+    assert end.code == 2, end.said or end.error
+    for fragment in fragments:
+        assert fragment in end.said, end.said
+    assert "Traceback" not in end.said
+
+
+CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"hidden_act": "nope"}, ["nope"]),
+    ({"hidden_size": "x"}, ["hidden_size"]),
+    ({"hidden_size": 64}, ["describes another model than the weights", "32 in the files"]),
+    ({"vocab_size": 10**12}, ["would be 1000000000000 x 32, and is 768 x 32"]),
+    ({"num_attention_heads": 0}, []),
+    ({"num_hidden_layers": 10**9}, ["num_hidden_layers=1000000000", "at most 10,000"]),
+    ({"num_hidden_layers": 2.0}, ["num_hidden_layers=2.0", "expected a whole number"]),
+    ({"num_hidden_layers": 3}, ["missing tensors"]),
+    ({"model_type": []}, ["model_type=[]: expected a name"]),
+    ({"dtype": "float2"}, ["float2"]),
+    ({"quantization_config": 3}, ["quantization_config is not an object"]),
+    ({"rope_parameters": {"rope_type": "nope"}}, ["nope"]),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 1.0,
+      "short_factor": [1.0], "long_factor": [1.0, 2.0]}}, ["first forward pass"]),
+    ({"self": 1}, ["self"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "fragments"), CONFIGS, ids=[str(row[0])[:40] for row in CONFIGS]
+)
+def test_values_of_a_config(
+    base: Path, made: Path, values: dict[str, Any], fragments: list[str]
+) -> None:
+    change(base / "config.json", **values)
+    refused(open_base(base, made), str(base), *fragments)
+
+
+def test_the_twin_of_these_passes(base: Path, made: Path) -> None:
+    end = open_base(base, made)
+    assert end.code == 0, end.said
+
+
+TEXTS: list[tuple[str, bytes, list[str]]] = [
+    ("config.json", b'{"a": ' + b"9" * 5000 + b"}", ["thousands of digits"]),
+    ("config.json", b'{"a": ' + b"[" * 3000 + b"]" * 3000 + b"}", ["nested too deep"]),
+    ("config.json", b'{"a": ' + b"[" * 70 + b"]" * 70 + b"}", ["nested too deep (limit 64"]),
+    ("config.json", b'{"a": "caf\xe9"}', ["not UTF-8 text (byte 10)"]),
+    ("config.json", b"[]", ["expected a JSON object"]),
+    ("generation_config.json", b'{"max_new_tokens": "x"}', ["generation_config.json"]),
+    ("generation_config.json", b'{"self": 1}', ["generation_config.json"]),
+    ("generation_config.json", b"{", ["generation_config.json:1:2 invalid JSON"]),
+    ("tokenizer.json", b'{"model": 3}', ["tokenizer.json cannot be read"]),
+    ("tokenizer.json", b"{}", ["tokenizer.json cannot be read"]),
+    ("tokenizer_config.json", b'{"eos_token": 3}', ["tokenizer_config.json cannot be read"]),
+    ("tokenizer_config.json", b'{"tokenizer_class": []}', ["tokenizer_config.json"]),
+    ("special_tokens_map.json", b"\xff", ["special_tokens_map.json: not UTF-8"]),
+    ("chat_template.jinja", b"\xff", ["chat_template.jinja: not UTF-8"]),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "fragments"), TEXTS)
+def test_contents_of_a_file(
+    base: Path, made: Path, name: str, content: bytes, fragments: list[str]
+) -> None:
+    (base / name).write_bytes(content)
+    refused(open_base(base, made), str(base), *fragments)
+
+
+def repack(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edit the header of a safetensors file."""
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    edit(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[start:])
+
+
+HEADERS: list[Callable[[dict[str, Any]], Any]] = [
+    lambda tensor: tensor.pop("dtype"),
+    lambda tensor: tensor.update(dtype="X9"),
+    lambda tensor: tensor.update(dtype=[1]),
+    lambda tensor: tensor.update(shape=[-1, 1]),
+    lambda tensor: tensor.update(shape="a"),
+    lambda tensor: tensor.update(shape=[True]),
+    lambda tensor: tensor.update(data_offsets=[0]),
+    lambda tensor: tensor.update(data_offsets=[tensor["data_offsets"][0], 1e3]),
+]
+
+
+@pytest.mark.parametrize("edit", HEADERS)
+def test_headers_that_safetensors_would_refuse(
+    base: Path, made: Path, edit: Callable[[dict[str, Any]], Any]
+) -> None:
+    repack(base / WEIGHTS, lambda header: edit(header["model.norm.weight"]))
+    end = open_base(base, made)
+    refused(end, f"{base / WEIGHTS}: its safetensors header is damaged", "download it again")
+
+
+def test_a_header_beyond_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOFT_LIMITS", "header_mib=1")
+    file = base / WEIGHTS
+    with file.open("wb") as stream:
+        stream.write((3 << 20).to_bytes(8, "little") + b"{" + b" " * (4 << 20))
+    ((problem),) = read_header(file)[1]
+    assert "a header of 3,145,728 bytes (limit 1; LOFT_LIMITS=header_mib=NUMBER" in problem
+
+
+@pytest.mark.parametrize("name", [3, [1], "", "..", "a\0b", None])
+def test_an_index_names_files(base: Path, made: Path, name: Any) -> None:
+    weight_map: dict[str, Any] = dict.fromkeys(load_file(base / WEIGHTS), WEIGHTS)
+    weight_map["model.norm.weight"] = name
+    index = base / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    refused(open_base(base, made), str(index))
+
+
+def test_layers_that_would_be_left_out(base: Path, made: Path) -> None:
+    change(base / "config.json", num_hidden_layers=1)
+    refused(
+        open_base(base, made),
+        f"{base / 'config.json'}: num_hidden_layers=1, but the weights beside it are of 2 layers",
+        "9 tensors would not be used, model.layers.1.input_layernorm.weight is the first",
+        "write num_hidden_layers=2",
+    )
+
+
+def test_layers_left_out_of_one_of_two_stacks(tmp_path: Path, made: Path) -> None:
+    base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path / "t5")
+    assert open_base(base, made).code == 0
+    change(base / "config.json", num_decoder_layers=1)
+    refused(open_base(base, made), str(base), "would not be used, decoder.block.1.layer.0")
+
+
+def test_a_bias_that_would_be_left_out(tmp_path: Path, made: Path) -> None:
+    base = save_with_tokenizer(tiny_llama(vocab_size=768, attention_bias=True), tmp_path / "biased")
+    assert open_base(base, made).code == 0
+    change(base / "config.json", attention_bias=False)
+    refused(
+        open_base(base, made), "8 tensors in its files would not be used", "self_attn.k_proj.bias"
+    )
+
+
+def test_parts_that_this_kind_of_model_has_not_are_only_counted(base: Path, made: Path) -> None:
+    tensors = load_file(base / WEIGHTS)
+    extra = {f"vision_tower.layers.{i}.mlp.weight": torch.ones(2, 2) for i in range(3)}
+    mask = {"model.layers.0.self_attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file(tensors | extra | mask, base / WEIGHTS, {"format": "pt"})
+    assert open_base(base, made).code == 0
+
+
+def test_a_layer_that_predicts_further_tokens_is_no_layer_of_the_model(
+    base: Path, made: Path
+) -> None:
+    tensors = load_file(base / WEIGHTS)
+    further = {
+        name.replace("layers.1.", "layers.2."): tensor.clone()
+        for name, tensor in tensors.items()
+        if "layers.1." in name
+    }
+    save_file(tensors | further, base / WEIGHTS, {"format": "pt"})
+    refused(open_base(base, made), "num_hidden_layers=2, but")
+    change(base / "config.json", num_nextn_predict_layers=1)
+    assert open_base(base, made).code == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite(
+    base: Path, made: Path, value: float, dtype: torch.dtype
+) -> None:
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(base / WEIGHTS).items()}
+    save_file(tensors, base / WEIGHTS, {"format": "pt"})
+    assert open_base(base, made).code == 0
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = value
+    save_file(tensors, base / WEIGHTS, {"format": "pt"})
+    refused(
+        open_base(base, made),
+        f"{base / WEIGHTS}: model.layers.1.mlp.up_proj.weight holds NaN or infinity",
+    )
+
+
+def test_weights_that_a_precision_cannot_hold(base: Path) -> None:
+    tensors = load_file(base / WEIGHTS)
+    tensors["model.norm.weight"][0] = 1e5
+    save_file(tensors, base / WEIGHTS, {"format": "pt"})
+    config = ModelConfig(path=str(base))
+    load_base(config, "eager", torch.bfloat16)
+    with pytest.raises(UserError, match=r"norm.weight holds 1e\+05, which torch.float16 cannot"):
+        load_base(config, "eager", torch.float16)
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_an_adapter_beside_a_base(base: Path, made: Path, adapter: Path, verb: str) -> None:
+    for file in adapter.iterdir():
+        shutil.copy(file, base)
+    end = open_run(settings_for(base, made / "d.jsonl", verb=verb))
+    refused(end, f"{base / 'adapter_config.json'}: an adapter in the folder of a base")
+
+
+def test_an_adapter_beside_a_base_is_seen_by_the_loader_too(base: Path, adapter: Path) -> None:
+    """As with a base of the hub, of which nothing is seen before it is loaded."""
+    for file in adapter.iterdir():
+        shutil.copy(file, base)
+    with pytest.raises(UserError, match="transformers has put that adapter on it"):
+        load_base(ModelConfig(path=str(base)), "eager", torch.float32)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", WEIGHTS, "merges.txt"])
+def test_a_pipe_in_the_place_of_a_file(base: Path, made: Path, name: str) -> None:
+    (base / name).unlink(missing_ok=True)
+    os.mkfifo(base / name)
+    started = time.monotonic()
+    refused(open_base(base, made), f"{base / name} is a named pipe, not a file")
+    assert time.monotonic() - started < 10
+
+
+def test_a_folder_in_the_place_of_a_file(base: Path, made: Path) -> None:
+    (base / "config.json").unlink()
+    (base / "config.json").mkdir()
+    refused(open_base(base, made), f"{base / 'config.json'} is a folder, not a file")
+
+
+ADAPTERS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"lora_alpha": 0}, ["lora_alpha=0: expected a number above 0"]),
+    ({"lora_alpha": -8}, ["lora_alpha=-8: expected a number above 0"]),
+    ({"lora_alpha": float("nan")}, ["lora_alpha=nan"]),
+    ({"r": 0}, ["r=0: expected a rank of 1 or more"]),
+    ({"r": True}, ["r=True"]),
+    ({"r": 10**12}, ["r=1000000000000"]),
+    ({"r": 8}, ["has shape [4, 32]"]),
+    ({"lora_dropout": 5}, ["lora_dropout=5: expected a share from 0 to below 1"]),
+    ({"bias": "nope"}, ["bias='nope': expected none, all or lora_only"]),
+    ({"target_modules": 3}, ["target_modules=3"]),
+    ({"target_modules": ["nope"]}, ["nope"]),
+    ({"target_modules": "("}, ["target_modules is not a regular expression"]),
+    ({"rank_pattern": {"q_proj": 0}}, ["rank_pattern"]),
+    ({"rank_pattern": {"(": 4}}, ["rank_pattern: ( is not a regular expression"]),
+    ({"layers_to_transform": "a"}, ["layers_to_transform='a'"]),
+    ({"init_lora_weights": "corda"}, ["init_lora_weights='corda'"]),
+    ({"init_lora_weights": "loftq"}, ["init_lora_weights='loftq'"]),
+    ({"init_lora_weights": "pissa_niter_99999999"}, ["pissa_niter_99999999"]),
+    ({"megatron_config": {"a": 1}, "megatron_core": "os"}, ["'megatron_config'={'a': 1}"]),
+    ({"arrow_config": {"top_k": 1}}, ["'arrow_config'", "is not supported here"]),
+    ({"lora_alfa": 3}, ["'lora_alfa'=3 is not supported here", "did you mean lora_alpha?"]),
+    ({"self": 1}, ["'self'=1 is not supported"]),
+    ({"trainable_token_indices": [10**12]}, ["trainable_token_indices"]),
+    ({"modules_to_save": [["a"]]}, ["modules_to_save"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("values", "fragments"), ADAPTERS, ids=[str(row[0])[:40] for row in ADAPTERS]
+)
+def test_values_of_an_adapter_config(
+    adapter: Path, made: Path, values: dict[str, Any], fragments: list[str]
+) -> None:
+    change(adapter / "adapter_config.json", **values)
+    refused(open_adapter(adapter, made), str(adapter), *fragments)
+
+
+def test_values_of_an_adapter_config_that_mean_nothing_here(adapter: Path, made: Path) -> None:
+    values = {"of_a_newer_peft": None, "use_something": False, "peft_version": "9.9"}
+    change(adapter / "adapter_config.json", **values, corda_config={"a": 1}, megatron_core="os")
+    assert open_adapter(adapter, made).code == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"target_modules": "(.*)*(.*)*(.*)*q_proj(.*)*x"},
+        {"exclude_modules": "((\\w|\\.)+)+!"},
+        {"rank_pattern": {"((\\w|\\.)+)+!": 4}},
+    ],
+)
+def test_an_expression_without_end_from_an_adapter(
+    adapter: Path, made: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOFT_LIMITS", "regex_seconds=1")
+    change(adapter / "adapter_config.json", **values)
+    started = time.monotonic()
+    refused(open_adapter(adapter, made), str(adapter), "takes more than 1 s")
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["adapter.target_modules='((\\w|\\.)+)+!'"], "adapter.target_modules"),
+        ([f"adapter.alpha_pattern={{{'.*' * 15}@: 4}}"], "adapter.alpha_pattern"),
+        (["adapter=freeze", "adapter.modules=['((\\w|\\.)+)+!']"], "adapter.modules"),
+    ],
+)
+def test_an_expression_without_end_that_was_typed(
+    made: Path, words: list[str], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOFT_LIMITS", "regex_seconds=1")
+    end = open_run(settings_for(made / "base", made / "d.jsonl", *words))
+    refused(end, f"{key}: ", " is a regular expression that takes more than 1 s")
+
+
+def test_an_expression_without_end_from_a_tokenizer(base: Path, made: Path) -> None:
+    """Its library gives up after a while, and would do so in the middle of the data."""
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    change(base / "tokenizer.json", pre_tokenizer=split | {"pattern": {"Regex": "(a+)+$"}})
+    end = open_base(base, made)
+    refused(end, f"{base / 'tokenizer_config.json'}", "retry-limit-in-match")
+
+
+def test_limits_are_typed_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"key": "' + "x" * (1 << 20) + '"}')
+    assert read_json_object(file)[1] is None
+    monkeypatch.setenv("LOFT_LIMITS", "json_mib=1,json_depth=200")
+    assert limits() == Limits(json_mib=1, json_depth=200)
+    assert "more than 1 MiB (limit 1; LOFT_LIMITS=json_mib=NUMBER" in str(read_json_object(file)[1])
+    monkeypatch.setenv("LOFT_LIMITS", "json_string=1000")
+    assert "a text of 1,048,576 characters" in str(read_json_object(file)[1])
+    monkeypatch.setenv("LOFT_LIMITS", "json_key=2")
+    assert "a key of 3 characters" in str(read_json_object(file)[1])
+    for words in ("json_mb=1", "json_mib", "json_mib=0", "json_mib=-1", "json_mib=1e3"):
+        monkeypatch.setenv("LOFT_LIMITS", words)
+        with pytest.raises(UserError, match=r"is not understood; expected NAME=NUMBER, .*json_mib"):
+            limits()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyError("nope"), 2),
+        (TypeError("'int' object is not iterable"), 2),
+        (RecursionError("maximum recursion depth exceeded"), 2),
+        (OSError("org/name is not a valid model identifier"), 2),
+        (FileNotFoundError(2, "No such file or directory", "vocab.txt"), 2),
+        (OSError(28, "No space left on device"), 3),
+        (OSError(5, "Input/output error"), 3),
+        (ImportError("needs the tiktoken package"), 3),
+        (MemoryError(), 3),
+        (ConnectionResetError(104, "Connection reset by peer"), 3),
+        (RuntimeError("CUDA error: out of memory"), 3),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 3),
+        (TrainingFault("loss is nan"), 4),
+        (UserError("already told"), 2),
+    ],
+)
+def test_what_is_raised_while_a_file_is_read(error: Exception, code: int) -> None:
+    with pytest.raises(Exception) as caught, reading("FILE", "mend it"):
+        raise error
+    assert exit_code(caught.value) == code
+    is_ours = isinstance(error, (UserError, TrainingFault))
+    assert (caught.value is error) if is_ours else caught.value.__cause__ is error
+    assert is_ours or str(caught.value).startswith("FILE: ")
+
+
+@pytest.mark.parametrize("answers", ["refuses", "is silent"])
+def test_a_hub_id_without_network(
+    answers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("app.model.hub.CONNECT_SECONDS", 0.2)
+
+    def connect(*_: Any, **__: Any) -> None:
+        if answers == "is silent":
+            time.sleep(2)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    model = ModelConfig(path="org/name")
+    started = time.monotonic()
+    with pytest.raises(OSError, match=r"model\.path=org/name: no network") as caught:
+        is_offline(model, DataConfig())
+    assert time.monotonic() - started < 1.5
+    assert exit_code(caught.value) == 3
+    assert str(tmp_path) in str(caught.value) and "--local-dir FOLDER" in str(caught.value)
+    (tmp_path / "models--org--name").mkdir()
+    assert is_offline(model, DataConfig())  # what is in the cache is not asked for
+
+
+def test_a_hub_that_is_there_is_asked_once_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    class Connection:
+        def close(self) -> None: ...
+
+    def connect(address: tuple[str, int], **_: Any) -> Connection:
+        asked.append(address)
+        return Connection()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert check_hub({"model.path": "org/name", "model.tokenizer_path": "org/other"})
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    assert check_hub({"model.path": "org/name"})
+    monkeypatch.delenv("https_proxy")
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example:8000")
+    assert check_hub({"model.path": "org/name"})
+    expected = [("huggingface.co", 443), ("proxy.example", 3128), ("mirror.example", 8000)]
+    assert asked == expected
+    assert not check_hub({})
+
+
+def test_families_of_other_shapes_pass(tmp_path: Path, made: Path) -> None:
+    """Their files leave out what is tied, and hold masks beside the weights."""
+    base = save_with_tokenizer(tiny_gpt2(vocab_size=768), tmp_path / "gpt2")
+    assert open_base(base, made, "attention=eager").code == 0

@@ -1,0 +1,126 @@
+"""Random damage to each kind of file that comes from elsewhere: a message about it, or it is right.
+
+Seeds are fixed. LOFT_FUZZ=300 tries as many mutations of each kind.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from app.config import load_config, load_run_config, save_config
+from app.errors import ROOT, exit_code
+from tests.bad_input import mutations
+from tests.bad_input.opening import LONGEST_SECONDS, at_most, open_run, settings_for
+from tests.door import make_data
+from tests.tiny import save_with_tokenizer, tiny_llama
+
+COUNT = int(os.environ.get("LOFT_FUZZ", "40"))
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, the same in several files, and an adapter."""
+    import peft
+
+    folder = tmp_path_factory.mktemp("made")
+    model = tiny_llama(vocab_size=768)
+    save_with_tokenizer(model, folder / "base")
+    save_with_tokenizer(model, folder / "sharded")
+    (folder / "sharded" / "model.safetensors").unlink()
+    model.save_pretrained(folder / "sharded", max_shard_size="60KB")
+    make_data(folder / "d.jsonl")
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder / "adapter")
+    return folder
+
+
+KINDS: list[tuple[str, str, mutations.Mutate]] = [
+    ("base", "config.json", mutations.mutate_json),
+    ("base", "generation_config.json", mutations.mutate_json),
+    ("base", "tokenizer.json", mutations.mutate_json),
+    ("base", "tokenizer_config.json", mutations.mutate_json),
+    ("base", "model.safetensors", mutations.mutate_safetensors),
+    ("sharded", "model.safetensors.index.json", mutations.mutate_json),
+    ("adapter", "adapter_config.json", mutations.mutate_json),
+    ("adapter", "adapter_model.safetensors", mutations.mutate_safetensors),
+]
+
+
+@pytest.mark.parametrize(("folder", "name", "mutate"), KINDS, ids=[kind[1] for kind in KINDS])
+def test_damaged_files_are_refused_by_name_or_read_right(
+    folder: str, name: str, mutate: mutations.Mutate, made: Path, tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(made / folder, tmp_path / folder))
+    whole = (damaged / name).read_bytes()
+    if folder == "adapter":
+        config = settings_for(made / "base", made / "d.jsonl", f"adapter.path={damaged}")
+    else:
+        config = settings_for(damaged, made / "d.jsonl", "adapter=full")
+    for seed in range(COUNT):
+        (damaged / name).write_bytes(mutate(whole, random.Random(f"{name} {seed}")))
+        end = open_run(config)
+        case = f"{name} {seed}: {end.code} {end.said} {end.error!r}"
+        assert end.code in (0, 2, 3), case
+        if "isolation probe" in end.said and name.endswith(".safetensors"):
+            continue  # weights so large that nothing moves the logits, but weights
+        if end.code:
+            assert str(damaged) in end.said and "Traceback" not in end.said, case
+        elif folder == "base":
+            assert_holds(end.model, load_file(damaged / "model.safetensors"), case)
+
+
+def assert_holds(model: Any, tensors: dict[str, torch.Tensor], case: str) -> None:
+    """Compare every weight of a model with the file's; of what is in the file none is left out."""
+    weights = dict(model.named_parameters())
+    assert tensors.keys() == weights.keys(), case
+    for name, tensor in tensors.items():
+        assert torch.equal(weights[name].detach(), tensor.float()), f"{case}: {name}"
+
+
+def read_run(folder: Path) -> Callable[[], Any]:
+    """Write a run's settings; returns what reads them back."""
+    save_config(load_config("train", ["+experiment=quickstart"]), folder / "config.yaml")
+    return lambda: load_run_config(folder)
+
+
+def read_experiment(folder: Path) -> Callable[[], Any]:
+    """Copy conf/, with one experiment under the name `config`; returns what composes it."""
+    conf = Path(shutil.copytree(ROOT / "conf", folder / "conf"))
+    file = conf / "experiment" / "config.yaml"
+    shutil.copy(conf / "experiment" / "quickstart.yaml", file)
+    return lambda: load_config("train", ["+experiment=config"], conf)
+
+
+@pytest.mark.parametrize("prepare", [read_run, read_experiment])
+def test_damaged_settings_are_refused_by_name_or_read_right(
+    prepare: Callable[[Path], Callable[[], Any]], tmp_path: Path
+) -> None:
+    read = prepare(tmp_path)
+    file = next(tmp_path.rglob("config.yaml"))
+    whole = file.read_bytes()
+    for seed in range(COUNT):
+        file.write_bytes(mutations.mutate_yaml(whole, random.Random(f"{prepare.__name__} {seed}")))
+        try:
+            with at_most(LONGEST_SECONDS):
+                read()
+        except Exception as error:  # noqa: BLE001  what it is told as is judged here
+            case = f"{prepare.__name__} {seed}: {error!r}"
+            assert exit_code(error) == 2, case
+            assert (
+                "config" in str(error) or "no model: " in str(error) or "no data" in str(error)
+            ), case
