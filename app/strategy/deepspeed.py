@@ -251,6 +251,10 @@ class Zero(Spread, DDPStrategy):
         piece = self._piece(weight)
         return self._scattered(weight, piece.flat.dtype, lambda: piece.flat)
 
+    def stepped_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
+        """Return the dtype of this rank's parts."""
+        return self._piece(weight).flat.dtype
+
     def kept_states(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:

@@ -71,6 +71,10 @@ class Spread:
         """Return what a checkpoint keeps of a weight that trains: the precise one, not copied."""
         return weight.detach()
 
+    def stepped_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
+        """Return the dtype of what the optimizer moves for a weight, which its states follow."""
+        return weight.dtype
+
     def kept_states(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:

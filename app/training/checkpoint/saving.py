@@ -18,12 +18,8 @@ from app.signals import take_handlers
 from app.strategy.scattered import Kept, Scattered
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import (
-    MODEL,
-    OPTIMIZER,
-    StoredCheckpoints,
-    random_state_of,
-)
+from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_of
 from app.training.checkpoint.settings import CheckpointConfig
 from app.training.checkpoint.space import SaveError, check_space
 from app.training.checkpoint.state import random_state
@@ -184,14 +180,20 @@ class CheckpointSaver(L.Callback):
 
 
 def build_checkpoints(
-    config: CheckpointConfig, run: Path, source: Checkpoint | None
+    config: CheckpointConfig,
+    run: Path,
+    source: Checkpoint | None,
+    identity: Mapping[str, Any] | None = None,
 ) -> StoredCheckpoints:
-    """Build what writes the checkpoints of a run in folder `run`, and reads `source`."""
+    """Build what writes the checkpoints of a run in folder `run`, and reads `source`.
+
+    `identity`: what the run's manifest says of whose they are.
+    """
     store = CheckpointStore(
         run / CHECKPOINTS, keep_last=config.keep_last, keep_best=config.keep_best
     )
     writer = BackgroundWriter() if config.asynchronous else None
-    return StoredCheckpoints(store, source, writer)
+    return StoredCheckpoints(store, source, writer, identity)
 
 
 def build_saver(
