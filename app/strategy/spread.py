@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.scattered import Kept
 
 if TYPE_CHECKING:
@@ -147,3 +148,8 @@ class OneDevice(Spread, SingleDeviceStrategy):
 
 class Replicated(Spread, DDPStrategy):
     """DDP: every rank holds all weights, gradients are averaged."""
+
+    def setup_distributed(self) -> None:
+        """Meet the other ranks, on this machine alone where they are all here."""
+        meet_on_loopback(self)
+        super().setup_distributed()
