@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.output import decide_run_dir
 from app.quiet import is_offline, quiet_libraries
+from app.signals import hear_signals
 from app.streams import keep_streams
 
 if TYPE_CHECKING:
@@ -114,4 +115,5 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
 if __name__ == "__main__":
     keep_streams()
+    hear_signals()
     sys.exit(run_verb("evaluate", evaluate))
