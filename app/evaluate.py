@@ -15,6 +15,7 @@ from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.errors import UserError
 from app.output import decide_run_dir, write_whole
 from app.quiet import is_offline, quiet_libraries
+from app.signals import hear_signals
 from app.streams import keep_streams
 from data_modules import printable
 
@@ -138,4 +139,5 @@ def nothing_to_measure(config: EvaluateConfig) -> str:
 
 if __name__ == "__main__":
     keep_streams()
+    hear_signals()
     sys.exit(run_verb("evaluate", evaluate))

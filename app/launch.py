@@ -172,6 +172,11 @@ def is_child() -> bool:
     return bool(os.environ.get(RUN_DIR_VARIABLE)) and has_launcher()
 
 
+def is_started_here() -> bool:
+    """Say whether this program has started the ranks, or is the only one; not torchrun or srun."""
+    return read_launch().told_by in (None, "LOCAL_RANK")
+
+
 def is_one_of_several() -> bool:
     """Say whether ranks were started from outside, so that none of them can decide for all."""
     launch = read_launch()

@@ -1,12 +1,15 @@
 """What SIGTERM, SIGINT, SIGHUP and SLURM's SIGUSR1 do: noted in a step, acted on behind it.
 
-The handler only notes; outside of the training loop it also ends the program where it stands. A
-thread hears of signals apart from it, since a handler waits for as long as a library computes.
+The handler only notes; outside of the training loop it also ends the program where it stands, as
+it does where the loop waits for data that does not come. A thread hears of signals apart from it,
+since a handler waits for as long as a library computes. Where nothing is saved first, the program
+is gone LEAVES_WITHIN seconds after a signal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -19,16 +22,22 @@ from app.errors import Interrupted
 from app.launch import is_child
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+WAKES = signal.SIGURG
+"""has the main thread look again, out of a system call that it waits in; ignored by default"""
 # A terminal and a launcher from outside may send the same signal at one moment. A rank of our own
 # gets the terminal's, and behind it the one that its supervisor passes on, which looks every 0.1 s.
 SAME_PRESS = 0.1
 """seconds within which signals are one"""
 SAME_PRESS_OF_A_RANK = 0.5
 """the same for a rank that this program's supervisor has started"""
-LOOK_EVERY = 0.5
+LOOK_EVERY = 0.25
 """seconds between two looks at the time; a signal is seen when it comes"""
-TIME_TO_LEAVE = 5.0
-"""seconds that the program has to end where nothing is saved first"""
+TIME_TO_LEAVE = 2.5
+"""seconds that the program has to end by itself where nothing is saved first"""
+TIME_FOR_DATA = 1.5
+"""seconds that a training step which has to end first is given to get its data"""
+LEAVES_WITHIN = TIME_FOR_DATA + TIME_TO_LEAVE
+"""seconds from a signal to the end of the program where nothing is saved"""
 
 
 @dataclass(slots=True)
@@ -39,11 +48,19 @@ class _Heard:
     """the first signal that came"""
     waits_for_step: bool = False
     """whether the training loop asks for it"""
+    reads_since: float | None = None
+    """since when the training loop waits for data, by the monotonic clock; None if it does not"""
+    is_overdue: bool = False
+    """whether the data has not come in the time that it is given after a signal"""
     left_at: float | None = None
     """when the program was told to end where it stands, by the monotonic clock"""
 
 
 _heard: _Heard | None = None
+
+
+class DataStalled(Interrupted):
+    """A signal ends the run while its training loop waits for data."""
 
 
 def hear_signals() -> None:
@@ -66,6 +83,7 @@ def take_handlers() -> None:
         for signum in HANDLED:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup wants it
                 signal.signal(signum, _handle)
+        signal.signal(WAKES, _handle_stall)
 
 
 def wait_for_step(waits: bool) -> None:
@@ -77,6 +95,18 @@ def wait_for_step(waits: bool) -> None:
     _heard.waits_for_step = waits
     if not waits and _heard.signum is not None:  # it came between the two
         _leave(_heard)
+
+
+def wait_for_data(waits: bool) -> None:
+    """Note that the training loop begins or ceases to wait for data."""
+    if _heard is not None:
+        _heard.reads_since = time.monotonic() if waits else None
+
+
+def take_time() -> None:
+    """Let this process save before it ends, however long that takes; `leave_soon` follows."""
+    if _heard is not None:
+        _heard.left_at = None
 
 
 def leave_soon() -> None:
@@ -99,6 +129,14 @@ def _handle(signum: int, frame: FrameType | None) -> None:
         _leave(_heard)
 
 
+def _handle_stall(signum: int, frame: FrameType | None) -> None:
+    if _heard is None or not _heard.is_overdue or _heard.left_at is not None:
+        return
+    if _heard.reads_since is not None:
+        _heard.left_at = time.monotonic()
+        raise DataStalled(_heard.signum or signal.SIGTERM, "the data of the next step did not come")
+
+
 def _leave(heard: _Heard) -> None:
     heard.left_at = time.monotonic()
     assert heard.signum is not None
@@ -108,10 +146,18 @@ def _leave(heard: _Heard) -> None:
 def _watch(signals: socket.socket, heard: _Heard) -> None:
     """Leave at once on a second signal, and in a few seconds on one outside of training."""
     first: float | None = None
+    overdue_at: float | None = None
+    number, main = int(signal.SIGTERM), threading.main_thread().ident
+    assert main is not None
     while True:
-        left_at = heard.left_at or (None if heard.waits_for_step else first)
+        if heard.reads_since is None:  # it came after all
+            overdue_at, heard.is_overdue = None, False
+        left_at = heard.left_at or overdue_at or (None if heard.waits_for_step else first)
         if left_at is not None and time.monotonic() - left_at > TIME_TO_LEAVE:
-            _leave_at_once(heard.signum or signal.SIGTERM, "did not end by itself")
+            _leave_at_once(heard.signum or number, "did not end by itself")
+        if overdue_at is None and _stalls(heard, first):
+            overdue_at, heard.is_overdue = time.monotonic(), True
+            signal.pthread_kill(main, WAKES)
         signals.settimeout(LOOK_EVERY)  # it may have to leave without a signal of its own
         try:
             numbers = set(signals.recv(64)) & set(HANDLED)
@@ -120,12 +166,22 @@ def _watch(signals: socket.socket, heard: _Heard) -> None:
         if not numbers:
             continue
         if first is None:
-            first = time.monotonic()
+            first, number = time.monotonic(), min(numbers)
         elif time.monotonic() - first > (SAME_PRESS_OF_A_RANK if heard.is_rank else SAME_PRESS):
             _leave_at_once(min(numbers), "a second signal")
 
 
+def _stalls(heard: _Heard, first: float | None) -> bool:
+    """Tell whether the data of a step has not come in its time after the signal."""
+    since = heard.reads_since
+    if first is None or since is None or not heard.waits_for_step:
+        return False
+    return time.monotonic() - max(first, since) > TIME_FOR_DATA
+
+
 def _leave_at_once(signum: int, why: str) -> None:
+    for child in multiprocessing.active_children():  # they would wait for this process
+        child.kill()
     name = signal.Signals(signum).name
     with contextlib.suppress(OSError):
         os.write(2, f"{name}: left at once ({why})\n".encode())
@@ -139,6 +195,7 @@ def _forget() -> None:
         return
     _heard = None
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for signum in (signal.SIGTERM, WAKES):
+        signal.signal(signum, signal.SIG_DFL)
     for signum in HANDLED[1:]:
         signal.signal(signum, signal.SIG_IGN)

@@ -172,7 +172,8 @@ def train(config: TrainConfig) -> float | None:
         from app.training.callbacks.compilation import Compilation
 
         watched.append(Compilation())
-    checkpoints = build_checkpoints(config.trainer.checkpoint, folder, source)
+    identity = start.identity(facts)
+    checkpoints = build_checkpoints(config.trainer.checkpoint, folder, source, identity)
     if is_watched():
         watched.append(Heartbeat(folder))
 
@@ -181,7 +182,7 @@ def train(config: TrainConfig) -> float | None:
         drop_rows_after(last_step, loggers)  # behind it: else rows of a checkpoint could be missing
         save_config(config, folder / CONFIG_FILE)
         datamodule.write_reports(folder)
-        save_manifest(folder, **facts, earlier=start.earlier())
+        save_manifest(folder, **facts, run=identity, earlier=start.earlier())
 
     saver = build_saver(
         config.trainer,

@@ -29,6 +29,8 @@ LONGEST = 600.0
 """seconds that a process may take, on a machine that has other things to do"""
 AT_ONCE = 4.0
 """seconds: what waits to save or to end by itself takes longer, what is obeyed does not"""
+ENDS_WITHIN = 5.0
+"""seconds from SIGTERM to the end of what has nothing to save first, wherever it reads"""
 GONE_WITHIN = 15.0
 """within which nothing is left of a run that has ended, however it did"""
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,14 @@ from app.config import load_config, save_config
 from app.manifest import save_manifest
 from app.preflight import describe_base, num_ranks
 from app.resume import describe_global_batch
+from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING, random_state_of
 from app.training.checkpoint.store import CheckpointStore
+
+RANDOM_STATE = {
+    "python": [3, list(random.Random(0).getstate()[1]), None],
+    "numpy": ["MT19937", list(range(624)), 624, 0, 0.0],
+    "torch": base64.b64encode(bytes(5056)).decode(),
+}
 
 
 def make_run(
@@ -42,12 +53,56 @@ def make_run(
     save_manifest(folder, **known | facts)
     store = CheckpointStore(folder / "checkpoints", keep_last=9)
     for step in steps:
-        store.begin(step)
-        store.add_document(step, "training", {"step": step})
-        store.commit(step)
+        save_step(store, step)
     if finished:
         (folder / "metrics.json").write_text('{"val/loss": 1.5}\n')
     return folder
+
+
+def save_step(store: CheckpointStore, step: int) -> None:
+    """Save a checkpoint of one rank that has all its documents, and no weights."""
+    store.begin(step)
+    for name in (MODEL, OPTIMIZER):
+        store.add_tensors(step, name, {})
+    store.add_document(step, random_state_of(0), RANDOM_STATE)
+    store.add_document(step, TRAINING, training_document(step))
+    details = {"num_ranks": 1, "num_data_ranks": 1, "total_steps": max(step, 4)}
+    store.commit(step, details=details)
+
+
+def training_document(step: int) -> dict[str, Any]:
+    """Return what a run without a validation counts."""
+    return {
+        "step": step,
+        "optimizer": {"class": "AdamW", "groups": [], "numbers": {}, "on_host": []},
+        "curves": {
+            "dataset_names": ["one"],
+            "latest": {"train/loss": 2.5},
+            "latest_step": step,
+            "validations": [],
+            "validated_step": -1,
+            "trained_tokens": [10.0 * step],
+            "num_tokens": 20 * step,
+            "train_seconds": 0.5,
+            "skipped_steps": 0,
+        },
+        "owes_validation": False,
+        "lightning": {"callbacks": {}},
+    }
+
+
+def seal(folder: Path) -> None:
+    """Make the manifest and the marker of a checkpoint fit its files, whatever these hold."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in manifest["files"]:
+        content = (folder / name).read_bytes()
+        manifest["files"][name] = {
+            "sha256": hashlib.sha256(content).hexdigest(),
+            "num_bytes": len(content),
+        }
+    text = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "COMMITTED").write_text(f"{hashlib.sha256(text).hexdigest()}\n")
 
 
 def damage(file: Path) -> None:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from app import signals
 from tests.conftest import ROOT
-from tests.processes import AT_ONCE, LONGEST
+from tests.processes import AT_ONCE, ENDS_WITHIN, LONGEST
 
 BEGIN = """
 import os, signal, sys, time
@@ -146,6 +147,81 @@ while True:
     process = Process(stuck)
     process.send(signal.SIGTERM)
     assert process.end() == (143, "SIGTERM: left at once (did not end by itself)\n")
+
+
+STUCK = """
+import ctypes
+def hang():  # in a call that no signal ends
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)
+"""
+READS = """
+signals.wait_for_step(True)
+signals.wait_for_data(True)
+listens, tells = os.pipe()
+"""
+
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [
+        ("os.read(listens, 1)", "\nstopped by SIGTERM: the data of the next step did not come\n"),
+        ("hang()", "SIGTERM: left at once (did not end by itself)\n"),
+    ],
+    ids=["a slow reader", "a library"],
+)
+def test_data_that_does_not_come_is_not_waited_for(read: str, said: str) -> None:
+    lines = ("say('ready')", read)
+    ends = "\n".join(["try:", *(f"    {line}" for line in lines)])
+    process = Process(STUCK, READS, ends, "except SystemExit as error: sys.exit(report(error))")
+    before = time.monotonic()
+    process.send(signal.SIGTERM)
+    assert process.end() == (143, said)
+    assert time.monotonic() - before < ENDS_WITHIN
+
+
+def test_data_that_comes_in_time_lets_the_step_end() -> None:
+    process = Process(
+        "import threading",
+        READS,
+        "threading.Timer(0.7, os.write, (tells, b'x')).start()",
+        "say('ready')",
+        "assert os.read(listens, 1) == b'x'",
+        "signals.wait_for_data(False)",
+        "time.sleep(4)",
+        "say(f'saved after {signals.signal_heard()}')",
+        "signals.wait_for_data(True)",  # of the next step, which is not begun
+        "signals.wait_for_data(False)",
+        "signals.wait_for_step(False)",
+    )
+    process.send(signal.SIGTERM)
+    process.hear("saved after 15")
+    assert process.end()[0] == 143
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_end_with_a_process_that_is_stuck() -> None:
+    process = Process(
+        STUCK,
+        "import multiprocessing",
+        "def work():",
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)",
+        "    time.sleep(60)",
+        "worker = multiprocessing.get_context('fork').Process(target=work)",
+        "worker.start()",
+        "say('ready')",
+        "say(worker.pid)",
+        "hang()",
+    )
+    assert process.process.stdout is not None
+    worker = process.process.stdout.readline().strip()
+    before = time.monotonic()
+    process.send(signal.SIGTERM)
+    assert process.end()[0] == 143
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() - before < ENDS_WITHIN, "a worker is left"
+        time.sleep(0.02)
 
 
 def test_ctrl_c_pressed_twice_ends_a_step_at_once() -> None:

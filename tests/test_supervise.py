@@ -28,7 +28,7 @@ from app.supervise.supervisor import Supervisor
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.door import make_data, make_model
-from tests.processes import AT_ONCE, GONE_WITHIN, LONGEST
+from tests.processes import AT_ONCE, ENDS_WITHIN, GONE_WITHIN, LONGEST
 from tests.resumed import make_run
 
 RANK = """
@@ -63,6 +63,8 @@ class Story:
     code: int
     said: str
     seconds: float
+    ended: float = 0.0
+    """by the wall clock, as files have it"""
 
     def starts(self, rank: int) -> list[list[str]]:
         """Process, first step and port of each start of a rank."""
@@ -100,7 +102,8 @@ def tell_story(
         )
         before = time.monotonic()
         ended = supervisor.run()
-        return Story(tmp_path, ended, capfd.readouterr().err, time.monotonic() - before)
+        seconds = time.monotonic() - before
+        return Story(tmp_path, ended, capfd.readouterr().err, seconds, ended=time.time())
 
     return tell
 
@@ -339,6 +342,25 @@ def test_a_save_that_failed_behind_a_signal_is_no_good_end(
     assert len(story.starts(0)) == 1
 
 
+def test_a_signal_while_a_checkpoint_is_looked_for_ends_the_run(tmp_path: Path) -> None:
+    slow = "newest_step=lambda: Path(sys.argv[1], 'looks').touch() or time.sleep(60)"
+    script = LAUNCHER.replace("newest_step=lambda: 0", slow).replace(
+        "import sys", "import sys, time"
+    )
+    script = script.replace("SuperviseConfig()", "SuperviseConfig(max_restarts=1)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path), "\n".join([RANK, "os._exit(7)"])], cwd=ROOT
+    )
+    until = time.monotonic() + LONGEST
+    while not (tmp_path / "looks").exists():
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.02)
+    before = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LONGEST) == 143
+    assert time.monotonic() - before < ENDS_WITHIN
+
+
 def test_ranks_that_have_begun_nothing_are_not_waited_for(
     tell_story: Tell, hear: Callable[[int], None]
 ) -> None:
@@ -347,6 +369,9 @@ def test_ranks_that_have_begun_nothing_are_not_waited_for(
     story = tell_story("tell(ENDED)", ignore, READY, "wait()")
     assert story.code == 143
     assert story.seconds < GONE_WITHIN and not story.is_anyone_left()
+    # From the signal on: what comes before is the start of two processes.
+    began = max(file.stat().st_mtime for file in story.folder.glob("ready-*"))
+    assert story.ended - began < ENDS_WITHIN
 
 
 LAUNCHER = """

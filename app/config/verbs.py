@@ -72,7 +72,8 @@ class TrainConfig:
     of this name, if there is one; must = the same, or an error; or the folder of a run or of one
     of its checkpoints, which brings the run's own settings"""
     resume_allow: list[str] = field(default_factory=list)
-    """what may differ from the run that is resumed: lr, schedule, epochs, data, precision"""
+    """what may differ from the run that is resumed: lr, schedule, epochs, data, precision;
+    checkpoint = a typed checkpoint may be of another run"""
     faults: list[str] = field(default_factory=list)
     """faults to try a run out with, each once: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
 

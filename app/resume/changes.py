@@ -35,6 +35,7 @@ ALLOWED = {
     "epochs": "how long the run is, and with it the learning rate's schedule",
     "data": "what is learned; the run goes on at the same step of the new plan",
     "precision": "how precisely it computes",
+    "checkpoint": "a typed checkpoint may be of another run",
 }
 """words of resume_allow"""
 

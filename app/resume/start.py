@@ -23,9 +23,11 @@ from app.resume.changes import (
     describe_global_batch,
     judge,
 )
+from app.resume.identity import check_own, identity_of
 from app.resume.lock import hold_run
 from app.resume.which import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
+from app.training.checkpoint.documents import check_documents
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,13 @@ class Start:
         if self.checkpoint is None:
             return []
         newest = {name: self.before[name] for name in ("command", "started", "versions")}
+        if "run" in self.before:
+            newest["plan"] = self.before["run"]["plan"]
         return [*self.before.get("earlier", []), {**newest, "until_step": self.step}]
+
+    def identity(self, facts: Mapping[str, Any]) -> dict[str, str | int]:
+        """Return whose the checkpoints of this run are, for its manifest."""
+        return identity_of(self.before, facts, self.step)
 
     def leaves(self) -> set[tuple[Path, int]]:
         """Name the checkpoints above one that was typed, by when they were written.
@@ -149,6 +157,14 @@ def start_run(config: Any, read_settings: ReadSettings) -> Start:
     if _is_resumed(config):
         start.before, start.checkpoint = found.before, _choose(config, folder)
     if start.checkpoint is not None:
+        check_documents(start.checkpoint)
+        own = check_own(
+            *(start.checkpoint, folder, start.before),
+            is_typed=start.goes_back,
+            allow=start.allow,
+        )
+        if own is not None:
+            log.info("RESUME: %s", own)
         for note in found.notes:
             log.info("RESUME: %s", note)
         log.info("RESUME: from %s", start.checkpoint.folder)

@@ -24,6 +24,7 @@ from app.model.adapter import reached_weights, unfuse_adapters
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.loading import Handing, peak_host_bytes, say_host_memory
 from app.strategy.operators import prepare_operator
+from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.scattered import Kept, Scattered
 from app.strategy.settings import ZeroConfig
 from app.strategy.spread import BuildModel, Spread
@@ -60,6 +61,7 @@ class Zero(Spread, DDPStrategy):
 
     def setup_distributed(self) -> None:
         """Meet the other ranks as under DDP, and tell DeepSpeed of it."""
+        meet_on_loopback(self)
         super().setup_distributed()
         environment = self.cluster_environment
         assert environment is not None
@@ -252,6 +254,10 @@ class Zero(Spread, DDPStrategy):
             return weight.detach()
         piece = self._piece(weight)
         return self._scattered(weight, piece.flat.dtype, lambda: piece.flat)
+
+    def stepped_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
+        """Return the dtype of this rank's parts."""
+        return self._piece(weight).flat.dtype
 
     def kept_states(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from app.errors import UserError
 from app.model.layers import decoder_layers
 from app.strategy.loading import Handing, peak_host_bytes, say_host_memory
+from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.scattered import Kept, Scattered
 from app.strategy.settings import FsdpConfig
 from app.strategy.spread import BuildModel, Spread
@@ -98,6 +99,9 @@ class Sharded(Spread, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Meet the other ranks; whether all were told the same is asked before more is."""
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        meet_on_loopback(self)
         self._setup_distributed()
 
     def _lay_out_mesh(self) -> None:

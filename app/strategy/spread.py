@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.scattered import Kept
 
 if TYPE_CHECKING:
@@ -76,6 +77,10 @@ class Spread:
     def kept_weight(self, weight: torch.nn.Parameter) -> Kept:
         """Return what a checkpoint keeps of a weight that trains: the precise one, not copied."""
         return weight.detach()
+
+    def stepped_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
+        """Return the dtype of what the optimizer moves for a weight, which its states follow."""
+        return weight.dtype
 
     def kept_states(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
@@ -149,3 +154,8 @@ class OneDevice(Spread, SingleDeviceStrategy):
 
 class Replicated(Spread, DDPStrategy):
     """DDP: every rank holds all weights, gradients are averaged."""
+
+    def setup_distributed(self) -> None:
+        """Meet the other ranks, on this machine alone where they are all here."""
+        meet_on_loopback(self)
+        super().setup_distributed()

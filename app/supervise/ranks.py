@@ -28,7 +28,7 @@ LAST_LINES = 8
 """of what a rank has printed on stderr, kept for when it dies"""
 LONGEST_LINE = 400
 """characters"""
-GRACE = 4.0
+GRACE = 3.0
 """seconds that ranks have to end by themselves once one of them has"""
 LAST_WORDS = 1.0
 """seconds in which all that ranks have printed is passed on once they have ended: a process that

@@ -18,7 +18,7 @@ from app.errors import DONE, ENVIRONMENT_ERROR, REASON_FILE, TRAINING_FAULT, USE
 from app.folder import open_no_follow
 from app.heartbeat import STACKS_FILE
 from app.launch import STEP_VARIABLE, free_port
-from app.signals import HANDLED, signal_heard, wait_for_step
+from app.signals import HANDLED, LEAVES_WITHIN, signal_heard, wait_for_step
 from app.supervise.ranks import GRACE, Rank, Ranks
 from app.supervise.settings import SuperviseConfig
 from data_modules import redact
@@ -86,7 +86,10 @@ class Supervisor:
                 return ending.code
             if num_restarts == self.config.max_restarts:
                 return ending.code
-            num_restarts, last, self.step = num_restarts + 1, ending, self.newest_step()
+            num_restarts, last = num_restarts + 1, ending
+            wait_for_step(False)  # to find it may mean to read for minutes
+            self.step = self.newest_step()
+            wait_for_step(True)
             where = f"from step {self.step}" if self.step else "from the start"
             say(f"supervise: restart {num_restarts} of {self.config.max_restarts}, {where}")
 
@@ -109,6 +112,7 @@ class Supervisor:
     def _watch(self, ranks: Ranks) -> Ending:
         """Wait for the ranks to end, all of them or one with a fault; then end them all."""
         sent, sent_at = None, 0.0
+        grace = GRACE
         while True:
             ranks.look()
             codes = [rank.code for rank in ranks.ranks]
@@ -117,12 +121,14 @@ class Supervisor:
             if sent is None and (sent := signal_heard()) is not None:
                 ranks.send(sent)
                 sent_at = time.monotonic()
-            if sent is not None and not ranks.train() and time.monotonic() - sent_at > 2 * GRACE:
+            is_late = sent is not None and time.monotonic() - sent_at > LEAVES_WITHIN
+            if is_late and not ranks.train():  # they should have ended by themselves
+                grace = 0.0
                 break
             if (hanging := self._find_hanging(ranks)) is not None:
                 return hanging
             time.sleep(LOOK_EVERY)
-        ranks.end(GRACE)
+        ranks.end(grace)
         return self._judge(ranks, sent)
 
     def _judge(self, ranks: Ranks, sent: int | None) -> Ending:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import lightning as L
@@ -25,9 +25,19 @@ from app.model.quantization import tokens_quantized_alone
 from app.strategy.spread import Replicated, Spread
 from app.training.bad_numbers import StepSkipped, hold_back, inject, spread
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import OPTIMIZER, random_state_of
+from app.training.checkpoint.documents import (
+    MODEL,
+    OPTIMIZER,
+    TRAINING,
+    printable,
+    random_state_of,
+    read_random_state,
+    unusable,
+)
 from app.training.checkpoint.progress import progress_after
 from app.training.checkpoint.state import (
+    StateError,
+    check_random_state,
     model_state,
     optimizer_state,
     restore_model,
@@ -256,7 +266,8 @@ class FinetuneModule(L.LightningModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Copy `state_dict` into the model, all of it or UserError."""
-        restore_model(self.model, state_dict, self.strategy)
+        with self._naming_file(MODEL):
+            restore_model(self.model, state_dict, self.strategy)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add all that a run goes on from to what Lightning has collected."""
@@ -289,9 +300,40 @@ class FinetuneModule(L.LightningModule):
     def _restore_optimizer(self, source: Checkpoint) -> None:
         optimizer = self.optimizer
         tensors, numbers = source.tensors(OPTIMIZER), self._resumed["optimizer"]
-        restore_optimizer(self.model, optimizer, tensors, numbers, self.strategy)
+        with self._naming_file(OPTIMIZER):
+            restore_optimizer(
+                self.model, optimizer, tensors, numbers, self.strategy, step=source.step
+            )
         restore_schedule(self.lr_schedulers(), source.step)
+        if (rank := self._rank_of_random_state(source)) is not None:  # before a step is taken
+            with self._naming_file(random_state_of(rank)):
+                check_random_state(read_random_state(source, rank), self.strategy.root_device)
         self._resumed = {}
+
+    @contextmanager
+    def _naming_file(self, name: str) -> Iterator[None]:
+        """Say of what does not fit in which file of the checkpoint it stands, and the way out."""
+        try:
+            yield
+        except StateError as error:
+            if self.source is None:
+                raise
+            raise unusable(
+                self.source.folder,
+                [
+                    f"{_file_of(self.source, name, key)}: {printable(key)} {what}"
+                    for key, what in error.named
+                ],
+            ) from error
+
+    def _rank_of_random_state(self, source: Checkpoint) -> int | None:
+        """Return the saved rank whose random state this one goes on with; None for a new one.
+
+        Ranks that see the same data must drop the same.
+        """
+        data_rank, details = self.strategy.data_rank, source.details
+        there: int = details["num_data_ranks"]
+        return data_rank * (details["num_ranks"] // there) if data_rank < there else None
 
     def _go_on(self, source: Checkpoint, batch: Batch) -> None:
         """Make sure that `batch` is the next one, and go on as the last step left off."""
@@ -303,11 +345,8 @@ class FinetuneModule(L.LightningModule):
             )
         if self.trainer.world_size > 2 and isinstance(self.strategy, Replicated):
             self._rehearse(batch)
-        data_rank, details = self.strategy.data_rank, source.details
-        there = details["num_data_ranks"]
-        if data_rank < there:  # ranks that see the same data must drop the same
-            own = random_state_of(data_rank * (details["num_ranks"] // there))
-            restore_random_state(source.document(own), self.strategy.root_device)
+        if (rank := self._rank_of_random_state(source)) is not None:
+            restore_random_state(read_random_state(source, rank), self.strategy.root_device)
         else:  # more data is seen at once than was
             torch.manual_seed(torch.initial_seed() + RANDOM_APART * source.step)
 
@@ -331,3 +370,10 @@ class FinetuneModule(L.LightningModule):
         self.zero_grad()
         self.train_sums.take()
         self.step_tokens, self.step_losses = 0, []
+
+
+def _file_of(source: Checkpoint, name: str, key: str) -> str:
+    """Name the file of a checkpoint that `key` of `name` stands in."""
+    if f"{name}.json" in source.manifest["files"]:
+        return f"{name}.json"
+    return f"{TRAINING}.json" if key.startswith("optimizer.") else source.file_of(name, key)

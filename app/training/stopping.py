@@ -1,4 +1,7 @@
-"""How ranks agree that a signal ends the run: between two steps, all of them after the same one."""
+"""How ranks agree that a signal ends the run: between two steps, all of them after the same one.
+
+A step whose data does not come never ends: that is noted here for the signals, too.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.profilers import PassThroughProfiler
 
-from app.signals import signal_heard, take_handlers, wait_for_step
+from app.signals import signal_heard, take_handlers, wait_for_data, wait_for_step
 
 
 class Stopping:
@@ -46,3 +50,17 @@ class Stopping:
         """Let signals end the program where it stands again, where something is left to do."""
         if trainer.is_global_zero:
             wait_for_step(False)
+
+
+class FetchWatch(PassThroughProfiler):
+    """Notes when the training loop waits for a batch: Lightning tells its profiler alone."""
+
+    def start(self, action_name: str) -> None:
+        """Note that a batch is waited for."""
+        if action_name.endswith("_next"):
+            wait_for_data(True)
+
+    def stop(self, action_name: str) -> None:
+        """Note that it has come."""
+        if action_name.endswith("_next"):
+            wait_for_data(False)

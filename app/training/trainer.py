@@ -196,6 +196,8 @@ def build_trainer(
     """
     import lightning as L
 
+    from app.training.stopping import FetchWatch
+
     # Importing Lightning sets its log levels; what it says of devices is said by the verb.
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -220,6 +222,7 @@ def build_trainer(
         use_distributed_sampler=False,  # the plan already gives each rank its packs
         # Weights that are gathered in inference mode could not be trained with afterwards.
         inference_mode=not strategy.shards_weights,
+        profiler=FetchWatch(),
         logger=list(loggers),
         callbacks=list(callbacks),
         default_root_dir=folder,

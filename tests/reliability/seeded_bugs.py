@@ -51,15 +51,16 @@ BUGS = [
     Bug(
         name="a rank's random state is dropped",
         file=MODULE,
-        right="            restore_random_state(source.document(own), self.strategy.root_device)\n",
+        right="            restore_random_state(read_random_state(source, rank), "
+        "self.strategy.root_device)\n",
         wrong="            pass\n",
         test=f"{RESUMED}::test_at_the_first_batch_all_is_as_it_was_saved[cpu]",
     ),
     Bug(
         name="the second rank takes the first one's random state",
         file=MODULE,
-        right='own = random_state_of(data_rank * (details["num_ranks"] // there))',
-        wrong="own = random_state_of(0)",
+        right='return data_rank * (details["num_ranks"] // there) if data_rank < there else None',
+        wrong="return 0 if data_rank < there else None",
         test="tests/end_to_end/test_resume.py::test_two_ranks_go_on_as_two_ranks_that_ran_through",
     ),
     Bug(

@@ -9,7 +9,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
 from app.training.checkpoint import disk
-from app.training.checkpoint.tensors import check_tensors, read_tensors
+from app.training.checkpoint.tensors import check_tensors, names_in, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +35,10 @@ TENSORS, DOCUMENT = ".safetensors", ".json"
 KEYS = {"format", "step", "metric", "details", "versions", "files"}
 WRITTEN_KEYS = {"sha256", "num_bytes"}
 LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
+MAX_JSON_BYTES = 64 << 20
+"""a manifest of a thousand ranks takes 1 MiB, a year of validations 30"""
+MAX_DAMAGES = 5
+"""that are said of one checkpoint"""
 MAX_READERS = 4
 """files that are read at once when a checkpoint is checked"""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -45,7 +52,9 @@ class DamageError(ValueError):
 
     def __init__(self, damages: Iterable[str]) -> None:
         self.damages = list(damages)
-        super().__init__(", ".join(self.damages))
+        more = len(self.damages) - MAX_DAMAGES
+        said = ", ".join(self.damages[:MAX_DAMAGES])
+        super().__init__(f"{said} and {more:,} more" if more > 0 else said)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,15 +84,26 @@ class Checkpoint:
 
         KeyError where there are none.
         """
-        tensors = read_tensors(self._file(name + TENSORS))
-        for other in self.names():
-            if re.fullmatch(rf"{re.escape(name)}-rank-\d+", other):
-                tensors |= read_tensors(self._file(other + TENSORS))
+        tensors: dict[str, Tensor] = {}
+        for file in self._files_of(name):
+            tensors |= read_tensors(file)
         return tensors
 
+    def file_of(self, name: str, key: str) -> str:
+        """Name the file that holds tensor `key` of `name`; the first rank's where none does."""
+        files = self._files_of(name)
+        return next((file.name for file in files if key in names_in(file)), files[0].name)
+
     def document(self, name: str) -> Json:
-        """Read what `add_document` was given. KeyError where there is none."""
-        return json.loads(self._file(name + DOCUMENT).read_text(encoding="utf-8"))
+        """Read what `add_document` was given. KeyError where there is none, ValueError where it is
+        not JSON that a checkpoint may hold."""
+        return read_json(_small_file(self._file(name + DOCUMENT)))
+
+    def _files_of(self, name: str) -> list[Path]:
+        """Return the files of `name`, the first rank's first."""
+        of_ranks = re.compile(rf"{re.escape(name)}-rank-\d+")
+        others = [other for other in self.names() if of_ranks.fullmatch(other)]
+        return [self._file(each + TENSORS) for each in (name, *others)]
 
     def _file(self, name: str) -> Path:
         if name not in self.manifest["files"]:
@@ -104,7 +124,7 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
     damages = [f"{name!r} is no name of a file of a checkpoint" for name in files if _is_odd(name)]
     there = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
     unknown = sorted(there - {*files, MANIFEST, MARKER})
-    damages += [f"{name} is not in the manifest" for name in unknown]
+    damages += [f"{_printable(name)} is not in the manifest" for name in unknown]
     damages = damages or [damage for name in files for damage in _seen(folder / name, files[name])]
     if not damages:
         with ThreadPoolExecutor(max_workers=MAX_READERS) as readers:
@@ -121,9 +141,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if marked != marker_of(hashlib.sha256(text).hexdigest()):
         raise DamageError([f"sha256 of {MANIFEST}"])
     try:
-        manifest = json.loads(text)
+        manifest = read_json(text)
         written_as = int(manifest["format"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, OverflowError):
         raise DamageError([f"{MANIFEST} is unreadable"]) from None
     if written_as > FORMAT:
         raise UserError(_is_newer(folder, manifest, written_as))
@@ -137,32 +157,68 @@ def marker_of(manifest_sha256: str) -> bytes:
     return f"{manifest_sha256}\n".encode()
 
 
+def read_json(text: bytes) -> Json:
+    """Read a document of a checkpoint; ValueError says what is wrong with it."""
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 at byte {error.start}") from None
+
+
+def _refuse_constant(name: str) -> Json:
+    raise ValueError(f"{name} is not a number that a checkpoint may hold")
+
+
 def _is_sound(manifest: Mapping[str, Any]) -> bool:
     """Tell whether a manifest says what `commit` writes."""
     files = manifest.get("files")
     return (
         set(manifest) == KEYS
-        and isinstance(manifest["step"], int)
-        and isinstance(manifest["metric"], (int, float, type(None)))
+        and type(manifest["step"]) is int
+        and manifest["step"] >= 0
+        and (manifest["metric"] is None or _is_finite(manifest["metric"]))
         and isinstance(files, dict)
         and all(isinstance(one, dict) and set(one) == WRITTEN_KEYS for one in files.values())
+        and all(type(one["num_bytes"]) is int for one in files.values())
+        and all(type(one["sha256"]) is str for one in files.values())
     )
 
 
+def _is_finite(value: Json) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf
+
+
+def _printable(name: str) -> str:
+    return name if NAME.fullmatch(name) else ascii(name)
+
+
 def _small_file(file: Path) -> bytes:
+    """Read a document whole: a regular file, of a size that one may have."""
     try:
-        return file.read_bytes()
+        # A FIFO would be waited for, and a link may lead to one.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise DamageError([f"{file.name} is not a file"])
+            content = stream.read(MAX_JSON_BYTES + 1)
     except FileNotFoundError:
         raise DamageError([f"{file.name} is missing"]) from None
     except OSError as error:
         raise DamageError([f"{file.name} cannot be read: {error.strerror}"]) from None
+    if len(content) > MAX_JSON_BYTES:
+        raise DamageError([f"{file.name} is larger than {MAX_JSON_BYTES >> 20} MiB"])
+    return content
 
 
 def _is_newer(folder: Path, manifest: Mapping[str, Any], written_as: int) -> str:
     told = manifest.get("versions")
     theirs = told.get("loft") if isinstance(told, dict) else None
+    if not (isinstance(theirs, str) and re.fullmatch(r"[\w.+-]{1,40}", theirs, re.ASCII)):
+        theirs = "(of unknown version)"
     return (
-        f"{folder}: written by loft {theirs or '(of unknown version)'} as format {written_as}; "
+        f"{folder}: written by loft {theirs} as format {written_as}; "
         f"this is loft {versions().get('loft')}, which reads up to format {FORMAT}; upgrade loft, "
         "or go on from an older checkpoint by resume=FOLDER"
     )

@@ -21,20 +21,20 @@ from app.strategy.scattered import Kept, Scattered
 from app.training.bad_numbers import check_finite
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
+from app.training.checkpoint.documents import (
+    MODEL,
+    OPTIMIZER,
+    TRAINING,
+    random_state_of,
+    read_training,
+)
 from app.training.checkpoint.shares import write_share
 from app.training.checkpoint.space import SaveError
 from app.training.checkpoint.store import CheckpointStore
 
-MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training"
-"""files of a checkpoint"""
 KEPT_BY_NAME = ("state_dict", "optimizer_states")
 FOLLOWS_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
 OF_THE_WRITER = ("pytorch-lightning_version", "training", "metric", "details")
-
-
-def random_state_of(rank: int) -> str:
-    """Name the file that holds the random generators of a rank; every rank writes its own."""
-    return f"random-rank-{rank}"
 
 
 class StoredCheckpoints(CheckpointIO):
@@ -49,8 +49,12 @@ class StoredCheckpoints(CheckpointIO):
         store: CheckpointStore,
         source: Checkpoint | None = None,
         writer: BackgroundWriter | None = None,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.store, self.source, self.writer = store, source, writer
+        self.details = (
+            {} if identity is None else {"run": {key: identity[key] for key in ("id", "plan")}}
+        )
         self._due: list[Callable[[], object]] = []
         """before the save under way is committed"""
 
@@ -130,7 +134,7 @@ class StoredCheckpoints(CheckpointIO):
         known = (*KEPT_BY_NAME, *FOLLOWS_FROM_STEP, *OF_THE_WRITER)
         rest = {key: value for key, value in checkpoint.items() if key not in known}
         training = checkpoint["training"] | {"lightning": rest}
-        metric, details = checkpoint["metric"], checkpoint["details"]
+        metric, details = checkpoint["metric"], checkpoint["details"] | self.details
         step = training["step"]
         needed = [random_state_of(rank) for rank in range(details["num_ranks"])]
 
@@ -160,7 +164,7 @@ class StoredCheckpoints(CheckpointIO):
         """Return what Lightning and the module's hooks restore; tensors are read when used."""
         if self.source is None or Path(path) != self.source.folder:
             raise ValueError(f"{path} is not the checkpoint that this run goes on from")
-        training = self.source.document(TRAINING)
+        training = read_training(self.source)
         return training["lightning"] | {
             "pytorch-lightning_version": lightning.__version__,
             "state_dict": self.source.tensors(MODEL),

@@ -14,16 +14,12 @@ import torch
 from app import faults
 from app.errors import Interrupted, TrainingFault, UserError
 from app.heartbeat import waiting_for_thread
-from app.signals import take_handlers
+from app.signals import DataStalled, leave_soon, take_handlers, take_time
 from app.strategy.scattered import Kept, Scattered
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import (
-    MODEL,
-    OPTIMIZER,
-    StoredCheckpoints,
-    random_state_of,
-)
+from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_of
 from app.training.checkpoint.settings import CheckpointConfig
 from app.training.checkpoint.space import SaveError, check_space
 from app.training.checkpoint.state import random_state
@@ -52,6 +48,8 @@ class CheckpointSaver(L.Callback):
         self.checkpoints, self.store = checkpoints, checkpoints.store
         self.is_due, self.validates_after = is_due, validates_after
         self.has_room_for_all = False
+        self._saved = 0 if checkpoints.source is None else checkpoints.source.step
+        """the step of the newest checkpoint of this course"""
         self.stopping = Stopping()
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -93,6 +91,24 @@ class CheckpointSaver(L.Callback):
         """End a step with its validation."""
         if not trainer.sanity_checking:
             self._end_step(trainer, pl_module)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Save what is done where a signal has ended the wait for the data of the next step.
+
+        By one rank alone: the others of several are within that step, and wait for this one.
+        """
+        if not isinstance(exception, DataStalled) or trainer.world_size > 1:
+            return
+        step, is_within_step = trainer.global_step, bool(pl_module.step_losses)
+        if step > self._saved and not is_within_step and not trainer.sanity_checking:
+            take_time()
+            pl_module.owes_validation = trainer.validating
+            self._prepare(trainer, pl_module)
+            self.save(trainer, pl_module)
+            self._wait()
+            leave_soon()
+        if self._saved:
+            exception.message = f"{exception.message}; step {self._saved} is saved"
 
     def _end_step(self, trainer: L.Trainer, module: Any) -> None:
         self.checkpoints.check()
@@ -150,6 +166,7 @@ class CheckpointSaver(L.Callback):
         self._add_own(trainer, step, add, tensors)
         ranks.barrier("every rank has added its own")
         trainer.save_checkpoint(self.store.folder / f"step-{step}", weights_only=False)
+        self._saved = step
 
     def _add_own(
         self,
@@ -184,14 +201,20 @@ class CheckpointSaver(L.Callback):
 
 
 def build_checkpoints(
-    config: CheckpointConfig, run: Path, source: Checkpoint | None
+    config: CheckpointConfig,
+    run: Path,
+    source: Checkpoint | None,
+    identity: Mapping[str, Any] | None = None,
 ) -> StoredCheckpoints:
-    """Build what writes the checkpoints of a run in folder `run`, and reads `source`."""
+    """Build what writes the checkpoints of a run in folder `run`, and reads `source`.
+
+    `identity`: what the run's manifest says of whose they are.
+    """
     store = CheckpointStore(
         run / CHECKPOINTS, keep_last=config.keep_last, keep_best=config.keep_best
     )
     writer = BackgroundWriter() if config.asynchronous else None
-    return StoredCheckpoints(store, source, writer)
+    return StoredCheckpoints(store, source, writer, identity)
 
 
 def build_saver(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from app.errors import UserError
 from app.model.adapter import start_weights, trained_weights
 from app.strategy.scattered import Kept, Scattered
 from app.strategy.spread import EVERYTHING_HERE, Spread
+from app.training.checkpoint.documents import MAX_LISTED, printable
+from app.training.checkpoint.expected import bad_values, described, differences, expected_states
 from app.training.muon import MuonWithAdamW
 
 Json = Any
@@ -33,6 +36,14 @@ OTHER_RUN = (
     "go on with the settings that the checkpoint was made with (the run's config.yaml), or start "
     "anew with resume=never and another output.dir"
 )
+
+
+class StateError(UserError):
+    """What is to be restored does not fit: `named` says of each tensor or key what is wrong."""
+
+    def __init__(self, named: Iterable[tuple[str, str]]) -> None:
+        self.named = list(named)
+        super().__init__(f"resume: {printable(name)} {what}" for name, what in self.named)
 
 
 def weights_that_train(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -59,13 +70,15 @@ def restore_model(
 ) -> None:
     """Copy `model_state` into a model that was built anew.
 
-    UserError where the model trains other weights, or its base is not as it was.
+    UserError where the model trains other weights, one that was saved is not finite, or its base is
+    not as it was.
     """
     starts = start_weights(model)
     weights = weights_that_train(model)
     kept = {name: spread.kept_weight(weight) for name, weight in weights.items()}
     _check_same_weights(kept | starts, saved)
     for name, start in starts.items():
+        _check_values(name, "", saved[name])
         if not torch.equal(start, saved[name].to(start.device)):
             raise UserError(
                 f"resume: {name}, which adapter.init takes out of the base, came out another one "
@@ -73,31 +86,37 @@ def restore_model(
                 "machine and with the number of threads (OMP_NUM_THREADS) of that run"
             )
     for name, weight in weights.items():
+        _check_values(name, "", saved[name])
         spread.restore_weight(weight, saved[name])
 
 
 def _check_same_weights(ours: Mapping[str, Kept], saved: Mapping[str, Tensor]) -> None:
     problems = []
     for what, names in (
-        ("holds no", sorted(ours.keys() - saved.keys())),
-        ("holds, but this run does not train,", sorted(saved.keys() - ours.keys())),
+        ("is missing in the checkpoint", sorted(ours.keys() - saved.keys())),
+        (
+            "is in the checkpoint, and this run does not train it",
+            sorted(saved.keys() - ours.keys()),
+        ),
     ):
         if names:
-            problems.append(f"the checkpoint {what} {names[0]}{_and_more(names)}")
+            problems.append((names[0], f"{what}{_and_more(names)}"))
     for name in sorted(ours.keys() & saved.keys()):
-        here, there = _described(ours[name]), _described(saved[name])
+        here, there = described(ours[name]), described(saved[name])
         if here != there:
-            problems.append(f"the checkpoint's {name} is {there}, this run's {here}")
+            problems.append((name, f"is {there} in the checkpoint, and {here} in this run"))
     if problems:
-        raise UserError(f"resume: {problem}; {OTHER_RUN}" for problem in problems)
+        raise StateError((name, f"{problem}; {OTHER_RUN}") for name, problem in problems)
 
 
-def _described(tensor: Kept) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _check_values(name: str, key: str, value: Any, step: float = inf) -> None:
+    """Look at a tensor's numbers just before they are used, so that a file is read once."""
+    if (problem := bad_values(key, value, step)) is not None:
+        raise StateError([(name, problem)])
 
 
 def _and_more(names: list[str]) -> str:
-    return f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f", and so are {len(names) - 1:,} more" if len(names) > 1 else ""
 
 
 def optimizer_state(
@@ -108,7 +127,8 @@ def optimizer_state(
     numbers: dict[str, dict[str, Json]] = {}
     on_host = set()
     parts = _parts_of(optimizer)
-    for name, weight in weights_that_train(model).items():
+    weights = weights_that_train(model)
+    for name, weight in weights.items():
         for part in parts:
             for key, value in spread.kept_states(part, weight).items():
                 if isinstance(value, (Tensor, Scattered)):
@@ -121,6 +141,7 @@ def optimizer_state(
     groups = [
         {key: group[key] for key in COUNTED if key in group} for group in optimizer.param_groups
     ]
+    has_state = {*numbers, *(name.partition("/")[2] for name in tensors)}
     return tensors, {
         "class": type(optimizer).__name__,
         "groups": [
@@ -129,6 +150,7 @@ def optimizer_state(
         ],
         "numbers": numbers,
         "on_host": sorted(on_host),
+        "without_state": [name for name in weights if name not in has_state],
     }
 
 
@@ -138,13 +160,17 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     document: Json,
     spread: Spread = EVERYTHING_HERE,
+    *,
+    step: float = inf,
 ) -> None:
     """Give a new optimizer the state that `optimizer_state` returned.
 
-    Settings and kernels stay those of its build. UserError where it is another optimizer's state.
+    Settings and kernels stay those of its build. `step`: of the checkpoint. UserError where it is
+    another optimizer's state, lacks a part or has one too many, or is not finite.
     """
     # Not by load_state_dict: it goes by index, rounds to the weights' dtype, and some keep a table.
     _check_same_optimizer(optimizer, document)
+    _check_states(model, optimizer, tensors, document, spread)
     for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
         group.update({key: saved[key] for key in COUNTED if key in saved and key in group})
     home = {
@@ -156,16 +182,79 @@ def restore_optimizer(
     weights = weights_that_train(model)
     for name, numbers in document["numbers"].items():
         weight = weights[name]
+        for key, number in numbers.items():
+            _check_values(f"optimizer.numbers.{name}.{key}", key, number, step)
         home[weight][0].state[weight].update(numbers)
+    by_weight = _by_weight(tensors)
+    for name, weight in weights.items():  # in the model's order: ranks may have to do it together
+        if name in by_weight:
+            for key, value in by_weight[name].items():
+                _check_values(f"{key}/{name}", key, value, step)
+            part, group = home[weight]
+            room = partial(_room, part, group, weight, document["on_host"])
+            spread.restore_states(part, weight, by_weight[name], room)
+
+
+def _by_weight(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     by_weight: dict[str, dict[str, Tensor]] = {}
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
         by_weight.setdefault(name, {})[key] = value
-    for name, weight in weights.items():  # in the model's order: ranks may have to do it together
-        if name in by_weight:
-            part, group = home[weight]
-            room = partial(_room, part, group, weight, document["on_host"])
-            spread.restore_states(part, weight, by_weight[name], room)
+    return by_weight
+
+
+def _check_states(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    document: Json,
+    spread: Spread,
+) -> None:
+    """Compare what was saved with what the optimizer keeps, by names, shapes and dtypes alone."""
+    by_weight, numbers = _by_weight(tensors), document["numbers"]
+    without = set(document.get("without_state", ()))
+    asked: dict[Any, Mapping[str, Any]] = {}
+    problems = list(_uncounted(optimizer, document["groups"]))
+    weights = weights_that_train(model)
+    names = {weight: name for name, weight in weights.items()}
+    for part in _parts_of(optimizer):
+        for group, members in zip(part.param_groups, spread.weights_by_group(part), strict=True):
+            for weight in members:
+                name = names[weight]
+                saved = by_weight.pop(name, {}) | numbers.get(name, {})
+                if not saved and name in without:
+                    continue
+                shape, dtype = spread.kept_weight(weight).shape, spread.stepped_dtype(weight)
+                kind = id(group), shape, dtype
+                if kind not in asked:
+                    asked[kind] = expected_states(part, group, shape, dtype)
+                problems += differences(asked[kind], saved, name)
+    problems += [
+        (f"{key}/{name}", "is of no weight that this run trains")
+        for name, states in [*by_weight.items(), *_of_others(numbers, weights).items()]
+        for key in states
+    ]
+    if problems:
+        more = len(problems) - MAX_LISTED
+        raise StateError([*problems[:MAX_LISTED], *_and_others(more)])
+
+
+def _of_others(numbers: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: states for name, states in numbers.items() if name not in weights}
+
+
+def _and_others(more: int) -> list[tuple[str, str]]:
+    return [(f"{more:,} other states", "are wrong, too")] if more > 0 else []
+
+
+def _uncounted(
+    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Say what an optimizer counts in its groups, and was not saved."""
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for key in COUNTED:
+            if key in group and key not in saved:
+                yield f"optimizer.groups[{index}].{key}", "is missing"
 
 
 def _room(
@@ -230,6 +319,22 @@ def random_state(device: torch.device) -> Json:
     if device.type == "cuda":
         state["cuda"] = _as_text(torch.cuda.get_rng_state(device))
     return state
+
+
+def check_random_state(state: Json, device: torch.device) -> None:
+    """Try the parts of a random state that only torch can read; StateError where it cannot."""
+    devices = {"torch": torch.device("cpu")} | ({"cuda": device} if device.type == "cuda" else {})
+    for key, place in devices.items():
+        if key not in state:
+            continue
+        generator = torch.Generator(place)
+        saved, size = _as_tensor(state[key]), len(generator.get_state())
+        try:
+            generator.set_state(saved)
+        except RuntimeError as error:
+            seen = f"is of {len(saved):,} bytes; expected {size:,}"
+            reason = seen if len(saved) != size else f"is not a state of its generator ({error})"
+            raise StateError([(key, reason)]) from None
 
 
 def restore_random_state(state: Json, device: torch.device) -> None:

@@ -71,15 +71,26 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
 
 
+def names_in(file: Path) -> list[str]:
+    """Name the tensors of a file, by its header."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy") as opened:
+        return list(opened.keys())
+
+
 def check_tensors(file: Path) -> None:
     """Read a file's header; ValueError where it is not a safetensors file of this size."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy"):
-            pass
+        with safe_open(file, framework="numpy") as opened:
+            dtypes = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{file.name} is not a safetensors file ({error})") from error
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES.values():
+            raise ValueError(f"{file.name}: {name!a} is of type {dtype}, which is never saved")
 
 
 def in_order(tensors: Mapping[str, Kept]) -> dict[str, Kept]:

@@ -20,7 +20,7 @@ from app.errors import Interrupted
 from app.train import train
 from app.training.checkpoint import saving
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import MODEL, OPTIMIZER, TRAINING
+from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CheckpointStore
 from app.training.module import FinetuneModule

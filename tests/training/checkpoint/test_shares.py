@@ -16,7 +16,8 @@ from app.errors import TrainingFault
 from app.strategy.scattered import Kept, Scattered
 from app.training.bad_numbers import check_finite
 from app.training.checkpoint.checkpoint import load_checkpoint
-from app.training.checkpoint.checkpoint_io import MODEL, OPTIMIZER, StoredCheckpoints
+from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.documents import MODEL, OPTIMIZER
 from app.training.checkpoint.shares import file_of, owners, write_share
 from app.training.checkpoint.space import SaveError
 from app.training.checkpoint.store import CheckpointStore

@@ -1,0 +1,112 @@
+"""Ranks of one machine listen on its loopback interface alone, under every strategy."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from app.strategy.build import build_strategy
+from app.strategy.rendezvous import _listen
+from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
+from tests.processes import TWO_RANKS, processes_of, start_train
+from tests.ranks import on_ranks, ready
+from tests.tiny import small_run
+
+LISTENS = "0A"
+"""state of a socket in /proc/net/tcp"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def listening(pid: int) -> list[str]:
+    """Return the addresses at which a process listens over TCP."""
+    descriptors = Path(f"/proc/{pid}/fd")
+    own = set()
+    for entry in descriptors.iterdir():
+        try:
+            own.add(os.readlink(entry))
+        except OSError:  # closed in the meantime
+            continue
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and f"socket:[{words[9]}]" in own:
+                found.append(_address(words[1].partition(":")[0]))
+    return found
+
+
+def _address(digits: str) -> str:
+    # Words of 32 bits, each in the byte order of the machine.
+    words = [bytes.fromhex(digits[at : at + 8]) for at in range(0, len(digits), 8)]
+    packed = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)
+    return str(ipaddress.ip_address(packed))
+
+
+def is_reached_from_here_alone(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def meet(config: StrategyConfig) -> list[str]:
+    """Meet as a rank of `config` does, talk in two groups, and say where this rank listens."""
+    strategy = ready(build_strategy(config, accelerator="cpu", num_ranks=2))
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    dist.all_reduce(ones, group=dist.new_group(backend="gloo"))
+    assert ones.tolist() == [4.0] * 3
+    assert strategy.world_size == 2
+    found = listening(os.getpid())
+    dist.barrier()
+    return found
+
+
+@linux
+@pytest.mark.parametrize(
+    "config",
+    [
+        DdpConfig(name="ddp"),
+        DdpConfig(name="ddp_compressed", compression="bf16"),
+        FsdpConfig(name="fsdp"),
+        ZeroConfig(name="zero2", stage=2),
+    ],
+    ids=lambda config: config.name,
+)
+def test_ranks_listen_on_the_loopback_interface_alone(config: StrategyConfig) -> None:
+    first, second = on_ranks(2, meet, config)
+    assert len(first) > len(second) > 0  # the store, and gloo on both
+    assert all(map(is_reached_from_here_alone, first + second)), first + second
+
+
+def test_a_port_that_is_taken_is_said_so() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(OSError, match="Address already in use"):
+            _listen(other.getsockname()[1])
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_a_run_of_two_ranks_listens_to_nobody_else(tmp_path: Path, strategy: str) -> None:
+    typed = small_run(*TWO_RANKS, "trainer.max_steps=400", "logger=csv", f"strategy={strategy}")
+    process = start_train(*typed, f"output.dir={tmp_path / 'run'}")
+    seen: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        for pid in processes_of(tmp_path / "run"):
+            seen += listening(pid)
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(seen) >= 3, seen
+    assert all(map(is_reached_from_here_alone, seen)), seen
