@@ -53,7 +53,8 @@ def check_reference(
     raise ValueError(
         f"attention={backend}: {model.config.model_type} models compute other logits for a "
         f"document in a {'pack' if is_packed else 'padded row'} than for the same document alone "
-        f"with their own eager attention (difference {difference:.2g}, rounding {limit:.2g}): type {instead}"
+        f"with their own eager attention (difference {difference:.2g}, rounding {limit:.2g}): "
+        f"type {instead}"
     )
 
 
@@ -98,7 +99,8 @@ def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> t
             raise
         raise ValueError(
             f"attention={backend}: {model.config.model_type} models read the attention mask as "
-            f"only eager attention builds it ({type(error).__name__}: {error}): type attention=eager"
+            f"only eager attention builds it ({type(error).__name__}: {error}): "
+            "type attention=eager"
         ) from error
     return logits
 
