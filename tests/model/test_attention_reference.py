@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +28,8 @@ from app.model.attention import (
 )
 from app.model.attention.choice import Situation, why_not_here
 from app.model.attention.masks import MaskRule
-from tests.parity.test_attention_families import build
-from tests.tiny import TINY_BASE, tiny_bart
+from tests.parity.test_attention_families import SHAPE, build
+from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, train_into
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WINDOWED = ["llama4_text", "phimoe", "mistral", "gemma3_text", "gemma3"]
@@ -157,3 +158,19 @@ def test_weights_that_are_nan_are_not_blamed_on_attention() -> None:
     check_isolation(model, "sdpa")
     check_reference(model, "sdpa", is_packed=True)
     check_reference(model, "sdpa", is_packed=False)
+
+
+@pytest.mark.parametrize("packing", ["multipack", "none"])
+def test_a_run_is_refused_before_its_first_step(
+    packing: str,
+    plant: Callable[[Callable[..., Any]], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(SHAPE, "vocab_size", 768)
+    monkeypatch.setitem(SHAPE, "max_position_embeddings", 512)
+    base = save_with_tokenizer(build("phimoe"), tmp_path / "base")
+    plant(no_rule)
+    words = [f"model.path={base}", f"packing={packing}", "adapter=full"]
+    with pytest.raises(ValueError, match=f"{WRONG} .* type attention=eager"):
+        train_into(tmp_path / "run", *words)
