@@ -51,7 +51,7 @@ def build_mask_rule(
     """
     if use_vmap:
         raise ValueError(
-            "this model adds to its mask what documents in a pack cannot be told apart in: "
-            "type attention=eager"
+            "this model's attention mask depends on more than the positions of tokens, which only "
+            "eager attention computes: type attention=eager"
         )
     return None if local_size is None else MaskRule(mask_function, local_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ def check_reference(
         return  # layers of a class of their own cannot run another attention
     probe = partial(_difference, model, device or model.device)
     difference, limit = probe(backend, is_packed)
-    if difference <= limit:
+    if difference <= limit or math.isnan(limit):  # NaN weights are no fault of attention
         return
     others = {"attention=eager": ("eager", is_packed)} if backend != "eager" else {}
     if is_packed:
@@ -50,9 +51,10 @@ def check_reference(
     agree = (words for words, other in others.items() if operator.le(*probe(*other)))
     instead = next(agree, "model.path=ANOTHER_BASE")
     raise ValueError(
-        f"attention={backend}: {model.config.model_type} models give a document of "
-        f"{'a pack' if is_packed else 'a padded row'} other logits than when it is alone, by their "
-        f"own attention (by {difference:.2g}, of rounding by {limit:.2g}): type {instead}"
+        f"attention={backend}: {model.config.model_type} models compute other logits for a "
+        f"document in a {'pack' if is_packed else 'padded row'} than for the same document alone "
+        f"with their own eager attention (difference {difference:.2g}, rounding {limit:.2g}): "
+        f"type {instead}"
     )
 
 
@@ -95,8 +97,9 @@ def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> t
         if backend == "eager":
             raise
         raise ValueError(
-            f"attention={backend}: {model.config.model_type} models read masks as only their own "
-            f"attention has them ({type(error).__name__}: {error}): type attention=eager"
+            f"attention={backend}: {model.config.model_type} models read the attention mask as "
+            f"only eager attention builds it ({type(error).__name__}: {error}): "
+            "type attention=eager"
         ) from error
     return logits
 

@@ -1,0 +1,99 @@
+"""Windows and chunks that only a mask tells of hold inside each document."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from app.model.attention.attend import attend_by_document
+from app.model.attention.documents import group_documents
+from app.model.attention.masks import MaskRule, build_mask_rule
+from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
+from tests.model.test_attention_varlen import of_2_13
+
+LENGTHS, TOKENS = [[5, 9, 3, 30, 7, 20]], 80
+LAYER = torch.nn.Identity()
+KERNEL = VarlenKernel.of(of_2_13)
+
+
+def rule(kind: str, size: int) -> MaskRule:
+    rows = torch.zeros(1, dtype=torch.int64)
+    functions = {
+        "window": sliding_window_causal_mask_function(size),
+        "chunk": chunked_causal_mask_function(size, rows),
+    }
+    built = build_mask_rule(mask_function=functions[kind], local_size=size)
+    assert built is not None
+    return built
+
+
+def parts(tokens: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(1, heads, tokens, 8) for heads in (4, 2, 2))
+
+
+def expected(kind: str, size: int) -> torch.Tensor:
+    """Attention of each document alone, by the plainest mask."""
+    query, key, value = parts(TOKENS)
+    key, value = (part.repeat_interleave(2, dim=1) for part in (key, value))
+    outputs, start = [], 0
+    for length in (*LENGTHS[0], TOKENS - sum(LENGTHS[0])):
+        number = torch.arange(length)
+        seen = number.unsqueeze(1) >= number
+        if kind == "window":
+            seen &= number.unsqueeze(1) - number < size
+        else:
+            seen &= number.unsqueeze(1) // size == number // size
+        cut = (part[:, :, start : start + length] for part in (query, key, value))
+        q, k, v = cut
+        scores = (q @ k.mT / 8**0.5).masked_fill(~seen, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v).transpose(1, 2))
+        start += length
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 100])
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_a_rule_holds_in_every_document(kind: str, size: int) -> None:
+    groups = group_documents(LENGTHS, (1, TOKENS), torch.device("cpu"))
+    output, _ = attend_by_document(LAYER, *parts(TOKENS), rule(kind, size), documents=groups)
+    torch.testing.assert_close(output, expected(kind, size))
+
+
+def test_the_rule_is_worked_out_once_for_all_layers() -> None:
+    windowed = rule("window", 4)
+    first = windowed.visible(9, torch.device("cpu"))
+    assert windowed.visible(9, torch.device("cpu")) is first
+    assert first.shape == (1, 1, 9, 9)
+
+
+def test_where_all_of_the_past_is_seen_there_is_no_rule() -> None:
+    assert build_mask_rule(mask_function=causal_mask_function) is None
+
+
+def test_what_is_more_than_positions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"more than the positions .* type attention=eager"):
+        build_mask_rule(mask_function=causal_mask_function, use_vmap=True)
+    whole = torch.zeros(1, 1, 6, 6)
+    with pytest.raises(ValueError, match=r"mask that Identity computed .* type attention=eager"):
+        attend_by_document(LAYER, *parts(6), whole)  # type: ignore[arg-type]
+
+
+def test_varlen_takes_the_window_that_a_layer_names_alone() -> None:
+    query, key, value = parts(12)
+    ours, _ = attend_by_boundaries(
+        LAYER, query, key, value, rule("window", 4), sliding_window=4, kernel=KERNEL
+    )
+    by_document, _ = attend_by_document(LAYER, query, key, value, rule("window", 4))
+    torch.testing.assert_close(ours, by_document)
+    attend_by_boundaries(LAYER, query, key, value, rule("chunk", 12), kernel=KERNEL)
+    for kind, window in (("window", None), ("chunk", None), ("chunk", 3)):
+        with pytest.raises(ValueError, match="mask of another kind: type attention=sdpa"):
+            attend_by_boundaries(
+                LAYER, query, key, value, rule(kind, 4), sliding_window=window, kernel=KERNEL
+            )
