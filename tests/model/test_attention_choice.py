@@ -290,3 +290,12 @@ def test_a_model_that_is_loaded_is_checked(tmp_path: Any, monkeypatch: pytest.Mo
     ):
         with pytest.raises(ValueError, match="was to run sdpa, but transformers gave it eager"):
             load_base(config, "sdpa", torch.float32)
+
+
+def test_a_tower_without_sdpa_makes_the_whole_model_run_eager() -> None:
+    """Gemma 4's tower of sounds: transformers would refuse to build it."""
+    gemma4 = pytest.importorskip("transformers.models.gemma4")
+    heard = gemma4.Gemma4Config(audio_config=gemma4.Gemma4AudioConfig())
+    taken = choose_backend(AttentionConfig(), heard, "cpu", "fp32")
+    assert taken.backend == "eager" and "Gemma4AudioModel" in taken.why
+    assert choose_backend(AttentionConfig(), gemma4.Gemma4Config(), "cpu", "fp32").backend == "sdpa"

@@ -153,6 +153,8 @@ def _obstacles_of_model(backend: str, situation: Situation) -> Iterator[str]:
         if backend in ("sdpa", "varlen"):
             yield f"{model_type} models compute their attention themselves"
         yield f"transformers has no {backend} for {model_type} models"
+    if tower := _tower_without(backend, situation.architecture):
+        yield f"transformers has no {backend} for {tower}, a part of {model_type} models"
     if backend == "sdpa":
         return
     if backend != "flash2" and (dropout := max(situation.number(n) or 0 for n in DROPOUTS)):
@@ -210,6 +212,18 @@ def _takes(backend: str, architecture: PretrainedConfig) -> bool:
     return bool(model_class._supports_flash_attn) and (
         listed is None or IN_TRANSFORMERS[backend] in listed
     )
+
+
+def _tower_without(backend: str, architecture: PretrainedConfig) -> str | None:
+    """Name a part of a model, as Gemma 4's of sounds, that cannot be built with this attention."""
+    from transformers.models.auto import modeling_auto
+
+    flags = {"sdpa": "_supports_sdpa", "varlen": "_supports_sdpa", "flex": "_supports_flex_attn"}
+    for name in architecture.sub_configs:
+        tower = modeling_auto.MODEL_MAPPING.get(type(getattr(architecture, name, None)), None)
+        if tower is not None and not getattr(tower, flags.get(backend, "_supports_flash_attn")):
+            return str(tower.__name__)
+    return None
 
 
 def _model_class(architecture: PretrainedConfig) -> Any:
