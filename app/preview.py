@@ -90,7 +90,9 @@ def preview(config: PreviewConfig) -> Path:
             f"sequence length: {datamodule.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),
-            *describe_sample([one.name for one in datamodule.report.datasets if one.is_cut]),
+            *describe_sample(
+                {one.name: one.rows for one in datamodule.report.datasets if one.is_cut}
+            ),
         ],
     )
     save_config(config, folder / "config.yaml")
@@ -175,13 +177,14 @@ def rows_of_each(max_rows: int | None, data: DataConfig) -> int | None:
     return max(1, share, 2 * int(data.val_set_size))
 
 
-def describe_sample(names: list[str]) -> list[str]:
-    """Say which data sets were read in part."""
-    if not names:
+def describe_sample(rows: dict[str, int]) -> list[str]:
+    """Say which data sets were read in part: name -> rows."""
+    if not rows:
         return []
+    parts = ", ".join(f"{name} ({number:,})" for name, number in rows.items())
     return [
-        f"a sample: only the first rows of {', '.join(names)} were read; steps, epochs and shares "
-        "below are of these alone; preview.max_rows=null reads all"
+        f"a sample: only the first rows were read of {parts}; steps, epochs, shares and the audit "
+        "are of these alone; preview.max_rows=null reads all"
     ]
 
 

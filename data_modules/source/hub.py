@@ -14,7 +14,7 @@ from data_modules.source.chunks import BadRow, BatchChunk, Chunk, grouped, too_l
 from data_modules.source.limits import Limits
 from data_modules.source.opening import reason_of
 from data_modules.source.splits import Part, rows_of, take
-from data_modules.types import DataError, Origin, Row
+from data_modules.types import DataError, Origin, RemoteError, Row
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = (None, "main")
@@ -136,7 +136,7 @@ def _copy_instead(path: str, revision: str | None, why: _UnreachableError) -> An
     try:
         builder = _copy_of(path)
     except ValueError as error:
-        raise DataError(
+        raise RemoteError(
             f"{path}: no such file here, and {unreachable}, nor is there a copy downloaded before "
             f"({reason_of(error)}); give a local file or folder, check the name, or download the "
             "data set where there is a network and bring the cache (HF_HOME) here"

