@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 def preview(config: PreviewConfig) -> Path:
     """Show what `config` would train on, in the terminal and as a page; return its folder."""
     folder = decide_run_dir(config.output)
-    quiet_libraries(offline=is_offline(config.model, config.data))
+    quiet_libraries(offline=is_offline(_files_read(config.model), config.data))
 
     # Imported here and not above: --help and a config error must not wait for torch.
     from rich.console import Console
@@ -186,6 +186,12 @@ def describe_sample(rows: dict[str, int]) -> list[str]:
         f"a sample: only the first rows were read of {parts}; steps, epochs, shares and the audit "
         "are of these alone; preview.max_rows=null reads all"
     ]
+
+
+def _files_read(model: ModelConfig) -> ModelConfig:
+    """Leave out the base where its numbers and its tokenizer are known without it."""
+    is_known = "model_type" in model.architecture and model.tokenizer_path is not None
+    return replace(model, path=None) if is_known else model
 
 
 def find_architecture(model: ModelConfig) -> PretrainedConfig | None:

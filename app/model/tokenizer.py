@@ -85,7 +85,7 @@ def _load(config: ModelConfig) -> PreTrainedTokenizerBase:
     with reading(f"the tokenizer in {path} cannot be read", ANOTHER):
         try:
             tokenizer = _read(path, config)
-            _try(tokenizer)
+            _try(tokenizer, path)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # also a panic in Rust
@@ -94,16 +94,18 @@ def _load(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _try(tokenizer: PreTrainedTokenizerBase) -> None:
+def _try(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Use a tokenizer as a run does: its files may fit together only where they are not read."""
     for probe in PROBES:
         ids = tokenizer(probe)["input_ids"]
         text = tokenizer.decode(ids)
         if not isinstance(text, str) or not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError("its tokens are not numbers from 0 up")
+            raise ValueError(
+                f"the tokenizer in {path}: its ids are not numbers from 0 up; {ANOTHER}"
+            )
     for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         if token is not None and type(token) is not int:
-            raise ValueError(f"a special token's id is {token!r}")
+            raise ValueError(f"the tokenizer in {path}: a special id is {token!r}; {ANOTHER}")
 
 
 def _blame_file(folder: Path, error: BaseException) -> None:
@@ -137,7 +139,10 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     bare = _bare_model(path)
     if bare == _LLAMA:
         # AutoTokenizer takes it for another kind, and spells other tokens without a word.
-        raise ValueError(f"{_LLAMA} alone does not say how a text is cut into tokens")
+        raise ValueError(
+            f"the tokenizer in {path} cannot be read: {_LLAMA} alone does not say how a text is "
+            f"cut into tokens; {ANOTHER}"
+        )
     if bare == _T5 and not (Path(path) / "config.json").is_file():
         log.info("tokenizer: only %s in %s, read as one of T5", bare, path)
         return transformers.T5Tokenizer.from_pretrained(path)

@@ -47,7 +47,7 @@ def check_adapter(adapter: AdapterConfig, base: BaseModel) -> list[str]:
 
 
 def check_expressions(adapter: AdapterConfig, base: BaseModel) -> list[str]:
-    """Find what is no regular expression, and what would be matched with the names for ever."""
+    """Find what is not a regular expression, and what would be matched with the names for ever."""
     given: dict[str, list[str]] = {}
     if isinstance(adapter, LoraConfig):
         if isinstance(targets := adapter.target_modules, str):

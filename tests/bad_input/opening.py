@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,8 +38,14 @@ class End:
 
 def settings_for(base: Path, data: Path, *words: str, verb: str = "train") -> Any:
     """Return the settings of a run on `base`."""
-    typed = [f"model.path={base}", f"data.datasets=[{{path: {data}}}]", *words]
-    return load_config(verb, typed)
+    config = copy.deepcopy(_composed(verb, words))
+    config.model.path, config.data.datasets[0].path = str(base), str(data)
+    return config
+
+
+@cache
+def _composed(verb: str, words: tuple[str, ...]) -> Any:
+    return load_config(verb, ["model.path=a/b", "data.datasets=[{path: c}]", *words])
 
 
 def open_run(config: Any) -> End:
