@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.output import decide_run_dir
 from app.quiet import is_offline, quiet_libraries
-from app.signals import hear_signals
+from app.signals import end_process, hear_signals
 from app.streams import keep_streams
 
 if TYPE_CHECKING:
@@ -116,4 +115,4 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 if __name__ == "__main__":
     keep_streams()
     hear_signals()
-    sys.exit(run_verb("evaluate", evaluate))
+    end_process(run_verb("evaluate", evaluate))
