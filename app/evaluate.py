@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.errors import UserError
 from app.output import decide_run_dir, write_whole
 from app.quiet import is_offline, quiet_libraries
-from app.signals import hear_signals
+from app.signals import end_process, hear_signals
 from app.streams import keep_streams
 from data_modules import printable
 
@@ -140,4 +139,4 @@ def nothing_to_measure(config: EvaluateConfig) -> str:
 if __name__ == "__main__":
     keep_streams()
     hear_signals()
-    sys.exit(run_verb("evaluate", evaluate))
+    end_process(run_verb("evaluate", evaluate))

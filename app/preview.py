@@ -16,7 +16,7 @@ from app.config import PreviewConfig, run_verb, save_config
 from app.model.base import ModelConfig
 from app.output import decide_run_dir, write_whole
 from app.quiet import is_offline, quiet_libraries
-from app.signals import hear_signals
+from app.signals import end_process, hear_signals
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.streams import keep_streams
 from app.training.trainer import TrainerConfig
@@ -225,4 +225,4 @@ def context_of_tokenizer(
 if __name__ == "__main__":
     keep_streams()
     hear_signals()
-    sys.exit(run_verb("preview", preview))
+    end_process(run_verb("preview", preview))

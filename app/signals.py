@@ -8,15 +8,18 @@ is gone LEAVES_WITHIN seconds after a signal.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from app.errors import Interrupted
 from app.launch import is_child
@@ -34,6 +37,8 @@ LOOK_EVERY = 0.25
 """seconds between two looks at the time; a signal is seen when it comes"""
 TIME_TO_LEAVE = 2.5
 """seconds that the program has to end by itself where nothing is saved first"""
+TIME_FOR_WORKERS = 1.0
+"""of these, seconds that the processes which work for it have"""
 TIME_FOR_DATA = 1.5
 """seconds that a training step which has to end first is given to get its data"""
 LEAVES_WITHIN = TIME_FOR_DATA + TIME_TO_LEAVE
@@ -115,6 +120,20 @@ def leave_soon() -> None:
         _heard.left_at = time.monotonic()
 
 
+def end_process(code: int) -> NoReturn:
+    """End this process with `code`; after a signal without taking apart what it has imported.
+
+    That takes seconds, in which no thread runs any more that could cut it short.
+    """
+    if _heard is None or _heard.signum is None:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def signal_heard() -> int | None:
     """Return the first signal that came, None as long as there was none."""
     return None if _heard is None else _heard.signum
@@ -153,6 +172,8 @@ def _watch(signals: socket.socket, heard: _Heard) -> None:
         if heard.reads_since is None:  # it came after all
             overdue_at, heard.is_overdue = None, False
         left_at = heard.left_at or overdue_at or (None if heard.waits_for_step else first)
+        if left_at is not None and time.monotonic() - left_at > TIME_FOR_WORKERS:
+            _kill_workers()
         if left_at is not None and time.monotonic() - left_at > TIME_TO_LEAVE:
             _leave_at_once(heard.signum or number, "did not end by itself")
         if overdue_at is None and _stalls(heard, first):
@@ -179,9 +200,14 @@ def _stalls(heard: _Heard, first: float | None) -> bool:
     return time.monotonic() - max(first, since) > TIME_FOR_DATA
 
 
+def _kill_workers() -> None:
+    """End the processes that work for this one, which waits for them before it ends."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
 def _leave_at_once(signum: int, why: str) -> None:
-    for child in multiprocessing.active_children():  # they would wait for this process
-        child.kill()
+    _kill_workers()
     name = signal.Signals(signum).name
     with contextlib.suppress(OSError):
         os.write(2, f"{name}: left at once ({why})\n".encode())

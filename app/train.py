@@ -24,7 +24,7 @@ from app.output import CONFIG_FILE, METRICS_FILE
 from app.preflight import check_compatibility, describe_base
 from app.quiet import is_offline, quiet_libraries
 from app.resume import Start, describe_global_batch, start_run
-from app.signals import hear_signals, leave_soon
+from app.signals import end_process, hear_signals, leave_soon
 from app.strategy.settings import StrategyConfig
 from app.streams import keep_streams
 from app.supervise.run import how_to_go_on, requeue, run_ranks, starts_ranks
@@ -296,4 +296,4 @@ def say_done(start: Start) -> float | None:
 if __name__ == "__main__":
     live_with_parent()
     keep_streams()
-    sys.exit(run_verb("train", start, sweep=run_sweep))
+    end_process(run_verb("train", start, sweep=run_sweep))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from app.errors import TrainingFault, UserError
 from app.training.bad_numbers import StepWatch, not_finite
+from app.training.checkpoint.documents import listed
 from app.training.loss import losses_by_dataset
 
 COUNTED = (
@@ -175,7 +176,7 @@ class Curves:
         """Go on from `state_dict`; UserError where the data sets have other names."""
         if state["dataset_names"] != self.dataset_names:
             raise UserError(
-                f"resume: the run's curves are of the data sets {', '.join(state['dataset_names'])}"
+                f"resume: the run's curves are of the data sets {listed(state['dataset_names'])}"
                 f", these are named {', '.join(self.dataset_names)}; give them their names back by "
                 "data.datasets=[{name: ...}], or start anew with resume=never"
             )

@@ -218,7 +218,7 @@ def _is_newer(folder: Path, manifest: Mapping[str, Any], written_as: int) -> str
     if not (isinstance(theirs, str) and re.fullmatch(r"[\w.+-]{1,40}", theirs, re.ASCII)):
         theirs = "(of unknown version)"
     return (
-        f"{folder}: written by loft {theirs} as format {written_as}; "
+        f"{folder / MANIFEST}: written by loft {theirs} as format {written_as}; "
         f"this is loft {versions().get('loft')}, which reads up to format {FORMAT}; upgrade loft, "
         "or go on from an older checkpoint by resume=FOLDER"
     )

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training"
 """files of a checkpoint"""
 MAX_LISTED = 5
 """problems of one checkpoint that are listed"""
+MAX_NAMES = 20
+"""that are listed in one message"""
 MAX_SHOWN = 60
 """characters of a value in a message"""
 MAX_COUNT = 2**53
@@ -228,6 +230,12 @@ def shown(value: Any) -> str:
 def printable(name: str) -> str:
     """Return a name out of a file as it is, or as a message may show it."""
     return name if re.fullmatch(r"[\w./\[\]-]{1,200}", name, re.ASCII) else shown(name)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names out of a file as a message may show them."""
+    more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(map(printable, names[:MAX_NAMES])) + more
 
 
 def _read(checkpoint: Checkpoint, name: str) -> dict[str, Any]:

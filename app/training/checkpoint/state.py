@@ -22,7 +22,7 @@ from app.errors import UserError
 from app.model.adapter import start_weights, trained_weights
 from app.strategy.scattered import Kept, Scattered
 from app.strategy.spread import EVERYTHING_HERE, Spread
-from app.training.checkpoint.documents import MAX_LISTED, printable
+from app.training.checkpoint.documents import MAX_LISTED, listed, printable
 from app.training.checkpoint.expected import bad_values, described, differences, expected_states
 from app.training.muon import MuonWithAdamW
 
@@ -288,8 +288,8 @@ def _check_same_optimizer(optimizer: torch.optim.Optimizer, document: Json) -> N
     here = [type(optimizer).__name__, *(group["name"] for group in optimizer.param_groups)]
     if here != there:
         raise UserError(
-            f"resume: the checkpoint's optimizer is {there[0]} with the groups "
-            f"{', '.join(there[1:])}, this run's {here[0]} with {', '.join(here[1:])}; {OTHER_RUN}"
+            f"resume: the checkpoint's optimizer is {printable(there[0])} with the groups "
+            f"{listed(there[1:])}, this run's {here[0]} with {', '.join(here[1:])}; {OTHER_RUN}"
         )
 
 

@@ -1,0 +1,167 @@
+"""SIGTERM where a run reads and does not get on: it is gone in five seconds, with its processes.
+
+The ordinary commands, in which one function stalls: within a system call that a signal ends, or in
+a library's that none does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from app.training.checkpoint.store import CheckpointStore
+from tests.conftest import ROOT
+from tests.processes import (
+    ENDS_WITHIN,
+    LONGEST,
+    environment_of_a_person,
+    processes_of,
+    wait_until_gone,
+)
+from tests.tiny import SAMPLES, TINY_BASE, small_run, train_into
+
+STALLING = """
+import ctypes, importlib, os, runpy, sys, time
+verb, place, how, folder, calls, *words = sys.argv[1:]
+def hang():
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)
+module, _, name = place.partition(":")
+owner = importlib.import_module(module)
+*path, name = name.split(".")
+for part in path:
+    owner = getattr(owner, part)
+plain, left = getattr(owner, name), iter(range(int(calls)))
+def stalling(*args, **kwargs):
+    if next(left, None) is not None:
+        return plain(*args, **kwargs)
+    open(os.path.join(folder, "stalls"), "w").close()
+    time.sleep(300) if how == "sleeps" else hang()
+setattr(owner, name, stalling)
+if "data.num_proc=2" in words:
+    importlib.import_module("data_modules.encode").CHUNKS_IN_PROCESS = 0
+sys.argv = [verb, *words]
+runpy.run_module(f"app.{verb}", run_name="__main__")
+"""
+ANSWERS = ("evaluation.exact_match=true",)
+IN_WORKERS = ("data.num_proc=2",)
+WHERE = {
+    "tokens": ("data_modules.encode:ChunkEncoder.__call__", "sleeps", 0, ()),
+    "tokens in workers": ("data_modules.encode:ChunkEncoder.__call__", "hangs", 0, IN_WORKERS),
+    "the plan": ("data_modules.bins:_places", "hangs", 0, ()),
+    "the base": ("app.model.base:load_base", "hangs", 0, ()),
+    "answers at the end": ("app.evaluation.generation:exact_match", "hangs", 0, ANSWERS),
+}
+
+
+def stall(
+    folder: Path, verb: str, place: str, how: str, calls: int, words: list[str]
+) -> tuple[int, float, str]:
+    """Send SIGTERM to a command as it stalls; return its code, how long it took and what it said.
+
+    Nothing of it may be left.
+    """
+    folder.mkdir(exist_ok=True)
+    typed = [verb, place, how, str(folder), str(calls), *words]
+    process = subprocess.Popen(
+        [sys.executable, "-c", STALLING, *typed],
+        cwd=ROOT,
+        env=environment_of_a_person() | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + LONGEST
+        while not (folder / "stalls").exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.3)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=LONGEST)[1]
+        seconds = time.monotonic() - sent
+        wait_until_gone(folder, ENDS_WITHIN)
+    finally:
+        for pid in processes_of(folder):
+            os.kill(pid, signal.SIGKILL)
+    left = [
+        file.name for file in folder.rglob("*") if re.search(r"\.tmp|^\.\w+\.\w+\.\d+$", file.name)
+    ]
+    assert not left
+    return process.returncode, seconds, said
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in WHERE.items()],
+)
+def test_a_run_ends_wherever_it_reads(
+    tmp_path: Path, case: tuple[str, str, int, tuple[str, ...]]
+) -> None:
+    place, how, calls, words = case
+    typed = [
+        *small_run("trainer.max_steps=1", *words),
+        f"data.cache_dir={tmp_path / 'run' / 'cache'}",
+        f"output.dir={tmp_path / 'run' / 'out'}",
+    ]
+    code, seconds, said = stall(tmp_path / "run", "train", place, how, calls, typed)
+    assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_is_read_is_left(tmp_path: Path) -> None:
+    made = train_into(tmp_path / "made", "trainer.max_steps=1", "logger=csv")
+    run = shutil.copytree(made, tmp_path / "run" / "out")  # this process holds the other
+    (run / "metrics.json").unlink()
+    code, seconds, said = stall(
+        *(tmp_path / "run", "train", "app.training.checkpoint.disk:read_hash", "hangs", 0),
+        [f"resume={run}"],
+    )
+    assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)
+
+
+@pytest.mark.parametrize("how", ["sleeps", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_what_is_done_is_saved_where_the_next_data_does_not_come(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "run"
+    typed = [
+        *small_run("trainer.max_steps=9", "data.val_set_size=0", "logger=csv"),
+        "trainer.checkpoint.every_steps=9",
+        "evaluation.exact_match=false",
+        f"output.dir={folder / 'out'}",
+    ]
+    batches = "data_modules.datamodule:_Batches.__getitem__"
+    code, seconds, said = stall(folder, "train", batches, how, 4, typed)  # two a step
+    assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)
+    saved = CheckpointStore(folder / "out" / "checkpoints").newest_good()[0]
+    if how == "sleeps":
+        assert saved is not None and saved.step == 2
+        assert "the data of the next step did not come; step 2 is saved" in said
+    else:
+        assert saved is None and "left at once" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["preview", "evaluate"])
+def test_other_verbs_end_too(tmp_path: Path, verb: str) -> None:
+    data = f"data.datasets=[{{path: {SAMPLES / 'orders_test.jsonl'}}}]"
+    words = [data, f"model.path={TINY_BASE}", f"data.cache_dir={tmp_path / 'run' / 'cache'}"]
+    if verb == "evaluate":
+        words = [w.replace("data.datasets", "data.test_datasets") for w in words]
+    code, seconds, said = stall(
+        *(tmp_path / "run", verb, "data_modules.encode:ChunkEncoder.__call__", "sleeps", 0),
+        [*words, f"output.dir={tmp_path / 'run' / 'out'}"],
+    )
+    assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)
+    assert "stopped by SIGTERM" in said and "Traceback" not in said

@@ -1,0 +1,372 @@
+"""Checkpoints whose files were changed at random: refused by file and key, or restored as written.
+
+Each change is tried with the hashes that it was written with, and with hashes that fit it. A child
+process does it, since what crashes or hangs there must not take the tests along.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from app.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
+from app.model.adapter import FullConfig, LoraConfig
+from app.resume import find_newest_good
+from app.training.checkpoint.checkpoint import Checkpoint
+from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.documents import (
+    MODEL,
+    OPTIMIZER,
+    TRAINING,
+    check_documents,
+    random_state_of,
+    read_random_state,
+)
+from app.training.checkpoint.state import (
+    check_random_state,
+    model_state,
+    optimizer_state,
+    random_state,
+    restore_model,
+    restore_optimizer,
+    restore_random_state,
+    restore_schedule,
+)
+from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
+from app.training.curves import Curves
+from app.training.optimizer import AdamWConfig, ScheduleFreeConfig
+from tests.resumed import seal, training_document
+from tests.training.checkpoint.saves import in_a_child
+from tests.training.checkpoint.test_state import Training
+
+NUM_CHANGES = 300
+"""of each kind of file"""
+LONGEST = 20
+"""seconds that one of them may take"""
+STEP, EARLIER = 4, 2
+CPU = torch.device("cpu")
+DOCUMENTS = ("manifest.json", "training.json", "random-rank-0.json")
+TENSORS = ("model.safetensors", "optimizer.safetensors")
+Dice = random.Random
+
+
+def save(training: Training, folder: Path, step: int) -> None:
+    """Save as a run of one rank does, without a trainer around it."""
+    store = CheckpointStore(folder, keep_last=9)
+    tensors, numbers = optimizer_state(training.model, training.optimizer)
+    store.begin(step)
+    store.add_tensors(step, MODEL, model_state(training.model))
+    store.add_tensors(step, OPTIMIZER, tensors)
+    store.add_document(step, TRAINING, training_document(step) | {"optimizer": numbers})
+    store.add_document(step, random_state_of(0), random_state(CPU))
+    store.commit(step, details={"num_ranks": 1, "num_data_ranks": 1, "total_steps": 8})
+
+
+def restore(training: Training, checkpoint: Checkpoint) -> None:
+    """Restore as a run does: documents, weights, states, schedule, curves, random numbers."""
+    check_documents(checkpoint)
+    read = StoredCheckpoints(CheckpointStore(checkpoint.folder.parent), checkpoint).load_checkpoint(
+        checkpoint.folder
+    )
+    Curves(["one"], [], 1).load_state_dict(read["training"]["curves"])
+    restore_model(training.model, read["state_dict"])
+    tensors, numbers = checkpoint.tensors(OPTIMIZER), read["training"]["optimizer"]
+    restore_optimizer(training.model, training.optimizer, tensors, numbers, step=checkpoint.step)
+    restore_schedule(training.schedule, checkpoint.step)
+    state = read_random_state(checkpoint, 0)
+    check_random_state(state, CPU)
+    restore_random_state(state, CPU)
+
+
+# What happens to a file, as bytes.
+
+
+def flip(content: bytearray, dice: Dice) -> None:
+    for _ in range(dice.choice((1, 1, 1, 8))):
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+
+
+def flip_near_the_start(content: bytearray, dice: Dice) -> None:
+    content[dice.randrange(min(len(content), 400))] ^= 1 << dice.randrange(8)
+
+
+def cut(content: bytearray, dice: Dice) -> None:
+    del content[dice.randrange(len(content)) :]
+
+
+def repeat(content: bytearray, dice: Dice) -> None:
+    start = dice.randrange(len(content))
+    part = content[start : start + dice.randrange(1, 200)]
+    content[start:start] = part * dice.choice((1, 1, 50))
+
+
+def replace(content: bytearray, dice: Dice) -> None:
+    content[:] = dice.choice(
+        (
+            b"",
+            b"{}",
+            b"[]",
+            b"null",
+            b"7",
+            b"\xff\xfe",
+            b"[" * 5000,
+            dice.randbytes(64),
+            b" " * 9999,
+        )
+    )
+
+
+def huge(content: bytearray, dice: Dice) -> None:
+    content[:8] = dice.choice((2**63 - 1, 2**40, 10**8 + 1, 0)).to_bytes(8, "little")
+
+
+BYTES = [flip, flip_near_the_start, cut, repeat, replace]
+
+
+# What happens to a document, as JSON.
+
+
+def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """List every element of a document, as its container and its key there."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, element in list(pairs)[:40]:
+        found.append((value, key))
+        if isinstance(element, (dict, list)):
+            places(element, found)
+    return found
+
+
+def other_values(dice: Dice) -> Any:
+    deep: Any = 1
+    for _ in range(dice.choice((3, 500))):
+        deep = [deep] if dice.random() < 0.5 else {"a": deep}
+    return dice.choice(
+        (
+            *(None, True, -1, 0, 2**31, 2**64, 10**400, 0.5, -1e308, float("inf"), float("nan")),
+            *("", "1", "\x1b[2J", "x" * 10_000, "\ud800", [], {}, [[]], deep, [0] * 1000),
+        )
+    )
+
+
+def change_type(document: Any, dice: Dice) -> None:
+    container, key = dice.choice(places(document, []))
+    container[key] = other_values(dice)
+
+
+def remove(document: Any, dice: Dice) -> None:
+    container, key = dice.choice(places(document, []))
+    del container[key]
+
+
+def add(document: Any, dice: Dice) -> None:
+    container, key = dice.choice(places(document, []))
+    if isinstance(container, dict):
+        container[dice.choice((f"{key}2", "", "../x", "loops", "\x1b[1m"))] = other_values(dice)
+    else:
+        container.insert(dice.randrange(len(container) + 1), other_values(dice))
+
+
+def swap(document: Any, dice: Dice) -> None:
+    (one, here), (other, there) = (dice.choice(places(document, [])) for _ in range(2))
+    one[here], other[there] = other[there], json.loads(json.dumps(one[here]))
+
+
+JSON = [change_type, remove, add, swap]
+
+
+# What happens to a file of tensors, as tensors by name.
+
+
+def header_of(content: bytes) -> tuple[Any, bytes]:
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def change_header(content: bytearray, dice: Dice) -> None:
+    header, data = header_of(bytes(content))
+    name, others = dice.choice(list(header)), list(header)
+    entry = header[name]
+    what = dice.choice(("dtype", "shape", "swap", "name", "gone", "any", "offsets"))
+    if what == "dtype":
+        same = {4: ("I32", "U32", "F32"), 8: ("F64", "I64"), 2: ("F16", "I16"), 1: ("I8", "U8")}
+        every = ("F64", "F32", "BF16", "I32", "U8", "BOOL", "C64", "F8_E4M3", "F4", "X")
+        entry["dtype"] = dice.choice(same[4] + every)
+    elif what == "shape":
+        entry["shape"] = dice.choice(
+            (list(reversed(entry["shape"])), [], [*entry["shape"], 1], [2**40], [-1], ["a"])
+        )
+    elif what == "swap":
+        other = dice.choice(others)
+        header[name], header[other] = header[other], entry
+    elif what == "name":
+        header[dice.choice((f"{name}x", "", "\x1b[2J/y", "exp_avg/nothing"))] = header.pop(name)
+    elif what == "gone":
+        del header[name]
+    elif what == "offsets":
+        entry["data_offsets"] = [entry["data_offsets"][0], dice.choice((0, -1, 2**63, 10**30))]
+    else:
+        swap(header, dice)
+    text = json.dumps(header).encode()
+    content[:] = len(text).to_bytes(8, "little") + text + data
+
+
+def change_values(content: bytearray, dice: Dice) -> None:
+    """Write numbers that no training leaves, whatever type they are read as."""
+    data = header_of(bytes(content))[1]
+    at = len(content) - len(data) + 4 * dice.randrange(max(1, len(data) // 4))
+    content[at : at + 4] = dice.choice(
+        (b"\x00\x00\xc0\x7f", b"\x00\x00\x80\x7f", b"\x00\x00\x80\xff", b"\x00\x00\x80\xbf")
+    )
+
+
+def lose_or_add(content: bytearray, dice: Dice) -> None:
+    """Write the file again, sound, with a tensor less, one more, or one of another dtype."""
+    from safetensors.torch import load
+    from safetensors.torch import save as save_tensors
+
+    tensors: dict[str, Tensor] = load(bytes(content))
+    name = dice.choice(sorted(tensors))
+    what = dice.choice(("less", "more", "dtype", "empty", "none"))
+    if what == "less":
+        del tensors[name]
+    elif what == "more":
+        tensors[f"{name}2"] = tensors[name].clone()
+    elif what == "dtype":
+        dtype = dice.choice((torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.bool))
+        tensors[name] = tensors[name].to(dtype)
+    elif what == "empty":
+        tensors[name] = torch.empty(0)
+    else:
+        tensors.clear()
+    content[:] = save_tensors(tensors)
+
+
+HEADER = [huge, change_header, change_header, change_values, lose_or_add]
+
+
+def changed(content: bytes, name: str, dice: Dice) -> bytes:
+    """Return a file's bytes after one change that fits its kind, or any."""
+    of_kind: list[Callable[..., None]] = (
+        [] if name == "COMMITTED" else HEADER if name in TENSORS else JSON
+    )
+    change = dice.choice([*BYTES, *of_kind, *of_kind])
+    if change in JSON:
+        document = json.loads(content)
+        change(document, dice)
+        return json.dumps(document).encode()
+    mutable = bytearray(content)
+    change(mutable, dice)
+    return bytes(mutable)
+
+
+def seal_manifest(folder: Path) -> None:
+    import hashlib
+
+    text = (folder / "manifest.json").read_bytes()
+    (folder / "COMMITTED").write_text(f"{hashlib.sha256(text).hexdigest()}\n")
+
+
+class Bench:
+    """A run's folder with two checkpoints, and a training that each of them is restored into."""
+
+    def __init__(self, config: Any, adapter: Any) -> None:
+        self.run = Path(tempfile.mkdtemp())
+        self.folder = self.run / CHECKPOINTS / f"step-{STEP}"
+        self.training = Training(config, adapter)
+        (self.run / CHECKPOINTS).mkdir()
+        for step in (EARLIER, STEP):
+            self.training.take_steps(range(step - 2, step))
+            save(self.training, self.run / CHECKPOINTS, step)
+        self.last = "manifest.json"
+        """what was changed before"""
+        self.files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
+
+    def try_out(self, name: str, content: bytes, *, fits: bool) -> str:
+        """Go on from the run with one file changed; return what came of it."""
+        for other in {self.last, "manifest.json", "COMMITTED"}:
+            (self.folder / other).write_bytes(self.files[other])
+        self.last = name
+        (self.folder / name).write_bytes(content)
+        if fits and name == "manifest.json":
+            seal_manifest(self.folder)
+        elif fits:
+            seal(self.folder)
+        try:
+            good, damages = find_newest_good(self.run)
+            assert good is not None
+            if good.step == EARLIER:
+                # A manifest that says something else of a file leaves that file to be named.
+                assert name in damages[0] or name in ("COMMITTED", "manifest.json"), damages
+                return "the one before"
+            restore(self.training, good)
+        except UserError as error:
+            assert exit_code(error) in (USER_ERROR, ENVIRONMENT_ERROR)
+            # By the functions of a state; a run's module puts the file before it.
+            assert name in str(error) or "resume: " in str(error), error
+            assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", str(error)), ascii(str(error))
+            assert len(str(error)) < 9000
+            return "refused"
+        if name in TENSORS:
+            self.check_restored(good)
+        return "restored"
+
+    def check_restored(self, good: Checkpoint) -> None:
+        """Make sure that what was restored is what the files say, and a step can be taken."""
+        for key, kept in model_state(self.training.model).items():
+            assert torch.equal(kept, good.tensors(MODEL)[key]) and kept.isfinite().all()
+        for tensor in optimizer_state(self.training.model, self.training.optimizer)[0].values():
+            assert tensor.isfinite().all()
+        self.training.take_steps(range(1))
+
+
+KINDS = {
+    "adamw": (AdamWConfig(), LoraConfig(r=2, dropout=0.0, target_modules=["q_proj"])),
+    "schedule_free": (ScheduleFreeConfig(), FullConfig()),
+}
+
+
+def fuzz(name: str, kind: str) -> None:
+    """Change one file of a checkpoint `NUM_CHANGES` times; raises where one is taken wrongly."""
+    torch.set_num_threads(1)
+    bench, outcomes = Bench(*KINDS[kind]), set()
+
+    @settings(
+        max_examples=NUM_CHANGES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.integers(0, 2**32 - 1))
+    def change_and_go_on(seed: int) -> None:
+        signal.alarm(LONGEST)
+        content = changed(bench.files[name], name, Dice(seed))
+        for fits in (False,) if name == "COMMITTED" else (False, True):
+            outcomes.add(bench.try_out(name, content, fits=fits))
+        signal.alarm(0)
+
+    try:
+        change_and_go_on()
+    finally:
+        shutil.rmtree(bench.run)
+    assert {"the one before", "refused"} <= outcomes or name == "COMMITTED", outcomes
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *TENSORS, "COMMITTED"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("schedule_free", marks=pytest.mark.slow)])
+def test_a_changed_file_is_refused_or_restored_as_it_says(name: str, kind: str) -> None:
+    ended = in_a_child(lambda: fuzz(name, kind))
+    assert ended == 0, f"the child ended with {ended} (-14: one took over {LONGEST} s)"
