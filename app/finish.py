@@ -49,9 +49,11 @@ def finish(
     """
     from app.evaluation.comparison import say_comparison
     from app.evaluation.generation import exact_match
+    from app.model.adapter import saves_whole_model
     from app.model.attention import attention_implementation
     from app.model.base import load_base
     from app.model.build import weight_dtype
+    from app.model.chat import keep_stop_tokens, save_stop_tokens
     from app.model.save import save_model
     from app.training.loss import validate
 
@@ -80,6 +82,7 @@ def finish(
     def ask(model: Any) -> dict[str, float]:
         return exact_match(model, tokenizer, prompts, stop_ids, config.evaluation, shards)
 
+    keep_stop_tokens(module.model, stop_ids)
     with trainer.precision_plugin.forward_context():
         saved, model = save_model(
             module.model,
@@ -104,6 +107,8 @@ def finish(
 
     def write() -> None:
         tokenizer.save_pretrained(saved)
+        if not saves_whole_model(config.adapter):
+            save_stop_tokens(model, saved)
         write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         say_comparison(metrics, names)
         say_where(folder, saved)
