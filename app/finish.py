@@ -50,9 +50,11 @@ def finish(
     """
     from app.evaluation.comparison import say_comparison
     from app.evaluation.predictions import Predictions
+    from app.model.adapter import saves_whole_model
     from app.model.attention import attention_implementation
     from app.model.base import load_base
     from app.model.build import weight_dtype
+    from app.model.chat import keep_stop_tokens, save_stop_tokens
     from app.model.save import save_model
     from app.training.loss import validate
 
@@ -83,6 +85,7 @@ def finish(
     def ask(who: str, model: Any) -> dict[str, float]:
         return predictions.ask(who, model, shards)
 
+    keep_stop_tokens(module.model, stop_ids)
     with trainer.precision_plugin.forward_context():
         saved, model = save_model(
             module.model,
@@ -108,6 +111,8 @@ def finish(
     def write() -> None:
         tokenizer.save_pretrained(saved)
         predictions.write(folder)
+        if not saves_whole_model(config.adapter):
+            save_stop_tokens(model, saved)
         write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         say_comparison(metrics, names)
         say_where(folder, saved)

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_ROWS = 20_000
 NUM_PROC = 2
 REPEATS = 3
+LONG_TURNS = 4_000
 LARGE_BYTES = 1 << 30
 SAMPLE_SECONDS = 0.5
 CHATML = (
@@ -57,6 +58,22 @@ with Path(cache, "tokens.txt").open("w") as file:
     for index in range(min(len(prepared.store), 20_000)):
         example = prepared.store.example(index, 0)
         print(*example.input_ids, "|", *(example.weights > 0).astype(int), file=file)
+"""
+
+LONG = """
+import sys, time
+import transformers
+from data_modules.template import ChatTemplate
+from data_modules.types import Conversation, Origin, Turn
+tokenizer, template, num_turns = sys.argv[1:]
+tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+chat = ChatTemplate.resolve(tokenizer, template)
+ask, say = Turn("user", "What is next, d\u00e9j\u00e0 vu?"), Turn("assistant", "This comes next.")
+turns = (ask, say) * (int(num_turns) // 2)
+started = time.perf_counter()
+(encoded,) = chat.encode([Conversation(turns, Origin("long", 1))])
+assert encoded.weights.any()
+print(time.perf_counter() - started)
 """
 
 TRLS = """
@@ -141,6 +158,7 @@ def measure() -> list[Figure]:
             Figure(figure=f"prepare/time_of_2x_{what}", value=_ratio(folder, words, place), bar=2.3)
             for place, what in enumerate(SCALES)
         ]
+        doubled = _ratio_of_twice_the_turns(folder)
         large = folder / "large.jsonl"
         _write_rows(large, words, lambda _, size: size < LARGE_BYTES)
         peak = _peak_bytes(folder, large)
@@ -151,10 +169,23 @@ def measure() -> list[Figure]:
             bar=2.5,
             better="higher",
         ),
+        Figure(figure="prepare/time_of_twice_the_turns", value=doubled, bar=2.5),
         Figure(figure="prepare/rows_alike", value=same, bar=1.0, better="higher"),
         Figure(figure="prepare/peak_gb_of_1_gib", value=peak / 1e9, bar=1.5),
         *ratios,
     ]
+
+
+def _ratio_of_twice_the_turns(folder: Path) -> float:
+    """Return how much longer a row takes that has twice as many turns as another long one."""
+    words = (str(folder / "tokenizer"), str(folder / "plain.jinja"))
+    taken: dict[int, list[float]] = {LONG_TURNS: [], 2 * LONG_TURNS: []}
+    for _ in range(REPEATS):
+        for turns, seconds in taken.items():
+            seconds.append(_run(sys.executable, LONG, *words, str(turns)))
+    short, long = (median(seconds) for seconds in taken.values())
+    print(f"a row of {LONG_TURNS:,} turns: {short:.1f} s, of twice as many: {long:.1f} s")
+    return long / short
 
 
 def _words() -> list[str]:

@@ -122,6 +122,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
             config.chat_template,
             config.mask(),
             is_encoder_decoder=is_encoder_decoder,
+            limits=config.template_limits(),
         )
         data = PreparedData(
             config,

@@ -16,7 +16,7 @@ from data_modules import source
 from data_modules.audit import AuditConfig, check_audit
 from data_modules.mixture import MixtureConfig, check_mixture
 from data_modules.rows import check_first_rows
-from data_modules.template import MaskConfig, check_mask
+from data_modules.template import Limits, MaskConfig, check_mask
 from data_modules.types import printable
 
 ON_LONG = ("drop", "truncate_left", "truncate_right", "split", "error")
@@ -98,6 +98,10 @@ class DataConfig:
     chat_template: str | None = None
     """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one that
     is named for the model, else plain"""
+    template_seconds: float = 10.0
+    """a chat template that takes longer for some small chats at the start is refused"""
+    template_memory_mb: int = 1024
+    """a chat template that takes more memory for them is refused; MB"""
     mixture: MixtureConfig = field(default_factory=MixtureConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     streaming: bool = False
@@ -108,6 +112,10 @@ class DataConfig:
     """processes that tokenise large data sets; null = one a core"""
     num_workers: int = 0
     """processes that lay out batches ahead; 0 = the training process does it (enough here)"""
+
+    def template_limits(self) -> Limits:
+        """Return what a chat template may take at the start."""
+        return Limits(seconds=self.template_seconds, memory_mb=self.template_memory_mb)
 
     def mask(self) -> MaskConfig:
         """Return what of these settings decides which tokens are learned."""
@@ -178,6 +186,10 @@ def _check_settings(config: DataConfig) -> list[str]:
         problems.append(f"data.num_workers is {config.num_workers}; give 0 or more")
     if config.num_proc is not None and config.num_proc < 1:
         problems.append(f"data.num_proc is {config.num_proc}; give 1 or more, or null")
+    if not 0 < config.template_seconds < math.inf:
+        problems.append(f"data.template_seconds is {config.template_seconds}; give seconds above 0")
+    if config.template_memory_mb < 1:
+        problems.append(f"data.template_memory_mb is {config.template_memory_mb}; give 1 or more")
     if config.max_row_bytes < 1:
         problems.append(f"data.max_row_bytes is {config.max_row_bytes}; give 1 or more")
     if config.streaming:

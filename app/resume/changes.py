@@ -74,6 +74,8 @@ KINDS: dict[str, str] = {
     "data.max_row_bytes": HARMLESS,  # a limit
     "data.limits.*": HARMLESS,
     "data.chat_template": COMPARED,
+    "data.template_seconds": HARMLESS,  # a limit
+    "data.template_memory_mb": HARMLESS,
     "data.mixture.*": "data",
     "data.audit.*": HARMLESS,
     "data.streaming": REFUSED,

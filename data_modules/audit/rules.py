@@ -19,6 +19,21 @@ NOTES = {
         "have a system turn that the chat template drops",
         "set data.chat_template to one that writes it, or move its text into the first user turn",
     ),
+    "lost_user": (
+        "the chat template drops their user turns",
+        "have user turns that the chat template drops",
+        "set data.chat_template to one that writes them",
+    ),
+    "lost_tool_turn": (
+        "the chat template drops what their tools answered",
+        "have tool results that the chat template drops",
+        "set data.chat_template to one that writes them, such as qwen3",
+    ),
+    "lost_content": (
+        "the chat template drops what is said beside their tool calls",
+        "have words beside tool calls that the chat template drops",
+        "set data.chat_template to one that writes them, such as qwen3",
+    ),
     "lost_tools": (
         "the chat template drops their tools",
         "have tools that the chat template drops",

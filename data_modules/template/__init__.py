@@ -3,11 +3,13 @@
 from data_modules.template.masking import MaskConfig, check_mask
 from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
 from data_modules.template.template import ChatTemplate, RowProblem
+from data_modules.template.trial import Limits
 
 __all__ = [
     "TEMPLATES_WITH_TOOLS",
     "TEMPLATE_NAMES",
     "ChatTemplate",
+    "Limits",
     "MaskConfig",
     "RowProblem",
     "check_mask",

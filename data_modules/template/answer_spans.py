@@ -1,42 +1,58 @@
 """Find where each turn stands in a rendered conversation.
 
-Decides where an answer begins (after the generation prompt), where its content ends and which
-token stops it. Never calls `{% generation %}`. Each conversation is rendered once: a scaffold says
-where its turns are. Where none fits a row, the row's own beginnings are rendered (`search`).
+Decides how: a scaffold, learned once for all conversations of a form, is laid over the row's text;
+where none fits a row, marks are put around the row's own texts (`search`), and what it becomes with
+them must be its text to the last character. Never calls `{% generation %}`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
-from data_modules.template.rendering import Chat, Renderer, RowRefusedError
-from data_modules.template.scaffold import (
-    MARK,
-    Layout,
-    Placed,
-    Scaffold,
-    TurnSpan,
+from data_modules.template.bounds import BoundFinder, Bounds, TurnSpan
+from data_modules.template.marks import (
+    PRIVATE,
+    TOOLS,
+    WRAPS,
+    Mark,
+    Wrap,
     form_of,
+    holds_content,
     marked_chat,
+    marks_in,
+    strings_in,
+    unmarked,
+    wrapped_chat,
 )
-from data_modules.types import Turn, shown
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError
+from data_modules.template.scaffold import Layout, Placed, Scaffold, with_suffix
+from data_modules.types import shown
 
 MAX_SCAFFOLDS = 1024
-_OPENS_THOUGHT = re.compile(r"<think>\s*$")
+MAX_TRIED_TURNS = 64
+
+
+LOST = {
+    "system": "lost_system",
+    "user": "lost_user",
+    "assistant": "lost_content",
+    "tool": "lost_tool_turn",
+}
+"""role -> the note on a row whose template does not write the content of such a turn"""
 
 
 class SpanFinder:
-    """Render conversations and find their turns; `specials` are the texts that can end a turn."""
+    """Render conversations and find their turns.
 
-    def __init__(self, renderer: Renderer, specials: Iterable[str]) -> None:
+    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS.
+    """
+
+    def __init__(
+        self, renderer: Renderer, specials: Iterable[str], framing: Iterable[str] = ()
+    ) -> None:
         self._renderer = renderer
-        either = "|".join(map(re.escape, specials)) or "(?!)"
-        self._stop = re.compile(rf"\s*({either})")
-        self._special = re.compile(either)
+        self._bounds = BoundFinder(renderer, specials, framing)
         self._scaffolds: dict[object, Scaffold | None] = {}
-        self._usual_stop: str | None = None
 
     def place(self, chats: Sequence[Chat]) -> list[Placed | RowRefusedError]:
         """Render each chat once, and say where its turns stand."""
@@ -54,32 +70,70 @@ class SpanFinder:
         return placed
 
     def search(self, chat: Chat, text: str) -> Placed:
-        """Find the turns by rendering the beginnings of this chat: slow, and right for any row."""
-        spans: list[TurnSpan] = []
-        marked: list[int] = []
-        numbers = _answers(chat.turns)
-        prefixes = [self._prefix(chat, number) for number in numbers]
-        for position, (number, (prompted, unprompted)) in enumerate(
-            zip(numbers, prefixes, strict=True)
-        ):
-            turn = chat.turns[number]
-            if is_prompted := text.startswith(prompted):
-                start, exact = len(prompted), prompted != unprompted
-            else:
-                marked = marked or self._answer_starts(chat, text)
-                start, exact = marked[position], True
-            # Never beyond the next answer's prefix, where the same words may stand again.
-            after = prefixes[position + 1][0] if position + 1 < len(prefixes) else text
-            here = text[: len(after)] if text.startswith(after) else text
-            if turn.tool_calls or (turn.reasoning and not turn.content):
-                span = self._closed_span(chat, number, here, start, is_prompted)
-            elif not turn.content:
+        """Find the turns with marks around the row's own texts: slow, and right for any row."""
+        if any(PRIVATE.search(own) for own in strings_in(_own_texts(chat))):
+            raise RowRefusedError(
+                "its text holds one of the private characters U+E0F1 to U+E0F4, and the chat "
+                "template does not write that text as it is; remove them"
+            )
+        refused: RowRefusedError | None = None
+        for wrap in WRAPS:
+            try:
+                placed = self._searched(chat, [wrap] * len(chat.turns), text)
+            except RowRefusedError as error:
+                refused = refused or error
                 continue
+            if placed is not None:
+                return placed
+        if refused is None:
+            placed = self._searched(chat, self._wraps_by_turn(chat, text), text)
+            if placed is not None:
+                return placed
+        raise refused or RowRefusedError(
+            "the chat template writes its turns otherwise when one of their texts is another, so "
+            "its answers cannot be told apart; set data.chat_template=plain"
+        )
+
+    def _searched(self, chat: Chat, wraps: Sequence[Wrap | None], text: str) -> Placed | None:
+        """Return the turns that marks show; None where `text` is another one without them."""
+        wrapped = wrapped_chat(chat, wraps)
+        (rendered,) = self._renderer.render([wrapped], False)
+        marks = None if isinstance(rendered, RowRefusedError) else marks_in(rendered, wrapped)
+        if isinstance(rendered, RowRefusedError) or marks is None:
+            return None
+        plain, place = unmarked(rendered)
+        if plain != text:
+            return None
+        bounds = self._bounds.find(wrapped, rendered, marks)
+        _check_written(chat, rendered, marks)
+        spans = [
+            span._replace(
+                start=place(span.start), end=place(span.end), stop_end=place(span.stop_end)
+            )
+            for span in self._with_others(wrapped, rendered, marks, bounds)
+        ]
+        lost = _lost(wrapped, marks)
+        if chat.tools and self._renderer.render([Chat(chat.turns)], False) == [text]:
+            lost = ("lost_tools", *lost)
+        return Placed(*with_suffix(text, spans, bounds.suffix), lost)
+
+    def _wraps_by_turn(self, chat: Chat, text: str) -> list[Wrap | None]:
+        """Return for each turn how it can be marked alone."""
+        wraps: list[Wrap | None] = []
+        for number, turn in enumerate(chat.turns[:MAX_TRIED_TURNS]):
+            for wrap in WRAPS:
+                alone = [wrap if n == number else None for n in range(len(chat.turns))]
+                (rendered,) = self._renderer.render([wrapped_chat(chat, alone)], False)
+                if isinstance(rendered, str) and unmarked(rendered)[0] == text:
+                    wraps.append(wrap)
+                    break
             else:
-                span = self._content_span(turn, number, here, start, exact, is_prompted)
-            spans.append(span)
-        spans = self._add_others(chat, text, spans)
-        return Placed(text, spans, self._lost(chat, text))
+                raise RowRefusedError(
+                    f"turn {number + 1} ({turn.role}): the chat template writes the row otherwise "
+                    "when this text is another, so it cannot be told apart; set "
+                    "data.chat_template=plain"
+                )
+        return [*wraps, *[WRAPS[0]] * (len(chat.turns) - len(wraps))]
 
     def _scaffold(self, chat: Chat) -> Scaffold | None:
         key = form_of(chat)
@@ -93,225 +147,73 @@ class SpanFinder:
         return self._scaffolds[key]
 
     def _build(self, chat: Chat) -> Scaffold | None:
-        """Render a marked chat, and find its turns by its own prefixes."""
-        layout = Layout.of(self._text(chat), self._special)
+        """Render a marked chat, and find its turns."""
+        (text,) = self._renderer.render([chat], False)
+        marks = None if isinstance(text, RowRefusedError) else marks_in(text, chat)
+        if isinstance(text, RowRefusedError) or marks is None:
+            return None
+        bounds = self._bounds.find(chat, text, marks)
+        layout = Layout.of(text, marks, bounds.calls, self._bounds.special)
         if layout is None:
             return None
-        spans = []
-        for number in _answers(chat.turns):
-            span = self._marked_span(chat, number, layout)
-            if span is None and _says(chat.turns[number]):
-                return None
-            if span:
-                spans.append(span)
-        stops = {span.stop for span in spans}
-        for slot in layout.slots:
-            if slot.part == "c" and chat.turns[slot.turn].role != "assistant":
-                stop = self._stop.match(layout.text, slot.end)
-                held = stop if stop and stop[1] in stops else None
-                stop_end, name = (held.end(), held[1]) if held else (slot.end, "")
-                spans.append(TurnSpan(slot.turn, slot.start, slot.end, stop_end, name, True))
-        scaffold = Scaffold(layout, sorted(spans), _lost_marks(chat, layout))
+        spans = self._with_others(chat, text, marks, bounds)
+        lost = _lost(chat, marks)
+        if chat.tools and not any(mark.turn == TOOLS for mark in marks):
+            lost = ("lost_tools", *lost)
+        scaffold = Scaffold(layout, bounds._replace(spans=spans), lost)
         return scaffold if scaffold.is_whole else None
 
-    def _marked_span(self, chat: Chat, number: int, layout: Layout) -> TurnSpan | None:
-        """Find an answer in a marked text; None where its beginning or end is not to be seen."""
-        text, turn = layout.text, chat.turns[number]
-        own = [slot for slot in layout.slots if slot.turn == number and slot.part in "cr"]
-        first = own[0].start if own else None
-        # A thought's opening tag may stand before its mark, and belongs to the answer.
-        if first is not None and turn.content.startswith("<think>"):
-            opened = _OPENS_THOUGHT.search(text[:first])
-            first = opened.start() if opened else first
-        prompted, unprompted = self._prefix(chat, number)
-        if is_prompted := text.startswith(prompted):
-            start = len(prompted)
-            if first is not None and (
-                start > first or (prompted == unprompted and text[start:first].strip())
-            ):
-                start = first
-        elif first is not None:
-            start = first
-        else:
-            return None
-        if turn.content and not turn.tool_calls:
-            end = next((slot.end for slot in own if slot.part == "c"), None)
-            stop = None if end is None else self._stop.match(text, end)
-            if end is None or stop is None:
-                return None
-            return TurnSpan(number, start, end, stop.end(), stop[1], is_prompted)
-        stop = self._last_special(chat, number, text, start)
-        if not stop:
-            return None
-        return TurnSpan(number, start, stop.start(), stop.end(), stop[0], is_prompted)
-
-    def _last_special(self, chat: Chat, number: int, text: str, start: int) -> re.Match[str] | None:
-        """Return the token that ends a turn whose end no content shows."""
-        closed = self._text(Chat(chat.turns[: number + 1], chat.tools))
-        if text.startswith(closed):
-            found = list(self._special.finditer(text, start, len(closed)))
-            return found[-1] if found else None
-        usual = self._stop_of_small_chat()
-        return re.compile(re.escape(usual)).search(text, start) if usual else None
-
-    def _stop_of_small_chat(self) -> str:
-        if self._usual_stop is None:
-            small = marked_chat(Chat((Turn("user", "a"), Turn("assistant", "b"))))
-            stop = self._stop.match(MARK.split(self._text(small))[-1])
-            self._usual_stop = stop[1] if stop else ""
-        return self._usual_stop
-
-    def _prefix(self, chat: Chat, number: int) -> tuple[str, str]:
-        """Return what comes before an answer, with and without the generation prompt."""
-        before = Chat(chat.turns[:number], chat.tools)
-        return self._text(before, True), self._text(before, False)
-
-    def _text(self, chat: Chat, prompt: bool = False) -> str:
-        text = self._renderer.render([chat], prompt)[0]
-        if isinstance(text, RowRefusedError):
-            raise text
-        return text
-
-    def _lost(self, chat: Chat, text: str) -> tuple[str, ...]:
-        """Return what of `chat` its render does not show."""
-        lost = []
-        for turn in chat.turns:
-            if turn.role == "system" and turn.content.strip() not in text:
-                lost.append("lost_system")
-            if turn.role == "tool" and turn.content.strip() not in text:
-                lost.append("lost_tool_turn")
-        if chat.tools and self._renderer.render([Chat(chat.turns)], False) == [text]:
-            lost.append("lost_tools")
-        if any(turn.tool_calls for turn in chat.turns):
-            silent = tuple(replace(turn, tool_calls=()) for turn in chat.turns)
-            if self._renderer.render([Chat(silent, chat.tools)], False) == [text]:
-                lost.append("lost_tool_calls")
-        return tuple(dict.fromkeys(lost))
-
-    def _answer_starts(self, chat: Chat, text: str) -> list[int]:
-        """Return where the answers begin, for templates whose prefix renders are no prefixes.
-
-        The conversation is rendered once more with a mark in the place of each answer: `text` must
-        be the pieces around the marks with the answers between them.
-        """
-        numbers = [number for number in _answers(chat.turns) if chat.turns[number].content]
-        turns = list(chat.turns)
-        for number in numbers:
-            turns[number] = replace(turns[number], content=f"\ue0f1c{number}\ue0f2")
-        pieces = MARK.split(self._text(Chat(tuple(turns), chat.tools)))[::3]
-        starts = {numbers[0]: len(pieces[0])} if numbers else {}
-        position = len(pieces[0])
-        for order, (number, piece) in enumerate(zip(numbers, pieces[1:], strict=False)):
-            starts[number] = position
-            forms = _variants(chat.turns[number].content)
-            form = next((f for f in forms if text.startswith(f + piece, position)), None)
-            if form is None:
-                raise self._lost_answer(chat.turns[number], text, position)
-            position += len(form + piece)
-            if order + 1 < len(numbers):
-                starts[numbers[order + 1]] = position
-        return [starts.get(number, len(text)) for number in _answers(chat.turns)]
-
-    def _content_span(
-        self, turn: Turn, number: int, text: str, start: int, exact: bool, is_prompted: bool
-    ) -> TurnSpan:
-        """Find one answer from `start` on, with its stop token.
-
-        `exact`: all from `start` on is what the model has to say; else a header may come first,
-        which is not learned.
-        """
-        # The first place counts: a later turn may hold the same words in another form.
-        forms = _variants(turn.content)
-        places = [p for form in forms if form and (p := self._ended(form, text, start))]
-        if not places and "" in forms and (place := self._ended("", text, start)):
-            places = [place]
-        if places:
-            found, end, stop = min(places, key=lambda place: (place[0], -place[1]))
-            header = text[start:found]
-            first = found if not exact and header.strip() else start
-            return TurnSpan(number, first, end, stop.end(), stop[1], is_prompted)
-        raise self._lost_answer(turn, text, start)
-
-    def _ended(self, content: str, text: str, start: int) -> tuple[int, int, re.Match[str]] | None:
-        """Return where `content` stands with a stop token behind it: its start, end and stop."""
-        found = text.find(content, start)
-        while found >= 0:
-            stop = self._stop.match(text, found + len(content))
-            if stop:
-                return found, found + len(content), stop
-            found = text.find(content, found + 1) if content else -1
-        return None
-
-    def _closed_span(
-        self, chat: Chat, number: int, text: str, start: int, is_prompted: bool
-    ) -> TurnSpan:
-        stop = self._last_special(chat, number, text, start)
-        if not stop:
-            raise self._lost_answer(chat.turns[number], text, start)
-        return TurnSpan(number, start, stop.start(), stop.end(), stop[0], is_prompted)
-
-    def _add_others(self, chat: Chat, text: str, answers: list[TurnSpan]) -> list[TurnSpan]:
-        """Add the spans of the turns that are no answers: the first place that holds each."""
-        by_turn = {span.turn: span for span in answers}
-        stops = {span.stop for span in answers}
-        position, spans = 0, []
-        for number, turn in enumerate(chat.turns):
-            if span := by_turn.get(number):
-                spans.append(span)
-                position = span.stop_end
-                continue
-            if turn.role == "assistant" or not turn.content:
-                continue
-            limit = next((s.start for s in answers if s.turn > number), len(text))
-            for content in (turn.content, turn.content.strip()):
-                found = text.find(content, position, limit)
-                if found >= 0:
-                    end = found + len(content)
-                    stop = self._stop.match(text, end)
-                    held = stop if stop and stop[1] in stops else None
-                    stop_end = held.end() if held else end
-                    name = held[1] if held else ""
-                    spans.append(TurnSpan(number, found, end, stop_end, name, True))
-                    position = end
-                    break
-        return spans
-
-    def _lost_answer(self, turn: Turn, text: str, start: int) -> RowRefusedError:
-        fix = "set data.chat_template=plain, or give a .jinja file that does"
-        answer = shown(turn.content)
-        if any(content in text[start:] for content in _variants(turn.content)):
-            return RowRefusedError(
-                f"the chat template writes no stop token after the answer `{answer}`, so the model "
-                f"would never learn to stop; {fix}"
-            )
-        return RowRefusedError(
-            f"the chat template does not write the answer `{answer}` as it is; {fix}"
-        )
+    def _with_others(
+        self, chat: Chat, text: str, marks: Sequence[Mark], bounds: Bounds
+    ) -> list[TurnSpan]:
+        """Add the spans of the turns that are no answers, each where its content stands first."""
+        stops = {span.stop for span in bounds.spans if span.stop}
+        spans = {}
+        for mark in marks:
+            is_other = mark.part == "c" and chat.turns[mark.turn].role != "assistant"
+            if is_other and mark.turn not in spans:
+                stop = self._bounds.stop_at(text, mark.end)
+                if stop is not None and stop[1] in stops:
+                    spans[mark.turn] = TurnSpan(
+                        mark.turn, mark.start, mark.end, stop.end(), stop[1]
+                    )
+                else:
+                    spans[mark.turn] = TurnSpan(mark.turn, mark.start, mark.end, mark.end, "")
+        return sorted([*bounds.spans, *spans.values()])
 
 
-def _answers(turns: Sequence[Turn]) -> list[int]:
-    return [number for number, turn in enumerate(turns) if turn.role == "assistant"]
-
-
-def _lost_marks(chat: Chat, layout: Layout) -> tuple[str, ...]:
-    """Return what of a marked chat is not in its text."""
-    held = {slot[:2] for slot in layout.slots}
+def _lost(chat: Chat, marks: Sequence[Mark]) -> tuple[str, ...]:
+    """Return what of a marked chat is not in its text, its tools aside."""
+    held = {mark[:3] for mark in marks}
     lost = []
     for number, turn in enumerate(chat.turns):
-        if turn.content and (number, "c") not in held and turn.role in ("system", "tool"):
-            lost.append("lost_system" if turn.role == "system" else "lost_tool_turn")
-    if chat.tools and (0, "t") not in held:
-        lost.append("lost_tools")
-    if any(turn.tool_calls and (n, "k") not in held for n, turn in enumerate(chat.turns)):
-        lost.append("lost_tool_calls")
+        if holds_content(turn.content) and (number, "c", 0) not in held:
+            lost.append(LOST[turn.role])
+        if any((number, "f", call) not in held for call in range(len(turn.tool_calls))):
+            lost.append("lost_tool_calls")
     return tuple(dict.fromkeys(lost))
 
 
-def _says(turn: Turn) -> bool:
-    return bool(turn.content.strip() or turn.tool_calls or turn.reasoning)
+def _check_written(chat: Chat, text: str, marks: Sequence[Mark]) -> None:
+    """Raise RowRefusedError where the template writes an answer in other words."""
+    for mark in marks:
+        turn = chat.turns[mark.turn]
+        if mark.part != "c" or turn.role != "assistant":
+            continue
+        written, _ = unmarked(text[mark.start : mark.end])
+        if not written:  # a mark behind the content
+            written, _ = unmarked(text[: mark.start])
+            written = written[-len(turn.content.rpartition("</think>")[2].strip()) :]
+        if written not in turn.content:
+            raise RowRefusedError(
+                f"turn {mark.turn + 1} (assistant): the chat template does not write the answer "
+                f"`{shown(turn.content)}` as it is; set data.chat_template=plain, or give a .jinja "
+                "file that does"
+            )
 
 
-def _variants(content: str) -> list[str]:
-    """Return the forms in which templates write an answer: as it is, stripped, without thinking."""
-    thought = content.rsplit("</think>", 1)[-1].strip()
-    return list(dict.fromkeys((content, content.strip(), thought)))
+def _own_texts(chat: Chat) -> list[object]:
+    return [
+        [turn.content, turn.reasoning, [[call.name, call.arguments] for call in turn.tool_calls]]
+        for turn in chat.turns
+    ]

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import transformers
 
 
+LONG_TEXT = 4096
+"""characters from which on it is found out once for all where each of them stands"""
+
+
 class Spelled(Protocol):
     """Hold the token ids of a text, int32 [tokens], and say which of them hold its characters."""
 
@@ -68,7 +72,11 @@ class Tokeniser:
         spelled: list[Spelled | RowRefusedError]
         if self._widths is None:
             encodings = self._encode(texts, self._backend.encode_batch)
-            spelled = [_Offsets(encoding) for encoding in encodings]
+            spelled = [
+                (_sorted_offsets(encoding) if len(text) >= LONG_TEXT else None)
+                or _Offsets(encoding)
+                for text, encoding in zip(texts, encodings, strict=True)
+            ]
         else:
             spelled = self._spell_bytes(texts, self._widths)
         for index, stretches in plain.items():
@@ -185,6 +193,7 @@ class _Bytes:
 
     def __init__(self, ids: npt.NDArray[np.int32], ends: npt.NDArray[np.int64], text: str) -> None:
         self.ids, self._ends, self._text = ids, ends, text
+        self._bytes_before: npt.NDArray[np.int64] | None = None
 
     def first(self, start: int, end: int) -> int | None:
         token = int(self._ends.searchsorted(self._byte(start), side="right"))
@@ -194,7 +203,13 @@ class _Bytes:
         return int(self._ends.searchsorted(self._byte(end), side="left")) + 1 if end else 0
 
     def _byte(self, position: int) -> int:
-        return len(self._text[:position].encode()) if self._text else position
+        if not self._text:
+            return position
+        if len(self._text) < LONG_TEXT:
+            return len(self._text[:position].encode())
+        if self._bytes_before is None:
+            self._bytes_before = _bytes_before(self._text)
+        return int(self._bytes_before[position])
 
 
 class _Arrays:
@@ -214,6 +229,28 @@ class _Arrays:
 
     def after(self, end: int) -> int:
         return int(self._starts.searchsorted(end, side="left"))
+
+
+def _sorted_offsets(encoding: Any) -> _Arrays | None:
+    """Return the offsets of a long text as arrays; None where they fall.
+
+    Asking an encoding for one character goes through all its tokens.
+    """
+    import numpy as np
+
+    starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    if (np.diff(starts) < 0).any() or (np.diff(ends) < 0).any():
+        return None
+    return _Arrays(np.array(encoding.ids, np.int32), starts, ends)
+
+
+def _bytes_before(text: str) -> npt.NDArray[np.int64]:
+    """Return how many bytes of UTF-8 stand before each character, and before the end."""
+    import numpy as np
+
+    codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (codes > 0x7F) + (codes > 0x7FF).astype(np.int64) + (codes > 0xFFFF)
+    return np.concatenate([np.zeros(1, np.int64), widths.cumsum()])
 
 
 def stop_texts(tokenizer: transformers.PreTrainedTokenizerBase) -> dict[str, int]:

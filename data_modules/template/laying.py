@@ -11,15 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from data_modules.template.answer_spans import SpanFinder
+from data_modules.template.bounds import TurnSpan
 from data_modules.template.masking import (
     Learned,
     MaskConfig,
+    extents_of,
     learned_of_chat,
     learned_of_document,
     lost_reasoning,
 )
 from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
-from data_modules.template.scaffold import Placed, TurnSpan
+from data_modules.template.scaffold import Placed
 from data_modules.types import Conversation, Document, Item, Note, Tokens, Turn
 
 Plain = tuple[tuple[int, int], ...]
@@ -80,16 +82,17 @@ class Layer:
         if given.turns is not chat.turns:
             notes += self._moved_thought(chat, given)
         notes += lost_reasoning(chat, placed, self._mask, THOUGHT)
-        spans = {span.turn: span for span in placed.spans}
+        extents = extents_of(placed.spans)
         self.seen_stops.update(
-            span.stop for span in placed.spans if chat.turns[span.turn].role == "assistant"
+            span.stop
+            for span in placed.spans
+            if span.stop and chat.turns[span.turn].role == "assistant"
         )
         contents = []
         for number, turn in enumerate(given.turns):
-            span = spans.get(number)
-            start, end = (span.start, span.end) if span else (0, 0)
+            start, end = extents.get(number, (0, 0))
             own = _own_texts(turn)
-            if span or any(text.strip() in placed.text for text in own):
+            if end or any(text.strip() in placed.text for text in own):
                 contents += [(text, start, end) for text in own]
         control, plain = self.control_in(contents, placed.text)
         learned = learned_of_chat(chat, given.turns, placed, self._mask)
@@ -148,12 +151,12 @@ class Layer:
         if not numbers:
             return None
         span = next((span for span in laid.spans if span.turn == numbers[-1]), None)
-        if span and span.is_prompted:
-            return laid.text, span.start, laid.plain
         given = self._renderer.given(item, self._mask.reasoning)
         prompted = self._renderer.render([Chat(given.turns[: numbers[-1]], given.tools)], True)[0]
         if isinstance(prompted, RowRefusedError):
             return None
+        if span and laid.text.startswith(prompted):
+            return laid.text, span.start, laid.plain
         return prompted, len(prompted), ()
 
     def control_token(self, item: Item) -> str | None:

@@ -7,11 +7,12 @@ never tokenises.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from data_modules.template.scaffold import Placed, TurnSpan
+from data_modules.template.bounds import TurnSpan
+from data_modules.template.scaffold import Placed
 from data_modules.types import Conversation, Document, Note, Turn, shown
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -145,14 +146,14 @@ def lost_reasoning(
     """Note the first thought that the template did not write."""
     if mask.reasoning == "strip":
         return []
-    spans = {span.turn: span for span in placed.spans}
+    extents = extents_of(placed.spans)
     for number, turn in enumerate(chat.turns):
         if turn.reasoning is None and "</think>" not in turn.content:
             continue
         found = thought.search(turn.content)
         said = turn.reasoning or (found[1] if found else "")
-        span = spans.get(number)
-        if said.strip() and span and said.strip() not in placed.text[span.start : span.end]:
+        start, end = extents.get(number, (0, 0))
+        if said.strip() and said.strip() not in placed.text[start:end]:
             return [Note("lost_reasoning", shown(said.strip()))]
     return []
 
@@ -170,11 +171,20 @@ def _turn_weight(turn: Turn, given: Turn, mask: MaskConfig) -> float:
 def _only_last(
     chat: Conversation, spans: Sequence[TurnSpan], weights: list[float], mask: MaskConfig
 ) -> list[float]:
-    last = max(
-        (i for i, span in enumerate(spans) if chat.turns[span.turn].role in mask.roles_to_train),
-        default=-1,
-    )
-    return [weight if index == last else 0.0 for index, weight in enumerate(weights)]
+    turns = [span.turn for span in spans if chat.turns[span.turn].role in mask.roles_to_train]
+    last = max(turns, default=-1)
+    return [
+        weight if span.turn == last else 0.0 for span, weight in zip(spans, weights, strict=True)
+    ]
+
+
+def extents_of(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
+    """Return from where to where each turn stands, its parts together."""
+    extents: dict[int, tuple[int, int]] = {}
+    for span in spans:
+        start, end = extents.get(span.turn, (span.start, span.end))
+        extents[span.turn] = min(start, span.start), max(end, span.end)
+    return extents
 
 
 def _thought(turn: Turn, span: TurnSpan, text: str) -> list[Stretch]:

@@ -1,25 +1,34 @@
 """Write turns as text through the chat template, and hide or show what an answer thinks.
 
-Decides what the template is given. Templates run in the sandbox of
-`tokenizer.apply_chat_template` only; a row that the template refuses is handed back, not raised.
+Decides what the template is given, and in which of the forms in use: templates differ in the key of
+a thought, in arguments as an object or as JSON, in the content of a message that only calls, and in
+the ids of calls. Templates run in the sandbox of `tokenizer.apply_chat_template` only; a row that
+the template refuses is handed back, not raised.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_modules.types import Conversation, Turn, shown
+from data_modules.types import Conversation, ToolCall, Turn, shown
 
 if TYPE_CHECKING:
     import transformers
 
 THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+CALL_IDS = ("given", "nine", "named")
 # Private-use characters that no text and no template holds.
-_PROBE = "\ue0f1probe\ue0f2"
+_PROBE, _PROBE_ARGUMENT = "\ue0f1probe\ue0f2", "\ue0f1argument\ue0f2"
+
+
+NO_MEMORY = "it takes more memory than there is"
 
 
 class RowRefusedError(ValueError):
@@ -33,12 +42,29 @@ class Chat(NamedTuple):
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """Say how messages are written for a template.
+
+    `reasoning_key` is the key of a thought, "" where the template reads none; `has_parts`: contents
+    are lists of parts; `arguments_as_json`: a call's arguments are a JSON string; `null_content`: a
+    message that only calls has the content None; `call_ids` are those of the row (given), nine
+    characters long (nine), or `functions.NAME:NUMBER` (named).
+    """
+
+    reasoning_key: str = ""
+    has_parts: bool = False
+    arguments_as_json: bool = False
+    null_content: bool = False
+    call_ids: str = "given"
+
+
 class Renderer:
     """Render chats through the template that the tokenizer holds."""
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._reads_reasoning: bool | None = None
+        self._format: MessageFormat | None = None
 
     def given(self, chat: Conversation, reasoning: str) -> Chat:
         """Return what the template is given of `chat`.
@@ -55,12 +81,15 @@ class Renderer:
 
     @property
     def reads_reasoning(self) -> bool:
-        """Tell whether the template writes a turn's `reasoning_content`."""
-        if self._reads_reasoning is None:
-            turns = (Turn("user", "a"), Turn("assistant", "b", reasoning=_PROBE))
-            text = self.render([Chat(turns)], False)[0]
-            self._reads_reasoning = isinstance(text, str) and _PROBE in text
-        return self._reads_reasoning
+        """Tell whether the template writes a turn's reasoning."""
+        return bool(self.format.reasoning_key)
+
+    @property
+    def format(self) -> MessageFormat:
+        """Return the format that the template reads, found by rendering small chats."""
+        if self._format is None:
+            self._format = self._find_format()
+        return self._format
 
     def render(self, chats: Sequence[Chat], prompt: bool) -> list[str | RowRefusedError]:
         """Return the text of each chat, in order; `prompt` adds the generation prompt."""
@@ -75,11 +104,14 @@ class Renderer:
                 texts[index] = text
         return texts
 
-    def apply(self, chats: Sequence[Chat], prompt: bool) -> list[str]:
+    def apply(
+        self, chats: Sequence[Chat], prompt: bool, written: MessageFormat | None = None
+    ) -> list[str]:
         """Render chats that have the tools of the first one; raises what the template raises."""
         tools = [dict(tool) for tool in chats[0].tools] or None
+        written = written or self.format
         texts: list[str] = self._tokenizer.apply_chat_template(
-            [[_message(turn) for turn in chat.turns] for chat in chats],
+            [_messages(chat, written) for chat in chats],
             tools=tools,
             tokenize=False,
             add_generation_prompt=prompt,
@@ -96,6 +128,43 @@ class Renderer:
         said = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
         return replace(turn, content=said, reasoning=None)
 
+    def _find_format(self) -> MessageFormat:
+        """Return the first format in which the template writes what it is given."""
+        asks = Turn("user", "a")
+        found = MessageFormat()
+        plain = Chat((asks, Turn("assistant", _PROBE)))
+        parts = replace(found, has_parts=True)
+        if not self._writes(plain, found) and self._writes(plain, parts):
+            found = parts
+        thinks = Chat((asks, Turn("assistant", "b", reasoning=_PROBE)))
+        found = self._with_reasoning_key(found, thinks)
+        for ids, null, as_json in product(CALL_IDS, (False, True), (False, True)):
+            one = replace(found, call_ids=ids, null_content=null, arguments_as_json=as_json)
+            if all(self._writes(chat, one) for chat in _calling()):
+                found = one
+                break
+        if found.reasoning_key:
+            return found
+        # Some write the thoughts before calls only.
+        turn = Turn(
+            "assistant", "", reasoning=_PROBE, tool_calls=(ToolCall("f", {"x": _PROBE_ARGUMENT}),)
+        )
+        return self._with_reasoning_key(found, Chat((asks, turn)))
+
+    def _with_reasoning_key(self, found: MessageFormat, thinks: Chat) -> MessageFormat:
+        keys = [key for key in REASONING_KEYS if self._writes(thinks, _keyed(found, key))]
+        return _keyed(found, keys[0]) if keys else found
+
+    def _writes(self, chat: Chat, written: MessageFormat) -> bool:
+        try:
+            (text,) = self.apply([chat], False, written)
+        except render_errors():
+            return False
+        if written.null_content and "None" in text:
+            return False
+        has_call = any(turn.tool_calls for turn in chat.turns)
+        return _PROBE in text and (not has_call or _PROBE_ARGUMENT in text)
+
     def _render_alike(self, chats: list[Chat], prompt: bool) -> list[str | RowRefusedError]:
         errors = render_errors()
         try:
@@ -108,10 +177,11 @@ class Renderer:
                 texts.append(self.apply([chat], prompt)[0])
             except errors as error:
                 roles = ", ".join(turn.role for turn in chat.turns)
+                why = NO_MEMORY if isinstance(error, MemoryError) else shown(str(error))
                 texts.append(
                     RowRefusedError(
                         f"the chat template refuses this row (turns: {roles}): "
-                        f"{shown(str(error))}; change the row, or set data.chat_template=plain"
+                        f"{why}; change the row, or set data.chat_template=plain"
                     )
                 )
         return texts
@@ -133,22 +203,84 @@ def render_errors() -> tuple[type[Exception], ...]:
     )
 
 
-def _message(turn: Turn) -> dict[str, Any]:
-    """Return a turn as templates expect it: the form of OpenAI, with arguments as an object."""
+def _keyed(written: MessageFormat, key: str) -> MessageFormat:
+    return replace(written, reasoning_key=key)
+
+
+def _calling() -> Iterator[Chat]:
+    """Yield small chats that call a tool: with an id and without."""
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    tool = {"type": "function", "function": function}
+    for id_ in (None, "call_a"):
+        call = ToolCall(_PROBE, {"x": _PROBE_ARGUMENT}, id_)
+        turns = (
+            Turn("user", "a"),
+            Turn("assistant", "", tool_calls=(call,)),
+            Turn("tool", "e", tool_call_id=id_),
+            Turn("assistant", "b"),
+        )
+        yield Chat(turns, (tool,))
+
+
+def _messages(chat: Chat, written: MessageFormat) -> list[dict[str, Any]]:
+    """Return the turns of a chat as templates expect them: in the form of OpenAI."""
+    turns: Sequence[Turn] = chat.turns
+    if written.call_ids != "given":
+        turns = _with_ids(turns, written.call_ids)
+    return [_message(turn, written) for turn in turns]
+
+
+def _message(turn: Turn, written: MessageFormat) -> dict[str, Any]:
     message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if written.has_parts:
+        message["content"] = [{"type": "text", "text": turn.content}]
     if turn.reasoning is not None:
-        message["reasoning_content"] = turn.reasoning
+        message[written.reasoning_key or REASONING_KEYS[0]] = turn.reasoning
     if turn.tool_calls:
-        message["tool_calls"] = [
-            {
-                "type": "function",
-                "function": {"name": call.name, "arguments": dict(call.arguments)},
-                **({} if call.id is None else {"id": call.id}),
-            }
-            for call in turn.tool_calls
-        ]
+        if written.null_content and not turn.content:
+            message["content"] = None
+        message["tool_calls"] = [_call(call, written.arguments_as_json) for call in turn.tool_calls]
     if turn.name is not None:
         message["name"] = turn.name
     if turn.tool_call_id is not None:
         message["tool_call_id"] = turn.tool_call_id
     return message
+
+
+def _call(call: ToolCall, as_json: bool) -> dict[str, Any]:
+    arguments: object = dict(call.arguments)
+    if as_json:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": call.name, "arguments": arguments}
+    return {
+        "type": "function",
+        "function": function,
+        **({} if call.id is None else {"id": call.id}),
+    }
+
+
+def _with_ids(turns: Sequence[Turn], kind: str) -> list[Turn]:
+    """Return the turns with other ids for their calls, and each result with that of its call."""
+    ids: dict[str, str] = {}
+    waiting: deque[str] = deque()
+    written, count = [], 0
+    for turn in turns:
+        if turn.tool_calls:
+            calls = []
+            for call in turn.tool_calls:
+                new = f"call{count:05d}" if kind == "nine" else f"functions.{call.name}:{count}"
+                count += 1
+                waiting.append(new)
+                if call.id is not None:
+                    ids[call.id] = new
+                calls.append(replace(call, id=new))
+            turn = replace(turn, tool_calls=tuple(calls))
+        elif turn.role == "tool":
+            answered = ids.get(turn.tool_call_id or "")
+            if answered is None:
+                answered = waiting.popleft() if waiting else None
+            elif answered in waiting:
+                waiting.remove(answered)
+            turn = replace(turn, tool_call_id=answered)
+        written.append(turn)
+    return written

@@ -7,35 +7,18 @@ laid over a rendered row, exactly to the last character or not at all.
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from data_modules.template.bounds import Bounds, TurnSpan
+from data_modules.template.marks import TOOLS, Mark, ids_of, part_of, strings_in
 from data_modules.template.rendering import Chat
-from data_modules.types import ToolCall, Turn
 
-# Private-use characters that no text and no template holds. The letter says what the mark stands
-# for: a turn's content, reasoning, name or id of the call it answers; the gaps of its calls (k) and
-# of the tools (t), which the template writes in its own way.
-MARK = re.compile("\ue0f1([crnikt])(\\d+)\ue0f2")
 _GAPS = "kt"
-
-
-class TurnSpan(NamedTuple):
-    """Say where a turn stands in the text: `start` to `end`, its stop token up to `stop_end`.
-
-    `start` is the first character that an assistant has to say. `stop` is the token's text, empty
-    where none follows. `is_prompted`: what comes before is what the model is asked at that place.
-    """
-
-    turn: int
-    start: int
-    end: int
-    stop_end: int
-    stop: str
-    is_prompted: bool
 
 
 class Placed(NamedTuple):
@@ -47,10 +30,15 @@ class Placed(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Name what stands between two pieces, and its place in the marked text."""
+    """Name what stands between two pieces, and its place in the marked text.
+
+    Of the parts that marks name, calls (k) and tools (t) are gaps, which the template writes in its
+    own way.
+    """
 
     turn: int
     part: str
+    call: int
     start: int
     end: int
 
@@ -69,19 +57,19 @@ class Layout:
     slots: list[Slot]
 
     @classmethod
-    def of(cls, text: str, special: re.Pattern[str]) -> Layout | None:
-        """Take a marked text apart; None where a content stands twice, or a gap has no end.
+    def of(
+        cls,
+        text: str,
+        marks: Sequence[Mark],
+        calls: Iterable[tuple[int, int]],
+        special: re.Pattern[str],
+    ) -> Layout | None:
+        """Take a marked text apart; None where a gap has no end.
 
-        A gap ends at the next special token, which no call and no tool changes; where there is
-        none, at the next line.
+        `calls` are the stretches that calls take. A gap ends at the next special token, which no
+        call and no tool changes; where there is none, at the next line.
         """
-        slots: list[Slot] = []
-        for mark in MARK.finditer(text):
-            slot = Slot(int(mark[2]), mark[1], mark.start(), mark.end())
-            if slots and slot.part in _GAPS and slot[:2] == slots[-1][:2]:
-                slots[-1] = slots[-1]._replace(end=slot.end)
-            else:
-                slots.append(slot)
+        slots = _slots(marks, dict(calls))
         for index, slot in enumerate(slots):
             if slot.part in _GAPS:
                 until = slots[index + 1].start if index + 1 < len(slots) else len(text)
@@ -93,8 +81,6 @@ class Layout:
         starts = [0, *(slot.end for slot in slots)]
         ends_at = [*(slot.start for slot in slots), len(text)]
         pieces = [text[start:end] for start, end in zip(starts, ends_at, strict=True)]
-        if len({slot[:2] for slot in slots}) < len(slots) or "\ue0f1" in "".join(pieces):
-            return None
         return cls(text, pieces, slots)
 
     def place(self, offset: int) -> _Place | None:
@@ -105,24 +91,23 @@ class Layout:
 
 
 class Scaffold:
-    """Lay the pieces of a layout over rendered rows; `spans` are those of the marked text."""
+    """Lay the pieces of a layout over rendered rows; `bounds` are those of the marked text."""
 
-    def __init__(self, layout: Layout, spans: Iterable[TurnSpan], lost: tuple[str, ...]) -> None:
+    def __init__(self, layout: Layout, bounds: Bounds, lost: tuple[str, ...]) -> None:
         self._first = layout.pieces[0]
         self._steps = [
-            (slot.turn, slot.part, piece)
-            for slot, piece in zip(layout.slots, layout.pieces[1:], strict=True)
+            (slot, piece) for slot, piece in zip(layout.slots, layout.pieces[1:], strict=True)
         ]
         self._extents: list[tuple[TurnSpan, _Place, _Place, _Place]] = []
         self.is_whole = True
         """whether every span begins and ends between the slots"""
-        for span in spans:
+        for span in bounds.spans:
             start, end, stop_end = map(layout.place, (span.start, span.end, span.stop_end))
             if start and end and stop_end:
                 self._extents.append((span, start, end, stop_end))
             else:
                 self.is_whole = False
-        self._lost = lost
+        self._suffix, self._lost = bounds.suffix, lost
 
     def fit(self, text: str, chat: Chat) -> Placed | None:
         """Return the turns in `text`; None where scaffold and text differ in any character."""
@@ -130,13 +115,18 @@ class Scaffold:
             return None
         starts = [0]
         position = len(self._first)
-        for turn, part, piece in self._steps:
-            if part in _GAPS:
-                end = text.find(piece, position)
+        ids: list[str] | None = None
+        for slot, piece in self._steps:
+            if slot.part in _GAPS:
+                end = _gap_end(text, position, piece, slot, chat)
                 if end < 0:
                     return None
             else:
-                value = _part(chat.turns[turn], part)
+                if slot.part == "i":
+                    ids = ids_of(chat) if ids is None else ids
+                    value = ids[slot.call]
+                else:
+                    value = part_of(chat.turns[slot.turn], slot.part, slot.call)
                 end = position + len(value)
                 if not (text.startswith(value, position) and text.startswith(piece, end)):
                     for form in _forms(value):
@@ -156,85 +146,47 @@ class Scaffold:
                 starts[end.piece] + end.offset,
                 starts[stop_end.piece] + stop_end.offset,
                 span.stop,
-                span.is_prompted,
             )
             for span, start, end, stop_end in self._extents
         ]
-        return Placed(text, spans, self._lost)
+        return Placed(*with_suffix(text, spans, self._suffix), self._lost)
 
 
-def form_of(chat: Chat) -> tuple[object, ...]:
-    """Return what decides how the template lays out `chat`, its contents aside."""
-    form: list[object] = [bool(chat.tools)]
-    for turn in chat.turns:
-        content = turn.content
-        form.append((turn.role, bool(content), "</think>" in content and _thinks(turn)))
-        if turn.reasoning is not None or turn.tool_calls or turn.name or turn.tool_call_id:
-            form.append((turn.reasoning and True, bool(turn.tool_calls)))
-            form.append((turn.name and True, turn.tool_call_id and True))
-    return tuple(form)
+def with_suffix(text: str, spans: list[TurnSpan], suffix: str) -> tuple[str, list[TurnSpan]]:
+    """End a text with the stop token that the template writes in front of a next message only."""
+    if not suffix:
+        return text, spans
+    last = max(spans, key=lambda span: span.stop_end)
+    whole = text + suffix
+    return whole, [span._replace(stop_end=len(whole)) if span is last else span for span in spans]
 
 
-def marked_chat(chat: Chat) -> Chat:
-    """Return `chat` with marks in place of all that is its own."""
-    turns = tuple(_marked(turn, number) for number, turn in enumerate(chat.turns))
-    return Chat(turns, (_marked_tool(),) if chat.tools else ())
+def _slots(marks: Sequence[Mark], calls: dict[int, int]) -> list[Slot]:
+    """Return the slots of a marked text: one for each mark, one for all marks of a gap."""
+    slots: list[Slot] = []
+    for mark in marks:
+        if slots and mark.end <= slots[-1].end:
+            continue  # in a call
+        end = calls.get(mark.start)
+        if end is not None:
+            slots.append(Slot(mark.turn, "k", 0, mark.start, end))
+        elif slots and mark.turn == TOOLS == slots[-1].turn:
+            slots[-1] = slots[-1]._replace(end=mark.end)
+        else:
+            slots.append(Slot(*mark))
+    return slots
 
 
-def _mark(part: str, number: int) -> str:
-    return f"\ue0f1{part}{number}\ue0f2"
-
-
-def _marked(turn: Turn, number: int) -> Turn:
-    call = _mark("k", number)
-    turn = replace(
-        turn,
-        tool_calls=(ToolCall(call, {call: call}),) if turn.tool_calls else (),
-        name=_mark("n", number) if turn.name else turn.name,
-        tool_call_id=_mark("i", number) if turn.tool_call_id else turn.tool_call_id,
+def _gap_end(text: str, position: int, piece: str, slot: Slot, chat: Chat) -> int:
+    """Return where a gap ends; -1 where nothing ends it, or its own text could."""
+    own: Iterable[object] = (
+        chat.tools
+        if slot.turn == TOOLS
+        else ((call.name, call.arguments) for call in chat.turns[slot.turn].tool_calls)
     )
-    said, thought = _mark("c", number), _mark("r", number)
-    if _thinks(turn):
-        rest = turn.content.partition("</think>")[2]
-        return replace(turn, content=f"<think>{thought}</think>{said if rest else ''}")
-    return replace(
-        turn,
-        content=said if turn.content else "",
-        reasoning=thought if turn.reasoning else turn.reasoning,
-    )
-
-
-def _marked_tool() -> dict[str, object]:
-    mark = _mark("t", 0)
-    parameters = {
-        "type": "object",
-        "properties": {mark: {"type": "string", "description": mark}},
-        "required": [mark],
-    }
-    function = {"name": mark, "description": mark, "parameters": parameters}
-    return {"type": "function", "function": function}
-
-
-def _thinks(turn: Turn) -> bool:
-    """Tell whether an answer's content is one thought in tags, and what is said after it."""
-    content = turn.content
-    return (
-        turn.role == "assistant"
-        and content.startswith("<think>")
-        and content.count("</think>") == 1
-    )
-
-
-def _part(turn: Turn, part: str) -> str:
-    if part == "n":
-        return turn.name or ""
-    if part == "i":
-        return turn.tool_call_id or ""
-    content = turn.content
-    if "</think>" in content and _thinks(turn):
-        thought, _, said = content.removeprefix("<think>").partition("</think>")
-        return said if part == "c" else thought
-    return content if part == "c" else turn.reasoning or ""
+    if any(piece in string for string in strings_in(list(own))):
+        return -1
+    return text.find(piece, position)
 
 
 def _forms(value: str) -> Iterable[str]:
@@ -245,3 +197,4 @@ def _forms(value: str) -> Iterable[str]:
     yield value.strip("\n")
     yield value.lstrip("\n")
     yield value.rstrip("\n")
+    yield json.dumps(value, ensure_ascii=False)[1:-1]  # results that are written as JSON strings

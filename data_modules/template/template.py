@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from data_modules.template.answer_spans import SpanFinder
@@ -28,8 +28,16 @@ from data_modules.template.named_templates import (
     named_template,
     read_template,
 )
-from data_modules.template.rendering import Chat, Renderer, RowRefusedError, render_errors
+from data_modules.template.proof import FORMS, Traced, prove
+from data_modules.template.rendering import (
+    Chat,
+    MessageFormat,
+    Renderer,
+    RowRefusedError,
+    render_errors,
+)
 from data_modules.template.scaffold import Placed
+from data_modules.template.trial import LimitError, Limits, attempt
 from data_modules.types import (
     Conversation,
     DataError,
@@ -49,8 +57,10 @@ if TYPE_CHECKING:
     import transformers
 
 CHUNK_ROWS = 256
-RENDER_SECONDS = 5.0
 _SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
+
+
+_proven: set[bytes] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,8 @@ class ChatTemplate:
         self.bos_token_id = self._added_bos()
         self.stop_texts = stop_texts(tokenizer)
         self._renderer = Renderer(tokenizer)
-        self._finder = SpanFinder(self._renderer, self.stop_texts)
+        framing = filter(None, (tokenizer.bos_token, tokenizer.eos_token))
+        self._finder = SpanFinder(self._renderer, self.stop_texts, framing)
         self._layer = Layer(self._renderer, self._finder, self._mask, control_texts(tokenizer))
         self._tokeniser = Tokeniser(tokenizer)
         self._pairs = (
@@ -110,30 +121,31 @@ class ChatTemplate:
         name: str | None,
         mask: MaskConfig | None = None,
         is_encoder_decoder: bool = False,
+        limits: Limits | None = None,
     ) -> ChatTemplate:
         """Choose the template `name`: one of TEMPLATE_NAMES, a .jinja file, None = the tokenizer's.
 
         A tokenizer without a template gets `plain`, and `t5` for an encoder-decoder model. Raises
-        DataError for an unknown name, and for a template from a file that does not render in
-        seconds.
+        DataError for an unknown name, for a template that takes more than `limits`, and for one
+        whose trained tokens are not those of the answers.
         """
         own = tokenizer.chat_template
         if name is None and own:
             note = checked = "the tokenizer's own chat template"
             text = default_of(own)
         elif name is None or name in TEMPLATE_NAMES:
-            checked = ""
             chosen = name or ("t5" if is_encoder_decoder else "plain")
             check_named(tokenizer, chosen)
             text = named_template(chosen)
-            note = f"chat template `{chosen}`" if name else _note_of_default(chosen)
+            checked = f"chat template `{chosen}`"
+            note = checked if name else _note_of_default(chosen)
         else:
             note, checked = f"chat template {name}", f"data.chat_template={name}"
             text = read_template(name)
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
-        if checked:
-            template._check_renders(checked)
-        template._write_bos()
+        template._check_on_forms(checked, limits or Limits())
+        if template._write_bos():
+            template._check_on_forms(checked, limits or Limits())
         return template
 
     @property
@@ -204,47 +216,84 @@ class ChatTemplate:
         """Return the first control token that stands in an item's own text, None without one."""
         return self._layer.control_token(item)
 
-    def _write_bos(self) -> None:
-        """Let the template write the BOS that the tokenizer adds to texts, where it does not."""
+    def trace(self, chat: Conversation) -> Traced | RowRefusedError:
+        """Encode one conversation, and say which characters its tokens hold."""
+        return self._trace(self._layer, chat)
+
+    def _trace(self, layer: Layer, chat: Conversation) -> Traced | RowRefusedError:
+        import numpy as np
+
+        (laid,) = layer.lay([chat])
+        if isinstance(laid, RowRefusedError):
+            return laid
+        (spelled,) = self._tokeniser.spell([laid.text], {0: laid.plain} if laid.plain else {})
+        if isinstance(spelled, RowRefusedError):
+            return spelled
+        weights = np.zeros(len(spelled.ids), np.float32)
+        trained = self._weigh(chat, laid, spelled).weights
+        weights[: len(trained)] = trained
+        return Traced(laid.text, spelled, weights, frozenset(note.kind for note in laid.notes))
+
+    def _write_bos(self) -> bool:
+        """Let the template write the BOS that the tokenizer adds to texts; tell whether it had to.
+
+        A template that writes it already stays as it is.
+        """
         if self.bos_token_id is None or self._pairs:
-            return
+            return False
         bos = str(self._tokenizer.bos_token)
         text = begun_with_bos(self.text, bos, self._renderer)
-        if text != self.text:
+        is_changed = text != self.text
+        if is_changed:
             self.text = self._tokenizer.chat_template = text
             self.note += (
                 f"; `{bos}`, which this tokenizer puts before every text, is written in front of "
                 "it, in the saved template too"
             )
+        return is_changed
 
-    def _check_renders(self, name: str) -> None:
-        """Render a small chat; a template that never ends would hang the run without a word."""
+    def _check_on_forms(self, name: str, limits: Limits) -> None:
+        """Prove the masks of the template; DataError where it is none, takes too much, or lies."""
+        backend = self._tokenizer.backend_tokenizer.to_str()
+        whole = repr((name, self.text, backend, self._tokenizer.special_tokens_map, limits))
+        key = hashlib.sha256(whole.encode()).digest()
+        if key in _proven:
+            return
+        try:
+            faults = attempt(partial(self._prove, name), limits)
+        except LimitError as error:
+            raise DataError(
+                f"{name} does not render {len(FORMS)} small chats {error}: look for a loop or a "
+                "text without end in it, raise data.template_seconds or data.template_memory_mb, "
+                "or set data.chat_template=plain"
+            ) from error
+        if faults:
+            raise DataError(faults)
+        _proven.add(key)
+
+    def _prove(self, name: str) -> list[str]:
+        """Return what is wrong with the template; a form that it refuses is not."""
         import jinja2
 
-        problems: list[str] = []
-
-        def render() -> None:
-            try:
-                self._renderer.apply([_SMALL_CHAT], False)
-            except jinja2.TemplateSyntaxError as error:
-                problems.append(
-                    f"{name} is no valid template: line {error.lineno}: {shown(str(error.message))}"
-                    "; mend it, or set data.chat_template=plain"
-                )
-            except render_errors():
-                pass  # A row that it refuses is named when that row is encoded.
-
-        # A daemon: it cannot be stopped, and must not keep the process that reports it.
-        thread = threading.Thread(target=render, daemon=True)
-        thread.start()
-        thread.join(RENDER_SECONDS)
-        if thread.is_alive():
-            problems.append(
-                f"{name} does not render a chat of two turns within {RENDER_SECONDS:g} s; look for "
-                "a loop without end in it, or set data.chat_template=plain"
-            )
-        if problems:
-            raise DataError(problems)
+        try:
+            self._renderer.apply([_SMALL_CHAT], False, MessageFormat())
+        except jinja2.TemplateSyntaxError as error:
+            return [
+                f"{name} is no valid template: line {error.lineno}: {shown(str(error.message))}"
+                "; mend it, or set data.chat_template=plain"
+            ]
+        except MemoryError:
+            raise
+        except render_errors():
+            pass  # A row that it refuses is named when that row is encoded.
+        if self._pairs:
+            return []
+        finder, controls = self._finder, control_texts(self._tokenizer)
+        layer = Layer(self._renderer, finder, MaskConfig(), controls)
+        return [
+            f"{name}: {fault}, so its loss mask is wrong; set data.chat_template=plain"
+            for fault in prove(partial(self._trace, layer)).faults
+        ]
 
     def _encode_chunk(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         texts = [item for item in items if not isinstance(item, Tokens)]

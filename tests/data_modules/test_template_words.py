@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from data_modules.template import ChatTemplate, words
 from data_modules.template.encoding import Tokeniser
+from data_modules.types import Conversation, Encoded, Origin, Turn
 from tests.data_modules.conftest import SHARED, WORDS, build_tokenizer
 from tests.data_modules.test_template import TWO_ANSWERS, encode
 
@@ -307,3 +308,29 @@ def test_words_are_given_up_as_soon_as_they_differ(monkeypatch: pytest.MonkeyPat
         backend.encode(text, add_special_tokens=False).ids for text in ("the quick", "brown fox")
     ]
     assert tokeniser._words is None
+
+
+@pytest.mark.parametrize("name", ["stories260K", "gpt2"])
+def test_long_texts_are_masked_as_short_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = SHARED / ("models" if name == "stories260K" else "tokenizers") / name
+    if not folder.is_dir():
+        pytest.skip("needs the shared tokenizers")
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = [
+        "Who are you?",
+        " I am \u2603\u2603 9. ",
+        "\u00e9t\u00e9 \U0001f600",
+        "a\n\n",
+        "one  two",
+    ]
+    turns = [Turn("assistant" if n % 2 else "user", text) for n, text in enumerate(texts * 4)]
+    chats = [Conversation(tuple(turns[n : n + 6]), Origin("a", n)) for n in range(0, 12, 2)]
+    masks = []
+    for length in (0, 1 << 20):
+        monkeypatch.setattr("data_modules.template.encoding.LONG_TEXT", length)
+        template = ChatTemplate.resolve(tokenizer, "plain")
+        encoded = [one for one in template.encode(chats) if isinstance(one, Encoded)]
+        masks.append([(one.input_ids.tolist(), one.weights.tolist()) for one in encoded])
+    assert masks[0] == masks[1] and len(masks[0]) == len(chats)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from transformers import AutoTokenizer
 
 from app.errors import UserError
 from app.model.base import ModelConfig
-from app.model.chat import stop_token_ids, with_chat_template
+from app.model.chat import (
+    keep_stop_tokens,
+    save_stop_tokens,
+    stop_token_ids,
+    with_chat_template,
+)
 from data_modules import DataConfig
 from data_modules.template.named_templates import named_template
 from tests.door import ask
@@ -74,6 +80,47 @@ def test_stop_tokens_are_ids_beside_the_eos(tokenizer: Any) -> None:
     assert stop_token_ids(tokenizer, []) == {tokenizer.eos_token_id}
     token = tokenizer.convert_ids_to_tokens(5)
     assert stop_token_ids(tokenizer, [token]) == {tokenizer.eos_token_id, 5}
+
+
+@pytest.mark.parametrize(
+    ("base", "kept"),
+    [(None, [3, 7]), (7, [7, 3]), (9, [9, 3, 7]), ([7, 9], [7, 9, 3]), ([3, 7], [3, 7])],
+)
+def test_answers_end_where_they_were_trained_to(base: Any, kept: list[int], tmp_path: Path) -> None:
+    import transformers
+
+    model = SimpleNamespace(generation_config=transformers.GenerationConfig(eos_token_id=base))
+    keep_stop_tokens(model, {7, 3})
+    assert model.generation_config.eos_token_id == kept
+    save_stop_tokens(model, tmp_path)
+    saved = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert saved.eos_token_id == kept
+
+
+def test_one_stop_token_is_no_list() -> None:
+    import transformers
+
+    model = SimpleNamespace(generation_config=transformers.GenerationConfig(eos_token_id=2))
+    keep_stop_tokens(model, {2})
+    assert model.generation_config.eos_token_id == 2
+    keep_stop_tokens(SimpleNamespace(generation_config=None), {2})
+
+
+@pytest.mark.parametrize(("adapter", "folder"), [("lora", "adapter"), ("full", "model")])
+def test_the_token_that_ended_answers_in_training_is_saved(
+    adapter: str, folder: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    template = tmp_path / "stop.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '[' + m.role + '] ' + m.content }}"
+        "{{ '<|im_start|>' if m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
+    )
+    words = (f"data.chat_template={template}", f"adapter={adapter}", "trainer.max_steps=1")
+    run = train_into(tmp_path / "run", *words)
+    saved = json.loads((run / folder / "generation_config.json").read_text())
+    ids = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert sorted(saved["eos_token_id"]) == sorted(ids)
 
 
 def test_an_unknown_stop_token_is_named_before_anything_trains(

@@ -1,0 +1,37 @@
+"""Find published chat templates in an installed package, as data: nothing of it is imported."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from typing import Any
+
+from tests.data_modules.conftest import build_tokenizer
+
+# What templates write as control tokens: angle brackets with bars, capitals in brackets, tags.
+_CONTROL = re.compile(
+    r"<[|\uff5c][^<>\s]{1,40}?[|\uff5c]>|<[|\uff5c]?[a-zA-Z_/]{2,30}[|\uff5c]?>|\[/?[A-Z_]{2,20}\]"
+    r"|<[|\uff5c][^<>]{1,40}>"
+)
+
+
+def published_templates() -> dict[str, str]:
+    """Return the templates that TRL ships, by name; none where it is not installed."""
+    try:
+        files = metadata.files("trl") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = [file for file in files if file.parent.name == "chat_templates"]
+    return {
+        file.stem: file.read_text(encoding="utf-8") for file in found if file.suffix == ".jinja"
+    }
+
+
+def tokenizer_for(text: str) -> Any:
+    """Return a small tokenizer that has the control tokens of a template, and the template."""
+    controls = dict.fromkeys(found[0] for found in _CONTROL.finditer(text))
+    tokenizer = build_tokenizer(
+        list(dict.fromkeys(["<s>", "</s>", *controls])), bos="<s>", eos="</s>"
+    )
+    tokenizer.chat_template = text
+    return tokenizer

@@ -1,0 +1,479 @@
+"""Every trained token belongs to an answer: on published templates, and on what they are made of.
+
+Published templates are read from an installed package. The others are small ones of our own that
+behave as those of families which no package carries.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_modules.format import convert_row
+from data_modules.template import ChatTemplate
+from data_modules.template.answer_spans import SpanFinder
+from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
+from data_modules.template.proof import FORMS, Traced, conversation, faults_of, prove
+from data_modules.template.rendering import Chat, Renderer, RowRefusedError, _messages
+from data_modules.template.scaffold import Placed
+from data_modules.types import Conversation, DataError, Encoded, Origin, ToolCall, Turn
+from tests.data_modules.conftest import SHARED, build_tokenizer, read_rows
+from tests.data_modules.published import published_templates, tokenizer_for
+from tests.data_modules.test_template import encode, problem, runs
+
+PUBLISHED = published_templates()
+TRAINING = [name for name in PUBLISHED if name.endswith("_training")]
+ORIGIN = Origin("rows.json", 7)
+_CALLS = (
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' "
+    "+ call.function.arguments|tojson + '</call>' }}{% endfor %}"
+)
+_PROMPT = "{% if add_generation_prompt %}{{ 'PROMPT' }}{% endif %}"
+_LAST_QUESTION = (
+    "{% set ns = namespace(last=-1, name='') %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+)
+BEHAVIOURS = {
+    "thoughts of the past dropped": _LAST_QUESTION
+    + "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+    "{% if loop.index0 > ns.last %}{{ '<think>' + (m.reasoning_content or '') + '</think>' }}"
+    "{% endif %}{% endif %}{{ m.content }}" + _CALLS + "{{ '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}",
+    "messages of several channels, results under the name of the call": "{% set ns = "
+    "namespace(name='') %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content and loop.last %}"
+    "{{ '<|start|>assistant<|channel|>think<|message|>' + m.reasoning_content + '<|end|>' }}"
+    "{% endif %}{% if m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}"
+    "{{ '<|start|>assistant to=' + ns.name + '<|message|>' "
+    "+ m.tool_calls[0].function.arguments|tojson + '<|call|>' }}{% else %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content "
+    "+ ('<|return|>' if loop.last else '<|end|>') }}{% endif %}{% else %}"
+    "{{ '<|start|>' + (ns.name if m.role == 'tool' else m.role) + '<|message|>' "
+    "+ m.content|tojson + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}",
+    "the end stands in front of the next message": "[gMASK]{% for m in messages %}"
+    "{{ {'user': '<|user|>', 'assistant': '<|assistant|>', 'tool': '<|observation|>', "
+    "'system': '<|system|>'}[m.role] + '\n' + m.content|trim }}"
+    + _CALLS
+    + "{% endfor %}"
+    + _PROMPT.replace("PROMPT", "<|assistant|>\n"),
+    "two tokens end a turn": "{% for m in messages %}{{ '<|turn|>' + m.role + '<|response|>' "
+    "+ m.content }}"
+    + _CALLS
+    + "{{ '<|/response|><|/turn|>' }}{% endfor %}"
+    + _PROMPT.replace("PROMPT", "<|turn|>assistant<|response|>"),
+    "a header follows always": "{% for m in messages %}{{ '<|turn|>' + m.role + '<|say|>' "
+    "+ m.content }}" + _CALLS + "{{ '<|/turn|>' }}{% endfor %}{{ '<|turn|>assistant<|say|>' }}",
+    "results inside the answer": "{% for m in messages %}{% if m.role != 'tool' %}"
+    "{% set before = messages[loop.index0 - 1].role if loop.index0 else '' %}"
+    "{% if before != 'tool' %}{{ '<|turn>' + m.role + '\n' }}{% endif %}{{ m.content|trim }}"
+    + _CALLS
+    + "{% if m.tool_calls %}{% for k in range(loop.index, messages|length) %}"
+    "{% if messages[k].role == 'tool' and messages[k - 1].role in ('tool', 'assistant') %}"
+    "{{ '<result>' + messages[k].content + '</result>' }}{% else %}{% break %}{% endif %}"
+    "{% endfor %}{% else %}{{ '<turn|>\n' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}"
+    "{% endif %}",
+    "results together in one user block": "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<result>\n' + m.content + '\n</result>' }}"
+    "{% if loop.last or messages[loop.index].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content|trim }}"
+    + _CALLS
+    + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    + _PROMPT.replace("PROMPT", "<|im_start|>assistant\n"),
+    "system in the first question, turns merged": "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ '[INST] ' + m.content + '\n\n' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content }}"
+    "{% if loop.last or messages[loop.index].role != 'assistant' %}{{ eos_token }}{% endif %}"
+    "{% else %}{{ ('' if loop.index0 and messages[loop.index0 - 1].role == 'system' "
+    "else '[INST] ') + m.content + ' [/INST]' }}{% endif %}{% endfor %}",
+    "arguments as JSON text, no content beside calls": "{% for m in messages %}"
+    "{{ '<|' + m.role + '|>' }}{% if m.tool_calls and m.content is none %}"
+    "{% for call in m.tool_calls %}"
+    "{{ '<call>' + call.function.name + '\n' + call.function.arguments + '</call>' }}"
+    "{% endfor %}{% else %}{{ m.content }}{% endif %}{{ '<|end|>' }}{% endfor %}"
+    + _PROMPT.replace("PROMPT", "<|assistant|>"),
+    "ids of nine characters": "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+    "{% if not call.id or call.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+    "{% endfor %}{{ '<|' + m.role + '|>' + m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.id + call.function.name + call.function.arguments|tojson }}{% endfor %}"
+    "{{ (m.tool_call_id or '') + '<|end|>' }}{% endfor %}"
+    + _PROMPT.replace("PROMPT", "<|assistant|>"),
+    "contents in parts": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}"
+    + _CALLS
+    + "{{ '<|end|>' }}{% endfor %}"
+    + _PROMPT.replace("PROMPT", "<|assistant|>"),
+    "words behind the calls": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    + _CALLS
+    + "{{ m.content + '<|end|>' }}{% endfor %}"
+    + _PROMPT.replace("PROMPT", "<|assistant|>"),
+    "roles in turn only": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == "
+    "0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    + _PROMPT.replace("PROMPT", "<|assistant|>"),
+}
+REFUSED = {"roles in turn only": 18}
+"""forms that a template refuses itself"""
+
+
+@cache
+def published(name: str) -> ChatTemplate:
+    return ChatTemplate.resolve(tokenizer_for(PUBLISHED[name]), None)
+
+
+CONTROLS = [
+    *("[gMASK]", "<call>", "</call>", "<result>", "</result>", "<|turn>", "<turn|>"),
+    *("<|user|>", "<|assistant|>", "<|tool|>", "<|observation|>", "<|system|>", "<|end|>"),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|turn|>"),
+    *("<|response|>", "<|/response|>", "<|/turn|>", "<|say|>", "<|im_start|>", "<|im_end|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<think>", "</think>", "<|eot_id|>"),
+]
+
+
+@cache
+def behaving(name: str) -> ChatTemplate:
+    tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
+    tokenizer.chat_template = BEHAVIOURS[name]
+    return ChatTemplate.resolve(tokenizer, None)
+
+
+def is_own_refusal(reason: str) -> bool:
+    return "refuses this row" not in reason
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in TRAINING])
+def test_no_published_template_trains_on_another_turn(name: str) -> None:
+    template = published(name)
+    proof = prove(template.trace)
+    assert proof.faults == []
+    assert proof.num_proven + len(proof.refused) == len(FORMS)
+    # What is refused, the template itself refuses.
+    assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
+    assert proof.num_proven >= 9
+
+
+@pytest.mark.parametrize("name", BEHAVIOURS)
+def test_no_way_to_write_turns_trains_on_another_turn(name: str) -> None:
+    proof = prove(behaving(name).trace)
+    assert proof.faults == []
+    assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
+    assert len(proof.refused) == REFUSED.get(name, 0)
+
+
+@pytest.mark.parametrize("name", TEMPLATE_NAMES)
+def test_no_named_template_trains_on_another_turn(name: str) -> None:
+    tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
+    proof = prove(ChatTemplate.resolve(tokenizer, name).trace)
+    assert proof.faults == []
+    assert [reason for reason in proof.refused.values() if is_own_refusal(reason)] == []
+
+
+CHANNELS = "messages of several channels, results under the name of the call"
+OPEN = "the end stands in front of the next message"
+INSIDE = "results inside the answer"
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "trained", "stops"),
+    [
+        (
+            CHANNELS,
+            "u ra u ra",
+            [
+                "<|channel|>final<|message|>c1vq0",
+                "<|channel|>think<|message|>r3vq0<|end|><|start|>assistant<|channel|>final"
+                "<|message|>c3vq0<|return|>",
+            ],
+            {"<|return|>"},
+        ),
+        (
+            CHANNELS,
+            "T u c t a",
+            [
+                ' to=f1vq0<|message|>{"p1vq0": "k1vq0"}<|call|>',
+                "<|channel|>final<|message|>c3vq0<|return|>",
+            ],
+            {"<|call|>", "<|return|>"},
+        ),
+        (OPEN, "u a u a", ["c1vq0<|user|>", "c3vq0<|user|>"], {"<|user|>"}),
+        (
+            OPEN,
+            "T u c t a",
+            ['<call>f1vq0 {"p1vq0": "k1vq0"}</call><|observation|>', "c3vq0<|user|>"],
+            {"<|observation|>", "<|user|>"},
+        ),
+        # An answer that another follows is not what a question ends.
+        (OPEN, "u a a u a", ["c1vq0", "c2vq0<|user|>", "c4vq0<|user|>"], {"<|user|>"}),
+        (
+            "two tokens end a turn",
+            "u a",
+            ["c1vq0<|/response|><|/turn|>"],
+            {"<|/turn|>"},
+        ),
+        ("a header follows always", "u a", ["c1vq0<|/turn|>"], {"<|/turn|>"}),
+        (
+            INSIDE,
+            "T u ac t a",
+            ['c1vq0<call>f1vq0 {"p1vq0": "k1vq0"}</call>', "c3vq0<turn|>"],
+            {"</call>", "<turn|>"},
+        ),
+        (
+            "system in the first question, turns merged",
+            "s u a u a",
+            [" c2vq0</s>", " c4vq0</s>"],
+            {"</s>"},
+        ),
+    ],
+)
+def test_answers_end_with_the_token_that_ends_them(
+    name: str, form: str, trained: list[str], stops: set[str]
+) -> None:
+    template = ChatTemplate(behaving(name)._tokenizer, BEHAVIOURS[name], "")
+    assert runs(template, conversation(form)) == trained
+    ids = {template.stop_texts[stop] for stop in stops}
+    assert ids <= template.stop_token_ids
+    assert template._layer.seen_stops == stops
+
+
+def test_a_call_that_is_dropped_is_noted() -> None:
+    item = conversation("T u cc tt a")
+    kinds = {note.kind for note in encode(behaving(CHANNELS), item).notes}
+    assert kinds == {"lost_tools", "lost_tool_calls"}, "of two calls one is written"
+    kinds = {note.kind for note in encode(behaving(CHANNELS), conversation("T u ac t a")).notes}
+    assert "lost_content" in kinds
+
+
+def test_a_row_is_refused_by_the_number_of_its_turn_and_the_reason() -> None:
+    tokenizer = build_tokenizer(["</s>"], eos="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    )
+    template = ChatTemplate.resolve(tokenizer, None)
+    told = "turn 3 (assistant): the chat template writes no stop token after the answer `c2vq0`"
+    assert problem(template, conversation("s u a u a")).startswith(f"proof:1 {told}")
+
+
+def test_a_mask_that_lies_ends_the_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = SpanFinder.place
+
+    def to_the_end(finder: SpanFinder, chats: Sequence[Chat]) -> list[Any]:
+        return [
+            one._replace(spans=[s._replace(stop_end=len(one.text)) for s in one.spans])
+            if isinstance(one, Placed)
+            else one
+            for one in place(finder, chats)
+        ]
+
+    monkeypatch.setattr(SpanFinder, "place", to_the_end)
+    tokenizer = build_tokenizer(["</s>", "<|im_start|>", "<|im_end|>"], eos="</s>")
+    tokenizer.chat_template = named_template("chatml") + "{# not proven yet #}"
+    with pytest.raises(DataError) as caught:
+        ChatTemplate.resolve(tokenizer, None)
+    assert (
+        "the tokenizer's own chat template: in the form `two answers` turn 3 (user) is trained on"
+        in str(caught.value)
+    )
+
+
+def test_the_proof_sees_what_is_left_out_and_what_is_too_much() -> None:
+    template = behaving("two tokens end a turn")
+    chat = conversation("T u rac t a")
+    traced = template.trace(chat)
+    assert isinstance(traced, Traced) and list(faults_of(chat, traced)) == []
+    nothing = traced._replace(weights=np.zeros_like(traced.weights))
+    assert "turn 4 (assistant) is not trained on whole: `c3vq0` is left out" in list(
+        faults_of(chat, nothing)
+    )
+    everything = traced._replace(weights=np.ones_like(traced.weights))
+    assert [fault for fault in faults_of(chat, everything) if "left out" not in fault] == [
+        "turn 1 (user) is trained on",
+        "turn 3 (tool) is trained on",
+    ]
+
+
+def test_the_proof_takes_less_than_a_second_and_is_made_once() -> None:
+    tokenizer = tokenizer_for(named_template("qwen3"))
+    tokenizer.chat_template = named_template("qwen3") + "{# another hash #}"
+    started = time.process_time()
+    prove(ChatTemplate(tokenizer, tokenizer.chat_template, "").trace)
+    assert time.process_time() - started < 1.0
+    ChatTemplate.resolve(tokenizer, None)
+    started = time.perf_counter()
+    ChatTemplate.resolve(tokenizer, None)
+    assert time.perf_counter() - started < 0.5
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")
+@pytest.mark.parametrize("name", TRAINING)
+def test_masks_are_those_of_the_generation_blocks(name: str) -> None:
+    """Compare with the blocks that a package wrote by hand into the same template.
+
+    What they train on and we do not: headers that the generation prompt writes, what stands behind
+    the stop token, the end of a message where the template ends the last one otherwise, and turns
+    that have nothing to say. What we train on and they do not: what the generation prompt leaves to
+    the model. Neither is ever a word of a row.
+    """
+    template = published(name)
+    for form in FORMS.values():
+        chat = conversation(form)
+        traced = template.trace(chat)
+        if isinstance(traced, RowRefusedError):
+            continue
+        theirs = generation_mask(template, chat, len(traced.weights))
+        ours = traced.weights > 0
+        ids = traced.spelled.ids
+        for stretch in stretches(theirs & ~ours):
+            text = template._tokenizer.decode(ids[stretch])
+            assert "vq" not in text
+            after, before = stretch.stop, stretch.start - 1
+            is_header = after < len(ours) and ours[after]
+            is_behind = before >= 0 and ours[before]
+            is_empty = not is_header and not is_behind
+            assert is_header or is_behind or is_empty
+            if is_behind and not is_header:
+                assert not text.strip() or text.strip() in ("<|end|>", "</s>", "<|system|>")
+        for stretch in stretches(ours & ~theirs):
+            text = template._tokenizer.decode(ids[stretch])
+            assert "vq" not in text
+            assert text in ("<|turn>model\n", "<|tool_response>"), "left to the model"
+
+
+def generation_mask(template: ChatTemplate, chat: Conversation, length: int) -> Any:
+    given = template._renderer.given(chat, "keep")
+    encoded = template._tokenizer.apply_chat_template(
+        _messages(given, template._renderer.format),
+        tools=[dict(tool) for tool in chat.tools] or None,
+        return_assistant_tokens_mask=True,
+        return_dict=True,
+    )
+    mask = np.zeros(length, bool)
+    mask[: len(encoded["assistant_masks"])] = encoded["assistant_masks"]
+    return mask
+
+
+def stretches(chosen: Any) -> Iterator[slice]:
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen.astype(int), [0]])))
+    for start, end in edges.reshape(-1, 2).tolist():
+        yield slice(start, end)
+
+
+REAL = ("glaive_toolcall_en.json", "oasst_trees.jsonl", "sharegpt_dummy_conversation.json")
+# Of families that write tools, and behave otherwise than each other.
+QUICK = [
+    *("qwen2_5", "qwen3", "qwen3_5_think", "gptoss", "glm4moe", "gemma4_v5", "deepseekv3"),
+    *("nemotron_3_nano", "llama3_1", "lfm2_2_5"),
+]
+
+
+@cache
+def real_conversations() -> list[Conversation]:
+    """Return some of the shared conversations, and half of them with thoughts."""
+    chats: list[Conversation] = []
+    for name in REAL:
+        rows = read_rows(str(SHARED / "chat" / name))
+        items = [item for row in rows for item in convert_row(row, _format_of(name), {})]
+        chats += [item for item in items if isinstance(item, Conversation)][:60]
+    thinking = [
+        replace(
+            chat,
+            turns=tuple(
+                replace(turn, reasoning=f"Step {number}.\nIt is near.")
+                if turn.role == "assistant"
+                else turn
+                for number, turn in enumerate(chat.turns)
+            ),
+        )
+        for chat in chats[::2]
+    ]
+    return chats + thinking
+
+
+def _format_of(name: str) -> str:
+    return "oasst" if name.startswith("oasst") else "sharegpt"
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in PUBLISHED
+        if name not in TRAINING
+    ],
+)
+def test_real_conversations_are_usable(name: str) -> None:
+    if not (SHARED / "chat").is_dir():
+        pytest.skip("needs the shared data")
+    template, chats = published(name), real_conversations()
+    refused = [one for one in template.encode(chats) if not isinstance(one, Encoded)]
+    # What the template itself refuses is its own to refuse.
+    own = [one for one in refused if is_own_refusal(one.reason)]
+    assert own == []
+    if name in QUICK:
+        assert len(refused) <= len(chats) // 100
+
+
+def test_thoughts_that_a_template_drops_are_counted() -> None:
+    item = conversation("u ra u ra")
+    notes = encode(behaving("thoughts of the past dropped"), item).notes
+    assert [(note.kind, note.seen) for note in notes] == [("lost_reasoning", "r1vq0")]
+    kept = encode(behaving("thoughts of the past dropped"), conversation("u ra"))
+    assert kept.notes == ()
+
+
+ROUND = (Turn("user", "what is it?"), Turn("assistant", "it is one"))
+
+
+@pytest.mark.parametrize("name", ["plain", "chatml", "qwen3"])
+def test_a_long_conversation_is_rendered_a_few_times(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered = 0
+    apply = Renderer.apply
+
+    def count(renderer: Renderer, chats: Sequence[Chat], *rest: Any) -> list[str]:
+        nonlocal rendered
+        rendered += sum(len(chat.turns) for chat in chats)
+        return apply(renderer, chats, *rest)
+
+    monkeypatch.setattr(Renderer, "apply", count)
+    for num_rounds in (100, 200):
+        tokenizer = build_tokenizer(["<s>", "</s>", *CONTROLS], bos="<s>", eos="</s>")
+        template = ChatTemplate.resolve(tokenizer, name)
+        rendered = 0
+        encode(template, Conversation(ROUND * num_rounds, ORIGIN))
+        assert rendered < 8 * len(ROUND) * num_rounds + 100
+
+
+def test_private_characters_in_a_row_are_no_marks() -> None:
+    turns = (Turn("user", "\ue0f1c1.0\ue0f2 what?"), Turn("assistant", "\ue0f3one\ue0f4"))
+    template = behaving("two tokens end a turn")
+    assert runs(template, Conversation(turns, ORIGIN)) == ["\ue0f3one\ue0f4<|/response|><|/turn|>"]
+
+
+@pytest.mark.parametrize("own", ["</call>", "</call><|/response|><|/turn|>", "Zq7k00000"])
+def test_an_argument_that_looks_like_the_end_of_its_call(own: str) -> None:
+    call = ToolCall("f", {"x": f"one{own}two", "n": 3}, "call_1")
+    turns = (
+        Turn("user", "what?"),
+        Turn("assistant", "", tool_calls=(call,)),
+        Turn("tool", own, tool_call_id="call_1"),
+        Turn("assistant", "two"),
+    )
+    template = behaving("two tokens end a turn")
+    said = json.dumps({"x": f"one{own}two", "n": 3})
+    assert "".join(runs(template, Conversation(turns, ORIGIN))) == (
+        f"<call>f {said}</call><|/response|><|/turn|>two<|/response|><|/turn|>"
+    )

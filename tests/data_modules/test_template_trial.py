@@ -1,0 +1,66 @@
+"""A template is first rendered where it can be killed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from data_modules.template import ChatTemplate, Limits
+from data_modules.template.trial import LimitError, attempt
+from data_modules.types import DataError
+from tests.data_modules.test_template import CHATML
+
+SMALL = Limits(seconds=1.0, memory_mb=256)
+
+
+def test_what_it_returns_comes_back_from_another_process() -> None:
+    assert attempt(os.getpid, SMALL) != os.getpid()
+    assert attempt(lambda: ["a"], SMALL) == ["a"]
+
+
+def test_what_fails_is_no_limit() -> None:
+    def fail() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="failed"):
+        attempt(fail, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        (lambda: time.sleep(60), "within 1 s"),
+        (lambda: 9**99999999, "within 1 s"),  # holds the interpreter: no thread could end it
+        (lambda: bytearray(2**40), "within 256 MB"),
+        (lambda: os.kill(os.getpid(), 9), "within 256 MB"),
+    ],
+)
+def test_time_and_memory_end(work: Callable[[], object], told: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(LimitError, match=told):
+        attempt(work, SMALL)
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ 9**99999999 }}",
+        "{% if false %}{{ 9**99999999 }}{% endif %}" + CHATML,
+        "{% for m in messages %}{{ 'a' * 10**12 }}{% endfor %}",
+        "{% if messages | length > 4 %}{{ 'a' * 10**12 }}{% endif %}" + CHATML,
+        "{% set n = namespace(x='a') %}{% for i in range(64) %}{% set n.x = n.x + n.x %}"
+        "{% endfor %}{{ n.x }}",
+    ],
+)
+def test_a_template_that_takes_too_much_is_named(
+    text: str, make_tokenizer: Callable[..., Any]
+) -> None:
+    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
+    tokenizer.chat_template = text
+    with pytest.raises(DataError, match="the tokenizer's own chat template does not render 27"):
+        ChatTemplate.resolve(tokenizer, None, limits=SMALL)
