@@ -52,6 +52,6 @@ def build_mask_rule(
     if use_vmap:
         raise ValueError(
             "this model's attention mask depends on more than the positions of tokens, which only "
-            "eager attention computes: type attention=eager"
+            "eager attention computes: type attention=eager packing=none"
         )
     return None if local_size is None else MaskRule(mask_function, local_size)
