@@ -122,12 +122,13 @@ print(time.process_time() - started)
 """
 """the door's check, tokens, audit and plan of some files: seconds of the processor"""
 SCALES: dict[str, tuple[int, int, int, int]] = {
+    "data_sets": (40, 200, 8, 0),
     "rows": (1, 20_000, 8, 0),
     "bytes_a_row": (1, 500, 2_000, 0),
     "columns": (1, 5_000, 8, 500),
-    "data_sets": (40, 200, 8, 0),
 }
-"""files, rows of each, words of an answer and columns beside it; each in turn is doubled"""
+"""files, rows of each, words of an answer and columns beside it; of the first kind the
+first is doubled, of the second the second, and so on"""
 
 
 def measure() -> list[Figure]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.errors import ENVIRONMENT_ERROR, exit_code
+from app.errors import ENVIRONMENT_ERROR, exit_code, report
 from data_modules.source import Limits, fingerprint, read_chunks
 from data_modules.types import DataError, RemoteError
 
@@ -141,6 +141,12 @@ def test_a_server_that_misbehaves_is_given_up(name: str) -> None:
     said = str(caught.value)
     assert "/d.jsonl: " in said and "127.0.0.1" in said
     assert "word" not in said and "secret" not in said
+
+
+def test_what_is_said_is_one_message_of_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(RemoteError(["a.jsonl: is slow", "b.jsonl: is silent"])) == ENVIRONMENT_ERROR
+    said = capsys.readouterr().err
+    assert said == "error (the environment): a.jsonl: is slow\n  b.jsonl: is silent\n"
 
 
 def test_a_fingerprint_does_not_wait_either() -> None:
