@@ -60,7 +60,8 @@ def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key or ' '.join(words)}: {first_line(error)}") from error
+        where = f"{error.full_key or 'settings'} (of {' '.join(words)})"
+        raise UserError(f"{where}: {first_line(error)}") from error
     resolve_paths(config)
     problems = _check_required(config, conf_files.groups(conf))
     goes_on = isinstance(config, TrainConfig) and config.resume != NEVER
