@@ -138,7 +138,11 @@ def _remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
     import fsspec
 
     def answer() -> Any:
-        file_system, place = fsspec.core.url_to_fs(url.address, **url.options())
+        try:
+            file_system, place = fsspec.core.url_to_fs(url.address, **url.options())
+        except ValueError as error:
+            known = "give a URL of https, s3, gs, ..."
+            raise DataError(f"{url}: {reason_of(error)}; {known}") from error
         return ask(file_system, place)
 
     try:
@@ -150,6 +154,8 @@ def _remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
         ) from error
     except FileNotFoundError as error:
         raise _why_not_found(url, error.__cause__) from error
+    except DataError:
+        raise
     except Exception as error:
         # Each remote file system has errors of its own.
         raise RemoteError(unreadable(url, error)) from error
