@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import LONGEST
 from tests.reliability.person import Person
 from tests.runs import figures_of
 from tests.tiny import small_run
@@ -64,9 +67,18 @@ def test_a_first_rank_that_cannot_write_takes_the_others_along(
     person: Person, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    run.mkdir()
-    (run / "adapter").touch()
+
+    def take_its_name() -> None:
+        """A folder that held it before the run would be refused at the start."""
+        until = time.monotonic() + LONGEST
+        while not (run / "run.lock").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        (run / "adapter").touch()
+
+    taker = threading.Thread(target=take_its_name)
+    taker.start()
     said = person.train_into(run, *small_run(*RUN, *TWO_RANKS, "strategy=fsdp"), code=4)
+    taker.join()
     assert said.count("should be a directory, not a file") == 1
     assert not (run / "metrics.json").exists()
 

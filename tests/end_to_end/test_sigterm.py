@@ -59,7 +59,7 @@ WHERE = {
     "tokens in workers": ("data_modules.encode:ChunkEncoder.__call__", "hangs", 0, IN_WORKERS),
     "the plan": ("data_modules.bins:_places", "hangs", 0, ()),
     "the base": ("app.model.base:load_base", "hangs", 0, ()),
-    "answers at the end": ("app.evaluation.generation:exact_match", "hangs", 0, ANSWERS),
+    "answers at the end": ("app.evaluation.predictions:answer_prompts", "hangs", 0, ANSWERS),
 }
 
 

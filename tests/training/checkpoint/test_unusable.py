@@ -115,7 +115,7 @@ DOCUMENTS: dict[str, tuple[Change, str]] = {
     ),
     "an infinite number": (
         of_document("training.json", lambda t: t["curves"].update(train_seconds=float("inf"))),
-        "training.json: Infinity is not a number that a checkpoint may hold",
+        "training.json: curves.train_seconds is Infinity; expected a finite number",
     ),
     "what is for a library": (
         of_document("training.json", lambda t: t["lightning"].update(loops={"fit_loop": 1})),
