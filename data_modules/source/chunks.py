@@ -422,7 +422,10 @@ def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
             times = Counter(name for name, _ in pairs)
             twice = next(name for name, count in times.items() if count > 1)
             raise _RefusedObjectError(f"key '{shown(twice)}' occurs twice; keep one of them")
-        if problem := why_names(values, limits):
+        # Their letters together are counted fast, and are few enough in nearly all objects.
+        if (len(values) > columns or len("".join(values)) > key_chars) and (
+            problem := why_names(values, limits)
+        ):
             raise _RefusedObjectError(problem)
         return values
 
