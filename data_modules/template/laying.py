@@ -81,8 +81,8 @@ class Layer:
         notes = [Note(kind) for kind in placed.lost]
         if given.turns is not chat.turns:
             notes += self._moved_thought(chat, given)
-        notes += lost_reasoning(chat, placed, self._mask, THOUGHT)
         extents = extents_of(placed.spans)
+        notes += lost_reasoning(chat, placed.text, extents, self._mask, THOUGHT)
         self.seen_stops.update(
             span.stop
             for span in placed.spans

@@ -7,7 +7,7 @@ never tokenises.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -141,19 +141,22 @@ def learned_of_document(document: Document, mask: MaskConfig) -> Learned:
 
 
 def lost_reasoning(
-    chat: Conversation, placed: Placed, mask: MaskConfig, thought: re.Pattern[str]
+    chat: Conversation,
+    text: str,
+    extents: Mapping[int, tuple[int, int]],
+    mask: MaskConfig,
+    thought: re.Pattern[str],
 ) -> list[Note]:
-    """Note the first thought that the template did not write."""
+    """Note the first thought that the template did not write; `extents` of turns are in `text`."""
     if mask.reasoning == "strip":
         return []
-    extents = extents_of(placed.spans)
     for number, turn in enumerate(chat.turns):
         if turn.reasoning is None and "</think>" not in turn.content:
             continue
         found = thought.search(turn.content)
         said = turn.reasoning or (found[1] if found else "")
         start, end = extents.get(number, (0, 0))
-        if said.strip() and said.strip() not in placed.text[start:end]:
+        if said.strip() and said.strip() not in text[start:end]:
             return [Note("lost_reasoning", shown(said.strip()))]
     return []
 
@@ -182,8 +185,10 @@ def extents_of(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
     """Return from where to where each turn stands, its parts together."""
     extents: dict[int, tuple[int, int]] = {}
     for span in spans:
-        start, end = extents.get(span.turn, (span.start, span.end))
-        extents[span.turn] = min(start, span.start), max(end, span.end)
+        known = extents.get(span.turn)
+        extents[span.turn] = (
+            (min(known[0], span.start), max(known[1], span.end)) if known else span[1:3]
+        )
     return extents
 
 
