@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def open_run(config: Any) -> End:
     with (
         mock.patch.dict(os.environ, variables, clear=True),
         contextlib.redirect_stderr(said),
+        library_log_to(said),
         at_most(LONGEST_SECONDS),
     ):
         try:
@@ -94,6 +96,21 @@ def _open(config: Any) -> Any:
         else:
             check_isolation(model, backend)
     return model
+
+
+@contextlib.contextmanager
+def library_log_to(said: io.StringIO) -> Iterator[None]:
+    """Let transformers log into `said`: its own handler has kept the stderr of its import."""
+    from transformers.utils import logging as transformers_logging
+
+    handler = logging.StreamHandler(said)
+    transformers_logging.disable_default_handler()
+    transformers_logging.add_handler(handler)
+    try:
+        yield
+    finally:
+        transformers_logging.remove_handler(handler)
+        transformers_logging.enable_default_handler()
 
 
 @contextlib.contextmanager
