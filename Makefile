@@ -36,7 +36,7 @@ preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
 
 eval: $(STAMP)  ## base against tuned of RUN=FOLDER, or of the newest run; trains the default first
 	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
-		"import sys; from app.output import finished_runs; sys.exit(not finished_runs())" \
+		"import sys; from app.run.output import finished_runs; sys.exit(not finished_runs())" \
 		|| $(BIN)/python -m app.train)
 	$(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN)) $(ARGS)
 
@@ -46,9 +46,9 @@ sweep: $(STAMP)  ## a small grid of runs, each in a process of its own, and a ta
 comma := ,
 
 tiny-base: $(STAMP)  ## make the shipped base again: train from random weights, probe, install
-	$(BIN)/python -m data_modules.samples.write
+	$(BIN)/python -m tools.tiny_base.write
 	$(BIN)/python -m app.train +experiment=tiny_base output.dir=outputs/tiny_base/newest
-	$(BIN)/python -m data_modules.samples.install outputs/tiny_base/newest
+	$(BIN)/python -m tools.tiny_base.install outputs/tiny_base/newest
 
 check: $(STAMP)  ## format, lint, types, import contracts
 	$(BIN)/ruff format --check --quiet .

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import EvaluateConfig, load_run_config, run_verb, save_config
-from app.errors import UserError
-from app.output import decide_run_dir, write_whole
-from app.quiet import is_offline, quiet_libraries
-from app.signals import end_process, hear_signals
-from app.streams import keep_streams
+from app.model.hub import is_offline
+from app.process.environment import quiet_libraries
+from app.process.errors import UserError
+from app.process.files import write_whole
+from app.process.signals import end_process, hear_signals
+from app.process.stdio import keep_streams
+from app.run.output import decide_run_dir
 from data_modules import printable
 
 if TYPE_CHECKING:
@@ -44,9 +46,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.model.base import context_len, decoder_start_token_id, load_architecture, load_base
     from app.model.build import load_tuned, weight_dtype
     from app.model.chat import stop_token_ids, with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows
-    from app.training.loss import validate
+    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows
+    from app.training.objective import validate
     from app.training.trainer import place_on_one_device
     from data_modules import FinetuneDataModule
 

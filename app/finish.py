@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config import TrainConfig
-from app.lockstep import first_alone
-from app.output import METRICS_FILE, write_whole
+from app.process.collectives import first_alone
+from app.process.files import write_whole
+from app.run.output import METRICS_FILE
 from data_modules import printable
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def finish(
     from app.model.build import weight_dtype
     from app.model.chat import keep_stop_tokens, save_stop_tokens
     from app.model.save import save_model
-    from app.training.loss import validate
+    from app.training.objective import validate
 
     trainer, strategy, backend = module.trainer, module.strategy, module.backend
     device, names = trainer.strategy.root_device, datamodule.dataset_names

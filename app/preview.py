@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from app.config import PreviewConfig, run_verb, save_config
 from app.model.base import ModelConfig
-from app.output import decide_run_dir, write_whole
-from app.quiet import is_offline, quiet_libraries
-from app.signals import end_process, hear_signals
+from app.model.hub import is_offline
+from app.process.environment import quiet_libraries
+from app.process.files import write_whole
+from app.process.signals import end_process, hear_signals
+from app.process.stdio import keep_streams
+from app.run.output import decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
-from app.streams import keep_streams
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig, printable, redact
 
@@ -43,8 +45,7 @@ def preview(config: PreviewConfig) -> Path:
 
     from app.model.base import context_len, decoder_start_token_id
     from app.model.chat import with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows
+    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows
     from app.report.preview import collect_preview
     from app.report.preview_page import preview_page
     from app.report.preview_text import say_preview

@@ -13,21 +13,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.config import TrainConfig, load_run_config, run_verb, save_config, settings_of
-from app.errors import Interrupted, UserError
-from app.faults import arm, parse_faults
 from app.finish import finish
-from app.heartbeat import is_watched, live_with_parent
-from app.launch import is_first_rank
-from app.manifest import save_manifest
+from app.model.hub import is_offline
 from app.model.quantization import QuantizationConfig, stored_settings
-from app.output import CONFIG_FILE, METRICS_FILE
 from app.preflight import check_compatibility, describe_base
-from app.quiet import is_offline, quiet_libraries
-from app.resume import Start, describe_global_batch, start_run
-from app.signals import end_process, hear_signals, leave_soon
+from app.process.environment import quiet_libraries
+from app.process.errors import Interrupted, UserError
+from app.process.faults import arm, parse_faults
+from app.process.heartbeat import is_watched, live_with_parent
+from app.process.launch import is_first_rank
+from app.process.signals import end_process, hear_signals, leave_soon
+from app.process.stdio import keep_streams
+from app.run import Start, describe_global_batch, start_run
+from app.run.manifest import save_manifest
+from app.run.output import CONFIG_FILE, METRICS_FILE
+from app.run.ranks import how_to_go_on, requeue, run_ranks, starts_ranks
 from app.strategy.settings import StrategyConfig
-from app.streams import keep_streams
-from app.supervise.run import how_to_go_on, requeue, run_ranks, starts_ranks
 from app.sweep import run_sweep
 from data_modules import printable
 
@@ -54,21 +55,20 @@ def train(config: TrainConfig) -> float | None:
     from app.model.base import context_len, decoder_start_token_id, load_architecture
     from app.model.build import build_model
     from app.model.chat import stop_token_ids, with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows, trained_token_ids
+    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows, trained_token_ids
     from app.strategy.build import build_strategy
-    from app.training.bad_numbers import StepWatch
-    from app.training.callbacks.agreement import Agreement, told
     from app.training.callbacks.gradient_check import GradientCheck
     from app.training.callbacks.heartbeat import Heartbeat
     from app.training.callbacks.progress import ProgressBar
-    from app.training.callbacks.takeover import Takeover
+    from app.training.callbacks.same_on_all_ranks import Agreement, told
+    from app.training.callbacks.write_metadata import Takeover
     from app.training.checkpoint.saving import build_checkpoints, build_saver
-    from app.training.curves import Curves
     from app.training.learning_rate import resolve_lr
-    from app.training.logger import build_loggers, drop_rows_after
+    from app.training.loggers import build_loggers, drop_rows_after
+    from app.training.metrics import Curves
     from app.training.module import FinetuneModule
-    from app.training.optimizer import build_optimizer
+    from app.training.nonfinite import StepWatch
+    from app.training.optimizers import build_optimizer
     from app.training.trainer import build_trainer, resolve_placement
     from data_modules import FinetuneDataModule
 

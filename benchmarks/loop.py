@@ -24,7 +24,7 @@ SAMPLES = ROOT / "data_modules" / "samples"
 
 def measure() -> list[Figure]:
     """Measure the share of a step that our loop adds, and how long a plain step takes."""
-    from app.quiet import quiet_libraries
+    from app.process.environment import quiet_libraries
 
     quiet_libraries(offline=True)
     plain, ours = [], []
@@ -120,12 +120,12 @@ def our_step_seconds(folder: Path) -> list[float]:
     import lightning as L
 
     from app.model.adapter import LoraConfig
-    from app.strategy.spread import OneDevice
+    from app.strategy.mixin import OneDevice
     from app.training.callbacks.progress import ProgressBar
-    from app.training.curves import Curves
-    from app.training.logger import LoggerConfig, build_loggers
+    from app.training.loggers import LoggerConfig, build_loggers
+    from app.training.metrics import Curves
     from app.training.module import FinetuneModule
-    from app.training.optimizer import AdamWConfig, build_optimizer
+    from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
 

@@ -54,7 +54,7 @@ def run(name: str) -> dict[str, float]:
     import psutil
     import torch
 
-    from app.model.linear_cross_entropy import linear_cross_entropy
+    from app.model.head import linear_cross_entropy
 
     torch.manual_seed(0)
     weight = torch.empty(VOCABULARY, WIDTH).normal_(std=0.05)

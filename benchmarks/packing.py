@@ -105,7 +105,7 @@ def measure() -> list[Figure]:
 
 def make_plan(lengths: Any, accumulation_steps: int) -> Any:
     """Plan one epoch of one data set for RANKS ranks."""
-    from data_modules.packing import StepPlan
+    from data_modules.packing.plan import StepPlan
 
     rows = np.arange(len(lengths))
     return StepPlan(
@@ -126,8 +126,8 @@ def plan_seconds(lengths: Any) -> float:
 
     Shares are those of the data sets' sizes, so that an epoch has each document once.
     """
-    from data_modules.mixture import Mixture, MixtureConfig
-    from data_modules.packing import StepPlan
+    from data_modules.packing.mixture import Mixture, MixtureConfig
+    from data_modules.packing.plan import StepPlan
 
     datasets = np.random.default_rng(1).choice(len(SHARES), len(lengths), p=SHARES)
     groups = [np.flatnonzero(datasets == index) for index in range(len(SHARES))]
@@ -153,7 +153,7 @@ def plan_seconds(lengths: Any) -> float:
 
 def seek_seconds(lengths: Any, plan: Any) -> tuple[float, float]:
     """Longest seconds to the first micro-batch of a new sampler, epoch planned or not."""
-    from data_modules.packing import StepSampler
+    from data_modules.packing.plan import StepSampler
 
     warm = []
     for step in np.linspace(0, plan.num_steps - 1, SEEKS).astype(int).tolist():

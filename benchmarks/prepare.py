@@ -43,7 +43,7 @@ OURS = """
 import sys, time
 from pathlib import Path
 import transformers
-from data_modules.prepare import hash_of, prepare_dataset
+from data_modules.tokens.prepare import hash_of, prepare_dataset
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
 rows, tokenizer, template, cache, num_proc = sys.argv[1:]

@@ -95,7 +95,7 @@ def import_all() -> None:
 
     import app.model.build
     import app.strategy.deepspeed
-    import app.strategy.sharded
+    import app.strategy.fsdp
     import app.training.module
     import app.training.trainer  # noqa: F401
     import data_modules.datamodule  # noqa: F401
@@ -103,7 +103,7 @@ def import_all() -> None:
 
 def on_ranks(function: Callable[..., Any], *words: Any, num_ranks: int = RANKS) -> list[Any]:
     """Call `function` in processes that find each other, a core each; returns their results."""
-    from app.launch import free_port
+    from app.process.launch import free_port
 
     context, port = multiprocessing.get_context("fork"), free_port()
     ranks = []
@@ -157,7 +157,7 @@ def write_task(folder: Path) -> None:
 def run(folder: Path, number: int, how: str, name: str) -> list[Time]:
     """Take all steps of one loop; returns the seconds of those that are measured."""
     logging.disable(logging.INFO)
-    from app.quiet import quiet_libraries
+    from app.process.environment import quiet_libraries
 
     quiet_libraries(offline=True)
     if how == "by hand":
@@ -216,9 +216,9 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     from app.config.verbs import settings_of
     from app.model.adapter import LoraConfig
     from app.strategy.build import build_strategy
-    from app.training.curves import Curves
+    from app.training.metrics import Curves
     from app.training.module import FinetuneModule
-    from app.training.optimizer import AdamWConfig, build_optimizer
+    from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
 
@@ -288,7 +288,7 @@ def by_hand(folder: Path, name: str) -> list[Time]:
     import torch
     import torch.distributed as dist
 
-    from app.training.loss import DatasetSums, batch_loss
+    from app.training.objective import DatasetSums, batch_loss
 
     class Loss(torch.nn.Module):
         """The model with its loss, as what wraps it wants it."""

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from data_modules.audit import Audit as Audit
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
-    from data_modules.packing import PACKING_METHODS as PACKING_METHODS
-    from data_modules.packing import PackingConfig as PackingConfig
+    from data_modules.packing.plan import PACKING_METHODS as PACKING_METHODS
+    from data_modules.packing.plan import PackingConfig as PackingConfig
     from data_modules.redaction import REDACTED as REDACTED
     from data_modules.redaction import holds_token as holds_token
     from data_modules.redaction import redact as redact
     from data_modules.redaction import redacted as redacted
     from data_modules.redaction import redacted_keys as redacted_keys
-    from data_modules.report import DataReport as DataReport
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
     from data_modules.source import is_hub_id as is_hub_id
     from data_modules.source import open_regular as open_regular
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
+    from data_modules.tokens.report import DataReport as DataReport
     from data_modules.types import Batch as Batch
     from data_modules.types import DataError as DataError
     from data_modules.types import DecoderInputs as DecoderInputs
@@ -40,14 +40,14 @@ _HOMES = {
     "Batch": "types",
     "DataConfig": "settings",
     "DataError": "types",
-    "DataReport": "report",
+    "DataReport": "tokens.report",
     "DatasetConfig": "settings",
     "DecoderInputs": "types",
     "Example": "types",
     "FinetuneDataModule": "datamodule",
     "Origin": "types",
-    "PACKING_METHODS": "packing",
-    "PackingConfig": "packing",
+    "PACKING_METHODS": "packing.plan",
+    "PackingConfig": "packing.plan",
     "Prompt": "types",
     "REDACTED": "redaction",
     "RemoteError": "types",

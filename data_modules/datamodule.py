@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from data_modules.audit import Audit
 from data_modules.collator import Collator
-from data_modules.encode import ChunkEncoder
-from data_modules.mixture import Mixture, MixtureRow, describe_mixture
-from data_modules.packing import (
+from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
+from data_modules.packing.plan import (
     MicroBatch,
     PackingConfig,
     StepPlan,
@@ -37,14 +36,15 @@ from data_modules.packing import (
     pack_documents,
     shard_packs,
 )
-from data_modules.prepare import hash_of
-from data_modules.prepared_data import PreparedData
 from data_modules.redaction import redacted
-from data_modules.rows import chunks_of, find_format
 from data_modules.settings import DataConfig, dataset_names
-from data_modules.store import Examples
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate
+from data_modules.tokens.datasets import PreparedData
+from data_modules.tokens.encode import ChunkEncoder
+from data_modules.tokens.prepare import hash_of
+from data_modules.tokens.rows import chunks_of, find_format
+from data_modules.tokens.store import Examples
 from data_modules.types import Batch, DataError, Prompt, StepRow
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from data_modules import source
 from data_modules.collator import Collator
-from data_modules.encode import ChunkEncoder, EncodedChunk
-from data_modules.packing import pack_documents
-from data_modules.rows import BadRows
+from data_modules.packing.plan import pack_documents
 from data_modules.settings import DataConfig, DatasetConfig
+from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
+from data_modules.tokens.rows import BadRows
 from data_modules.types import Batch, DataError, Example, seeded_generator
 
 WINDOW_PACKS = 512

@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 from app.config import run_verb
-from app.errors import TRACEBACK_VARIABLE
-from app.launch import VARIABLES_OF_A_RANK, read_launch
+from app.process.errors import TRACEBACK_VARIABLE
+from app.process.launch import VARIABLES_OF_A_RANK, read_launch
 
 OF_OTHER_RUNS = (*VARIABLES_OF_A_RANK, TRACEBACK_VARIABLE)
 
@@ -51,7 +51,7 @@ def ask(
     read_launch.cache_clear()
     with (
         mock.patch.dict(os.environ, variables | (environment or {}), clear=True),
-        mock.patch("app.preflight.compatibility.situation.count_gpus", return_value=gpus),
+        mock.patch("app.preflight.couplings.situation.count_gpus", return_value=gpus),
         contextlib.redirect_stderr(said),
         contextlib.redirect_stdout(printed),
     ):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.launch import VARIABLES_OF_A_RANK
+from app.process.launch import VARIABLES_OF_A_RANK
 from tests.conftest import ROOT
 from tests.tiny import small_run
 

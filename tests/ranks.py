@@ -20,8 +20,8 @@ import torch
 import transformers.models.llama.modeling_llama
 
 import app.model.build
-import app.strategy.sharded  # noqa: F401
-from app.launch import free_port
+import app.strategy.fsdp  # noqa: F401
+from app.process.launch import free_port
 
 PRELOADED = (peft, transformers, lightning)
 LONGEST = 180

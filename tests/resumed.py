@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from app.config import load_config, save_config
-from app.manifest import save_manifest
 from app.preflight import describe_base, num_ranks
-from app.resume import describe_global_batch
+from app.run import describe_global_batch
+from app.run.manifest import save_manifest
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING, random_state_of
 from app.training.checkpoint.store import CheckpointStore
 

@@ -11,9 +11,9 @@ import pytest
 
 from app import config
 from app.config.verbs import PARTS
-from app.preflight import compatibility
-from app.preflight.compatibility import deepspeed_rows, situation
-from app.preflight.compatibility.situation import Coupling
+from app.preflight import couplings as compatibility
+from app.preflight.couplings import deepspeed_rows, situation
+from app.preflight.couplings.situation import Coupling
 from app.strategy.settings import FAMILIES, ZeroConfig
 from tests.door import ask, make_data, make_model
 

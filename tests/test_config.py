@@ -21,9 +21,9 @@ from app import config as door
 from app.config import conf_files, schema
 from app.config.overrides import PLAIN_VALUE, quote_value
 from app.config.verbs import PARTS, VERBS, settings_of
-from app.errors import ROOT, UserError
 from app.model.adapter import FullConfig
-from app.output import OutputConfig, decide_run_dir, find_run
+from app.process.errors import ROOT, UserError
+from app.run.output import OutputConfig, decide_run_dir, find_run
 from tests.door import ask, make_adapter, make_data, make_model
 from tests.processes import LONGEST
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app import faults
+from app.process import faults
 from tests.processes import LONGEST
 from tests.training.checkpoint.saves import NOT_KILLED, in_a_child
 
@@ -205,7 +205,7 @@ def test_a_hanging_rank_hangs(tmp_path: Path) -> None:
 
 def test_faults_need_no_torch() -> None:
     code = (
-        "import sys; import app.faults, app.training.checkpoint.store, "
+        "import sys; import app.process.faults, app.training.checkpoint.store, "
         "app.training.checkpoint.background; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

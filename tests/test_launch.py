@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ROOT
-from app.launch import (
+from app.process.errors import ROOT
+from app.process.launch import (
     VARIABLES_OF_A_RANK,
     check_launch,
     is_child,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ROOT
+from app.process.errors import ROOT
 from tests.processes import LONGEST
 
 PYTHON = f"""#!/bin/sh

@@ -4,7 +4,7 @@ import json
 import time
 from pathlib import Path
 
-from app.manifest import STARTED, save_manifest
+from app.run.manifest import STARTED, save_manifest
 
 
 def test_a_manifest_says_when_the_command_started_and_of_what(tmp_path: Path) -> None:

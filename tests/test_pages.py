@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from app import pages
+from app.process import hugepages as pages
 from tests.conftest import ROOT
 from tests.processes import LONGEST, TWO_RANKS, processes_of, start_train, wait_until_gone
 from tests.tiny import small_run
 
 SCRIPT = """
 import os, sys
-from app.pages import VARIABLE, take_large_pages
+from app.process.hugepages import VARIABLE, take_large_pages
 print(os.getpid(), sys.argv[1:], sys.flags.utf8_mode, os.environ.get(VARIABLE))
 take_large_pages("begins")
 print("goes on")

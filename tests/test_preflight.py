@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import ROOT
 from app.model.base import ModelConfig
 from app.preflight import describe_base, fingerprint
 from app.preflight.base_model import read_shapes
 from app.preflight.shapes import shapes_of_architecture
+from app.process.errors import ROOT
 from tests.door import ask, make_adapter, make_data, make_model, write_safetensors
 
 TINY_BASE = ROOT / "data_modules" / "samples" / "tiny_base"

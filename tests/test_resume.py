@@ -12,10 +12,10 @@ import pytest
 from app.config import load_config, load_run_config, schema
 from app.config.help import help_page
 from app.config.verbs import PARTS, TrainConfig
-from app.errors import UserError
-from app.launch import read_launch
-from app.resume import ALLOWED, start_run
-from app.resume.changes import (
+from app.process.errors import UserError
+from app.process.launch import read_launch
+from app.run import ALLOWED, start_run
+from app.run.changes import (
     COMPARED,
     HARMLESS,
     KINDS,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from app.config import load_config, load_run_config
-from app.errors import UserError
-from app.resume import Start, start_run
+from app.process.errors import UserError
+from app.run import Start, start_run
 from app.train import train
 from tests.resumed import seal
 from tests.tiny import small_run, train_into

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from app import signals
+from app.process import signals
 from tests.conftest import ROOT
 from tests.processes import AT_ONCE, ENDS_WITHIN, LONGEST
 
 BEGIN = """
 import os, signal, sys, time
 from app import signals
-from app.errors import report
+from app.process.errors import report
 def say(word):
     os.write(1, f"{word}\\n".encode())
 signals.hear_signals()

@@ -17,14 +17,13 @@ from pathlib import Path
 import pytest
 
 from app.config import load_config, load_run_config
-from app.errors import REASON_FILE
-from app.launch import free_port
-from app.resume import start_run
-from app.signals import SAME_PRESS_OF_A_RANK
-from app.supervise import run as run_module
-from app.supervise import supervisor as supervisor_module
-from app.supervise.settings import SuperviseConfig
-from app.supervise.supervisor import Supervisor
+from app.process import supervisor as supervisor_module
+from app.process.errors import REASON_FILE
+from app.process.launch import free_port
+from app.process.signals import SAME_PRESS_OF_A_RANK
+from app.process.supervisor import SuperviseConfig, Supervisor
+from app.run import ranks as run_module
+from app.run import start_run
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.door import make_data, make_model
@@ -34,8 +33,8 @@ from tests.resumed import make_run
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from app.errors import UserError, TrainingFault, report
-from app.heartbeat import ENDED, beat, beat_again, begin_to_beat, live_with_parent, tell
+from app.process.errors import UserError, TrainingFault, report
+from app.process.heartbeat import ENDED, beat, beat_again, begin_to_beat, live_with_parent, tell
 live_with_parent()
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 first = int(os.environ["LOFT_RESUME_STEP"])
@@ -377,9 +376,9 @@ def test_ranks_that_have_begun_nothing_are_not_waited_for(
 LAUNCHER = """
 import sys
 from pathlib import Path
-from app.signals import hear_signals
-from app.supervise.settings import SuperviseConfig
-from app.supervise.supervisor import Supervisor
+from app.process.signals import hear_signals
+from app.process.supervisor import SuperviseConfig
+from app.process.supervisor import Supervisor
 hear_signals()
 sys.exit(Supervisor(
     command=[sys.executable, "-c", sys.argv[2], sys.argv[1]],
@@ -438,7 +437,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
 
 
 def test_a_child_whose_parent_is_gone_ends_itself() -> None:
-    code = "from app.heartbeat import live_with_parent; live_with_parent(); print('alive')"
+    code = "from app.process.heartbeat import live_with_parent; live_with_parent(); print('alive')"
     environment = os.environ | {"LOFT_PARENT": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from app.config import conf_files
-from app.errors import UserError
+from app.process.errors import UserError
 from app.sweep import Trial, read_overrides, run_sweep, run_trial, values_of
 from tests.door import Answer, ask, make_data, make_model
 

@@ -6,8 +6,8 @@ lines; `overrides` quotes and refuses words; `schema` and `settings_check` find 
 value at once; `help` is the page.
 """
 
-from app.config.door import check_before_start, check_words, load_config, run_verb
-from app.config.of_run import load_run_config, save_config
+from app.config.load import check_before_start, check_words, load_config, run_verb
+from app.config.run_config import load_run_config, save_config
 from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig, settings_of
 
 __all__ = [

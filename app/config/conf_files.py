@@ -13,8 +13,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config.overrides import SPELLED, spell_keys
-from app.errors import ROOT, UserError, nearest
-from app.untrusted import limits, over_limit, read_text, reading
+from app.process.errors import ROOT, UserError, nearest
+from app.process.untrusted import limits, over_limit, read_text, reading
 
 CONF = ROOT / "conf"
 ADDED_GROUPS = ("experiment", "sweep")

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from app.errors import nearest
+from app.process.errors import nearest
 
 OTHER_WORDS = {
     "base_model": "model.path",

@@ -25,14 +25,15 @@ from app.model.attention import AttentionConfig
 from app.model.base import ModelConfig
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
-from app.output import OutputConfig, saved_folder
+from app.process.supervisor import SuperviseConfig
 from app.report.preview import ShownConfig
+from app.run.output import OutputConfig, saved_folder
 from app.strategy import settings as strategy
 from app.strategy.settings import FAMILIES, StrategyConfig
-from app.supervise.settings import SuperviseConfig
-from app.training import logger, schedule, trainer
-from app.training.logger import LoggerConfig
-from app.training.optimizer import (
+from app.training import loggers as logger
+from app.training import schedule, trainer
+from app.training.loggers import LoggerConfig
+from app.training.optimizers import (
     AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,

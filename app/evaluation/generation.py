@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from app.strategy.spread import Spread
+    from app.strategy.mixin import Spread
     from data_modules import Prompt
 
 

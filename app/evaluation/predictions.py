@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
-from app.output import write_whole
+from app.process.files import write_whole
 from data_modules import redact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from app.strategy.spread import Spread
+    from app.strategy.mixin import Spread
     from data_modules import Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import UserError
 from app.model.attention import check_implementation
 from app.model.base_files import (
     check_all_used,
@@ -27,8 +26,9 @@ from app.model.quantization import (
     quantize_on_meta,
     stored_settings,
 )
-from app.model.tokens import resize_embeddings
-from app.untrusted import reading
+from app.model.tokenizer import resize_embeddings
+from app.process.errors import UserError
+from app.process.untrusted import reading
 
 if TYPE_CHECKING:
     import torch

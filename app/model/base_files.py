@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.errors import UserError
-from app.launch import is_first_rank
 from app.model.quantization import quantizable_layers
-from app.untrusted import read_header
+from app.process.errors import UserError
+from app.process.launch import is_first_rank
+from app.process.untrusted import read_header
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import UserError
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

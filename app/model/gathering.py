@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from app.lockstep import from_first, of_all
+from app.process.collectives import from_first, of_all
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,13 @@ import threading
 import urllib.parse
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from app.errors import UserError
+from app.process.errors import UserError
+from data_modules import DataConfig, is_hub_id
+
+if TYPE_CHECKING:
+    from app.model.base import ModelConfig
 
 ENDPOINT = "https://huggingface.co"
 CONNECT_SECONDS = 4.0
@@ -92,3 +97,14 @@ def _why_unreachable(host: str, port: int) -> str | None:
     trial.start()
     trial.join(CONNECT_SECONDS)
     return answers[0] if answers else f"no answer within {CONNECT_SECONDS:g} s"
+
+
+def is_offline(model: ModelConfig, data: DataConfig) -> bool:
+    """Say whether all that a run reads lies on this machine, in folders or in the hub's cache.
+
+    OSError where a base or tokenizer does not, and there is no network.
+    """
+    paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
+    ids = {key: path for key, path in paths.items() if path and not Path(path).is_dir()}
+    datasets = (*data.datasets, *data.test_datasets)
+    return not check_hub(ids) and not any(is_hub_id(dataset.path) for dataset in datasets)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from app.untrusted import LIMITS_VARIABLE, limits
+from app.process.untrusted import LIMITS_VARIABLE, limits
 
 PLAIN = re.compile(r"[\w.-]*")
 """a name, over which nothing can take long"""

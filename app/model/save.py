@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import TrainingFault
-from app.lockstep import first_alone, is_first, of_all
 from app.model.adapter import (
     AdapterConfig,
     changed_its_base,
@@ -25,6 +23,8 @@ from app.model.adapter import (
 from app.model.base import model_class
 from app.model.gathering import Gathering, Shards, round_weights
 from app.model.shards import write_model
+from app.process.collectives import first_alone, is_first, of_all
+from app.process.errors import TrainingFault
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.lockstep import first_alone, is_first
 from app.model.gathering import Gathering, Shards
+from app.process.collectives import first_alone, is_first
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@
 `base_model` reads a base's headers, `targets` and `adapters` compare with them what is put on it.
 """
 
-from app.preflight.compatibility import (
+from app.preflight.couplings import (
     check_compatibility,
     check_devices,
     check_global_batch,

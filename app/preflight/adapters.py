@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.launch import is_first_rank
 from app.model.adapter import ADAPTER_FILE, ORIGIN_FILE, AdapterConfig, Ia3Config, LoraConfig
 from app.model.adapter.saved_config import CONFIG_FILE, KINDS, read_adapter_config
 from app.model.base import ModelConfig
 from app.preflight.base_model import BaseModel, seen_from
 from app.preflight.fingerprint import describe_base, same_form
 from app.preflight.shapes import Shapes
-from app.untrusted import check_kinds, read_header, read_json_object, reading
+from app.process.launch import is_first_rank
+from app.process.untrusted import check_kinds, read_header, read_json_object, reading
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from app.model.base import ModelConfig
 from app.model.hub import problem_offline
 from app.model.quantization import QuantizationConfig, find_stored_problem, stored_method
 from app.preflight.shapes import Shapes, shapes_of_architecture
-from app.untrusted import check_kinds, read_header, read_json_object, read_text
+from app.process.untrusted import check_kinds, read_header, read_json_object, read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")

@@ -6,12 +6,14 @@ All problems are listed together.
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
-from app.errors import UserError, nearest
 from app.model.adapter import goes_on, is_adapter, saves_whole_model
+from app.model.attention import AttentionConfig, why_not_packed
 from app.model.base import ModelConfig
+from app.model.layers import why_not_compiled
 from app.preflight.adapters import check_goes_on, check_saved_adapter
 from app.preflight.base_model import (
     ANOTHER_COPY,
@@ -21,14 +23,77 @@ from app.preflight.base_model import (
     look_at_tokenizer,
     seen_from,
 )
-from app.preflight.compatibility import ranks_per_node
-from app.preflight.compiling import check_compile_of_base
-from app.preflight.packing import check_packing_of_base
-from app.preflight.parallel import check_tensor_parallel
+from app.preflight.couplings import ranks_per_node
 from app.preflight.targets import check_adapter, check_neftune
+from app.process.errors import UserError, nearest
+from app.process.untrusted import reading
 from app.strategy.settings import tensor_parallel_size
-from app.untrusted import reading
-from data_modules import TEMPLATE_NAMES, check_datasets
+from data_modules import TEMPLATE_NAMES, PackingConfig, check_datasets
+
+
+def check_compile_of_base(trainer: Any, base: BaseModel) -> list[str]:
+    """List why the layers of this base cannot be compiled once for all batches."""
+    problem = why_not_compiled(base.numbers or {}) if trainer.compile else None
+    return [problem] if problem else []
+
+
+SEES_PADDING = ("encoder-decoder", "prophetnet")
+"""model types that train neither packed nor padded: no mask of theirs hides all of the padding"""
+
+
+def check_packing_of_base(
+    packing: PackingConfig, attention: AttentionConfig, base: BaseModel
+) -> list[str]:
+    """List why the documents of a pack cannot be kept apart in this base."""
+    numbers = base.numbers or {}
+    if (model_type := numbers.get("model_type")) in SEES_PADDING:
+        return [
+            f"{base.name}: {model_type} models let documents see the padding behind them, and each "
+            "other in a pack: type model.path=ANOTHER_BASE"
+        ]
+    if packing.method == "none":
+        return []
+    if reason := why_not_packed(numbers):
+        return [f"packing={packing.method}: {reason}"]
+    if numbers.get("is_encoder_decoder") and attention.backend == "eager":
+        return [
+            f"packing={packing.method}: attention=eager cannot keep the documents of a pack apart "
+            "in an encoder-decoder model: type packing=none"
+        ]
+    return []
+
+
+WITHOUT_PLAN = ("bart", "bloom", "falcon", "gpt2", "phi3", "t5")
+"""kinds of models that are known here, and that transformers gives no plan which we can follow"""
+
+
+def check_tensor_parallel(together: int, base: BaseModel) -> list[str]:
+    """List why `together` ranks cannot split the layers of this base."""
+    numbers: dict[str, Any] = base.numbers or {}
+    kind = numbers.get("model_type")
+    if together == 1:
+        return []
+    if kind in WITHOUT_PLAN:
+        return [
+            f"strategy.tensor_parallel_size={together}: there is no plan by which the matrices of "
+            f"a {kind} model are cut; type strategy=fsdp"
+        ]
+    heads = numbers.get("num_attention_heads")
+    sides = {
+        "attention heads": heads,
+        "key heads": numbers.get("num_key_value_heads") or heads,
+        "inner features": numbers.get("intermediate_size"),
+    }
+    known = {what: side for what, side in sides.items() if isinstance(side, int)}
+    common = math.gcd(together, *known.values()) if known else 0
+    fits = [str(n) for n in range(2, common + 1) if common % n == 0]
+    instead = f"strategy.tensor_parallel_size={' or '.join(fits)}, or " if fits else ""
+    return [
+        f"strategy.tensor_parallel_size={together} does not divide the {side} {what} of "
+        f"{base.name} ({side} / {together} leaves {side % together}); type {instead}strategy=fsdp"
+        for what, side in known.items()
+        if side % together
+    ][:1]
 
 
 def check_files(config: Any, *, needs_weights: bool = True) -> list[str]:

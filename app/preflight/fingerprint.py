@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.model.base import ModelConfig
-from app.untrusted import limits
+from app.process.untrusted import limits
 
 WHOLE_BYTES = 256 << 20
 """weights of a folder that are read whole: about half a second"""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.report.spelling import Passage, Speller, visible
+from app.report.token_text import Passage, Speller, visible
 
 if TYPE_CHECKING:
     import numpy as np

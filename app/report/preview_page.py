@@ -9,7 +9,7 @@ import html
 from collections.abc import Sequence
 
 from app.report.preview import DatasetView, PackView, Preview, RowView, count
-from app.report.spelling import Passage, Piece
+from app.report.token_text import Passage, Piece
 
 NUM_HUES = 6
 STYLE = """

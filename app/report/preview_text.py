@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.report.preview import DatasetView, PackView, Preview, count
-from app.report.spelling import Passage, Piece
+from app.report.token_text import Passage, Piece
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -6,16 +6,16 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from app.launch import free_port
+from app.process.launch import free_port
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 
 if TYPE_CHECKING:
-    from app.strategy.spread import Spread
+    from app.strategy.mixin import Spread
 
 
 def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) -> Spread:
     """Build the strategy that `num_ranks` processes train under; `auto` is resolved before."""
-    from app.strategy.spread import OneDevice, Replicated
+    from app.strategy.mixin import OneDevice, Replicated
 
     _meet_anew_after_a_restart()
     if isinstance(config, ZeroConfig):
@@ -23,7 +23,7 @@ def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) 
 
         return build_zero(config, accelerator=accelerator)
     if isinstance(config, FsdpConfig):
-        from app.strategy.sharded import build_sharded
+        from app.strategy.fsdp import build_sharded
 
         return build_sharded(config, accelerator=accelerator, num_ranks=num_ranks)
     if isinstance(config, DdpConfig) and config.compression != "none":

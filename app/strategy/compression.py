@@ -6,8 +6,8 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from app.launch import is_first_rank
-from app.strategy.spread import Replicated
+from app.process.launch import is_first_rank
+from app.strategy.mixin import Replicated
 
 if TYPE_CHECKING:
     import torch

@@ -19,15 +19,15 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from app.lockstep import some_alone
 from app.model.adapter import reached_weights, unfuse_adapters
+from app.process.collectives import some_alone
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.loading import Handing, peak_host_bytes, say_host_memory
+from app.strategy.mixin import BuildModel, Spread
 from app.strategy.operators import prepare_operator
 from app.strategy.rendezvous import meet_on_loopback
-from app.strategy.scattered import Kept, Scattered
 from app.strategy.settings import ZeroConfig
-from app.strategy.spread import BuildModel, Spread
+from app.strategy.shards import Kept, Scattered
 
 if TYPE_CHECKING:
     import lightning as L

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.errors import UserError
 from app.model.quantization import give_states, take_states
+from app.process.errors import UserError
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import socket
 import sys
 from typing import Any
 
-from app.launch import is_started_here
+from app.process.launch import is_started_here
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"

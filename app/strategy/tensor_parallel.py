@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.errors import UserError
 from app.model.adapter import unfuse_adapters
+from app.process.errors import UserError
 
 BY_ROWS, BY_COLUMNS, ON_PARTS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """kinds of transformers' plans, by the side of x W that is cut: here W is kept transposed"""

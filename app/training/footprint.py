@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.quantization import QuantizationConfig
 from app.strategy.choose import STORED, Facts
-from app.training.optimizer import OptimizerConfig
+from app.training.optimizers import OptimizerConfig
 from app.training.trainer import Placement, TrainerConfig
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from app.model.adapter import DEFAULT_LR, AdapterConfig
-from app.training.optimizer import OptimizerConfig
+from app.training.optimizers import OptimizerConfig
 
 USUAL_LR = {
     # Lowest and highest of what published recipes use: 1e-5 for LoRA on a 70B model (axolotl),

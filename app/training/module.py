@@ -10,8 +10,6 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from app import faults
-from app.errors import UserError
 from app.model.attention import (
     check_causal,
     check_isolation,
@@ -22,8 +20,9 @@ from app.model.base import reading_first_forward
 from app.model.head import prove_head
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
-from app.strategy.spread import Replicated, Spread
-from app.training.bad_numbers import StepSkipped, hold_back, inject, spread
+from app.process import faults
+from app.process.errors import UserError
+from app.strategy.mixin import Replicated, Spread
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.documents import (
     MODEL,
@@ -34,23 +33,23 @@ from app.training.checkpoint.documents import (
     read_random_state,
     unusable,
 )
-from app.training.checkpoint.progress import progress_after
 from app.training.checkpoint.state import (
     StateError,
     check_random_state,
     model_state,
     optimizer_state,
+    progress_after,
     restore_model,
     restore_optimizer,
     restore_random_state,
     restore_schedule,
 )
-from app.training.curves import Curves, StepRecord
-from app.training.loss import DatasetSums, batch_loss
-from app.training.optimizer import base_lr
+from app.training.metrics import Curves, StepRecord
+from app.training.nonfinite import StepSkipped, hold_back, inject, spread
+from app.training.objective import DatasetSums, batch_loss
+from app.training.optimizers import base_lr, use_averaged_weights, use_training_weights
+from app.training.parameter_table import say_what_trains
 from app.training.schedule import ScheduleConfig, build_schedule
-from app.training.schedule_free import use_averaged_weights, use_training_weights
-from app.training.what_trains import say_what_trains
 from data_modules import Batch
 
 RANDOM_APART = 1_000_003

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from app.errors import UserError
 from app.model.adapter import AdapterConfig, LoraConfig, TrainedWeight
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch

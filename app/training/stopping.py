@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from app.signals import signal_heard, take_handlers, wait_for_data, wait_for_step
+from app.process.signals import signal_heard, take_handlers, wait_for_data, wait_for_step
 
 
 class Stopping:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import UserError
 from app.preflight import check_devices, check_global_batch, check_layout
+from app.process.errors import UserError
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
-from app.training.checkpoint.settings import CheckpointConfig
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +19,21 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    every_steps: int | None = None
+    """optimizer steps between checkpoints; null = ten times a run, and once an epoch of the data;
+    one more at the end"""
+    keep_last: int = 2
+    """newest checkpoints that are kept; more disk"""
+    keep_best: int = 0
+    """checkpoints of the lowest validation losses that are kept besides"""
+    asynchronous: bool = False
+    """write while training goes on, typed as trainer.checkpoint.async=true; one more copy of what
+    trains in host memory"""
+
 
 PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16")
 VALIDATIONS_PER_RUN = 10

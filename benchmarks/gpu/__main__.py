@@ -107,7 +107,7 @@ def main() -> int:
         return 3
     import yaml  # type: ignore[import-untyped]
 
-    from app.quiet import quiet_libraries
+    from app.process.environment import quiet_libraries
 
     quiet_libraries(offline=True)
     logging.getLogger("app.training").setLevel(logging.WARNING)

@@ -28,9 +28,9 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.model.base import ModelConfig, load_architecture
     from app.strategy.build import build_strategy
     from app.strategy.settings import StrategyConfig
-    from app.training.curves import Curves
+    from app.training.metrics import Curves
     from app.training.module import FinetuneModule
-    from app.training.optimizer import build_optimizer
+    from app.training.optimizers import build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
 
@@ -101,7 +101,7 @@ def build(
 
 def optimizer_of(part: Part) -> Any:
     """Return the settings of a part's optimizer."""
-    from app.training.optimizer import AdamW8bitConfig, AdamWConfig
+    from app.training.optimizers import AdamW8bitConfig, AdamWConfig
 
     return {"adamw": AdamWConfig, "adamw8bit": AdamW8bitConfig}[part.optimizer]()
 

@@ -65,7 +65,7 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
 
     from data_modules import Example, Origin
     from data_modules.collator import Collator
-    from data_modules.packing import StepPlan
+    from data_modules.packing.plan import StepPlan
 
     random = np.random.default_rng(0)
     packs = task.tokens_a_step // task.sequence_len

@@ -14,7 +14,7 @@ from benchmarks.training.task import SEQUENCE_LEN, TOKENS_A_STEP, Task
 
 def main(task: Task) -> None:
     """Train and report."""
-    from app.quiet import quiet_libraries
+    from app.process.environment import quiet_libraries
 
     quiet_libraries(offline=True)
     import lightning as L
@@ -25,10 +25,10 @@ def main(task: Task) -> None:
     from app.model.build import build_model
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
-    from app.strategy.spread import OneDevice
-    from app.training.curves import Curves
+    from app.strategy.mixin import OneDevice
+    from app.training.metrics import Curves
     from app.training.module import FinetuneModule
-    from app.training.optimizer import AdamWConfig, build_optimizer
+    from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
     from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
@@ -102,7 +102,7 @@ def main(task: Task) -> None:
 
 
 if __name__ == "__main__":
-    from app.pages import take_large_pages
+    from app.process.hugepages import take_large_pages
 
     take_large_pages("benchmarks.training.loft_run")  # as a training on a CPU does
     main(Task.read(sys.argv[1]))

@@ -16,17 +16,54 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from data_modules.audit.hashing import hash_grams
-
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    Hashes = npt.NDArray[np.uint64]
     from data_modules.types import Example, Origin
 
-    Hashes = npt.NDArray[np.uint64]
     Indices = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]
+
+
+_BASE, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
+    """Return a hash of the `ngram` ids from each position on, uint64 [len(ids) - ngram + 1].
+
+    A polynomial in the mixed ids, mod 2^64; blocks of 1, 2, 4, ... ids are put together from the
+    halves, so that 13 ids cost 5 passes.
+    """
+    import numpy as np
+
+    blocks = _mixed(ids.astype(np.uint64))
+    hashes = np.zeros(len(ids) - ngram + 1, dtype=np.uint64)
+    width, covered, power = 1, 0, _BASE
+    while width <= ngram:
+        if ngram & width:
+            hashes *= np.uint64(power)
+            hashes += blocks[covered : covered + len(hashes)]
+            covered += width
+        if 2 * width <= ngram:
+            blocks = blocks[:-width] * np.uint64(power) + blocks[width:]
+        width, power = 2 * width, power * power & _WORD
+    return _mixed(hashes)
+
+
+def _mixed(words: Hashes) -> Hashes:
+    """Spread each word's bits over all 64 of them (splitmix64's finaliser)."""
+    import numpy as np
+
+    words = words + np.uint64(_BASE)
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
+
 
 CHUNK_TOKENS = 1 << 20
 """tokens that are hashed at a time: about 60 MB with what comes of them"""

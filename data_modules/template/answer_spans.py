@@ -25,7 +25,7 @@ from data_modules.template.marks import (
     wrapped_chat,
 )
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
-from data_modules.template.scaffold import Layout, Placed, Scaffold, with_suffix
+from data_modules.template.skeleton import Layout, Placed, Scaffold, with_suffix
 from data_modules.types import shown
 
 MAX_SCAFFOLDS = 1024

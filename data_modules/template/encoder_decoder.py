@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_modules.template.laying import Layer
+from data_modules.template.layout import Layer
 from data_modules.template.masking import MaskConfig
 from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
 from data_modules.types import Conversation, DataError, Document, Encoded, Item, Note, Tokens

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from data_modules.template.bounds import TurnSpan
-from data_modules.template.scaffold import Placed
+from data_modules.template.skeleton import Placed
 from data_modules.types import Conversation, Document, Note, Turn, shown
 
 ROLES = ("system", "user", "assistant", "tool")

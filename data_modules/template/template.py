@@ -17,7 +17,7 @@ from data_modules.template.answer_spans import SpanFinder
 from data_modules.template.bos import begun_with_bos
 from data_modules.template.encoder_decoder import PairEncoder
 from data_modules.template.encoding import Spelled, Tokeniser, control_texts, stop_texts
-from data_modules.template.laying import Laid, Layer
+from data_modules.template.layout import Laid, Layer
 from data_modules.template.masking import MaskConfig as MaskConfig
 from data_modules.template.masking import check_mask as check_mask
 from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
@@ -36,7 +36,7 @@ from data_modules.template.rendering import (
     RowRefusedError,
     render_errors,
 )
-from data_modules.template.scaffold import Placed
+from data_modules.template.skeleton import Placed
 from data_modules.template.trial import LimitError, Limits, attempt
 from data_modules.types import (
     Conversation,

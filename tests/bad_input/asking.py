@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from data_modules import DataConfig, DataError, DatasetConfig, check_datasets
-from data_modules.prepare import Prepared, hash_of, prepare_dataset
 from data_modules.template import ChatTemplate
+from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
 
 
 def chat(question: str, answer: str, **columns: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 from app.config import load_config
-from app.config.door import check_before_start
-from app.errors import DONE, report
+from app.config.load import check_before_start
+from app.process.errors import DONE, report
 from tests.door import OF_OTHER_RUNS
 
 LONGEST_SECONDS = 20
@@ -79,8 +79,7 @@ def _open(config: Any) -> Any:
     )
     from app.model.build import build_model
     from app.model.chat import stop_token_ids
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows
+    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows
 
     architecture = load_architecture(config.model)
     backend = choose_backend(config.attention, architecture, "cpu", "fp32").backend

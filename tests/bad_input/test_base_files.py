@@ -18,11 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.errors import TrainingFault, UserError, exit_code
 from app.model.base import ModelConfig, load_base
-from app.model.hub import check_hub
-from app.quiet import is_offline
-from app.untrusted import Limits, limits, read_header, read_json_object, reading
+from app.model.hub import check_hub, is_offline
+from app.process.errors import TrainingFault, UserError, exit_code
+from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
 from data_modules import DataConfig
 from tests.bad_input.opening import End, open_run, settings_for
 from tests.door import make_data

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.supervise.run import check_supervise
+from app.run.ranks import check_supervise
 from app.training.checkpoint.store import CheckpointStore
 from tests.door import ask, make_data, make_model
 from tests.processes import LONGEST, start_train, type_train

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from app.config import load_config, load_run_config
-from app.errors import ROOT, UserError
-from app.resume import Start, start_run
-from app.resume.lock import LOCK_FILE, hold_run
+from app.process.errors import ROOT, UserError
+from app.run import Start, start_run
+from app.run.lock import LOCK_FILE, hold_run
 from tests.door import ask, make_data, make_model
 from tests.resumed import contents, damage, damage_all, make_run
 
@@ -437,7 +437,7 @@ def test_a_run_without_its_manifest_is_not_resumed(run: Path, content: str | Non
 HOLD = """
 import sys, time
 from pathlib import Path
-from app.resume.lock import hold_run
+from app.run.lock import hold_run
 hold_run(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

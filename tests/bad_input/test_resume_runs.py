@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from app.config import load_config
-from app.errors import UserError
-from app.resume import Start
+from app.process.errors import UserError
+from app.run import Start
 from app.train import train
 from app.training.module import FinetuneModule
 from tests.conftest import read_column

@@ -13,8 +13,8 @@ import pytest
 
 from app.config import run_verb
 from app.evaluate import evaluate
-from app.output import OutputConfig, check_output, decide_run_dir
 from app.preview import preview
+from app.run.output import OutputConfig, check_output, decide_run_dir
 from app.train import train
 from tests.door import Answer, ask, make_data
 from tests.resumed import contents, make_run
@@ -124,7 +124,7 @@ def test_trust_that_is_typed_again_goes_on(
 
 
 def test_trust_is_named_in_one_place() -> None:
-    from app.resume.changes import TRUST_KEYS
+    from app.run.changes import TRUST_KEYS
     from tests.test_resume import all_settings
 
     assert TRUST_KEYS == ["model.trust_remote_code"]
@@ -210,10 +210,10 @@ def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
 
 
 def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path) -> None:
-    from app.heartbeat import begin_to_beat
-    from app.output import write_whole
-    from app.resume.lock import hold_run
-    from app.training.csv_logger import CsvLogger
+    from app.process.files import write_whole
+    from app.process.heartbeat import begin_to_beat
+    from app.run.lock import hold_run
+    from app.training.loggers import CsvLogger
 
     victim, folder = tmp_path / "victim", tmp_path / "run"
     folder.mkdir()

@@ -26,9 +26,8 @@ from data_modules.audit import (
     check_audit,
     overlap,
 )
-from data_modules.audit.hashing import hash_grams
-from data_modules.audit.overlap import find_overlap
-from data_modules.audit.places import short_file, short_places
+from data_modules.audit.figures import short_file, short_places
+from data_modules.audit.overlap import find_overlap, hash_grams
 from data_modules.types import Example, Origin
 
 STOP = 2

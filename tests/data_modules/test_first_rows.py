@@ -14,10 +14,10 @@ from data_modules import (
     PackingConfig,
     check_datasets,
 )
-from data_modules.prepare import Prepared, hash_of, prepare_dataset
-from data_modules.rows import BadRows, FirstRows, Rejected
 from data_modules.source import Limits, opening, read_chunks
 from data_modules.template import ChatTemplate
+from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
+from data_modules.tokens.rows import BadRows, FirstRows, Rejected
 from data_modules.types import DataError, Origin
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.holdout import Sides, hold_out
+from data_modules.packing.holdout import Sides, hold_out
 from data_modules.types import DataError
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.mixture import (
+from data_modules.packing.mixture import (
     Mixture,
     MixtureConfig,
     check_mixture,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.bins import WORTH_IT, best_fit, next_fit, sort_order
-from data_modules.packing import (
+from data_modules.packing.bins import WORTH_IT, best_fit, next_fit, sort_order
+from data_modules.packing.plan import (
     MicroBatch,
     PackingConfig,
     StepPlan,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from data_modules.prepare import Prepared, hash_of, prepare_dataset
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
+from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
 from data_modules.types import DataError, Example
 
 
@@ -277,7 +277,9 @@ def test_a_file_that_changes_meanwhile_is_named(
 ) -> None:
     config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
     hashes = iter(["a" * 64, "b" * 64])
-    monkeypatch.setattr("data_modules.prepare.source.fingerprint", lambda *_, **__: next(hashes))
+    monkeypatch.setattr(
+        "data_modules.tokens.prepare.source.fingerprint", lambda *_, **__: next(hashes)
+    )
     with pytest.raises(DataError, match=r"d\.jsonl: changed while it was being read"):
         prepare(config, tokenizer, 99)
     assert not list((tmp_path / "cache").glob("*.tmp*"))

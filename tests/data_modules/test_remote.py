@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.errors import ENVIRONMENT_ERROR, exit_code, report
+from app.process.errors import ENVIRONMENT_ERROR, exit_code, report
 from data_modules.source import Limits, fingerprint, read_chunks
 from data_modules.types import DataError, RemoteError
 

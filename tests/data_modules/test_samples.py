@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from data_modules.samples import phrasing, write
+from data_modules.samples import phrasing
 from data_modules.samples.corpus import (
     ANSWER_WEIGHT,
     CORPORA,
@@ -20,8 +20,9 @@ from data_modules.samples.corpus import (
     read_corpus,
     skills_corpus,
 )
-from data_modules.samples.probes import GATE, probe_rows
 from data_modules.samples.skills import CITIES, JOBS, NAMES, SKILLS
+from tools.tiny_base import write
+from tools.tiny_base.probes import GATE, probe_rows
 
 SAMPLES = Path(write.__file__).parent
 DATA_FILES = ("lists", "orders", "people")
@@ -201,7 +202,7 @@ def test_the_chat_template_marks_turns_and_ends_them_with_eos() -> None:
 
 def test_the_shipped_base_passes_the_gate() -> None:
     """It knows the skills, in other words than those of the tuning rows."""
-    from data_modules.samples.install import TINY_BASE, probe_accuracies
+    from tools.tiny_base.install import TINY_BASE, probe_accuracies
 
     accuracies = probe_accuracies(TINY_BASE)
     assert accuracies.keys() == GATE.keys()

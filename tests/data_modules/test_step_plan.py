@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules import bins
-from data_modules.mixture import Mixture, MixtureConfig
-from data_modules.packing import StepPlan, StepSampler, pack_documents, share_out
+from data_modules.packing import bins
+from data_modules.packing.mixture import Mixture, MixtureConfig
+from data_modules.packing.plan import StepPlan, StepSampler, pack_documents, share_out
 
 GLOBAL_BATCH = 24
 WORLD_SIZES = (1, 2, 3, 8)

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from data_modules.store import Documents, Examples, StoreWriter, TokenStore
+from data_modules.tokens.store import Documents, Examples, StoreWriter, TokenStore
 
 Lists = list[list[int]]
 

@@ -19,7 +19,7 @@ import torch
 
 from data_modules import Batch, DataConfig, DataError, DatasetConfig, Example, PackingConfig
 from data_modules.datamodule import FinetuneDataModule
-from data_modules.mixture import MixtureConfig
+from data_modules.packing.mixture import MixtureConfig
 from data_modules.settings import check_datasets
 from data_modules.stream import StreamPlan, TokenStream
 from tests.conftest import ROOT

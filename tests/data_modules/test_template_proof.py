@@ -22,7 +22,7 @@ from data_modules.template.answer_spans import SpanFinder
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.proof import FORMS, Traced, conversation, faults_of, prove
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError, _messages
-from data_modules.template.scaffold import Placed
+from data_modules.template.skeleton import Placed
 from data_modules.types import Conversation, DataError, Encoded, Origin, ToolCall, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer, read_rows
 from tests.data_modules.published import published_templates, tokenizer_for

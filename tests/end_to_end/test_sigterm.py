@@ -48,16 +48,21 @@ def stalling(*args, **kwargs):
     time.sleep(300) if how == "sleeps" else hang()
 setattr(owner, name, stalling)
 if "data.num_proc=2" in words:
-    importlib.import_module("data_modules.encode").CHUNKS_IN_PROCESS = 0
+    importlib.import_module("data_modules.tokens.encode").CHUNKS_IN_PROCESS = 0
 sys.argv = [verb, *words]
 runpy.run_module(f"app.{verb}", run_name="__main__")
 """
 ANSWERS = ("evaluation.exact_match=true",)
 IN_WORKERS = ("data.num_proc=2",)
 WHERE = {
-    "tokens": ("data_modules.encode:ChunkEncoder.__call__", "sleeps", 0, ()),
-    "tokens in workers": ("data_modules.encode:ChunkEncoder.__call__", "hangs", 0, IN_WORKERS),
-    "the plan": ("data_modules.bins:_places", "hangs", 0, ()),
+    "tokens": ("data_modules.tokens.encode:ChunkEncoder.__call__", "sleeps", 0, ()),
+    "tokens in workers": (
+        "data_modules.tokens.encode:ChunkEncoder.__call__",
+        "hangs",
+        0,
+        IN_WORKERS,
+    ),
+    "the plan": ("data_modules.packing.bins:_places", "hangs", 0, ()),
     "the base": ("app.model.base:load_base", "hangs", 0, ()),
     "answers at the end": ("app.evaluation.predictions:answer_prompts", "hangs", 0, ANSWERS),
 }
@@ -160,7 +165,7 @@ def test_other_verbs_end_too(tmp_path: Path, verb: str) -> None:
     if verb == "evaluate":
         words = [w.replace("data.datasets", "data.test_datasets") for w in words]
     code, seconds, said = stall(
-        *(tmp_path / "run", verb, "data_modules.encode:ChunkEncoder.__call__", "sleeps", 0),
+        *(tmp_path / "run", verb, "data_modules.tokens.encode:ChunkEncoder.__call__", "sleeps", 0),
         [*words, f"output.dir={tmp_path / 'run' / 'out'}"],
     )
     assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)

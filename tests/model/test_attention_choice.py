@@ -23,9 +23,9 @@ from transformers import (
     PretrainedConfig,
 )
 
-from app.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
 from app.model.attention import AttentionConfig, check_implementation, choice, choose_backend
 from app.model.attention.inputs import attention_inputs
+from app.process.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
 from tests.model.test_attention_varlen import of_2_10, of_2_13
 from tests.tiny import tiny_llama, tiny_t5
 

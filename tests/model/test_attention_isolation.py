@@ -12,9 +12,10 @@ from torch.nn.attention import varlen as of_torch
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations import flex_attention
 
-from app.model.attention import attention_implementation, check_isolation, inputs, matmul
+from app.model.attention import attention_implementation, check_isolation, inputs
 from app.model.attention.documents import group_documents
 from app.model.attention.flex import block_mask
+from app.model.cpu import causal_attention as matmul
 from tests.model.test_attention_flex import stand_in
 from tests.model.test_attention_varlen import of_2_13
 from tests.tiny import TINY_BASE, tiny_llama

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from app.model.attention import attend, matmul
+from app.model.attention import attend
 from app.model.attention.documents import (
     MAX_PADDED_SHARE,
     SHORT_TOKENS,
@@ -16,6 +16,7 @@ from app.model.attention.documents import (
     place_documents,
     stack_documents,
 )
+from app.model.cpu import causal_attention as matmul
 
 
 def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[Tensor]:

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaForCausalLM
 
-from app.errors import TrainingFault, UserError
 from app.model import save as saving
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, probe_logits
 from app.model.attention import attention_implementation
@@ -20,6 +19,7 @@ from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.model.save import save_model
+from app.process.errors import TrainingFault, UserError
 from tests.tiny import probe, random_ids, tiny_llama
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from app.errors import UserError
 from app.model.base import ModelConfig
 from app.model.chat import (
     keep_stop_tokens,
@@ -20,6 +19,7 @@ from app.model.chat import (
     stop_token_ids,
     with_chat_template,
 )
+from app.process.errors import UserError
 from data_modules import DataConfig
 from data_modules.template.named_templates import named_template
 from tests.door import ask

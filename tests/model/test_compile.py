@@ -19,16 +19,16 @@ from torch._dynamo.backends.debugging import boxed_nop
 from transformers import BloomConfig, BloomForCausalLM
 
 from app.config import load_config
-from app.config.door import check_before_start
-from app.errors import UserError
+from app.config.load import check_before_start
 from app.model import compile as compiling
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, apply_adapter
 from app.model.attention import attention_implementation
 from app.model.compile import CompiledLayers, num_compiled
 from app.model.head import fuse_head
 from app.model.recompute import RecomputeConfig, apply_recompute
+from app.process.errors import UserError
 from app.training.callbacks.compilation import Compilation
-from app.training.loss import DatasetSums, batch_loss
+from app.training.objective import DatasetSums, batch_loss
 from data_modules.collator import Collator
 from data_modules.types import Batch, Example, Origin
 from tests.conftest import ROOT, read_column

@@ -11,8 +11,15 @@ import transformers
 from torch import Tensor
 
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.head import LossHead, fuse_head, head_loss, prove_head, token_losses
-from app.model.linear_cross_entropy import linear_cross_entropy, rows_per_chunk
+from app.model.head import (
+    LossHead,
+    fuse_head,
+    head_loss,
+    linear_cross_entropy,
+    prove_head,
+    rows_per_chunk,
+    token_losses,
+)
 from tests.tiny import random_ids, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 SMALL = {

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.model import linear_cross_entropy as room
-from app.model.linear_cross_entropy import linear_cross_entropy
+from app.model import head as room
+from app.model.head import linear_cross_entropy
 
 VOCABULARY, WIDTH = 50, 16
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from app.errors import UserError
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -32,7 +31,8 @@ from app.model.quantization import (
     tokens_quantized_alone,
 )
 from app.model.recompute import RecomputeConfig
-from app.quiet import quiet_libraries
+from app.process.environment import quiet_libraries
+from app.process.errors import UserError
 from tests.door import ask, make_data
 from tests.tiny import probe, random_ids, tiny_llama
 

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from app.errors import TrainingFault
 from app.model import save as saving
 from app.model.adapter import (
     ADAPTER_FILE,
@@ -32,7 +31,8 @@ from app.model.adapter import (
 )
 from app.model.base import ModelConfig, load_architecture, load_base
 from app.model.save import save_model
-from app.model.tokens import resize_embeddings
+from app.model.tokenizer import resize_embeddings
+from app.process.errors import TrainingFault
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -19,8 +19,6 @@ from transformers import (
 )
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from app.errors import TrainingFault
-from app.lockstep import first_alone
 from app.model.adapter import (
     ADAPTER_FILE,
     AdapterConfig,
@@ -34,6 +32,8 @@ from app.model.adapter import (
 )
 from app.model.save import save_model
 from app.model.shards import INDEX, WEIGHTS, write_model
+from app.process.collectives import first_alone
+from app.process.errors import TrainingFault
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 BF16, FP32 = torch.bfloat16, torch.float32

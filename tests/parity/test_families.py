@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from app.model.attention import AttentionConfig, attention_implementation, choose_backend
 from app.model.base import ModelConfig, load_architecture, load_base
 from app.preflight.base_model import BaseModel
-from app.preflight.packing import check_packing_of_base
-from app.strategy.spread import OneDevice
-from app.training.loss import DatasetSums, batch_loss
+from app.preflight.files import check_packing_of_base
+from app.strategy.mixin import OneDevice
 from app.training.module import FinetuneModule
+from app.training.objective import DatasetSums, batch_loss
 from data_modules import Example, Origin, PackingConfig
 from data_modules.collator import Collator
 from tests.families import tiny_family

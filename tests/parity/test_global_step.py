@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app.config import load_config
 from app.evaluate import evaluate
 from app.model.attention import attention_implementation
-from app.training.loss import DatasetSums, batch_loss
+from app.training.objective import DatasetSums, batch_loss
 from data_modules import Batch, DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
 from tests.conftest import ROOT, TrainRun, read_column
 from tests.reliability.person import Person

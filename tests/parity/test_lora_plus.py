@@ -11,7 +11,7 @@ import torch
 from peft.optimizers import create_loraplus_optimizer
 
 from app.model.adapter import LoraConfig
-from app.training.optimizer import AdamWConfig, build_optimizer
+from app.training.optimizers import AdamWConfig, build_optimizer
 from tests.tiny import random_ids, tiny_llama
 
 LR, RATIO = 1e-3, 16.0

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from app.faults import NEEDS_ROOM, NOTES_FILE
+from app.process.faults import NEEDS_ROOM, NOTES_FILE
 from app.training.checkpoint.store import CheckpointStore
 from tests.processes import GONE_WITHIN
 from tests.reliability.cases import Chain, Death, Operations, Variant

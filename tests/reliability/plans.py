@@ -7,7 +7,7 @@ import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 
-from app import faults
+from app.process import faults
 from tests.reliability.cases import NUM_STEPS, VARIANTS, Chain, Death, Operations, Variant
 
 NUM_KILLS = 100

@@ -26,7 +26,7 @@ PASSED, FAILED = 0, 1
 STORE = "app/training/checkpoint/store.py"
 STATE = "app/training/checkpoint/state.py"
 MODULE = "app/training/module.py"
-START = "app/resume/start.py"
+START = "app/run/start.py"
 KILLED = "tests/training/checkpoint/test_store_killed.py"
 ROTATION = "tests/training/checkpoint/test_store_rotation.py"
 RESUMED = "tests/training/checkpoint/test_resume.py"
@@ -65,28 +65,28 @@ BUGS = [
     ),
     Bug(
         name="the data goes on one step ahead",
-        file="data_modules/packing.py",
+        file="data_modules/packing/plan.py",
         right="range(self._first_step, self._plan.num_steps)",
         wrong="range(self._first_step + (self._first_step > 0), self._plan.num_steps)",
         test=RESUMED_RUN,
     ),
     Bug(
         name="the data goes on one batch ahead, within an accumulation",
-        file="data_modules/packing.py",
+        file="data_modules/packing/plan.py",
         right="self._plan.micro_batches(step, self._rank)\n",
         wrong="self._plan.micro_batches(step, self._rank)[0 < step == self._first_step :]\n",
         test=RESUMED_RUN,
     ),
     Bug(
         name="a resumed run counts its batches from the wrong accumulation boundary",
-        file="app/training/checkpoint/progress.py",
+        file="app/training/checkpoint/state.py",
         right="num_batches = step * accumulation\n",
         wrong="num_batches = step * accumulation + 1\n",
         test=RESUMED_RUN,
     ),
     Bug(
         name="the validation behind the saved step comes again",
-        file="app/training/checkpoint/progress.py",
+        file="app/training/checkpoint/state.py",
         right="num_batches = step * accumulation\n",
         wrong="num_batches = (step - 1) * accumulation\n",
         test=RESUMED_RUN,
@@ -115,7 +115,7 @@ BUGS = [
     ),
     Bug(
         name="rows of metrics.csv are doubled",
-        file="app/training/logger.py",
+        file="app/training/loggers.py",
         right="        rows.cut_after(last_step)\n",
         wrong="        pass\n",
         test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",
@@ -210,7 +210,7 @@ BUGS = [
     ),
     Bug(
         name="a second process trains in the same folder",
-        file="app/resume/lock.py",
+        file="app/run/lock.py",
         right="        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         wrong="        pass\n",
         test=f"{BAD_RESUME}"
@@ -218,14 +218,14 @@ BUGS = [
     ),
     Bug(
         name="a run that was told to stop ends with 0",
-        file="app/errors.py",
+        file="app/process/errors.py",
         right="super().__init__(128 + signum)",
         wrong="super().__init__(0)",
         test="tests/test_signals.py::test_outside_of_a_step_the_program_ends_where_it_stands",
     ),
     Bug(
         name="a step with a bad loss is taken",
-        file="app/training/bad_numbers.py",
+        file="app/training/nonfinite.py",
         right="    return loss * (1 + 0 * loss.detach())\n",
         wrong="    return loss\n",
         test="tests/training/test_bad_numbers.py"
@@ -248,7 +248,7 @@ BUGS = [
     ),
     Bug(
         name="a rank clips by the norm of its own parts",
-        file="app/strategy/sharded.py",
+        file="app/strategy/fsdp.py",
         right="        dist.all_reduce(squares)\n",
         wrong="",
         test=f"{STEPS}[fsdp]",

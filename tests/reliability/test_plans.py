@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.faults import parse_faults
+from app.process.faults import parse_faults
 from tests.reliability import cases, plans
 from tests.reliability.chain import _batches, _lines
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from app.heartbeat import PARENT_VARIABLE, live_with_parent
+from app.process.heartbeat import PARENT_VARIABLE, live_with_parent
 
 MOST_BYTES = 1 << 16
 """of a rank's words and variables"""
@@ -60,13 +60,13 @@ def import_all() -> None:
     import app.model.build
     import app.model.save
     import app.strategy.deepspeed
-    import app.strategy.sharded
+    import app.strategy.fsdp
     import app.train
     import app.training.callbacks.heartbeat
     import app.training.callbacks.progress
     import app.training.checkpoint.saving
-    import app.training.csv_logger
     import app.training.learning_rate
+    import app.training.loggers
     import app.training.module
     import app.training.trainer  # noqa: F401
     import data_modules.datamodule  # noqa: F401
@@ -90,7 +90,7 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     record = Path(request["record"])
     if request["num_processes"]:
-        from app.supervise import ranks as starter
+        from app.process import ranks as starter
 
         waiting = [WaitingRank(record) for _ in range(request["num_processes"])]
         starter.subprocess = SimpleNamespace(  # type: ignore[assignment]
@@ -190,7 +190,7 @@ def _close(descriptor: int) -> None:
 
 def record_into(folder: Path) -> None:
     """Let this process note its batches and its operations on the disk in files of its own."""
-    from app import faults
+    from app.process import faults
     from app.training.module import FinetuneModule
 
     files: dict[str, int] = {}

@@ -23,7 +23,7 @@ from app.preview import preview
 from app.report.preview import PackedDocument, PackView
 from app.report.preview_page import _pack
 from app.report.preview_text import spell
-from app.report.spelling import MAX_TOKENS, Passage, Piece, Speller, visible
+from app.report.token_text import MAX_TOKENS, Passage, Piece, Speller, visible
 from data_modules import DataError
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer

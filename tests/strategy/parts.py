@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.strategy.build import build_strategy
 from app.strategy.settings import ZeroConfig
-from app.training.bad_numbers import hold_back
+from app.training.nonfinite import hold_back
 
 SPREADS_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """else DeepSpeed keeps weights this small whole on every rank"""

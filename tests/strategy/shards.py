@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from app.errors import UserError
 from app.model.adapter import AdapterConfig, FreezeConfig, FullConfig, Ia3Config, LoraConfig
 from app.model.attention import attention_inputs
 from app.model.base import ModelConfig
@@ -22,12 +21,13 @@ from app.model.kernels import fuse_layers
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.loading import Handing, peak_host_bytes
-from app.strategy.scattered import Scattered
 from app.strategy.settings import FsdpConfig
-from app.training.bad_numbers import StepSkipped, hold_back, spread
+from app.strategy.shards import Scattered
 from app.training.checkpoint.state import weights_that_train
+from app.training.nonfinite import StepSkipped, hold_back, spread
 from tests.ranks import ready
 from tests.tiny import TINY_BASE
 

@@ -12,19 +12,19 @@ import torch
 from transformers import LlamaConfig
 
 from app.config import load_config
-from app.errors import UserError
 from app.model.adapter import LoraConfig, report_trainable
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig, storage_of
 from app.model.recompute import RecomputeConfig
 from app.preflight import check_compatibility
+from app.process.errors import UserError
 from app.strategy.choose import FOR_STATES, STORED, Facts, choose_strategy
 from app.strategy.settings import FsdpConfig
 from app.train import resolve_strategy
 from app.training import footprint
 from app.training.footprint import gather_facts, measure_footprint
-from app.training.optimizer import AdamWConfig
+from app.training.optimizers import AdamWConfig
 from app.training.trainer import Placement, TrainerConfig
 from tests.tiny import TINY_BASE, probe, tiny_llama
 
@@ -130,13 +130,13 @@ def place(accelerator: str = "gpu", num_ranks: int = 8) -> Placement:
 
 def resolve(monkeypatch: pytest.MonkeyPatch, facts: Facts, *words: str) -> Any:
     monkeypatch.setattr(footprint, "gather_facts", lambda *_: facts)
-    monkeypatch.setattr("app.preflight.compatibility.situation.count_gpus", lambda: facts.num_ranks)
+    monkeypatch.setattr("app.preflight.couplings.situation.count_gpus", lambda: facts.num_ranks)
     config = load_config("train", ["+experiment=quickstart", *words])
     return resolve_strategy(config, place(), LlamaConfig(), lambda: None)
 
 
 def test_what_is_chosen_has_the_settings_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.preflight.compatibility.deepspeed_rows._has_deepspeed", lambda: True)
+    monkeypatch.setattr("app.preflight.couplings.deepspeed_rows._has_deepspeed", lambda: True)
     for name, facts in {name: facts for facts, name, _ in TABLE}.items():
         words = ["trainer.accelerator=cpu"] if "device_gib" not in facts else []
         words += [f"trainer.devices={facts['num_ranks'] // facts.get('num_nodes', 1)}"]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from app.errors import UserError
+from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.settings import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, ZeroConfig
-from app.training.bad_numbers import hold_back
+from app.training.nonfinite import hold_back
 from tests.conftest import read_column
 from tests.processes import type_train
 from tests.ranks import on_ranks, ready

@@ -21,8 +21,8 @@ from app.config import load_config
 from app.model.build import build_model
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
-from app.preflight.compatibility import deepspeed_rows, device_rows
-from app.strategy import sharded
+from app.preflight.couplings import deepspeed_rows, device_rows
+from app.strategy import fsdp as sharded
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.settings import FsdpConfig, ZeroConfig

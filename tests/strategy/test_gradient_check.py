@@ -9,8 +9,8 @@ import lightning as L
 import pytest
 import torch
 
-from app.errors import UserError
 from app.model.adapter import LoraConfig, apply_adapter
+from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from app.training.callbacks.gradient_check import GradientCheck

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import UserError
+from app.process.errors import UserError
 from app.strategy import operators
 from app.strategy.operators import prepare_operator, remove_stale_lock
 

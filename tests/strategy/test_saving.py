@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from app.errors import TrainingFault
 from app.evaluation.generation import EvaluationConfig, answer_prompts
-from app.lockstep import first_alone, is_first
 from app.model.adapter import probe_logits
 from app.model.save import save_model
+from app.process.collectives import first_alone, is_first
+from app.process.errors import TrainingFault
 from app.strategy.build import build_strategy
+from app.strategy.mixin import EVERYTHING_HERE
 from app.strategy.settings import FsdpConfig
-from app.strategy.spread import EVERYTHING_HERE
 from data_modules import Prompt
 from tests.ranks import on_ranks, ready
 from tests.strategy.shards import ADAPTERS, builder

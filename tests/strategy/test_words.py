@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
-from app.errors import UserError
 from app.preflight.base_model import BaseModel
-from app.preflight.parallel import WITHOUT_PLAN, check_tensor_parallel
+from app.preflight.files import WITHOUT_PLAN, check_tensor_parallel
 from app.preflight.shapes import _FAMILIES
+from app.process.errors import UserError
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from app.strategy.tensor_parallel import _kinds_by_path
 from app.training.trainer import TrainerConfig, resolve_placement

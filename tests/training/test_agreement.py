@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from app.config import load_config
-from app.errors import USER_ERROR, UserError
-from app.launch import free_port
-from app.training.callbacks.agreement import Agreement, told
+from app.process.errors import USER_ERROR, UserError
+from app.process.launch import free_port
+from app.training.callbacks.same_on_all_ranks import Agreement, told
 from tests.processes import LONGEST, RUN, start_train
 from tests.tiny import SAMPLES, small_run
 

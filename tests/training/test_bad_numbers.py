@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from app import faults
 from app.config.verbs import PARTS
-from app.errors import TrainingFault
 from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
-from app.strategy.spread import OneDevice
-from app.training import bad_numbers
-from app.training.bad_numbers import StepWatch, check_finite, hold_back, spread
+from app.process import faults
+from app.process.errors import TrainingFault
+from app.strategy.mixin import OneDevice
+from app.training import nonfinite as bad_numbers
 from app.training.checkpoint.state import model_state, optimizer_state
-from app.training.curves import Curves, StepRecord
-from app.training.loss import DatasetSums
+from app.training.metrics import Curves, StepRecord
 from app.training.module import FinetuneModule
-from app.training.optimizer import build_optimizer
+from app.training.nonfinite import StepWatch, check_finite, hold_back, spread
+from app.training.objective import DatasetSums
+from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig
 from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
 from data_modules import Batch, FinetuneDataModule, Origin, StepRow

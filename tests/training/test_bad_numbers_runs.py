@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from app import faults
 from app.config import run_verb
+from app.process import faults
 from app.train import train
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.checkpoint.store import CheckpointStore

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from app.errors import TrainingFault, UserError
 from app.model.adapter import LoraConfig, adapter_matrices, apply_adapter, pattern_without
-from app.strategy.spread import Spread
+from app.process.errors import TrainingFault, UserError
+from app.strategy.mixin import Spread
 from app.training.callbacks.gradient_check import GradientCheck
 from tests.conftest import TrainRun
 from tests.families import SHAPE, tiny_family

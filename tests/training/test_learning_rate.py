@@ -20,7 +20,7 @@ from app.model.adapter import (
     LoraConfig,
 )
 from app.training.learning_rate import FAR, USUAL_LR, LearningRate, resolve_lr, written
-from app.training.optimizer import AdamWConfig
+from app.training.optimizers import AdamWConfig
 from tests.conftest import read_column
 from tests.tiny import train_into
 

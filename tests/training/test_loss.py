@@ -9,7 +9,7 @@ import torch
 
 from app.model.attention import attention_implementation
 from app.model.head import fuse_head, prove_head, token_losses
-from app.training.loss import (
+from app.training.objective import (
     DatasetSums,
     batch_loss,
     losses_by_dataset,

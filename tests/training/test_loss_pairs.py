@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.model.attention import attention_implementation
-from app.training.loss import DatasetSums, batch_loss
+from app.training.objective import DatasetSums, batch_loss
 from data_modules import Example, Origin
 from data_modules.collator import Collator
 from tests.tiny import random_ids, tiny_bart, tiny_t5

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.strategy.spread import OneDevice
+from app.strategy.mixin import OneDevice
 from app.training.callbacks import gradient_check
 from app.training.checkpoint.saving import CheckpointSaver
-from app.training.curves import Curves
+from app.training.metrics import Curves
 from app.training.module import FinetuneModule
 from tests.conftest import ROOT, TrainRun
 from tests.tiny import SAMPLES, save_with_tokenizer, small_run, tiny_gpt2, tiny_t5
@@ -94,7 +94,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append([record.step for record in curves.waiting])
         curves.waiting = []
 
-    from app.training.optimizer import build_optimizer
+    from app.training.optimizers import build_optimizer
 
     def plain(*args: Any, **settings: Any) -> Any:
         optimizer: Any = build_optimizer(*args, **(settings | {"fused": False}))
@@ -104,7 +104,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     strategy = DeviceWithoutValues(torch.device("cpu"))
     monkeypatch.setattr("app.strategy.build.build_strategy", lambda *_, **__: strategy)
-    monkeypatch.setattr("app.training.optimizer.build_optimizer", plain)
+    monkeypatch.setattr("app.training.optimizers.build_optimizer", plain)
     monkeypatch.setattr(FinetuneModule, "on_fit_start", lambda module: None)  # it measures values
     monkeypatch.setattr(Curves, "flush", write)
     # It reads values too, once: in the first step, whose curves are written anyway.

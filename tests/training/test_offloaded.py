@@ -15,8 +15,8 @@ from lightning.pytorch.plugins import Precision
 from app.model.attention import attention_implementation, attention_inputs, pair_inputs
 from app.model.head import LossHead, fuse_head
 from app.model.kernels import FusedLinear, FusedNorm
-from app.training.loss import validate
 from app.training.module import FinetuneModule
+from app.training.objective import validate
 from app.training.schedule import ScheduleConfig
 from data_modules import Batch
 from tests.tiny import tiny_llama, tiny_t5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from app.training.callbacks.progress import ProgressBar
-from app.training.curves import Curves
+from app.training.metrics import Curves
 
 
 def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:

@@ -24,9 +24,9 @@ from app.model.adapter import (
     trained_weights,
 )
 from app.model.quantization import storage_of
-from app.training.optimizer import AdamWConfig, MuonConfig, OptimizerConfig, build_optimizer
+from app.training.optimizers import AdamWConfig, MuonConfig, OptimizerConfig, build_optimizer
 from app.training.parameter_groups import LrPattern
-from app.training.what_trains import (
+from app.training.parameter_table import (
     MAX_ROWS,
     TrainedPattern,
     say_what_trains,

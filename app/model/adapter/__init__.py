@@ -1,15 +1,13 @@
 """What is trained of the base, and how it is kept: the only folder that knows peft."""
 
 from app.model.adapter.apply import apply_adapter
-from app.model.adapter.converted import (
+from app.model.adapter.lora import (
     changed_its_base,
     remember_start,
     reopen_converted,
     save_converted,
     start_weights,
 )
-from app.model.adapter.origin import ORIGIN_FILE, write_origin
-from app.model.adapter.reached import reached_weights
 from app.model.adapter.saved import (
     check_adapter_file,
     check_same_logits,
@@ -24,6 +22,7 @@ from app.model.adapter.settings import (
     ADAPTER_FILE,
     DEFAULT_LR,
     INITS,
+    ORIGIN_FILE,
     AdapterConfig,
     FreezeConfig,
     FullConfig,
@@ -31,10 +30,16 @@ from app.model.adapter.settings import (
     LoraConfig,
     goes_on,
     saves_whole_model,
+    write_origin,
 )
 from app.model.adapter.targets import pattern_without
-from app.model.adapter.trained import report_trainable
-from app.model.adapter.weights import TrainedWeight, adapter_matrices, trained_weights
+from app.model.adapter.weights import (
+    TrainedWeight,
+    adapter_matrices,
+    reached_weights,
+    report_trainable,
+    trained_weights,
+)
 from app.model.adapter.wrap import drop_needless_copies, unfuse_adapters
 
 __all__ = [

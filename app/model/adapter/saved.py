@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.errors import UserError
-from app.model.adapter.origin import ORIGIN_FILE
 from app.model.adapter.saved_config import CONFIG_FILE, peft_config_of, read_adapter_config
-from app.model.adapter.settings import ADAPTER_FILE
+from app.model.adapter.settings import ADAPTER_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import wrap
 from app.model.patterns import check_patterns, ending
-from app.untrusted import reading
+from app.process.errors import UserError
+from app.process.untrusted import reading
 
 if TYPE_CHECKING:
     import peft

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import UserError, nearest
-from app.untrusted import read_json_object
+from app.process.errors import UserError, nearest
+from app.process.untrusted import read_json_object
 
 if TYPE_CHECKING:
     import peft

@@ -2,11 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from app.model.quantization import storage_of
+
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(slots=True)
+class TrainableReport:
+    """What trains: numbers of weights, what they are kept in, and the bytes that takes."""
+
+    num_trainable: int
+    num_total: int
+    dtypes: dict[str, int]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        share = self.num_trainable / self.num_total
+        dtypes = ", ".join(f"{count:,} in {name}" for name, count in sorted(self.dtypes.items()))
+        counts = f"{self.num_trainable:,} of {self.num_total:,}"
+        mib = self.num_bytes / 2**20
+        size = f"{mib:,.1f} MiB" if mib < 1024 else f"{mib / 1024:,.1f} GiB"
+        return f"{counts} weights train ({share:.2%}); kept: {dtypes}, together {size}"
+
+
+def report_trainable(model: torch.nn.Module) -> TrainableReport:
+    """Count what trains; ValueError when nothing does."""
+    dtypes: dict[str, int] = {}
+    trainable = num_bytes = 0
+    for parameter in model.parameters():
+        storage = storage_of(parameter)
+        dtypes[storage.dtype] = dtypes.get(storage.dtype, 0) + storage.num_weights
+        num_bytes += storage.num_bytes
+        trainable += storage.num_weights if parameter.requires_grad else 0
+    if not trainable:
+        raise ValueError("no weight would be trained: look at adapter.target_modules")
+    return TrainableReport(trainable, sum(dtypes.values()), dtypes, num_bytes)
+
+
+def reached_weights(
+    model: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, torch.nn.Parameter]]:
+    """Go over layers and what each reads past its owner's forward: strategies gather it for both.
+
+    IA3's vectors and LoRA's of embeddings lie in mere containers, trained token rows are put into
+    the whole embedding, and DoRA measures what a matrix and its adapter come to.
+    """
+    import torch
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    containers = (torch.nn.ParameterDict, torch.nn.ParameterList)
+    for layer in model.modules():
+        reached: list[torch.nn.Module] = [
+            child for child in layer.children() if isinstance(child, containers)
+        ]
+        if isinstance(layer, TrainableTokensLayer):
+            reached.append(layer.get_base_layer())
+            if layer.tied_adapter is not None:
+                reached.append(layer.tied_adapter)
+        elif isinstance(layer, LoraLayer) and len(layer.lora_magnitude_vector) > 0:
+            reached += layer.children()
+        for owner in reached:
+            for weight in owner.parameters():
+                yield layer, weight
+
 
 KINDS = {
     # peft's name for a part of an adapter: what people call it

@@ -18,11 +18,10 @@ from app.model.attention.backends import (
     generation_attention,
     why_not_packed,
 )
-from app.model.attention.causality import check_causal
 from app.model.attention.choice import Choice, choose_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.isolation import check_isolation, check_pair_isolation
-from app.model.attention.reference import check_reference
+from app.model.attention.probes import check_causal, check_reference
 
 __all__ = [
     "BACKENDS",

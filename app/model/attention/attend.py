@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.documents import DocumentGroups, place_documents, stack_documents
-from app.model.attention.masks import MaskRule
+from app.model.attention.inputs import MaskRule
 from app.model.attention.pairs import PairGroups
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def attend_by_document(
     attend = partial(_attend, dropout=dropout, scaling=scaling, window=window, rule=attention_mask)
     parts = (query, key, value)
     if isinstance(documents, DocumentGroups):
-        from app.model.attention import matmul
+        from app.model.cpu import causal_attention as matmul
 
         longest = max(one.length for one in documents.documents)
         reach = attention_mask.size if attention_mask is not None else sliding_window
@@ -173,7 +173,7 @@ def _attend(
     """Dense attention; `visible` bool [documents, 1, 1, keys], only where it is not causal."""
     import torch
 
-    from app.model.attention import matmul
+    from app.model.cpu import causal_attention as matmul
 
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask = visible

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from app.heartbeat import ENDED, beat, begin_to_beat, tell
+from app.process.heartbeat import ENDED, beat, begin_to_beat, tell
 
 
 class Heartbeat(L.Callback):

@@ -10,7 +10,7 @@ import lightning as L
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from app.training.curves import Curves
+from app.training.metrics import Curves
 
 LINES_PER_RUN = 10
 FIGURES = {

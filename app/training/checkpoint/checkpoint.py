@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.errors import UserError
+from app.process.errors import UserError
 from app.training.checkpoint import disk
 from app.training.checkpoint.tensors import check_tensors, names_in, read_tensors
 

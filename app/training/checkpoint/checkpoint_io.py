@@ -15,12 +15,12 @@ import lightning
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
-from app.errors import TrainingFault
-from app.launch import is_first_rank
-from app.strategy.scattered import Kept, Scattered
-from app.training.bad_numbers import check_finite
+from app.process.errors import TrainingFault
+from app.process.launch import is_first_rank
+from app.strategy.shards import Kept, Scattered
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
+from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.documents import (
     MODEL,
     OPTIMIZER,
@@ -29,8 +29,8 @@ from app.training.checkpoint.documents import (
     read_training,
 )
 from app.training.checkpoint.shares import write_share
-from app.training.checkpoint.space import SaveError
 from app.training.checkpoint.store import CheckpointStore
+from app.training.nonfinite import check_finite
 
 KEPT_BY_NAME = ("state_dict", "optimizer_states")
 FOLLOWS_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")

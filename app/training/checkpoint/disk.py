@@ -1,4 +1,4 @@
-"""Every file operation of a save, each announced to `app.faults` before it is done.
+"""Every file operation of a save, each announced to `app.process.faults` before it is done.
 
 What is written is on the disk when a function returns: its bytes are synced, and `sync_folder`
 syncs the names.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from app import faults, output
-from app.heartbeat import beat_again
+from app.process import faults, files
+from app.process.heartbeat import beat_again
+from app.training.checkpoint import disk
 
 BLOCK_BYTES = 4 << 20
 """read or written at once"""
@@ -65,7 +67,7 @@ def read_hash(file: Path) -> str:
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk."""
     faults.reach("disk.fsync")
-    output.sync_folder(folder)
+    files.sync_folder(folder)
 
 
 def replace(source: Path, target: Path) -> None:
@@ -89,3 +91,52 @@ def remove_folder(folder: Path) -> None:
             remove_file(entry)
     faults.reach("disk.rmdir")
     folder.rmdir()
+
+
+MEBIBYTE = 1 << 20
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; those that were there still are."""
+
+
+def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
+    """Make sure that `folder` takes checkpoints and has room for `copies` of them and one more.
+
+    Before a run starts. What older ones occupy counts as room: they go when their turn comes.
+    SaveError where it does not.
+    """
+    probe = folder / f"probe-{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            probe.unlink(missing_ok=True)
+            disk.write_file(probe, [bytes(min(checkpoint_bytes, MEBIBYTE))])
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise SaveError(
+            f"{folder}: checkpoints cannot be written here: {error.strerror}; give a "
+            "folder of your own with room by output.dir=FOLDER"
+        ) from error
+    there = sum(file.stat().st_size for file in folder.glob("step-*/*") if file.is_file())
+    need, free = checkpoint_bytes * (copies + 1), free_bytes(folder) + there
+    if need > free:
+        raise SaveError(
+            f"{folder}: {copies} checkpoints and the one that is being written need "
+            f"{in_units(need)} ({in_units(checkpoint_bytes)} each), {in_units(free)} are free; "
+            "make room, type output.dir=FOLDER on another disk, or a smaller "
+            "trainer.checkpoint.keep_last"
+        )
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that may still be written into `folder`, or where it will be made."""
+    there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    return shutil.disk_usage(there).free
+
+
+def in_units(num_bytes: int) -> str:
+    """Word a number of bytes."""
+    gibibytes = num_bytes / (1 << 30)
+    return f"{gibibytes:.1f} GiB" if gibibytes >= 1 else f"{num_bytes / MEBIBYTE:.1f} MiB"

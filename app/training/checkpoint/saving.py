@@ -11,22 +11,21 @@ from typing import Any
 import lightning as L
 import torch
 
-from app import faults
-from app.errors import Interrupted, TrainingFault, UserError
-from app.heartbeat import waiting_for_thread
-from app.signals import DataStalled, leave_soon, take_handlers, take_time
-from app.strategy.scattered import Kept, Scattered
+from app.process import faults
+from app.process.errors import Interrupted, TrainingFault, UserError
+from app.process.heartbeat import waiting_for_thread
+from app.process.signals import DataStalled, leave_soon, take_handlers, take_time
+from app.strategy.shards import Kept, Scattered
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.disk import SaveError, check_space
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_of
-from app.training.checkpoint.settings import CheckpointConfig
-from app.training.checkpoint.space import SaveError, check_space
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.checkpoint.tensors import file_bytes
 from app.training.stopping import Stopping
-from app.training.trainer import TrainerConfig, validation_interval
+from app.training.trainer import CheckpointConfig, TrainerConfig, validation_interval
 
 SAVES_PER_RUN = 10
 """where no number of steps was typed; there are more at the ends of epochs"""

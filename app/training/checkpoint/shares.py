@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from app.heartbeat import beat_again
-from app.strategy.scattered import Kept, Scattered
+from app.process.heartbeat import beat_again
+from app.strategy.shards import Kept, Scattered
 from app.training.checkpoint.tensors import in_order, num_bytes
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ Python writes a float with as many digits as tell it from every other one.
 from __future__ import annotations
 
 import base64
+import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -18,13 +19,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from app.errors import UserError
 from app.model.adapter import start_weights, trained_weights
-from app.strategy.scattered import Kept, Scattered
-from app.strategy.spread import EVERYTHING_HERE, Spread
-from app.training.checkpoint.documents import MAX_LISTED, listed, printable
-from app.training.checkpoint.expected import bad_values, described, differences, expected_states
-from app.training.muon import MuonWithAdamW
+from app.process.errors import UserError
+from app.strategy.mixin import EVERYTHING_HERE, Spread
+from app.strategy.shards import Kept, Scattered
+from app.training.checkpoint.documents import (
+    MAX_LISTED,
+    bad_values,
+    described,
+    differences,
+    expected_states,
+    listed,
+    printable,
+)
+from app.training.optimizers import MuonWithAdamW
+
+
+def progress_after(fit_loop: Any, step: int, accumulation: int) -> dict[str, Any]:
+    """Return a state for `fit_loop`, a new one, as if `step` steps were done.
+
+    Batches are counted from here on, as the loader does which begins at `step`; only their total,
+    by which Lightning validates, is the whole run's.
+    """
+    state = copy.deepcopy(fit_loop.state_dict())
+    num_batches = step * accumulation
+    batches = state["epoch_loop.batch_progress"]["total"]
+    batches.update(dict.fromkeys(batches, num_batches))
+    steps = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
+    steps.update(dict.fromkeys(steps, step))
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+    for epochs in (state["epoch_progress"]["total"], state["epoch_progress"]["current"]):
+        epochs.update(ready=1, started=1)  # in the middle of the one epoch that a run is to it
+    return state
+
 
 Json = Any
 """what JSON can hold"""
@@ -267,7 +294,7 @@ def _room(
 ) -> Tensor:
     if type(part).__name__ == "AdamW8bit":
         # Imported where it is used: bitsandbytes takes seconds.
-        from app.training.eight_bit import MOMENTS
+        from app.training.optimizers import MOMENTS
 
         if key in MOMENTS:  # paged where the optimizer would page it
             room: Tensor = part.get_state_buffer(weight, dtype=value.dtype)

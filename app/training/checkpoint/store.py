@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app import faults
-from app.errors import UserError
+from app.process import faults
+from app.process.errors import UserError
 from app.training.checkpoint import disk
 from app.training.checkpoint.checkpoint import (
     DOCUMENT,
@@ -36,7 +36,7 @@ from app.training.checkpoint.checkpoint import (
     read_manifest,
     versions,
 )
-from app.training.checkpoint.space import SaveError, free_bytes, in_units
+from app.training.checkpoint.disk import SaveError, free_bytes, in_units
 from app.training.checkpoint.tensors import file_bytes, write_tensors
 
 if TYPE_CHECKING:

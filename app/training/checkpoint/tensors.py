@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.strategy.scattered import Kept, Scattered
+from app.strategy.shards import Kept, Scattered
 from app.training.checkpoint import disk
 
 if TYPE_CHECKING:

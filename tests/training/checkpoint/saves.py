@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from app import faults
+from app.process import faults
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.store import CheckpointStore
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.errors import ROOT
+from app.process.errors import ROOT
 from app.training.checkpoint import background
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.store import CheckpointStore

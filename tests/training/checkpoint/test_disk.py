@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app import faults, heartbeat
+from app.process import faults, heartbeat
 from app.training.checkpoint import disk
 
 

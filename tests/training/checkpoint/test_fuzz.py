@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
 from app.model.adapter import FullConfig, LoraConfig
-from app.resume import find_newest_good
+from app.process.errors import ENVIRONMENT_ERROR, USER_ERROR, UserError, exit_code
+from app.run import find_newest_good
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.documents import (
@@ -46,8 +46,8 @@ from app.training.checkpoint.state import (
     restore_schedule,
 )
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
-from app.training.curves import Curves
-from app.training.optimizer import AdamWConfig, ScheduleFreeConfig
+from app.training.metrics import Curves
+from app.training.optimizers import AdamWConfig, ScheduleFreeConfig
 from tests.resumed import seal, training_document
 from tests.training.checkpoint.saves import in_a_child
 from tests.training.checkpoint.test_state import Training

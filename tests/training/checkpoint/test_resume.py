@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from app import faults
 from app.config import load_config
-from app.errors import Interrupted
+from app.process import faults
+from app.process.errors import Interrupted
 from app.train import train
 from app.training.checkpoint import saving
 from app.training.checkpoint.checkpoint import Checkpoint

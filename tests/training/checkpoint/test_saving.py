@@ -15,18 +15,16 @@ from typing import Any
 
 import pytest
 
-from app import heartbeat
-from app.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
+from app.process import heartbeat
+from app.process.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
-from app.training.checkpoint.disk import write_file
+from app.training.checkpoint.disk import SaveError, write_file
 from app.training.checkpoint.saving import CheckpointSaver, build_checkpoints, build_saver
-from app.training.checkpoint.settings import CheckpointConfig
-from app.training.checkpoint.space import SaveError
 from app.training.checkpoint.store import CheckpointStore
-from app.training.csv_logger import CsvLogger
-from app.training.curves import Curves
-from app.training.trainer import TrainerConfig
+from app.training.loggers import CsvLogger
+from app.training.metrics import Curves
+from app.training.trainer import CheckpointConfig, TrainerConfig
 from tests.conftest import ROOT, read_column
 from tests.processes import LONGEST
 from tests.tiny import train_into

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from app import heartbeat
-from app.errors import TrainingFault
-from app.strategy.scattered import Kept, Scattered
-from app.training.bad_numbers import check_finite
+from app.process import heartbeat
+from app.process.errors import TrainingFault
+from app.strategy.shards import Kept, Scattered
 from app.training.checkpoint.checkpoint import load_checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.documents import MODEL, OPTIMIZER
 from app.training.checkpoint.shares import file_of, owners, write_share
-from app.training.checkpoint.space import SaveError
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import num_bytes
+from app.training.nonfinite import check_finite
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 

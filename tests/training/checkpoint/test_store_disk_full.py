@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from app import faults
-from app.errors import ENVIRONMENT_ERROR, exit_code
+from app.process import faults
+from app.process.errors import ENVIRONMENT_ERROR, exit_code
 from app.training.checkpoint import disk
-from app.training.checkpoint.space import SaveError, check_space
+from app.training.checkpoint.disk import SaveError, check_space
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import NOT_KILLED, in_a_child, is_as_saved, names_in, save
 

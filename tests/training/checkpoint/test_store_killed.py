@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app import faults
+from app.process import faults
 from app.training.checkpoint import disk
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import in_a_child, is_as_saved, killed_at, names_in, save

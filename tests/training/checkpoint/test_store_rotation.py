@@ -13,7 +13,7 @@ import pytest
 
 from app.training.checkpoint import store as store_module
 from app.training.checkpoint.checkpoint import load_checkpoint
-from app.training.checkpoint.space import SaveError
+from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import (
     NOT_KILLED,

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.config import load_config
-from app.errors import USER_ERROR, exit_code
+from app.process.errors import USER_ERROR, exit_code
 from app.train import train
 from tests.resumed import seal
 from tests.tiny import small_run, train_into

@@ -1,0 +1,1 @@
+"""One process of a run and the ranks of a machine: launch, signals, errors, supervision."""

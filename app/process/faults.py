@@ -1,0 +1,243 @@
+"""Faults on purpose: a run is killed, hangs, meets a NaN or a full disk where a person says so.
+
+The program announces where it is by `reach`; an armed fault strikes there. Each strikes as often
+as it is typed and is noted in the run's folder first, so a resumed run does not die of it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from app.process.errors import nearest
+
+NOTES_FILE = "faults-fired"
+"""in a run's folder: the faults that struck, a line each"""
+SIGNALS = {
+    "sigterm": signal.SIGTERM,
+    "sigint": signal.SIGINT,
+    "sigusr1": signal.SIGUSR1,
+    "sigstop": signal.SIGSTOP,
+}
+"""faults that send a signal to a rank, within the step"""
+OF_A_RANK = (
+    *("rank_killed", "hang", "worker_killed", "nan", "inf", "grad_nan", "grad_inf"),
+    *SIGNALS,
+)
+OF_A_SAVE = ("enospc", "ckpt", "disk")
+NAMES = (*OF_A_RANK, "batch_killed", *OF_A_SAVE)
+CHECKPOINT_POINTS = (
+    "after_begin",
+    "after_file",
+    "after_manifest",
+    "after_marker",
+    "after_rename",
+    "after_unmark",
+    "after_rotation",
+)
+"""of a save, in their order; `after_unmark` is within the removal of an old checkpoint"""
+NEEDS_ROOM = ("disk.mkdir", "disk.create", "disk.write", "disk.fsync", "disk.replace")
+"""operations that fail where the disk is full"""
+FORMS = (
+    "rank_killed@STEP, rank_killed:RANK@STEP (the last rank if not typed; so hang, nan and inf: a "
+    "step's loss, grad_nan and grad_inf: its gradients; sigterm, sigint, sigusr1, sigstop: within "
+    "it; worker_killed: a loader's), "
+    "batch_killed:K@STEP (the last rank, before the K-th micro-batch of that step), "
+    "enospc, enospc:K@STEP (the K-th operation of that save), ckpt:POINT@STEP, "
+    "disk:K@STEP (killed at the K-th operation of that save); those of a save strike the first "
+    "rank, enospc:K:RANK@STEP, ckpt:POINT:RANK@STEP and disk:K:RANK@STEP another one"
+)
+_PATTERN = re.compile(r"(?P<name>[^:@]+)(:(?P<argument>[^@]*))?(@(?P<step>.*))?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One fault as it was typed."""
+
+    text: str
+    name: str
+    step: int | None = None
+    """optimizer step, or the step whose save it is; None: the first that comes"""
+    rank: int | None = None
+    """None: the last rank for what happens in a step, the first for what happens in a save"""
+    number: int | None = None
+    """which operation of a save, which micro-batch of a step"""
+    point: str | None = None
+
+    def is_of(self, rank: int, num_ranks: int) -> bool:
+        """Tell whether it strikes on `rank`."""
+        if self.rank is not None:
+            return self.rank == rank
+        is_of_step = self.name in (*OF_A_RANK, "batch_killed")
+        return rank == (num_ranks - 1 if is_of_step else 0)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Armed:
+    faults: list[Fault]
+    notes: Path
+    save: int | None = None
+    """step of the save under way"""
+    num_operations: int = 0
+    """on the disk, since that save began"""
+    num_of_room: int = 0
+    """those of them that fail where the disk is full"""
+    batches: list[int] = field(default_factory=list)
+    """the step under way, once for each of its micro-batches so far"""
+    struck: list[Fault] = field(default_factory=list)
+
+    def strike(self, fault: Fault) -> None:
+        """Note that `fault` strikes now: the process may not live to do so after."""
+        self.faults.remove(fault)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        descriptor = os.open(self.notes, flags, 0o666)
+        try:
+            os.write(descriptor, f"{fault.text}\n".encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+_armed: _Armed | None = None
+
+
+def parse_faults(texts: Sequence[str]) -> tuple[list[Fault], list[str]]:
+    """Read `faults=[...]`; return the faults, and what is wrong with the others."""
+    faults, problems = [], []
+    for text in texts:
+        try:
+            faults.append(_parse(str(text)))
+        except ValueError as error:
+            problems.append(f"faults: {text!r} {error}")
+    return faults, problems
+
+
+def check_workers(faults: Sequence[Fault], num_workers: int) -> list[str]:
+    """List the faults that strike a loader's worker where there is none."""
+    return [
+        f"faults: {fault.text!r} kills a worker of the loader, and data.num_workers={num_workers}; "
+        "type data.num_workers=1"
+        for fault in faults
+        if fault.name == "worker_killed" and num_workers == 0
+    ]
+
+
+def _parse(text: str) -> Fault:
+    match = _PATTERN.fullmatch(text)
+    name = match["name"] if match else text
+    if match is None or name not in NAMES:
+        raise ValueError(f"is no fault{nearest(name, NAMES)}; expected {FORMS}")
+    argument = match["argument"]
+    step = None if match["step"] is None else _number(match["step"], "the step after @", least=1)
+    if name in OF_A_RANK:
+        if step is None:
+            raise ValueError(f"lacks its step; type {name}@12")
+        rank = None if argument is None else _number(argument, "the rank after :", least=0)
+        return Fault(text=text, name=name, step=step, rank=rank)
+    rank = None
+    if name in OF_A_SAVE and argument is not None and ":" in argument:
+        argument, _, of_rank = argument.partition(":")
+        rank = _number(of_rank, "the rank after the second :", least=0)
+    if name == "ckpt":
+        if argument not in CHECKPOINT_POINTS:
+            close = nearest(argument or "", CHECKPOINT_POINTS)
+            points = ", ".join(CHECKPOINT_POINTS)
+            raise ValueError(f"names no point of a save{close}; expected ckpt:POINT of {points}")
+        return Fault(text=text, name=name, step=step, point=argument, rank=rank)
+    if argument is None and name == "disk":
+        raise ValueError("lacks the number of the operation; type disk:1")
+    if name == "batch_killed" and (argument is None or step is None):
+        raise ValueError("lacks its micro-batch or its step; type batch_killed:1@12")
+    number = None if argument is None else _number(argument, "the number after :", least=1)
+    return Fault(text=text, name=name, step=step, number=number, rank=rank)
+
+
+def _number(text: str, what: str, *, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"has {text!r} for {what}; expected a whole number of at least {least}")
+    return int(text)
+
+
+def arm(faults: Sequence[Fault], folder: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
+    """Let those of `faults` strike in this process that have not yet struck in run `folder`."""
+    global _armed
+    notes = folder / NOTES_FILE
+    struck = Counter(notes.read_text().splitlines() if notes.exists() else [])
+    left = []
+    for fault in faults:
+        if struck[fault.text] > 0:
+            struck[fault.text] -= 1
+        elif fault.is_of(rank, num_ranks):
+            left.append(fault)
+    _armed = _Armed(faults=left, notes=notes) if left else None
+
+
+def is_due(name: str, step: int) -> bool:
+    """Tell, once, whether fault `name` (nan, inf, grad_nan, grad_inf) strikes at `step`."""
+    if _armed is None:
+        return False
+    due = [fault for fault in _armed.faults if fault.name == name and fault.step == step]
+    if due:
+        _armed.strike(due[0])
+    return bool(due)
+
+
+def reach(point: str, step: int | None = None) -> None:
+    """Announce that the program is at `point`: an armed fault may kill, hang or raise OSError.
+
+    Points are `batch` (of a step that begins or goes on), `step` (an optimizer step is done),
+    `save` (a save begins, on each rank), `ckpt:...` within one, and `disk....` for each operation
+    on its files.
+    """
+    if _armed is None:
+        return
+    if point == "save":
+        _armed.save, _armed.num_operations, _armed.num_of_room = step, 0, 0
+    elif point == "batch" and step is not None:
+        _armed.batches = [one for one in (*_armed.batches, step) if one == step]
+    elif point.startswith("disk."):
+        _armed.num_operations += 1
+        _armed.num_of_room += point in NEEDS_ROOM
+    for fault in _armed.faults:
+        if _strikes(fault, _armed, point, step):
+            _armed.strike(fault)
+            return _act(fault)
+
+
+def _strikes(fault: Fault, armed: _Armed, point: str, step: int | None) -> bool:
+    if fault.name in ("rank_killed", "hang"):
+        return point == "step" and fault.step == step
+    if fault.name in SIGNALS or fault.name == "worker_killed":
+        return point == "batch" and fault.step == step
+    if fault.name == "batch_killed":
+        return point == "batch" and fault.step == step and fault.number == len(armed.batches)
+    if armed.save is None or fault.step not in (None, armed.save):
+        return False
+    if fault.name == "ckpt":
+        return point == f"ckpt:{fault.point}"
+    if fault.name == "disk":
+        return point.startswith("disk.") and fault.number == armed.num_operations
+    if fault.name == "enospc" and fault.number is None:
+        return point == "disk.write"
+    return fault.name == "enospc" and point in NEEDS_ROOM and fault.number == armed.num_of_room
+
+
+def _act(fault: Fault) -> None:
+    if fault.name == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if fault.name in SIGNALS:
+        return os.kill(os.getpid(), SIGNALS[fault.name])
+    if fault.name == "worker_killed":
+        return multiprocessing.active_children()[0].kill()
+    if fault.name != "hang":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        time.sleep(3600)

@@ -1,0 +1,353 @@
+"""Files that come from elsewhere: the one boundary through which each is read, and its limits.
+
+Whatever a library or our own code raises while it reads one is told as one problem of that file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+from app.process.errors import (
+    ENVIRONMENT_ERROR,
+    TRAINING_FAULT,
+    TrainingFault,
+    UserError,
+    exit_code,
+)
+
+KINDS = (
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISCHR, "a device"),
+)
+"""what a run never makes"""
+
+
+def open_no_follow(file: Path, mode: str, **how: Any) -> IO[Any]:
+    """Open a file as `open` does; OSError where its name is a link."""
+    return open(file, mode, opener=_no_follow, **how)
+
+
+def _no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def odd_entries(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield what is neither a file nor a folder anywhere below `folder`, and what it is."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_file(follow_symlinks=False):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from odd_entries(Path(entry.path))
+                continue
+            with contextlib.suppress(FileNotFoundError):  # removed by the run in the meantime
+                mode = entry.stat(follow_symlinks=False).st_mode
+                yield Path(entry.path), next(word for is_one, word in KINDS if is_one(mode))
+
+
+LIMITS_VARIABLE = "LOFT_LIMITS"
+MAX_WORDS = 300
+"""characters of a library's message that are printed"""
+OF_THE_FILE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+)
+"""system errors that come of what a file says, as a name that leads nowhere"""
+NETWORK = ("httpx", "httpcore", "requests", "urllib3")
+"""libraries whose errors are of a connection"""
+LFS_MARK = b"version https://git-lfs"
+ITEM_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+"""safetensors' name of a dtype -> bits of a number"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a file from elsewhere may hold; LOFT_LIMITS=json_mib=512,json_depth=200 sets others."""
+
+    json_mib: int = 256
+    """size of a JSON file, as tokenizer.json"""
+    json_depth: int = 64
+    """lists and objects within each other"""
+    json_key: int = 65_536
+    """characters of a key"""
+    json_string: int = 1 << 24
+    """characters of a text"""
+    header_mib: int = 100
+    """size of a safetensors header"""
+    yaml_mib: int = 1
+    """size of a YAML file"""
+    yaml_depth: int = 64
+    """lists and mappings within each other"""
+    yaml_nodes: int = 100_000
+    """keys and values, each alias counted with all that it stands for"""
+    regex_seconds: int = 5
+    """time that a regular expression takes over all names of a model"""
+
+
+def limits() -> Limits:
+    """Return the limits, with what LOFT_LIMITS sets; UserError for a word that means nothing."""
+    return _read_limits(os.environ.get(LIMITS_VARIABLE, ""))
+
+
+@cache
+def _read_limits(words: str) -> Limits:
+    known = [field.name for field in fields(Limits)]
+    given: dict[str, int] = {}
+    for word in filter(None, words.split(",")):
+        name, _, number = word.strip().partition("=")
+        if name not in known or not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise UserError(
+                f"{LIMITS_VARIABLE}={words}: {word!r} is not understood; expected NAME=NUMBER, "
+                f"with the names {', '.join(known)}"
+            )
+        given[name] = int(number)
+    return Limits(**given)
+
+
+def over_limit(file: Path, what: str, name: str) -> str:
+    """Word that a file exceeds the limit `name`, and how a person may set another."""
+    there = getattr(limits(), name)
+    return f"{file}: {what} (limit {there:,}; {LIMITS_VARIABLE}={name}=NUMBER sets another)"
+
+
+@contextlib.contextmanager
+def reading(what: str | Path, fix: str) -> Iterator[None]:
+    """Tell whatever is raised inside as one UserError about `what`, with how to mend it.
+
+    What a person is told already passes. Faults of the machine keep their kind, with `what` before
+    them: memory, disk, devices, packages that are not installed.
+    """
+    try:
+        yield
+    except (TrainingFault, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # also what libraries in Rust call a panic
+        code = exit_code(error)
+        is_machine = code == ENVIRONMENT_ERROR and not _is_of_the_file(error)
+        if is_machine or _is_of_the_network(error):
+            raise _kind_of(error)(f"{what}: {brief(error)}") from error
+        if code not in (ENVIRONMENT_ERROR, TRAINING_FAULT):
+            raise
+        raise UserError(f"{what}: {brief(error)}; {fix}") from error
+
+
+def brief(error: BaseException) -> str:
+    """Return what a library says of an error, in one line."""
+    words = " ".join(str(error).split())
+    if not words or isinstance(error, (KeyError, IndexError)) or " " not in words:
+        words = f"{type(error).__name__} {words}".strip()
+    return words if len(words) <= MAX_WORDS else f"{words[:MAX_WORDS]}..."
+
+
+def _is_of_the_file(error: BaseException) -> bool:
+    # transformers wraps what it finds in a file in an OSError without a number.
+    return isinstance(error, OSError) and (error.errno is None or error.errno in OF_THE_FILE)
+
+
+def _is_of_the_network(error: BaseException | None) -> bool:
+    while error is not None:
+        library, kind = type(error).__module__.partition(".")[0], type(error).__name__
+        is_answer = kind in ("HTTPStatusError", "HTTPError")  # the hub says what it has not
+        if isinstance(error, (ConnectionError, TimeoutError)) or (
+            library in NETWORK and not is_answer
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _kind_of(error: BaseException) -> type[Exception]:
+    if isinstance(error, ImportError):
+        return ImportError
+    is_memory = isinstance(error, MemoryError) or exit_code(error) == ENVIRONMENT_ERROR
+    return MemoryError if is_memory and not isinstance(error, OSError) else OSError
+
+
+def problem_of_kind(file: Path) -> str | None:
+    """Say why `file` is nothing to read: missing, a folder, a pipe, a device, a socket."""
+    try:
+        mode = file.stat().st_mode
+    except OSError as error:
+        return f"{file}: cannot be read: {error.strerror}"
+    kinds = (
+        (stat.S_ISREG, ""),
+        (stat.S_ISDIR, "a folder"),
+        (stat.S_ISFIFO, "a named pipe"),
+        (stat.S_ISSOCK, "a socket"),
+    )
+    kind = next((words for test, words in kinds if test(mode)), "a device")
+    return f"{file} is {kind}, not a file; put a file in its place" if kind else None
+
+
+def check_kinds(folder: Path) -> list[str]:
+    """List what lies in a folder and would hold up or mislead who reads it: pipes, devices."""
+    entries = sorted(entry for entry in folder.iterdir() if not entry.is_dir())
+    broken = [entry for entry in entries if entry.is_symlink() and not entry.exists()]
+    return [
+        f"{entry} is a link to nothing; copy or download the folder again" for entry in broken
+    ] + [
+        problem
+        for entry in entries
+        if entry not in broken and (problem := problem_of_kind(entry)) is not None
+    ]
+
+
+def read_text(file: Path, limit: str) -> tuple[str, str | None]:
+    """Read a UTF-8 file of at most `limit` MiB; returns its text, and what is wrong with it."""
+    if (problem := problem_of_kind(file)) is not None:
+        return "", problem
+    most = getattr(limits(), limit) << 20
+    with file.open("rb") as stream:
+        content = stream.read(most + 1)
+    if len(content) > most:
+        return "", over_limit(file, f"more than {most >> 20} MiB", limit)
+    try:
+        return content.decode("utf-8-sig"), None
+    except UnicodeDecodeError as error:
+        return "", f"{file}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+
+
+def read_json_object(file: Path) -> tuple[dict[str, Any], str | None]:
+    """Read a JSON object; returns it, and what is wrong with the file."""
+    try:
+        text, problem = read_text(file, "json_mib")
+    except OSError as error:
+        return {}, f"{file}: cannot be read: {error.strerror}"
+    if problem is not None:
+        return {}, problem
+    content, problem = parse_json(text, file)
+    if problem is None and not isinstance(content, dict):
+        problem = f"{file}: expected a JSON object, found {type(content).__name__}"
+    return ({}, problem) if problem is not None else (content, None)
+
+
+def parse_json(text: str | bytes, file: Path) -> tuple[Any, str | None]:
+    """Parse JSON within the limits; returns what it holds, and what is wrong with `file`."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        return None, f"{file}:{error.lineno}:{error.colno} invalid JSON: {error.msg}"
+    except RecursionError:
+        return None, over_limit(file, "nested too deep", "json_depth")
+    except UnicodeDecodeError as error:
+        return None, f"{file}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+    except ValueError:  # the only other one: Python's own limit of digits
+        return None, f"{file}: holds a number of thousands of digits; mend or download it again"
+    return content, _beyond([content], len(text), file)
+
+
+def _beyond(content: Any, size: int, file: Path) -> str | None:
+    """Say which limit the content of a JSON file of `size` characters exceeds."""
+    most = limits()
+    level, depth = [content], 0
+    while level:
+        if (depth := depth + 1) > most.json_depth:
+            return over_limit(file, "nested too deep", "json_depth")
+        if size > most.json_key:  # no text is longer than its file
+            keys = (key for holder in level if isinstance(holder, dict) for key in holder)
+            if (longest := max(map(len, keys), default=0)) > most.json_key:
+                return over_limit(file, f"a key of {longest:,} characters", "json_key")
+        if size > most.json_string:
+            texts = (text for holder in level for text in _values(holder) if type(text) is str)
+            if (longest := max(map(len, texts), default=0)) > most.json_string:
+                return over_limit(file, f"a text of {longest:,} characters", "json_string")
+        level = [v for holder in level for v in _values(holder) if type(v) in (dict, list)]
+    return None
+
+
+def _values(holder: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return holder.values() if type(holder) is dict else holder
+
+
+def read_header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Read names and shapes from one safetensors header, and compare it with the file's size.
+
+    Returns them, and what is wrong with the file: everything for which safetensors would refuse it.
+    """
+    if not file.exists():
+        return {}, [f"{file} is missing, though the index names it; download the model again"]
+    if (problem := problem_of_kind(file)) is not None:
+        return {}, [problem]
+    size, most = file.stat().st_size, limits().header_mib << 20
+    with file.open("rb") as stream:
+        start = stream.read(len(LFS_MARK))
+        if start == LFS_MARK:
+            return {}, [f"{file} is a git-lfs pointer of {size} bytes; fetch it with git lfs pull"]
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or length > size - 8:
+            return {}, [f"{file} ({size} bytes) has no safetensors header; download it again"]
+        if length > most:
+            return {}, [over_limit(file, f"a header of {length:,} bytes", "header_mib")]
+        stream.seek(8)
+        text = stream.read(length)
+    header, problem = parse_json(text, file) if text.startswith(b"{") else (None, "no object")
+    if problem is not None or not isinstance(header, dict):
+        return {}, [f"{file}: its safetensors header is damaged ({problem}); download it again"]
+    header.pop("__metadata__", None)
+    shapes: dict[str, tuple[int, ...]] = {}
+    places: list[tuple[int, int, str]] = []
+    for name, tensor in header.items():
+        try:
+            shapes[name], begin, end = _place_of(tensor)
+        except (ValueError, KeyError, TypeError) as error:
+            return {}, [
+                f"{file}: its safetensors header is damaged: {name[:80]!r}: {brief(error)}; "
+                "download it again"
+            ]
+        places.append((begin, end, name))
+    reached = 0
+    for begin, end, name in sorted(places):
+        if begin != reached:
+            return {}, [
+                f"{file}: its safetensors header is damaged: {name[:80]!r} begins at byte {begin}, "
+                f"expected {reached}; download it again"
+            ]
+        reached = end
+    if size != (end := 8 + length + reached):
+        return {}, [
+            f"{file} has {size} bytes, but its header describes {end}: "
+            f"{'cut off' if size < end else 'damaged'}; download it again"
+        ]
+    return shapes, []
+
+
+def _place_of(tensor: Any) -> tuple[tuple[int, ...], int, int]:
+    """Return a tensor's shape, and where its bytes begin and end; ValueError where they differ."""
+    if not isinstance(tensor, dict) or not {"dtype", "shape", "data_offsets"} <= tensor.keys():
+        raise ValueError("expected dtype, shape and data_offsets")
+    dtype, shape, offsets = tensor["dtype"], tensor["shape"], tensor["data_offsets"]
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+            raise ValueError(f"{str(numbers)[:80]} is not a list of sizes")
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS or len(offsets) != 2:
+        raise ValueError(f"dtype {str(dtype)[:80]!r}, data_offsets {str(offsets)[:80]}")
+    begin, end = offsets
+    if 8 * (end - begin) != math.prod(shape) * ITEM_BITS[dtype]:
+        raise ValueError(f"{dtype} of shape {str(shape)[:80]} is not of {end - begin} bytes")
+    return tuple(shape), begin, end

@@ -1,0 +1,431 @@
+"""What changed since the run that is resumed, and whether it may: ONE TABLE of all settings.
+
+Settings are compared key by key before torch is imported, what they lead to (rows, tokens, the
+base's weights) by its fingerprint in the run's manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from app.preflight.fingerprint import EARLIER_FORM, same_form
+from app.process.errors import nearest
+from app.strategy.settings import DdpConfig, ZeroConfig
+from data_modules import redacted
+
+HARMLESS = "harmless"
+"""nothing that is learned depends on it"""
+OF_A_START = "of a start"
+"""says where and how one start of the run goes; not compared"""
+ROUNDING = "rounding"
+"""the same mathematics by another way: the last digits may differ"""
+TRUST = "trust"
+"""lets code run that came with files: typed at each start, never taken from a run's own files"""
+COMPARED = "compared"
+"""judged by what it leads to, not by how it is written"""
+REFUSED = "refused"
+"""another run; no resume_allow"""
+
+ALLOWED = {
+    "lr": "how large a step is",
+    "schedule": "how the learning rate moves",
+    "epochs": "how long the run is, and with it the learning rate's schedule",
+    "data": "what is learned; the run goes on at the same step of the new plan",
+    "precision": "how precisely it computes",
+    "checkpoint": "a typed checkpoint may be of another run",
+}
+"""words of resume_allow"""
+
+KINDS: dict[str, str] = {
+    "model.path": COMPARED,
+    "model.revision": COMPARED,
+    "model.trust_remote_code": TRUST,
+    "model.tokenizer_path": COMPARED,
+    "model.added_tokens": REFUSED,
+    "model.from_scratch": REFUSED,
+    "model.architecture": REFUSED,
+    "model.chat_template": COMPARED,
+    "model.stop_tokens": HARMLESS,  # of answers in the evaluation
+    "model.wrap_class": ROUNDING,
+    "adapter.*": REFUSED,
+    "quantization.*": REFUSED,
+    "attention.*": ROUNDING,
+    "recompute.*": ROUNDING,
+    "data.datasets": REFUSED,  # another number of them: the curves are of their names
+    "data.datasets[].path": COMPARED,
+    "data.datasets[].name": COMPARED,  # null is the file's
+    "data.datasets[].*": "data",
+    "data.test_datasets": HARMLESS,
+    "data.sequence_len": REFUSED,
+    "data.val_set_size": "data",
+    "data.train_on_inputs": "data",
+    "data.roles_to_train": "data",
+    "data.train_on_eos": "data",
+    "data.last_turn_only": "data",
+    "data.reasoning": "data",
+    "data.control_tokens": "data",
+    "data.on_long": "data",
+    "data.on_bad_row": "data",
+    "data.drop_empty": "data",
+    "data.max_dropped_share": HARMLESS,  # a limit
+    "data.max_row_bytes": HARMLESS,  # a limit
+    "data.limits.*": HARMLESS,
+    "data.chat_template": COMPARED,
+    "data.template_seconds": HARMLESS,  # a limit
+    "data.template_memory_mb": HARMLESS,
+    "data.mixture.*": "data",
+    "data.audit.*": HARMLESS,
+    "data.streaming": REFUSED,
+    "data.cache_dir": HARMLESS,
+    "data.num_proc": HARMLESS,
+    "data.num_workers": COMPARED,
+    "packing.*": REFUSED,
+    "optimizer.lr": "lr",
+    "optimizer.lr_by_pattern": "lr",
+    "optimizer.scale_lr": "lr",
+    "optimizer.base_batch_size": "lr",
+    "optimizer.*": REFUSED,
+    "schedule.*": "schedule",
+    "trainer.micro_batch_size": COMPARED,
+    "trainer.gradient_accumulation_steps": COMPARED,
+    "trainer.global_batch_size": COMPARED,
+    "trainer.num_epochs": "epochs",
+    "trainer.max_steps": "epochs",
+    "trainer.precision": COMPARED,
+    "trainer.max_grad_norm": "lr",
+    "trainer.max_skipped_steps": HARMLESS,  # a limit
+    "trainer.compile": ROUNDING,
+    "trainer.kernels": ROUNDING,
+    "trainer.accelerator": ROUNDING,
+    "trainer.devices": COMPARED,
+    "trainer.num_nodes": COMPARED,
+    "trainer.validate_every_steps": HARMLESS,
+    "trainer.log_every_steps": HARMLESS,
+    "trainer.checkpoint.*": HARMLESS,
+    "strategy.name": COMPARED,
+    "strategy.*": ROUNDING,
+    "logger.*": HARMLESS,
+    "evaluation.*": HARMLESS,
+    "output.*": OF_A_START,
+    "supervise.*": OF_A_START,
+    "seed": REFUSED,
+    "resume": OF_A_START,
+    "resume_allow": OF_A_START,
+    "faults": OF_A_START,
+}
+"""every setting by its full key, `part.*` for the rest of a part"""
+TRUST_KEYS = [key for key, kind in KINDS.items() if kind == TRUST]
+SHA256 = re.compile(r"[0-9a-f]{64}")
+STREAMED = ("trainer.micro_batch_size", "data.num_workers")
+"""a stream's order depends on them, and on the number of ranks"""
+
+
+FINGERPRINTS = {
+    "tokenizer_sha256": ("the tokenizer (sha256)", REFUSED, "give the tokenizer back as it was"),
+    "template_sha256": ("the chat template (sha256)", "data", "give the template back as it was"),
+    "tokens_sha256": (
+        "what is learned of the same rows (sha256 of the tokens)",
+        "data",
+        "take the version of this program that started the run",
+    ),
+}
+"""of the manifest: what it is of, how a change of it is judged, and the way back"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One thing that is not as it was."""
+
+    what: str
+    """a setting's full key, or words"""
+    before: Any
+    now: Any
+    kind: str
+    way_back: str
+    """what a person does to have it as it was"""
+
+    def __str__(self) -> str:
+        return f"{self.what} was {_brief(self.before)} and is {_brief(self.now)}"
+
+
+def kind_of(key: str) -> str | None:
+    """Say how a change of setting `key` is judged; None for one that the table forgot."""
+    known = key
+    while known:
+        for entry in (known, f"{known}.*"):
+            if entry in KINDS and (entry == key or entry.endswith("*")):
+                return KINDS[entry]
+        known = known.rpartition(".")[0]
+    return None
+
+
+def compare_settings(before: Any, now: Any) -> list[Change]:
+    """List the settings that differ between two configs of a training."""
+    old, new = dict(_leaves(before, "")), dict(_leaves(now, ""))
+    changes = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        if key not in old or key not in new:
+            continue  # of another option or another data set, which is a change of its own
+        kind = kind_of(_without_numbers(key)) or REFUSED
+        if old[key] != new[key] and kind not in (OF_A_START, TRUST):
+            changes.append(
+                Change(
+                    what=key,
+                    before=old[key],
+                    now=new[key],
+                    kind=kind,
+                    way_back=_way_back(key, old[key]),
+                )
+            )
+    return changes + _compare_traffic(before.strategy, now.strategy)
+
+
+def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """List what the settings lead to and is not as it was, by two manifests' facts.
+
+    Only what both know is compared: the base early, the rows once they have been read.
+    """
+    now = redacted(now)  # as a manifest has them
+    both = before.keys() & now.keys()
+    changes = []
+    if "base" in both:
+        changes += _compare_base(before["base"], now["base"])
+    if "data" in both:
+        changes += _compare_data(before["data"], now["data"])
+    for name, (what, kind, way_back) in FINGERPRINTS.items():
+        # Other rows or another template make other tokens: one problem, not three.
+        is_said = name == "tokens_sha256" and changes
+        if name in both and before[name] != now[name] and not is_said:
+            changes.append(_change(what, before[name], now[name], kind, way_back))
+    if "precision" in both and before["precision"] != now["precision"]:
+        was, new = before["precision"], now["precision"]
+        kind = _kind_of_precision(was, new)
+        changes.append(_change("the precision", was, new, kind, f"type trainer.precision={was}"))
+    if "strategy" in both and before["strategy"] != now["strategy"]:
+        was, new = before["strategy"], now["strategy"]
+        changes.append(_change("the strategy", was, new, ROUNDING, f"type strategy={was}"))
+    if "versions" in both:
+        for name, version in now["versions"].items():
+            if (was := before["versions"].get(name)) not in (None, version):
+                changes.append(_change(name, was, version, ROUNDING, f"install {name}=={was}"))
+        if "base" in both:  # here, for the base is compared again once the rows are known
+            changes += _compare_forms(before["base"], now["base"])
+    return changes
+
+
+def check_allow(allow: Sequence[str]) -> list[str]:
+    """List the words of resume_allow that there are not."""
+    return [
+        f"resume_allow={word}: expected {', '.join(ALLOWED)}{nearest(word, ALLOWED)}"
+        for word in allow
+        if word not in ALLOWED
+    ]
+
+
+def judge(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return what forbids to go on, and what is worth a note, both in words."""
+    problems, notes = [], []
+    for change in changes:
+        if change.kind == REFUSED:
+            problems.append(
+                f"{change}: that is another run; {change.way_back} to go on with this one, or "
+                "leave resume out and type another output.dir"
+            )
+        elif change.kind in ALLOWED and change.kind not in allow:
+            words = ",".join([*allow, change.kind])
+            problems.append(
+                f"{change} ({ALLOWED[change.kind]}); type 'resume_allow=[{words}]' to go on so, or "
+                f"{change.way_back}"
+            )
+        elif change.kind == ROUNDING:
+            notes.append(f"{change} (the last digits may differ)")
+        elif change.kind != COMPARED:
+            notes.append(str(change))
+    return problems, notes
+
+
+def describe_global_batch(trainer: Any, num_ranks: int) -> dict[str, int]:
+    """Say of what a global step is made: packs in all, and the factors of it."""
+    accumulation = trainer.gradient_accumulation_steps
+    if trainer.global_batch_size is not None:
+        accumulation = trainer.global_batch_size // (trainer.micro_batch_size * num_ranks)
+    return {
+        "packs": trainer.micro_batch_size * accumulation * num_ranks,
+        "micro_batch_size": trainer.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "num_ranks": num_ranks,
+    }
+
+
+def check_global_batch(
+    before: Mapping[str, int], now: Mapping[str, int], trainer: Any
+) -> tuple[list[str], list[str]]:
+    """Return what forbids to go on with other ranks, and what is worth a note."""
+    if before == now:
+        return [], []
+    if before["packs"] == now["packs"]:
+        return [], [
+            f"a global step is {_factors(now)} and was {_factors(before)}: the same order of data "
+            "(the last digits may differ, and what dropout leaves out)"
+        ]
+    return [
+        f"the run took {before['packs']} packs a step ({_factors(before)}) and would now take "
+        f"{now['packs']} ({_factors(now)}): the order of its data depends on it; type "
+        f"{_fitting(before, now, trainer)}"
+    ], []
+
+
+def check_stream(
+    changes: Sequence[Change], before: Mapping[str, int], now: Mapping[str, int]
+) -> list[str]:
+    """List what a stream's order depends on and is not as it was."""
+    problems = [
+        f"{change}, and the order of data.streaming=true depends on it; {change.way_back}"
+        for change in changes
+        if change.what in STREAMED
+    ]
+    if before["num_ranks"] != now["num_ranks"]:
+        problems.append(
+            f"the run had {_ranks(before['num_ranks'])} and would now have {now['num_ranks']}, and "
+            "the order of data.streaming=true depends on it; type "
+            f"trainer.devices={before['num_ranks']}"
+        )
+    return problems
+
+
+def _factors(batch: Mapping[str, int]) -> str:
+    return (
+        f"micro_batch_size {batch['micro_batch_size']} x accumulation "
+        f"{batch['gradient_accumulation_steps']} x {_ranks(batch['num_ranks'])}"
+    )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def _fitting(before: Mapping[str, int], now: Mapping[str, int], trainer: Any) -> str:
+    if trainer.global_batch_size is not None:
+        return f"trainer.global_batch_size={before['packs']}"
+    accumulation, rest = divmod(before["packs"], now["micro_batch_size"] * now["num_ranks"])
+    if rest == 0:
+        return f"trainer.gradient_accumulation_steps={accumulation}"
+    if before["packs"] % now["num_ranks"] == 0:
+        accumulation = before["packs"] // now["num_ranks"]
+        return f"trainer.micro_batch_size=1 trainer.gradient_accumulation_steps={accumulation}"
+    return f"trainer.devices={before['num_ranks']} (or another divisor of {before['packs']})"
+
+
+def _change(what: str, before: Any, now: Any, kind: str, way_back: str) -> Change:
+    return Change(what=what, before=before, now=now, kind=kind, way_back=way_back)
+
+
+def _compare_traffic(before: Any, now: Any) -> list[Change]:
+    """Compare whether numbers travel between the ranks as they are; other strategies only round."""
+    was, new = _traffic(before), _traffic(now)
+    if was == new:
+        return []
+    what, way_back = "what travels between the ranks", f"type strategy={before.name}"
+    return [_change(what, was, new, "precision", way_back)]
+
+
+def _traffic(strategy: Any) -> str:
+    if isinstance(strategy, DdpConfig) and strategy.compression != "none":
+        return f"gradients by {strategy.compression}"
+    if isinstance(strategy, ZeroConfig):
+        parts = ("weights", "gradients")
+        quantized = [part for part in parts if getattr(strategy, f"quantized_{part}")]
+        if quantized:
+            return f"{' and '.join(quantized)} quantized"
+    return "as it is"
+
+
+def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Compare bases by their files, where one of them is on the hub by its name alone."""
+    way_back = f"type model.path={before['path']} with the files that it had"
+    named = before["weights"] is None or now["weights"] is None
+    for name, what in (
+        ("fingerprint", "the base model (sha256 of its config and the shapes of its weights)"),
+        ("weights", "the base model's weights (sha256)"),
+    ):
+        is_known = name == "fingerprint" or same_form(before, now)
+        if not named and is_known and before[name] != now[name]:
+            return [_change(what, before[name], now[name], REFUSED, way_back)]
+    return [
+        _change(key, before[name], now[name], REFUSED, _way_back(key, before[name]))
+        for name, key in (("path", "model.path"), ("revision", "model.revision"))
+        if named and before[name] != now[name]
+    ]
+
+
+def _compare_forms(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Say so where an earlier version of this program has read other parts of the weights."""
+    if same_form(before, now):
+        return []
+    was, new = before.get("weights_form") or EARLIER_FORM, now["weights_form"]
+    what = "the base model's weights are not compared with those of the run: what is read of them"
+    return [_change(what, was, new, HARMLESS, "")]
+
+
+def _compare_data(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
+) -> list[Change]:
+    changes = []
+    for index, (old, new) in enumerate(zip(before, now, strict=False)):
+        what, way_back = f"data.datasets[{index}] {new['name']}", "give the rows back as they were"
+        is_known = old["sha256"] and new["sha256"]
+        if is_known and old["sha256"] != new["sha256"]:
+            rows = f"{what}: sha256 of its rows ({old['rows']:,} -> {new['rows']:,} rows)"
+            changes.append(_change(rows, old["sha256"], new["sha256"], "data", way_back))
+        elif not is_known and old["path"] != new["path"]:
+            changes.append(_change(f"{what}: path", old["path"], new["path"], "data", way_back))
+    return changes
+
+
+def _kind_of_precision(before: str, now: str) -> str:
+    # All others keep the weights that train in fp32.
+    return REFUSED if "bf16-pure" in (before, now) else "precision"
+
+
+def _way_back(key: str, value: Any) -> str:
+    """Word what to type for a setting to be as it was."""
+    if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
+        return f"type '{key}=[{','.join(map(str, value))}]'"
+    if "[" in key or isinstance(value, (list, dict)) or key == "data.datasets":
+        return f"give {key} back as it stands in the run's config.yaml"
+    return f"type {key}={_plain(value)}"
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield every setting with its full key; data sets one by one, other lists as a whole."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            inner = f"{key}.{field.name}" if key else field.name
+            yield from _leaves(getattr(value, field.name), inner)
+    elif key == "data.datasets":
+        yield key, f"{len(value)} data sets"
+        for index, dataset in enumerate(value):
+            yield from _leaves(dataset, f"{key}[{index}]")
+    else:
+        yield key, value
+
+
+def _without_numbers(key: str) -> str:
+    before, bracket, rest = key.partition("[")
+    return f"{before}[]{rest.partition(']')[2]}" if bracket else key
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _brief(value: Any) -> str:
+    text = _plain(value)
+    if SHA256.fullmatch(text):
+        return text[:12]
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,154 @@
+"""Which run `resume=` means, and which of its checkpoints if one was typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from app.process.errors import UserError, nearest
+from app.process.launch import is_child, run_dir
+from app.run.output import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    OUTPUTS,
+    UNSET,
+    expand_home,
+    is_training,
+    refuse_odd_entries,
+)
+from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointStore
+
+NEVER, AUTO, MUST = "never", "auto", "must"
+STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
+"""name of a folder that was not typed: the time, and a number where two started in one second"""
+SAID_ELSEWHERE = {
+    "true": AUTO,
+    "yes": AUTO,
+    "last": MUST,
+    "latest": MUST,
+    "allow": AUTO,
+    "false": NEVER,
+    "none": NEVER,
+    "null": NEVER,
+}
+"""what other tools call it"""
+
+
+def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Path | None:
+    """Return the folder of the run that `resume=` means; None where a new one is to start.
+
+    `folder` and `name` are output.dir and output.name; without `name` the run may have any.
+    UserError where the run that must be there is not.
+    """
+    if resume == NEVER:
+        return None
+    if is_child() and (started := run_dir()) is not None:  # the first rank has found it
+        return started if is_training(started / CONFIG_FILE) else None
+    if not resume.strip():
+        raise UserError(f"resume is empty; {UNSET}")
+    if resume not in (AUTO, MUST):
+        return _typed_run(resume, folder)
+    if folder is not None:
+        found = _run_in(expand_home("output.dir", folder))
+        where = folder
+    else:
+        found = _newest_unfinished(name)
+        where = str(OUTPUTS / (name or ""))
+    if found is None and resume == MUST:
+        what = "run" if folder is not None else "unfinished run"
+        raise UserError(
+            f"resume=must, but there is no {what} in {where}; type resume=auto to start a new one "
+            "where there is none, or resume=FOLDER of another run"
+        )
+    if found is not None:
+        refuse_odd_entries(found)
+    return found
+
+
+def typed_step(resume: str) -> int | None:
+    """Return the step of `resume=RUN/checkpoints/step-40`, None where no checkpoint was typed."""
+    match = STEP_FOLDER.fullmatch(Path(resume).name)
+    return int(match[1]) if match else None
+
+
+def checkpoints_of(run: Path) -> CheckpointStore:
+    """Return the checkpoints of a run, to be read."""
+    return CheckpointStore(run / CHECKPOINTS)
+
+
+def has_checkpoints(run: Path) -> bool:
+    """Tell whether a run has saved anything, damaged or not."""
+    folder = run / CHECKPOINTS
+    return folder.is_dir() and any(
+        STEP_FOLDER.fullmatch(entry.name.removesuffix(".old")) for entry in folder.iterdir()
+    )
+
+
+def _typed_run(resume: str, folder: str | None) -> Path:
+    path = expand_home("resume", resume)
+    if not path.is_dir():
+        said = SAID_ELSEWHERE.get(resume.lower())
+        hint = f"; type resume={said}" if said else nearest(resume, (NEVER, AUTO, MUST))
+        raise UserError(
+            f"resume={resume}: no such folder; expected never, auto, must, or the folder of a run "
+            f"or of one of its checkpoints{hint}"
+        )
+    # Resolved, because a relative path may name nothing of where it lies.
+    run = path.resolve()
+    if typed_step(resume) is not None:
+        run = run.parent
+    if run.name == CHECKPOINTS:
+        run = run.parent
+    if (run / CONFIG_FILE).exists():
+        refuse_odd_entries(run)
+    if not is_training(run / CONFIG_FILE):
+        raise UserError(
+            f"resume={resume}: no training run is there ({run / CONFIG_FILE} is not that of one); "
+            "type the folder that a run printed as its last line"
+        )
+    if folder is not None and expand_home("output.dir", folder).resolve() != run:
+        raise UserError(
+            f"resume={resume} goes on in that run's own folder, but output.dir={folder}; leave "
+            "output.dir out (to keep the run as it is, copy its folder first)"
+        )
+    return _as_typed(run)
+
+
+def _as_typed(run: Path) -> Path:
+    """Return a path below here as a person would write it."""
+    here = Path.cwd()
+    return run.relative_to(here) if run.is_relative_to(here) else run
+
+
+def _run_in(folder: Path) -> Path | None:
+    if not (folder / CONFIG_FILE).exists():
+        return None
+    refuse_odd_entries(folder)
+    if not is_training(folder / CONFIG_FILE):
+        raise UserError(f"output.dir={folder} holds an evaluation; type another folder")
+    return folder
+
+
+def _newest_unfinished(name: str | None) -> Path | None:
+    """Return the newest run under outputs/ without figures of its end, whether it saved or not.
+
+    Of a folder that was typed, whose name tells no time, nobody knows how new it is: it counts
+    where it is the only one.
+    """
+    unfinished = [
+        run
+        for run in OUTPUTS.glob(f"{name or '*'}/*")
+        if is_training(run / CONFIG_FILE) and not (run / METRICS_FILE).exists()
+    ]
+    if len(unfinished) == 1:
+        return unfinished[0]
+    return max(filter(_started, unfinished), key=_started, default=None)
+
+
+def _started(run: Path) -> tuple[str, int] | tuple[()]:
+    """Return when a run started, by its folder's name: copying changes a folder's own time.
+
+    Empty where the name tells no time.
+    """
+    match = STARTED.fullmatch(run.name)
+    return (match[1], int(match[2] or 0)) if match else ()

@@ -1,0 +1,70 @@
+"""One process at a time on a run: the lock in its folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from app.process.errors import UserError
+from app.process.untrusted import open_no_follow
+from app.run.output import into_folder
+
+LOCK_FILE = "run.lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+log = logging.getLogger(__name__)
+
+_held: dict[Path, IO[str]] = {}
+"""locks of this process: the system lets go of one as soon as any of its files is closed"""
+
+
+def hold_run(folder: Path) -> None:
+    """Keep other processes from working on run `folder` until this one ends, however it ends.
+
+    UserError names the process that is at work on it. A dead one has let go; ranks share the first
+    one's. The process, its machine and its start are written into the file for people to read.
+    """
+    import fcntl
+
+    file = folder.resolve() / LOCK_FILE
+    if file in _held:
+        return
+    with into_folder(folder, LOCK_FILE):
+        stream = open_no_follow(file, "a+", encoding="utf-8")
+    try:
+        # Not flock: that would live on in a loader's workers, which are forked.
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise UserError(f"{folder}: {_who(stream)} is at work on this run; {_fix()}") from error
+        if error.errno not in NO_LOCKS:
+            raise
+        log.warning("%s: no locks here (%s): start one process a run", folder, error.strerror)
+    stream.truncate(0)
+    note = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    stream.write(json.dumps(note) + "\n")
+    stream.flush()
+    _held[file] = stream
+
+
+def _who(stream: IO[str]) -> str:
+    stream.seek(0)
+    try:
+        note = json.load(stream)
+        return f"process {note['pid']} on {note['host']}, started {note['started']},"
+    except (ValueError, KeyError, TypeError):  # it has the lock and has not written yet
+        return "another process"
+
+
+def _fix() -> str:
+    return "wait for it or stop it, or type another output.dir"

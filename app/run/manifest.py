@@ -1,0 +1,188 @@
+"""Which run a checkpoint is of: a run has an id, which its manifest and its checkpoints carry.
+
+A run's folder may be moved or copied, as a whole. A checkpoint that was put into it from another
+run is refused by name, also where it would fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from app.process.errors import UserError
+from app.process.files import write_whole
+from app.training.checkpoint.checkpoint import Checkpoint
+from app.training.checkpoint.documents import COUNT, IDENTITY, shown
+from data_modules import redacted
+
+LIBRARIES = (
+    "torch",
+    "lightning",
+    "transformers",
+    "peft",
+    "datasets",
+    "tokenizers",
+    "hydra-core",
+    "safetensors",
+)
+MANIFEST_FILE = "manifest.json"
+STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+"""when the command started: the verb imports this before it does anything"""
+
+
+def save_manifest(folder: Path, **facts: Any) -> None:
+    """Write manifest.json: `facts`, and the command, versions, machine and git state."""
+    manifest = {
+        "command": [sys.executable, *sys.orig_argv[1:]],
+        "started": STARTED,
+        "versions": installed_versions(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "git": git_state(),
+    } | facts
+    write_whole(folder / MANIFEST_FILE, json.dumps(redacted(manifest), indent=2) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read a run's manifest; UserError where it is not one."""
+    file = folder / MANIFEST_FILE
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        manifest["versions"], manifest["base"], manifest["data"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}), which says what the run is made of; copy it back, "
+            "or leave resume out and type another output.dir"
+        ) from error
+    return manifest
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the libraries that results depend on."""
+    return {name: version(name) for name in LIBRARIES}
+
+
+def git_state() -> dict[str, Any] | None:
+    """Return commit and whether files differ from it; None outside a git checkout."""
+    here = Path(__file__).parent
+    try:
+        commit = _git(here, "rev-parse", "HEAD")
+        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return None
+    return {"commit": commit, "changed": bool(changed)}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+    )
+    return result.stdout.strip()
+
+
+ALLOWED_BY = "checkpoint"
+"""the word of resume_allow with which a checkpoint of another run may be gone on from"""
+KINDS = {"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}
+
+
+def identity_of(
+    before: Mapping[str, Any], facts: Mapping[str, Any], step: int
+) -> dict[str, str | int]:
+    """Return what a run's manifest says of whose its checkpoints are.
+
+    `before`: the manifest of the run that is resumed at `step`, empty for a new one.
+    """
+    known = before.get("run", {})
+    plan = [
+        facts["seed"],
+        [facts["base"][name] for name in ("fingerprint", "weights")],
+        [[one["sha256"], one["rows"]] for one in facts["data"]],
+        facts.get("tokens_sha256"),
+        facts["global_batch"]["packs"],
+        facts["total_steps"],
+    ]
+    return {
+        "id": known.get("id") or secrets.token_hex(16),
+        "plan": hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:32],
+        "since_step": known.get("since_step", step),
+    }
+
+
+def check_own(
+    checkpoint: Checkpoint,
+    run: Path,
+    before: Mapping[str, Any],
+    *,
+    is_typed: bool,
+    allow: Sequence[str],
+) -> str | None:
+    """Refuse a checkpoint that is not of the run in folder `run`; return what is worth a note.
+
+    `before`: that run's manifest. `is_typed`: a person has named this checkpoint.
+    """
+    ours, theirs = before.get("run"), checkpoint.details.get("run")
+    if ours is not None and (problem := _malformed(ours)) is not None:
+        raise UserError(
+            f"{run / 'manifest.json'}: {problem}; copy the file back, or leave resume out and "
+            "type another output.dir"
+        )
+    why = _why_not_own(checkpoint, ours, theirs, before)
+    if why is None:
+        if ours is not None:
+            return None
+        return (
+            f"{run} was started by a version that gave runs no id: whether this checkpoint is its "
+            "own cannot be checked"
+        )
+    if is_typed and ALLOWED_BY in allow:
+        return f"{checkpoint.folder} {why}, as resume_allow=[{ALLOWED_BY}] allows"
+    words = ",".join([*allow, ALLOWED_BY])
+    raise UserError(
+        f"{checkpoint.folder} {why}; move it out of {run} to go on from the run's own, or type "
+        f"resume={checkpoint.folder} 'resume_allow=[{words}]' to go on from it in this run"
+    )
+
+
+def _why_not_own(
+    checkpoint: Checkpoint,
+    ours: Mapping[str, Any] | None,
+    theirs: Mapping[str, Any] | None,
+    before: Mapping[str, Any],
+) -> str | None:
+    """Say why a checkpoint is not of the run whose manifest is `before`; None where it is."""
+    if ours is None:
+        if theirs is None:
+            return None
+        return f"was saved by run {_short(theirs)}, and this run has no id"
+    if theirs is None:
+        if checkpoint.step <= ours["since_step"]:  # the run had no id then
+            return None
+        return f"carries no id of its run, and this one's ({_short(ours)}) do"
+    if theirs["id"] != ours["id"]:
+        return f"was saved by another run ({_short(theirs)}, this one is {_short(ours)})"
+    plans = [ours["plan"], *(one.get("plan") for one in before.get("earlier", []))]
+    if theirs["plan"] in plans:
+        return None
+    return "was saved by a copy of this run that was trained on other data or for other steps"
+
+
+def _malformed(run: Any) -> str | None:
+    if not isinstance(run, dict):
+        return f"run is {shown(run)}; expected an object"
+    for key, kind in KINDS.items():
+        if key not in run or not kind.holds(run[key]):
+            return f"run.{key} is {shown(run.get(key))}; expected {kind.words}"
+    return None
+
+
+def _short(run: Mapping[str, Any]) -> str:
+    return str(run["id"])[:8]

@@ -1,0 +1,262 @@
+"""Where a run's files go: the folder is decided once, and found again by other verbs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.process.errors import REASON_FILE, UserError, is_reason
+from app.process.launch import hand_down, is_child, is_first_rank, is_one_of_several, run_dir
+from app.process.untrusted import odd_entries
+
+OUTPUTS = Path("outputs")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
+"""in a run's folder: its settings from its start on, its figures when it has finished"""
+PROBE = ".writable-"
+"""begins the name of a file that is made and removed at once, to see whether that is allowed"""
+LEFT_BY_REFUSED = re.compile(
+    rf"run\.lock|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
+    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints"
+)
+"""what a process leaves in its folder that was refused before it trained"""
+WRITTEN_AT_START = re.compile(
+    rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
+    r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv"
+)
+"""what a training has written before its first step"""
+MAX_NAMED = 5
+"""entries of a folder that a message names"""
+UNSET = "is it a variable that is not set? type a folder, or leave it out"
+
+
+@dataclass(kw_only=True, slots=True)
+class OutputConfig:
+    name: str | None = None
+    """name of the run, part of its folder; null = the experiment's"""
+    dir: str | None = None
+    """folder of this run; null = outputs/<name>/<time>"""
+
+
+def check_output(config: OutputConfig, *, goes_on: bool = False) -> list[str]:
+    """List what forbids writing a run here: a bad name, a folder that holds anything else.
+
+    `goes_on`: a run in that folder may be resumed.
+    """
+    problems = []
+    if config.name is not None and not NAME_PATTERN.fullmatch(config.name):
+        problems.append(
+            f"output.name={config.name!r}: at most 80 letters, digits, dots, dashes and "
+            "underscores, starting with a letter or digit"
+        )
+    if config.dir is not None and not is_child():
+        problems += _check_folder(config.dir, goes_on=goes_on)
+    return problems
+
+
+def _check_folder(typed: str, *, goes_on: bool) -> list[str]:
+    if not typed.strip():
+        return [f"output.dir is empty; {UNSET}"]
+    folder = expand_home("output.dir", typed)
+    with into_folder(folder):
+        if not folder.exists():
+            return []
+        if not folder.is_dir():
+            return [f"output.dir={typed}: this is a file; type a folder's name"]
+        names = sorted(entry.name for entry in folder.iterdir())
+        others = [] if CONFIG_FILE in names else _not_of_a_start(folder, names)
+        if not others and (odd := check_entries(folder)):
+            return odd
+        if not is_first_rank() or (goes_on and CONFIG_FILE in names):
+            return []
+        if CONFIG_FILE in names and not _ended_at_its_start(folder, names):
+            return [
+                f"output.dir={typed} holds another run ({CONFIG_FILE} is there): type another "
+                "folder, or leave output.dir out to get a new one; resume=auto goes on with a "
+                "training run"
+            ]
+    if not others:
+        return []
+    more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+    return [
+        f"output.dir={typed} holds files that are not of a run: {', '.join(others[:MAX_NAMED])}"
+        f"{more}; type a new folder's name, or leave output.dir out to get one"
+    ]
+
+
+def _ended_at_its_start(folder: Path, names: Sequence[str]) -> bool:
+    """Tell whether a training has ended before its first step, so that nothing of it is lost."""
+    if not is_training(folder / CONFIG_FILE):
+        return False
+    return all(WRITTEN_AT_START.fullmatch(name) for name in names) and not (
+        _has_entries(folder / "checkpoints") or _has_steps(folder / "metrics.csv")
+    )
+
+
+def _not_of_a_start(folder: Path, names: Sequence[str]) -> list[str]:
+    """List what a process that was refused before it trained has not left here."""
+    return [
+        name
+        for name in names
+        if not LEFT_BY_REFUSED.fullmatch(name)
+        or (name == REASON_FILE and not is_reason(folder / name))
+        or (name == "checkpoints" and _has_entries(folder / name))
+    ]
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _has_steps(metrics: Path) -> bool:
+    """Tell whether a metrics.csv has a row of a step that was trained."""
+    if not metrics.exists():
+        return False
+    rows = metrics.read_bytes().splitlines()[1:]
+    return any(not row.startswith(b"0,") for row in rows)
+
+
+def check_entries(folder: Path) -> list[str]:
+    """List the links, pipes and devices in a run's folder: what is written there may lie outside.
+
+    The folder itself may be a link; a person has typed it.
+    """
+    odd = itertools.islice(odd_entries(folder), MAX_NAMED)
+    return [
+        f"{folder}: {entry.relative_to(folder)} is {what}, which no run makes and none follows: "
+        "it may lead out of the folder; remove it, or copy what it names to its place"
+        for entry, what in odd
+    ]
+
+
+def refuse_odd_entries(folder: Path) -> None:
+    """Raise UserError where a run's folder holds what `check_entries` lists."""
+    if problems := check_entries(folder):
+        raise UserError(problems)
+
+
+def expand_home(key: str, path: str) -> Path:
+    """Return a typed path with the home folder for `~`; UserError names setting `key`."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise UserError(
+            f"{key}={path}: there is no home folder of that user; type the folder's full path"
+        ) from error
+
+
+def decide_run_dir(config: OutputConfig) -> Path:
+    """Make this run's folder, or return the one that the parent process has decided on."""
+    if is_child() and (decided := run_dir()) is not None:
+        return decided
+    folder = make_run_dir(config)
+    hand_to_ranks(folder)
+    return folder
+
+
+def make_run_dir(config: OutputConfig, *, goes_on: bool = False) -> Path:
+    """Make a run's folder; with `goes_on` it may be there, and hold a run."""
+    problems = check_output(config, goes_on=goes_on)
+    if problems:
+        raise UserError(problems)
+    if config.dir is not None:
+        folder = expand_home("output.dir", config.dir)
+        with into_folder(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            if not goes_on:  # a run that is done already is only read
+                tempfile.TemporaryFile(dir=folder, prefix=PROBE).close()
+        return folder
+    if is_one_of_several():
+        raise UserError(
+            "ranks that were started from outside (torchrun, slurm) cannot agree on a new folder: "
+            "type output.dir=FOLDER"
+        )
+    parent = OUTPUTS / (config.name or "train")
+    started = time.strftime("%Y-%m-%d_%H-%M-%S")
+    for attempt in range(100):
+        folder = parent / (started if attempt == 0 else f"{started}_{attempt}")
+        try:
+            with into_folder(folder):
+                folder.mkdir(parents=True)
+        except FileExistsError:  # another run of the same second
+            continue
+        return folder
+    raise UserError(f"{parent}: a hundred runs of this second already; type another output.name")
+
+
+@contextlib.contextmanager
+def into_folder(folder: Path, name: str | None = None) -> Iterator[None]:
+    """Word what the system says when a run's folder, or file `name` of it, cannot be written."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        what = "" if name is None else f"{name} "
+        raise OSError(
+            f"output.dir={folder}: {what}cannot be written: {error.strerror}; type "
+            "output.dir=FOLDER of your own"
+        ) from error
+
+
+def hand_to_ranks(folder: Path) -> None:
+    """Tell this run's folder to the ranks that this process starts, and to its own errors."""
+    if is_first_rank():
+        (folder / REASON_FILE).unlink(missing_ok=True)  # why an earlier process stopped
+    hand_down(folder.resolve())
+
+
+def find_run(run: str | None, name: str | None = None) -> Path:
+    """Return folder `run`, or the newest finished run under outputs/ (of that name, if given).
+
+    A run is finished when it has written metrics.json.
+    """
+    if run is not None:
+        if not run.strip():
+            raise UserError(f"run is empty; {UNSET}")
+        folder = expand_home("run", run)
+        if not folder.is_dir():
+            raise UserError(f"run={run}: no such folder{_known_runs(name)}")
+        if (folder / CONFIG_FILE).exists():
+            refuse_odd_entries(folder)
+        if not (folder / METRICS_FILE).exists() or not is_training(folder / CONFIG_FILE):
+            raise UserError(
+                f"run={run}: not the folder of a finished training run (metrics.json and its "
+                f"config.yaml){_known_runs(name)}"
+            )
+        return folder
+    finished = finished_runs(name)
+    if not finished:
+        where = OUTPUTS / name if name else OUTPUTS
+        raise UserError(f"no finished run under {where}: train first with python -m app.train")
+    refuse_odd_entries(finished[-1])
+    return finished[-1]
+
+
+def finished_runs(name: str | None = None) -> list[Path]:
+    """List the finished training runs under outputs/, oldest first."""
+    found = (OUTPUTS / name if name else OUTPUTS).rglob(METRICS_FILE)
+    runs = [file.parent for file in found if is_training(file.parent / CONFIG_FILE)]
+    return sorted(runs, key=lambda run: (run / METRICS_FILE).stat().st_mtime_ns)
+
+
+def is_training(config: Path) -> bool:
+    """Tell a training run from an evaluation, which leaves metrics.json too."""
+    return config.is_file() and b"optimizer:" in config.read_bytes().splitlines()
+
+
+def _known_runs(name: str | None) -> str:
+    known = finished_runs(name)
+    return f"; the newest finished run is run={known[-1]}" if known else ""
+
+
+def saved_folder(run: Path) -> Path:
+    """Return what a run saved: its `adapter/`, or its `model/` where every weight was trained."""
+    adapter = run / "adapter"
+    return adapter if adapter.is_dir() else run / "model"

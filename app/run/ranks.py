@@ -1,0 +1,123 @@
+"""Whether a training runs in this process or in ranks that this one starts, and how they start."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from app.preflight import num_ranks
+from app.process.errors import DONE
+from app.process.launch import is_child, is_first_rank, read_launch, run_dir
+from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
+from app.run import NEVER, Start, checkpoints_of, find_newest_good, typed_step
+from data_modules import printable
+
+BY_HAND = "NODE_RANK"
+"""tells a process started on each of several machines, which starts the ranks there"""
+
+
+def check_supervise(config: Any) -> list[str]:
+    """List the settings of `supervise` that do not fit how this process was started."""
+    problems = []
+    told_by = read_launch().told_by
+    if config.supervise.max_restarts and told_by is not None:
+        problems.append(
+            f"supervise.max_restarts={config.supervise.max_restarts} is for ranks that this "
+            f"command starts on one machine, and {told_by} is set: something else has started it; "
+            "leave it out (torchrun has --max-restarts, with resume=auto and output.dir)"
+        )
+    if config.supervise.requeue and config.resume == NEVER:
+        problems.append(
+            "supervise.requeue=true would start the run anew from the queue; type resume=auto"
+        )
+    if config.supervise.requeue and (step := typed_step(config.resume)) is not None:
+        problems.append(
+            f"supervise.requeue=true would go back to step {step} each time that the job is run, "
+            f"and drop what it has saved since; type resume=auto output.dir={config.output.dir} to "
+            "go on from the newest checkpoint, or supervise.requeue=false"
+        )
+    return problems
+
+
+def starts_ranks(config: Any) -> bool:
+    """Tell whether this process is to start the ranks and to watch over them."""
+    if is_child() or read_launch().told_by not in (None, BY_HAND):
+        return False
+    return _ranks_here(config) > 1 or config.supervise.max_restarts > 0
+
+
+def _ranks_here(config: Any) -> int:
+    return (num_ranks(config) or 1) // int(config.trainer.num_nodes)
+
+
+def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
+    """Start the ranks of this machine by the `words` that were typed; return the exit code."""
+    ranks_here, total = _ranks_here(config), num_ranks(config) or 1
+    of_rank = [
+        {
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": os.environ.get("NODE_RANK", "0"),
+            "WORLD_SIZE": str(total),
+        }
+        for rank in range(ranks_here)
+    ]
+
+    left = start.leaves()
+
+    def newest_step() -> int:
+        if start.leaves() & left:  # no rank has come to train: nothing is of the course from here
+            return start.step
+        good, damaged = find_newest_good(start.folder)
+        for sentence in damaged:
+            say(f"RESUME: {sentence}")
+        return 0 if good is None else good.step
+
+    supervisor = Supervisor(
+        command=[sys.executable, "-m", "app.train", *words],
+        folder=start.folder,
+        config=config.supervise,
+        step=start.step,
+        newest_step=newest_step,
+        of_rank=of_rank if total > 1 else [{}],
+        chooses_port=read_launch().told_by is None,
+    )
+    code = supervisor.run()
+    if code != DONE and code not in CODES_OF_SIGNALS:  # of those the first rank has said it
+        say(how_to_go_on())
+    return code
+
+
+def how_to_go_on() -> str:
+    """Word the command that goes on with this process's run, if it has saved anything."""
+    folder, here = run_dir(), Path.cwd()
+    if folder is None:
+        return "nothing is saved yet"
+    if not checkpoints_of(folder).checkpoints():
+        return "nothing is saved yet"
+    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    by = "python" if read_launch().told_by in (None, BY_HAND, "LOCAL_RANK") else "torchrun ..."
+    return f"to go on: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
+
+
+def requeue(config: SuperviseConfig) -> None:
+    """Put this SLURM job back into its queue, if that was asked for; on the first rank."""
+    if not config.requeue or not is_first_rank():
+        return
+    job = os.environ.get("SLURM_JOB_ID")
+    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    scontrol = shutil.which("scontrol")
+    if job is None or scontrol is None:
+        missing = "SLURM_JOB_ID is not set" if job is None else "there is no scontrol"
+        return say(f"supervise.requeue: not put back into the queue: {missing}")
+    done = subprocess.run(
+        [scontrol, "requeue", job], capture_output=True, text=True, timeout=60, check=False
+    )
+    said = "put back into the queue" if done.returncode == 0 else f"failed: {done.stderr.strip()}"
+    say(f"supervise.requeue: job {job} {said}")

@@ -1,0 +1,1 @@
+"""Encoded rows: tokenized, fit to the sequence length, stored, cached, read back."""

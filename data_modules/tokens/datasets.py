@@ -1,0 +1,274 @@
+"""Hold all data sets of a run: tokens on disk, split into what is learned and what is held out.
+
+Composes prepare, holdout and audit. Of a stream it has the rows held out for validation. Never
+plans a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data_modules.audit import Asked, Audit, DatasetFacts, audit_documents
+from data_modules.packing.holdout import Sides, hold_out
+from data_modules.redaction import redact
+from data_modules.settings import DataConfig, DatasetConfig, dataset_names
+from data_modules.stream import held_out_part
+from data_modules.template import ChatTemplate
+from data_modules.tokens.prepare import REJECTED_FILE, Prepared, hash_of, prepare_dataset
+from data_modules.tokens.report import DataReport, DatasetReport, Fingerprint
+from data_modules.tokens.rows import read_items
+from data_modules.tokens.store import Examples
+from data_modules.types import DataError, Item
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReadyDataset:
+    """Hold a data set with its name: what was read of it, and which documents are learned."""
+
+    name: str
+    config: DatasetConfig
+    data: Prepared
+    sides: Sides
+
+
+class PreparedData:
+    """Prepare the data sets, or find them in the cache, and split them; raises DataError.
+
+    With `first_rows` only so many rows of each are read. `train_examples` and `val_examples` are
+    the documents of both sides; of a stream all that was read is for validation.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        template: ChatTemplate,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        *,
+        sequence_len: int,
+        vocab_size: int | None,
+        seed: int,
+        first_rows: int | None = None,
+    ) -> None:
+        self._config, self._template, self._tokenizer = config, template, tokenizer
+        self._sequence_len, self._first_rows = sequence_len, first_rows
+        prepared, self._tests = self._prepare_all()
+        _check_token_ids(
+            [*prepared.values(), *self._tests.values()], vocab_size, tokenizer.pad_token_id
+        )
+        self.datasets = self._split(prepared, seed)
+        self.train_examples = self._examples([one.sides.training for one in self.datasets])
+        self.val_examples = self._examples([one.sides.validation for one in self.datasets])
+
+    @property
+    def stop_token_ids(self) -> set[int]:
+        """Return the tokens that were seen to end answers."""
+        prepared = [*(one.data for one in self.datasets), *self._tests.values()]
+        return {stop for data in prepared for stop in data.counts.stop_token_ids}
+
+    @property
+    def has_chats(self) -> bool:
+        """Tell whether any row goes through the chat template."""
+        prepared = [*(one.data for one in self.datasets), *self._tests.values()]
+        return any(data.counts.chats for data in prepared)
+
+    @cached_property
+    def audit(self) -> Audit:
+        """Return what will be learned and what is wrong with it; of a stream, the rows read."""
+        config = self._config
+        is_stream = config.streaming
+        stores = [data.store for data in self._tests.values()]
+        nothing = Examples([], [])
+        audit = audit_documents(
+            config.audit,
+            [_facts(one, config.on_long) for one in self.datasets],
+            self.val_examples if is_stream else self.train_examples,
+            nothing if is_stream else self.val_examples,
+            benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
+            benchmark_names=list(self._tests),
+            asked=Asked(
+                learns_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
+                train_on_eos=config.train_on_eos,
+                sequence_len=self._sequence_len,
+                is_encoder_decoder=self._template.is_encoder_decoder,
+            ),
+        )
+        if is_stream:
+            audit.facts.append("a stream: only the rows held out were looked at")
+        return audit
+
+    def report(self) -> DataReport:
+        """Return what was read, a report a data set."""
+        reports = []
+        for index, one in enumerate(self.datasets):
+            rows, counts = one.data.store.rows, one.data.counts
+            learned = self.train_examples.datasets == index
+            reports.append(
+                DatasetReport(
+                    name=one.name,
+                    path=redact(one.config.path),
+                    format=one.data.format,
+                    format_guessed=one.data.format_guessed,
+                    sha256=one.data.sha256,
+                    how=one.data.how,
+                    rows=counts.rows,
+                    train_rows=len(np.unique(rows[one.sides.training])),
+                    validation_rows=len(np.unique(rows[one.sides.validation])),
+                    repeated_rows=one.sides.repeated_rows,
+                    tokens=int(self.train_examples.lengths[learned].sum()),
+                    trained_tokens=int(self.train_examples.trained[learned].sum()),
+                    rejected=counts.rejected,
+                    is_cut=one.data.is_cut,
+                    is_streamed=self._config.streaming,
+                    asks_validation=self._config.val_set_size > 0,
+                )
+            )
+        tests = zip(self._config.test_datasets, self._tests.items(), strict=True)
+        return DataReport(
+            datasets=reports,
+            template_note=self._template.note if self.has_chats else "",
+            test_datasets=[
+                Fingerprint(name=name, path=redact(config.path), sha256=data.sha256)
+                for config, (name, data) in tests
+            ],
+        )
+
+    def items_to_ask(self, max_rows: int) -> Iterator[tuple[str, list[Item]]]:
+        """Yield the items of the first rows of each test data set, or else of those held out."""
+        if self._tests:
+            for name, dataset in zip(self._tests, self._config.test_datasets, strict=True):
+                most = min(max_rows, dataset.max_rows or max_rows)
+                yield name, read_items(dataset, self._config, max_rows=most)
+            return
+        for one in self.datasets:
+            rows = np.unique(one.data.store.rows[one.sides.validation])
+            wanted = set(rows[:max_rows].tolist())
+            yield one.name, read_items(one.config, self._config, wanted=wanted)
+
+    def write_rejected(self, folder: Path) -> None:
+        """Copy the rows that a quarantine took to `folder`/quarantine."""
+        read = {one.name: one.data for one in self.datasets}
+        tests = {f"test-{name}": data for name, data in self._tests.items()}
+        for name, data in (read | tests).items():
+            if data.counts.rejected:
+                (folder / "quarantine").mkdir(exist_ok=True)
+                shutil.copy(data.folder / REJECTED_FILE, folder / "quarantine" / f"{name}.jsonl")
+
+    def _prepare_all(self) -> tuple[dict[str, Prepared], dict[str, Prepared]]:
+        """Prepare every data set, by its name; the problems of all of them are listed together."""
+        config, problems, kinds = self._config, list[str](), set[type[DataError]]()
+        tokenizer_hash = hash_of(self._tokenizer)
+
+        def prepare(datasets: list[DatasetConfig], data: DataConfig) -> dict[str, Prepared]:
+            prepared = {}
+            for name, dataset in zip(dataset_names(datasets), datasets, strict=True):
+                try:
+                    prepared[name] = prepare_dataset(
+                        dataset,
+                        data,
+                        self._template,
+                        self._sequence_len,
+                        tokenizer_hash,
+                        self._first_rows,
+                    )
+                except DataError as error:
+                    problems.extend(error.problems)
+                    kinds.add(type(error))
+            return prepared
+
+        read = prepare(self._read(), config)
+        # Whoever asks a long row is told so when it asks; its tokens are compared all the same.
+        lenient = dataclasses.replace(config, on_long="truncate_left", max_dropped_share=None)
+        tests = prepare(config.test_datasets, lenient)
+        if problems:
+            kind = kinds.pop() if len(kinds) == 1 else DataError
+            raise kind(problems)
+        return read, tests
+
+    def _read(self) -> list[DatasetConfig]:
+        """Return what is prepared: the data sets, or of streams the beginning, with their names."""
+        config = self._config
+        names = dataset_names(config.datasets)
+        named = [
+            dataclasses.replace(dataset, name=name)
+            for dataset, name in zip(config.datasets, names, strict=True)
+        ]
+        if not config.streaming:
+            return named
+        return [held_out_part(one, config) for one in named] if config.val_set_size else []
+
+    def _split(self, prepared: dict[str, Prepared], seed: int) -> list[ReadyDataset]:
+        config, read = self._config, self._read()
+        stores = [data.store for data in prepared.values()]
+        if config.streaming:
+            every = [np.ones(len(store), np.bool_) for store in stores]
+            sides = [Sides(~mask, mask) for mask in every]
+        else:
+            sides = hold_out(
+                stores,
+                list(prepared),
+                [dataset.path for dataset in read],
+                [dataset.max_rows for dataset in read],
+                config.val_set_size,
+                seed,
+            )
+        parts = zip(prepared.items(), read, sides, strict=True)
+        return [ReadyDataset(name, one, data, side) for (name, data), one, side in parts]
+
+    def _examples(self, masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]]) -> Examples:
+        stores = [one.data.store for one in self.datasets]
+        return Examples(stores, [np.flatnonzero(mask) for mask in masks])
+
+
+def _facts(one: ReadyDataset, on_long: str) -> DatasetFacts:
+    counts = one.data.counts
+    return DatasetFacts(
+        name=one.name,
+        path=redact(one.config.path),
+        format=one.data.format,
+        is_chat=counts.chats > 0,
+        rows=counts.rows,
+        bad_rows=counts.rejected,
+        dropped_long=counts.dropped,
+        truncated=counts.truncated,
+        split=counts.split,
+        empty=counts.empty,
+        empty_origins=counts.empty_origins,
+        lost_tokens=counts.lost_tokens,
+        kept_tokens=int(one.data.store.lengths.sum()),
+        on_long=on_long,
+        longest=counts.longest,
+        notes=counts.notes,
+    )
+
+
+def _check_token_ids(
+    prepared: list[Prepared], vocab_size: int | None, pad_token_id: int | None
+) -> None:
+    """Raise DataError where a token has no row in the embedding: a GPU would only crash."""
+    if vocab_size is None:
+        return
+    problems = []
+    largest, origin = max((data.counts.largest_token for data in prepared), default=(-1, ""))
+    if largest >= vocab_size:
+        problems.append(
+            f"{origin} holds token id {largest:,}, the model's embedding has {vocab_size:,} rows; "
+            "set model.tokenizer_path to the tokenizer that the model was made with"
+        )
+    if pad_token_id is not None and pad_token_id >= vocab_size:
+        problems.append(
+            f"the tokenizer's pad token has id {pad_token_id:,}, the model's embedding has "
+            f"{vocab_size:,} rows; set pad_token in tokenizer_config.json to the tokenizer's "
+            "eos_token"
+        )
+    if problems:
+        raise DataError(problems)

@@ -1,0 +1,1 @@
+"""Scripts that are no part of the program."""
