@@ -45,7 +45,8 @@ def preview(config: PreviewConfig) -> Path:
 
     from app.model.base import context_len, decoder_start_token_id
     from app.model.chat import with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows
+    from app.model.tokenizer import build_tokenizer, new_token_ids
+    from app.model.tokens import num_rows
     from app.report.preview import collect_preview
     from app.report.preview_page import preview_page
     from app.report.preview_text import say_preview

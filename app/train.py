@@ -55,7 +55,8 @@ def train(config: TrainConfig) -> float | None:
     from app.model.base import context_len, decoder_start_token_id, load_architecture
     from app.model.build import build_model
     from app.model.chat import stop_token_ids, with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows, trained_token_ids
+    from app.model.tokenizer import build_tokenizer, new_token_ids
+    from app.model.tokens import num_rows, trained_token_ids
     from app.strategy.build import build_strategy
     from app.training.callbacks.gradient_check import GradientCheck
     from app.training.callbacks.heartbeat import Heartbeat
@@ -64,7 +65,7 @@ def train(config: TrainConfig) -> float | None:
     from app.training.callbacks.write_metadata import Takeover
     from app.training.checkpoint.saving import build_checkpoints, build_saver
     from app.training.learning_rate import resolve_lr
-    from app.training.loggers import build_loggers, drop_rows_after
+    from app.training.logger import build_loggers, drop_rows_after
     from app.training.metrics import Curves
     from app.training.module import FinetuneModule
     from app.training.nonfinite import StepWatch

@@ -122,7 +122,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     from app.model.adapter import LoraConfig
     from app.strategy.mixin import OneDevice
     from app.training.callbacks.progress import ProgressBar
-    from app.training.loggers import LoggerConfig, build_loggers
+    from app.training.logger import LoggerConfig, build_loggers
     from app.training.metrics import Curves
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer

@@ -30,9 +30,8 @@ from app.report.preview import ShownConfig
 from app.run.output import OutputConfig, saved_folder
 from app.strategy import settings as strategy
 from app.strategy.settings import FAMILIES, StrategyConfig
-from app.training import loggers as logger
-from app.training import schedule, trainer
-from app.training.loggers import LoggerConfig
+from app.training import logger, schedule, trainer
+from app.training.logger import LoggerConfig
 from app.training.optimizers import (
     AdafactorConfig,
     AdamW8bitConfig,

@@ -1,10 +1,23 @@
-"""Files written whole or not at all, and kept when the machine loses power."""
+"""Files of a run: opened without following links, and written whole or not at all."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
+
+KINDS = (
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISCHR, "a device"),
+)
+"""what a run never makes"""
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -32,3 +45,26 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def open_no_follow(file: Path, mode: str, **how: Any) -> IO[Any]:
+    """Open a file as `open` does; OSError where its name is a link."""
+    return open(file, mode, opener=_no_follow, **how)
+
+
+def _no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def odd_entries(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield what is neither a file nor a folder anywhere below `folder`, and what it is."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_file(follow_symlinks=False):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from odd_entries(Path(entry.path))
+                continue
+            with contextlib.suppress(FileNotFoundError):  # removed by the run in the meantime
+                mode = entry.stat(follow_symlinks=False).st_mode
+                yield Path(entry.path), next(word for is_one, word in KINDS if is_one(mode))

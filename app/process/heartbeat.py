@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from app.process.untrusted import open_no_follow
+from app.process.files import open_no_follow
 
 PIPE_VARIABLE = "LOFT_HEARTBEAT"
 """hands a rank its end of the pipe"""

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.process.errors import DONE, ENVIRONMENT_ERROR, REASON_FILE, TRAINING_FAULT, USER_ERROR
+from app.process.files import open_no_follow
 from app.process.heartbeat import STACKS_FILE
 from app.process.launch import STEP_VARIABLE, free_port
 from app.process.ranks import GRACE, Rank, Ranks
 from app.process.signals import HANDLED, LEAVES_WITHIN, signal_heard, wait_for_step
-from app.process.untrusted import open_no_follow
 from data_modules import redact
 
 

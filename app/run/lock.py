@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from app.process.errors import UserError
-from app.process.untrusted import open_no_follow
+from app.process.files import open_no_follow
 from app.run.output import into_folder
 
 LOCK_FILE = "run.lock"

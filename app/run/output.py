@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.process.errors import REASON_FILE, UserError, is_reason
+from app.process.files import odd_entries
 from app.process.launch import hand_down, is_child, is_first_rank, is_one_of_several, run_dir
-from app.process.untrusted import odd_entries
 
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")

@@ -47,9 +47,10 @@ from app.training.checkpoint.state import (
 from app.training.metrics import Curves, StepRecord
 from app.training.nonfinite import StepSkipped, hold_back, inject, spread
 from app.training.objective import DatasetSums, batch_loss
-from app.training.optimizers import base_lr, use_averaged_weights, use_training_weights
+from app.training.optimizers import base_lr
 from app.training.parameter_table import say_what_trains
 from app.training.schedule import ScheduleConfig, build_schedule
+from app.training.schedule_free import use_averaged_weights, use_training_weights
 from data_modules import Batch
 
 RANDOM_APART = 1_000_003

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import bitsandbytes
-import schedulefree
-import torch
-import transformers.optimization
 
 from app.model.adapter import AdapterConfig, TrainedWeight, trained_weights
 from app.training.parameter_groups import (
@@ -26,135 +20,6 @@ from app.training.parameter_groups import (
 
 if TYPE_CHECKING:
     import torch
-
-
-class Adafactor(transformers.optimization.Adafactor):
-    """Transformers' Adafactor, whose state stays in fp32 when it is restored.
-
-    Not torch's: there the rate is a share of each weight's own size, so that LoRA's B, which
-    starts at zero, hardly moves, and every weight is asked for its size on the host in every step.
-    """
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state as it was; torch alone would round it to the weights' dtype."""
-        super().load_state_dict(state_dict)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, state in state_dict["state"].items():
-            parameter = parameters[number]
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
-
-
-def build_adafactor(
-    groups: list[dict[str, Any]], *, beta2_decay: float, clip_threshold: float
-) -> torch.optim.Optimizer:
-    """Build Adafactor over parameter groups; `lr` is what it is for AdamW."""
-    return Adafactor(
-        groups,
-        decay_rate=beta2_decay,
-        clip_threshold=clip_threshold,
-        scale_parameter=False,
-        relative_step=False,
-    )
-
-
-class MuonWithAdamW(torch.optim.Optimizer):
-    """Step two optimizers as one; a schedule sees the groups of both.
-
-    Muon (github.com/KellerJordan/Muon; torch.optim.Muon) takes two-dimensional weights only.
-    """
-
-    def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
-        self.parts = (muon, adamw)
-        super().__init__([*muon.param_groups, *adamw.param_groups], {})
-        # The same dictionaries, so that a new learning rate reaches the part that uses it.
-        self.param_groups = [*muon.param_groups, *adamw.param_groups]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure with gradients, then both optimizers; returns the closure's value."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self.parts:
-            part.step()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both parts' states."""
-        return {"muon": self.parts[0].state_dict(), "adamw": self.parts[1].state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both parts' states."""
-        for part, name in zip(self.parts, ("muon", "adamw"), strict=True):
-            part.load_state_dict(state_dict[name])
-        self.param_groups = [*self.parts[0].param_groups, *self.parts[1].param_groups]
-
-
-log = logging.getLogger(__name__)
-
-MOMENTS = ("state1", "state2")
-"""bitsandbytes' names of them in a weight's state; they may be paged, the rest never is"""
-
-
-class AdamW8bit(bitsandbytes.optim.AdamW8bit):
-    """Bitsandbytes' AdamW of 8 bits, in which a group may keep its moments in fp32.
-
-    Its own way to say so is a table of the whole process by the parameters' addresses.
-    """
-
-    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Return what holds for one parameter of a group."""
-        config: dict[str, Any] = super().get_config(gindex, pindex, group)
-        config["optim_bits"] = group["optim_bits"]
-        return config
-
-
-def build_adamw8bit(
-    groups: list[dict[str, Any]],
-    looked_up: Collection[int],
-    *,
-    betas: tuple[float, float],
-    eps: float,
-    is_paged: bool,
-) -> torch.optim.Optimizer:
-    """Build AdamW over parameter groups, with moments in blocks of 256 numbers of 8 bits.
-
-    `looked_up`: ids of parameters whose moments stay in fp32, as in arXiv 2110.02861: rows of an
-    embedding have gradients as unlike as their tokens are frequent, and a block that holds large
-    and small moments loses the small ones. Parameters below 4096 numbers keep fp32, too.
-    """
-    if is_paged and groups[0]["params"][0].device.type == "cpu":
-        log.info("optimizer: on the CPU paged_adamw8bit is adamw8bit, there is nowhere to page to")
-        is_paged = False
-    split = []
-    for group in groups:
-        for bits, name in ((8, group["name"]), (32, f"{group['name']}, fp32 moments")):
-            params = [p for p in group["params"] if (id(p) in looked_up) == (bits == 32)]
-            if params:
-                split.append(group | {"name": name, "params": params, "optim_bits": bits})
-    return AdamW8bit(split, betas=betas, eps=eps, is_paged=is_paged)
-
-
-def build_schedule_free(
-    groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float
-) -> torch.optim.Optimizer:
-    """Build schedule-free AdamW over parameter groups; the warm-up is the schedule's."""
-    return schedulefree.AdamWScheduleFree(groups, betas=betas, eps=eps)
-
-
-def use_training_weights(optimizer: Any) -> None:
-    """Put the weights that gradients are taken at into the model; nothing for other optimizers."""
-    if isinstance(optimizer, schedulefree.AdamWScheduleFree):
-        optimizer.train()
-
-
-def use_averaged_weights(optimizer: Any) -> None:
-    """Put the averaged weights into the model, to be measured or saved; nothing for others."""
-    if isinstance(optimizer, schedulefree.AdamWScheduleFree):
-        optimizer.eval()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -267,14 +132,20 @@ def _build(
     fused: bool,
 ) -> torch.optim.Optimizer:
     if isinstance(config, AdafactorConfig):
+        from app.training.adafactor import build_adafactor
+
         return build_adafactor(
             groups, beta2_decay=config.beta2_decay, clip_threshold=config.clip_threshold
         )
     assert isinstance(config, AdamWConfig)
     betas = (config.beta1, config.beta2)
     if isinstance(config, ScheduleFreeConfig):
+        from app.training.schedule_free import build_schedule_free
+
         return build_schedule_free(groups, betas=betas, eps=config.eps)
     if isinstance(config, AdamW8bitConfig):
+        from app.training.eight_bit import build_adamw8bit
+
         return build_adamw8bit(
             groups,
             _looked_up(model, weights),
@@ -304,6 +175,8 @@ def _build_muon(
 ) -> torch.optim.Optimizer:
     """Build Muon for matrices and AdamW for the rest, or one of them where that is all there is."""
     import torch
+
+    from app.training.muon import MuonWithAdamW
 
     vocabulary = {id(parameter) for parameter in vocabulary_weights(model)}
     matrices, others = [], []

@@ -79,7 +79,8 @@ def _open(config: Any) -> Any:
     )
     from app.model.build import build_model
     from app.model.chat import stop_token_ids
-    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows
+    from app.model.tokenizer import build_tokenizer, new_token_ids
+    from app.model.tokens import num_rows
 
     architecture = load_architecture(config.model)
     backend = choose_backend(config.attention, architecture, "cpu", "fp32").backend

@@ -213,7 +213,7 @@ def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path
     from app.process.files import write_whole
     from app.process.heartbeat import begin_to_beat
     from app.run.lock import hold_run
-    from app.training.loggers import CsvLogger
+    from app.training.csv_logger import CsvLogger
 
     victim, folder = tmp_path / "victim", tmp_path / "run"
     folder.mkdir()

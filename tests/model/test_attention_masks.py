@@ -12,7 +12,7 @@ from transformers.masking_utils import (
 
 from app.model.attention.attend import attend_by_document
 from app.model.attention.documents import group_documents
-from app.model.attention.inputs import MaskRule, build_mask_rule
+from app.model.attention.masks import MaskRule, build_mask_rule
 from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 from tests.model.test_attention_varlen import of_2_13
 

@@ -27,7 +27,7 @@ from app.model.attention import (
 )
 from app.model.attention import inputs as masks
 from app.model.attention.choice import Situation, why_not_here
-from app.model.attention.inputs import MaskRule
+from app.model.attention.masks import MaskRule
 from tests.parity.test_attention_families import SHAPE, build
 from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, train_into
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.model.cpu import linear as onednn
-from app.model.recompute import is_dear
+from app.model.selective import is_dear
 
 
 class Seen(TorchDispatchMode):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BloomConfig, BloomForCausalLM
 
-from app.model import recompute as offload
+from app.model import offload
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -28,16 +28,10 @@ from app.model.adapter import (
 from app.model.attention import attention_implementation, attention_inputs, pair_inputs
 from app.model.base import ModelConfig, load_base
 from app.model.cpu import causal_attention as matmul
+from app.model.offload import HostInputs, LayerInput
 from app.model.quantization import QuantizationConfig
-from app.model.recompute import (
-    MODES,
-    HostInputs,
-    LayerInput,
-    RecomputeConfig,
-    _Reuse,
-    apply_recompute,
-    keep_what_is_dear,
-)
+from app.model.recompute import MODES, RecomputeConfig, apply_recompute
+from app.model.selective import _Reuse, keep_what_is_dear
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 RECOMPUTING = [mode for mode in MODES if mode != "none"]

@@ -115,7 +115,7 @@ BUGS = [
     ),
     Bug(
         name="rows of metrics.csv are doubled",
-        file="app/training/loggers.py",
+        file="app/training/logger.py",
         right="        rows.cut_after(last_step)\n",
         wrong="        pass\n",
         test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",

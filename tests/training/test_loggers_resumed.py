@@ -14,14 +14,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from app.process.errors import ENVIRONMENT_ERROR, UserError, exit_code
 from app.training.checkpoint.disk import SaveError
-from app.training.loggers import (
-    CsvLogger,
-    LoggerConfig,
-    TensorBoardLogger,
-    build_loggers,
-    drop_rows_after,
-)
+from app.training.csv_logger import CsvLogger
+from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
 from app.training.metrics import Curves
+from app.training.tensorboard_logger import TensorBoardLogger
 
 
 def rows_in(file: Path) -> list[tuple[str, str]]:
@@ -152,7 +148,7 @@ def test_rows_that_find_no_room_are_told_in_words(
     write_steps(logger, 1)
     if fails == "write":
         full = functools.partial(Path("/dev/full").open, "a")
-        monkeypatch.setattr("app.training.loggers.open_no_follow", lambda *_, **how: full(**how))
+        monkeypatch.setattr("app.training.csv_logger.open_no_follow", lambda *_, **how: full(**how))
     else:
         monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(SaveError) as caught:

@@ -10,10 +10,10 @@ import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from app.model.adapter import FullConfig, Ia3Config, LoraConfig, apply_adapter
+from app.training.muon import MuonWithAdamW
 from app.training.optimizers import (
     AdamWConfig,
     MuonConfig,
-    MuonWithAdamW,
     OptimizerConfig,
     base_lr,
     build_optimizer,

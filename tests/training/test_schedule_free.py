@@ -10,14 +10,8 @@ from safetensors.torch import load_file
 
 from app.model.adapter import FullConfig
 from app.training.module import FinetuneModule
-from app.training.optimizers import (
-    AdamWConfig,
-    MuonConfig,
-    ScheduleFreeConfig,
-    build_optimizer,
-    use_averaged_weights,
-    use_training_weights,
-)
+from app.training.optimizers import AdamWConfig, MuonConfig, ScheduleFreeConfig, build_optimizer
+from app.training.schedule_free import use_averaged_weights, use_training_weights
 from tests.conftest import TrainRun, read_column
 from tests.tiny import random_ids, small_run, tiny_llama
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.documents import DocumentGroups, place_documents, stack_documents
-from app.model.attention.inputs import MaskRule
+from app.model.attention.masks import MaskRule
 from app.model.attention.pairs import PairGroups
 
 if TYPE_CHECKING:

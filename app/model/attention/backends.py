@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.inputs import build_mask_rule
+from app.model.attention.masks import build_mask_rule
 
 if TYPE_CHECKING:
     import torch

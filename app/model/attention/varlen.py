@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.attend import in_one_dtype
-from app.model.attention.inputs import MaskRule
+from app.model.attention.masks import MaskRule
 
 if TYPE_CHECKING:
     import torch

@@ -25,14 +25,11 @@ from app.strategy.mixin import EVERYTHING_HERE, Spread
 from app.strategy.shards import Kept, Scattered
 from app.training.checkpoint.documents import (
     MAX_LISTED,
-    bad_values,
-    described,
-    differences,
-    expected_states,
     listed,
     printable,
 )
-from app.training.optimizers import MuonWithAdamW
+from app.training.checkpoint.expected import bad_values, described, differences, expected_states
+from app.training.muon import MuonWithAdamW
 
 
 def progress_after(fit_loop: Any, step: int, accumulation: int) -> dict[str, Any]:
@@ -294,7 +291,7 @@ def _room(
 ) -> Tensor:
     if type(part).__name__ == "AdamW8bit":
         # Imported where it is used: bitsandbytes takes seconds.
-        from app.training.optimizers import MOMENTS
+        from app.training.eight_bit import MOMENTS
 
         if key in MOMENTS:  # paged where the optimizer would page it
             room: Tensor = part.get_state_buffer(weight, dtype=value.dtype)

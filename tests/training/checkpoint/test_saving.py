@@ -22,7 +22,7 @@ from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, write_file
 from app.training.checkpoint.saving import CheckpointSaver, build_checkpoints, build_saver
 from app.training.checkpoint.store import CheckpointStore
-from app.training.loggers import CsvLogger
+from app.training.csv_logger import CsvLogger
 from app.training.metrics import Curves
 from app.training.trainer import CheckpointConfig, TrainerConfig
 from tests.conftest import ROOT, read_column

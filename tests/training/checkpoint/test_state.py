@@ -24,14 +24,9 @@ from app.training.checkpoint.state import (
     restore_schedule,
 )
 from app.training.checkpoint.tensors import read_tensors, write_tensors
-from app.training.optimizers import (
-    AdamWConfig,
-    MuonConfig,
-    build_optimizer,
-    use_averaged_weights,
-    use_training_weights,
-)
+from app.training.optimizers import AdamWConfig, MuonConfig, build_optimizer
 from app.training.schedule import SHAPES, ScheduleConfig, build_schedule
+from app.training.schedule_free import use_averaged_weights, use_training_weights
 from tests.tiny import random_ids, tiny_llama
 
 OPTIMIZERS = [schema() for schema in PARTS["optimizer"].values()]
