@@ -15,7 +15,7 @@ from app.model.hub import is_offline
 from app.process.environment import quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
-from app.process.signals import end_process, hear_signals
+from app.process.signals import end_process, install_signal_handlers
 from app.process.stdio import keep_streams
 from app.run.output import decide_run_dir
 from data_modules import printable
@@ -32,7 +32,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.evaluation.comparison import named, say_comparison
+    from app.evaluation.comparison import named, print_comparison
     from app.evaluation.predictions import Predictions
     from app.model.adapter import (
         AdapterConfig,
@@ -118,7 +118,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     save_config(config, folder / "config.yaml")
     predictions.write(folder)
     write_whole(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
-    say_comparison(metrics, names)
+    print_comparison(metrics, names)
     print(f"run: {printable(str(folder))}")
     return metrics
 
@@ -140,5 +140,5 @@ def nothing_to_measure(config: EvaluateConfig) -> str:
 
 if __name__ == "__main__":
     keep_streams()
-    hear_signals()
+    install_signal_handlers()
     end_process(run_verb("evaluate", evaluate))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.config import TrainConfig
-from app.process.collectives import first_alone
+from app.process.collectives import run_on_rank0
 from app.process.files import write_whole
 from app.run.output import METRICS_FILE
 from data_modules import printable
@@ -49,7 +49,7 @@ def finish(
     None on ranks above 0. They are not needed, unless each holds a part of the weights: then all
     ranks come here and do everything together, but the first one alone writes.
     """
-    from app.evaluation.comparison import say_comparison
+    from app.evaluation.comparison import print_comparison
     from app.evaluation.predictions import Predictions
     from app.model.adapter import saves_whole_model
     from app.model.attention import attention_implementation
@@ -115,13 +115,13 @@ def finish(
         if not saves_whole_model(config.adapter):
             save_stop_tokens(model, saved)
         write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
-        say_comparison(metrics, names)
+        print_comparison(metrics, names)
         say_where(folder, saved)
 
     if shards is None:
         write()
     else:
-        first_alone(write)
+        run_on_rank0(write)
     return metrics.get("val/loss") if trainer.is_global_zero else None
 
 

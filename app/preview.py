@@ -17,7 +17,7 @@ from app.model.base import ModelConfig
 from app.model.hub import is_offline
 from app.process.environment import quiet_libraries
 from app.process.files import write_whole
-from app.process.signals import end_process, hear_signals
+from app.process.signals import end_process, install_signal_handlers
 from app.process.stdio import keep_streams
 from app.run.output import decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
@@ -49,7 +49,7 @@ def preview(config: PreviewConfig) -> Path:
     from app.model.tokens import num_rows
     from app.report.preview import collect_preview
     from app.report.preview_page import preview_page
-    from app.report.preview_text import say_preview
+    from app.report.preview_text import print_preview
     from data_modules import FinetuneDataModule
 
     data = beginning_of(config.data) if config.data.streaming else config.data
@@ -103,7 +103,7 @@ def preview(config: PreviewConfig) -> Path:
     # A terminal that cannot write a letter of the data writes its number instead.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    say_preview(shown, Console(highlight=False), config.preview.tokens)
+    print_preview(shown, Console(highlight=False), config.preview.tokens)
     where = printable(str(folder))
     print(f"\n{where}/preview.html: the same and more, for a browser")
     print(f"run: {where}")
@@ -226,5 +226,5 @@ def context_of_tokenizer(
 
 if __name__ == "__main__":
     keep_streams()
-    hear_signals()
+    install_signal_handlers()
     end_process(run_verb("preview", preview))

@@ -22,7 +22,7 @@ from app.process.errors import Interrupted, UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched, live_with_parent
 from app.process.launch import is_first_rank
-from app.process.signals import end_process, hear_signals, leave_soon
+from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.process.stdio import keep_streams
 from app.run import Start, describe_global_batch, start_run
 from app.run.manifest import save_manifest
@@ -45,7 +45,7 @@ def train(config: TrainConfig) -> float | None:
     quiet_libraries(offline=is_offline(config.model, config.data))
     start = start_run(config, load_run_config)
     if start.is_done:
-        return say_done(start)
+        return print_done(start)
     folder, source = start.folder, start.checkpoint
 
     # Imported here and not above: --help and a config error must not wait for torch.
@@ -61,8 +61,8 @@ def train(config: TrainConfig) -> float | None:
     from app.training.callbacks.gradient_check import GradientCheck
     from app.training.callbacks.heartbeat import Heartbeat
     from app.training.callbacks.progress import ProgressBar
-    from app.training.callbacks.same_on_all_ranks import Agreement, told
-    from app.training.callbacks.write_metadata import Takeover
+    from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, told
+    from app.training.callbacks.write_metadata import WriteMetadata
     from app.training.checkpoint.saving import build_checkpoints, build_saver
     from app.training.learning_rate import resolve_lr
     from app.training.logger import build_loggers, drop_rows_after
@@ -167,7 +167,7 @@ def train(config: TrainConfig) -> float | None:
         curves=curves,
         uses_fused_kernels=config.trainer.kernels == "auto" and not config.trainer.compile,
     )
-    watched: list[L.Callback] = [Agreement(told(config, facts)), GradientCheck()]
+    watched: list[L.Callback] = [SameOnAllRanks(told(config, facts)), GradientCheck()]
     if config.trainer.compile:
         # Imported where it is asked for: the compiler is large.
         from app.training.callbacks.compilation import Compilation
@@ -201,7 +201,7 @@ def train(config: TrainConfig) -> float | None:
         loggers=loggers,
         callbacks=[
             *(ProgressBar(curves), *watched, saver),
-            Takeover(take_over, is_resumed=source is not None),
+            WriteMetadata(take_over, is_resumed=source is not None),
         ],
         folder=folder,
         checkpoints=checkpoints,
@@ -263,26 +263,26 @@ def resolve_strategy(
 
 def start(config: TrainConfig) -> None:
     """Train in this process, or start the ranks of this machine and watch over them."""
-    hear_signals()
+    install_signal_handlers()
     try:
         if not starts_ranks(config):
             train(config)
             return
         quiet_libraries(offline=is_offline(config.model, config.data))
-        begun = start_run(config, load_run_config)
-        if begun.is_done:
-            say_done(begun)
-        elif code := run_ranks(config, begun, sys.argv[1:]):
+        started = start_run(config, load_run_config)
+        if started.is_done:
+            print_done(started)
+        elif code := run_ranks(config, started, sys.argv[1:]):
             sys.exit(code)
     except Interrupted as interrupted:
         if interrupted.signum == signal.SIGUSR1:
             requeue(config.supervise)
         interrupted.message += f"\n{how_to_go_on()}"
-        leave_soon()
+        exit_after_grace()
         raise
 
 
-def say_done(start: Start) -> float | None:
+def print_done(start: Start) -> float | None:
     """Say that nothing is left to train; return the run's final validation loss."""
     if is_first_rank():
         shown = printable(str(start.folder))

@@ -22,7 +22,7 @@ from app import signals
 from app.process.errors import report
 def say(word):
     os.write(1, f"{word}\\n".encode())
-signals.hear_signals()
+signals.install_signal_handlers()
 """
 OUTSIDE = """
 try:
@@ -34,7 +34,7 @@ except SystemExit as error:
 IN_A_STEP = """
 signals.wait_for_step(True)
 say("ready")
-while signals.signal_heard() is None:
+while signals.signal_received() is None:
     time.sleep(0.01)
 say("noted")
 """
@@ -190,8 +190,8 @@ def test_data_that_comes_in_time_lets_the_step_end() -> None:
         "assert os.read(listens, 1) == b'x'",
         "signals.wait_for_data(False)",
         "time.sleep(4)",
-        "say(f'saved after {signals.signal_heard()}')",
-        "signals.wait_for_data(True)",  # of the next step, which is not begun
+        "say(f'saved after {signals.signal_received()}')",
+        "signals.wait_for_data(True)",  # of the next step, which is not started
         "signals.wait_for_data(False)",
         "signals.wait_for_step(False)",
     )
@@ -274,12 +274,12 @@ def test_a_process_that_hears_no_signals_is_left_as_it_is() -> None:
     signals.take_handlers()
     signals.wait_for_step(True)
     signals.wait_for_step(False)
-    assert signals.signal_heard() is None
+    assert signals.signal_received() is None
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_process_that_heard_nothing_itself_ends_where_all_is_saved() -> None:
     process = Process(
-        "signals.leave_soon()", 'say("ready")', "signal.pthread_sigmask", "time.sleep(30)"
+        "signals.exit_after_grace()", 'say("ready")', "signal.pthread_sigmask", "time.sleep(30)"
     )
     assert process.process.wait(timeout=LONGEST) == 128 + signal.SIGTERM

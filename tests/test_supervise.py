@@ -262,10 +262,10 @@ def test_a_long_save_is_no_hang_of_the_one_that_waits_for_it(tell_story: Tell) -
     save = (
         "def is_there(what): return (folder / what).exists()",
         "if rank == 0:",
-        "    (folder / 'begun').touch()",
+        "    (folder / 'started').touch()",
         "    for _ in range(13): beat_again(); time.sleep(0.2)",
         "    (folder / 'saved').touch()",
-        "while not is_there('begun'): beat(1); time.sleep(0.02)",
+        "while not is_there('started'): beat(1); time.sleep(0.02)",
         "while not is_there('saved'): time.sleep(0.02)",
         "beat(2)",
     )
@@ -300,7 +300,7 @@ def hear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Non
 
     def arm(signum: int) -> None:
         heard = lambda: signum if len(list(tmp_path.glob("ready-*"))) == 2 else None  # noqa: E731
-        monkeypatch.setattr(supervisor_module, "signal_heard", heard)
+        monkeypatch.setattr(supervisor_module, "signal_received", heard)
 
     return arm
 
@@ -376,10 +376,10 @@ def test_ranks_that_have_begun_nothing_are_not_waited_for(
 LAUNCHER = """
 import sys
 from pathlib import Path
-from app.process.signals import hear_signals
+from app.process.signals import install_signal_handlers
 from app.process.supervisor import SuperviseConfig
 from app.process.supervisor import Supervisor
-hear_signals()
+install_signal_handlers()
 sys.exit(Supervisor(
     command=[sys.executable, "-c", sys.argv[2], sys.argv[1]],
     folder=Path(sys.argv[1]),

@@ -59,7 +59,7 @@ def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
     return [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
 
 
-def say_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
+def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
     """Print the table of `metrics`."""
     from rich.console import Console
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from app.strategy.mixin import Spread
+    from app.strategy.mixin import StrategyMixin
     from data_modules import Prompt
 
 
@@ -43,7 +43,7 @@ def answer_prompts(
     prompts: list[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
-    spread: Spread | None = None,
+    spread: StrategyMixin | None = None,
 ) -> list[Answer]:
     """Answer each prompt greedily, up to the first of `stop_ids`.
 

@@ -18,7 +18,7 @@ from data_modules import redact
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from app.strategy.mixin import Spread
+    from app.strategy.mixin import StrategyMixin
     from data_modules import Prompt
 
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -39,7 +39,7 @@ class Predictions:
         self._answers: dict[str, dict[str, list[Answer]]] = {}
 
     def ask(
-        self, who: str, model: PreTrainedModel, spread: Spread | None = None
+        self, who: str, model: PreTrainedModel, spread: StrategyMixin | None = None
     ) -> dict[str, float]:
         """Answer every prompt; return `{who}/exact_match/<data set>`, the share answered right.
 

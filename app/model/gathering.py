@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from app.process.collectives import from_first, of_all
+from app.process.collectives import all_gather_list, broadcast_from_rank0
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class Gathering:
             found, needed = list(own.shape), list(shape)
             self.problems.append(f"{name} was gathered as {found} and not {needed}")
             own = torch.full(shape, torch.nan, dtype=own.dtype, device=own.device)
-        taken = from_first(own, self.shards.root_device)
+        taken = broadcast_from_rank0(own, self.shards.root_device)
         if is_whole and not torch.equal(taken, own.to(taken.device)):
             self.problems.append(f"{name} is not finite, or not gathered alike on all ranks")
         if weight.requires_grad:
@@ -61,7 +61,7 @@ class Gathering:
 
     def check(self) -> None:
         """Raise ValueError on all ranks where a weight was not whole on one of them."""
-        if problems := of_all(self.problems):
+        if problems := all_gather_list(self.problems):
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
             raise ValueError(problems[0] + more)
 

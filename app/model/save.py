@@ -23,7 +23,7 @@ from app.model.adapter import (
 from app.model.base import model_class
 from app.model.gathering import Gathering, Shards, round_weights
 from app.model.shards import write_model
-from app.process.collectives import first_alone, is_first, of_all
+from app.process.collectives import all_gather_list, is_first, run_on_rank0
 from app.process.errors import TrainingFault
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def _save_gathered_adapter(
         check_adapter_file(model, folder, weights=weights)
         write_origin(folder, base)
 
-    first_alone(write)
+    run_on_rank0(write)
     return _check_on_all(in_memory, probe_logits(model, probe), folder)
 
 
@@ -168,7 +168,7 @@ def _check_on_all(in_memory: torch.Tensor, now: torch.Tensor, folder: Path) -> f
         difference = check_same_logits(in_memory, now, folder)
     except ValueError as error:
         problems = [str(error)]
-    if told := of_all(problems):
+    if told := all_gather_list(problems):
         raise ValueError(told[0])
     return difference
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.gathering import Gathering, Shards
-from app.process.collectives import first_alone, is_first
+from app.process.collectives import is_first, run_on_rank0
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def write_model(
     """
     import torch
 
-    alone: Callable[[Callable[[], None]], object] = _at_once if shards is None else first_alone
+    alone: Callable[[Callable[[], None]], object] = _at_once if shards is None else run_on_rank0
     gathering = None if shards is None else Gathering(shards)
     files = ModelFolder(model, folder, dtype)
     alone(files.begin)

@@ -24,15 +24,15 @@ def is_first() -> bool:
     return dist.get_rank() == 0
 
 
-def first_alone(work: Callable[[], T]) -> T | None:
+def run_on_rank0(work: Callable[[], T]) -> T | None:
     """Do `work` on the first rank while the others wait; its result there, None on the others.
 
     What it raises is raised on every rank, with the same exit code.
     """
-    return some_alone(work, here=is_first())
+    return run_on_ranks(work, here=is_first())
 
 
-def some_alone(work: Callable[[], T], *, here: bool) -> T | None:
+def run_on_ranks(work: Callable[[], T], *, here: bool) -> T | None:
     """Do `work` on the ranks that say `here`, such as one of each machine, while the others wait.
 
     What one of them raises is raised on every rank, with the same exit code.
@@ -63,7 +63,7 @@ def _as_told(code: int, message: str) -> Exception:
     return OSError(message) if code == ENVIRONMENT_ERROR else TrainingFault(message)
 
 
-def from_first(value: Tensor, device: torch.device) -> Tensor:
+def broadcast_from_rank0(value: Tensor, device: torch.device) -> Tensor:
     """Return the first rank's values of a tensor that has one shape and dtype on all ranks."""
     import torch
     import torch.distributed as dist
@@ -76,7 +76,7 @@ def from_first(value: Tensor, device: torch.device) -> Tensor:
     return told
 
 
-def of_all(problems: list[str]) -> list[str]:
+def all_gather_list(problems: list[str]) -> list[str]:
     """Return the problems of all ranks, on every rank, in the order of the ranks."""
     import torch.distributed as dist
 

@@ -35,10 +35,10 @@ VARIABLES_OF_A_RANK = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class Launcher:
     """One way in which ranks are started, and the variables that come with it."""
 
-    told_by: str
+    detected_by: str
     ranks: tuple[str, ...]
     """all of them are 0 on the first rank"""
     beside: tuple[str, ...]
@@ -46,32 +46,32 @@ class Way:
 
 
 WAYS = (
-    Way(  # srun
-        told_by="SLURM_NTASKS",
+    Launcher(  # srun
+        detected_by="SLURM_NTASKS",
         ranks=("SLURM_PROCID",),
         beside=("SLURM_PROCID", "SLURM_LOCALID"),
         world_size="SLURM_NTASKS",
     ),
-    Way(  # torchrun
-        told_by="RANK",
+    Launcher(  # torchrun
+        detected_by="RANK",
         ranks=("RANK",),
         beside=("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
-    Way(  # our own launcher, by Lightning's names
-        told_by="LOCAL_RANK",
+    Launcher(  # our own launcher, by Lightning's names
+        detected_by="LOCAL_RANK",
         ranks=("NODE_RANK", "LOCAL_RANK"),
         beside=("WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
-    Way(  # by hand on each machine, where this program starts the ranks
-        told_by="NODE_RANK",
+    Launcher(  # by hand on each machine, where this program starts the ranks
+        detected_by="NODE_RANK",
         ranks=("NODE_RANK",),
         beside=("MASTER_ADDR", "MASTER_PORT"),
         world_size=None,
     ),
-    Way(  # nobody says only this
-        told_by="WORLD_SIZE",
+    Launcher(  # nobody says only this
+        detected_by="WORLD_SIZE",
         ranks=("RANK",),
         beside=("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
@@ -84,7 +84,7 @@ WAYS = (
 class Launch:
     """What the environment says of this process."""
 
-    told_by: str | None = None
+    detected_by: str | None = None
     is_first: bool = True
     num_ranks: int | None = None
     """ranks that were started; None where this program is to start them"""
@@ -98,34 +98,34 @@ def read_launch() -> Launch:
     Once, as the process found it: Lightning sets these variables for its children, and removes some
     of them when it has finished.
     """
-    way = next((way for way in WAYS if _is_taken(way.told_by)), None)
+    way = next((way for way in WAYS if _is_taken(way.detected_by)), None)
     if way is None:
         return Launch()
     problems = _problems_of(way)
     if problems:
-        return Launch(told_by=way.told_by, problems=tuple(problems))
+        return Launch(detected_by=way.detected_by, problems=tuple(problems))
     return Launch(
-        told_by=way.told_by,
+        detected_by=way.detected_by,
         is_first=all(int(os.environ[name]) == 0 for name in way.ranks),
         num_ranks=None if way.world_size is None else int(os.environ[way.world_size]),
     )
 
 
-def _is_taken(told_by: str) -> bool:
-    value = os.environ.get(told_by)
-    if told_by == "SLURM_NTASKS":
+def _is_taken(detected_by: str) -> bool:
+    value = os.environ.get(detected_by)
+    if detected_by == "SLURM_NTASKS":
         # A shell on a node has it, and torchrun within srun; Lightning draws the same lines.
         is_shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
         return value is not None and not is_shell and "TORCHELASTIC_RUN_ID" not in os.environ
-    if told_by == "NODE_RANK":
+    if detected_by == "NODE_RANK":
         return value not in (None, "0") or (value == "0" and "MASTER_ADDR" in os.environ)
-    if told_by == "WORLD_SIZE":
+    if detected_by == "WORLD_SIZE":
         return value not in (None, "1")
     return value is not None
 
 
-def _problems_of(way: Way) -> list[str]:
-    numbers = {way.told_by, *way.ranks, way.world_size or way.told_by} & set(os.environ)
+def _problems_of(way: Launcher) -> list[str]:
+    numbers = {way.detected_by, *way.ranks, way.world_size or way.detected_by} & set(os.environ)
     problems = [
         f"{name}={os.environ[name]}: expected a whole number"
         for name in sorted(numbers)
@@ -134,9 +134,9 @@ def _problems_of(way: Way) -> list[str]:
     missing = [name for name in way.beside if name not in os.environ]
     if missing:
         problems.append(
-            f"{way.told_by}={os.environ[way.told_by]} says that this is one of several ranks, but "
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start the ranks "
-            f"with torchrun or srun, or type: unset {way.told_by}"
+            f"{way.detected_by}={os.environ[way.detected_by]} says that this is one of several ranks, "
+            f"but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start the ranks "
+            f"with torchrun or srun, or type: unset {way.detected_by}"
         )
     return problems
 
@@ -174,13 +174,13 @@ def is_child() -> bool:
 
 def is_started_here() -> bool:
     """Say whether this program has started the ranks, or is the only one; not torchrun or srun."""
-    return read_launch().told_by in (None, "LOCAL_RANK")
+    return read_launch().detected_by in (None, "LOCAL_RANK")
 
 
 def is_one_of_several() -> bool:
     """Say whether ranks were started from outside, so that none of them can decide for all."""
     launch = read_launch()
-    return launch.told_by == "NODE_RANK" or (launch.num_ranks or 1) > 1
+    return launch.detected_by == "NODE_RANK" or (launch.num_ranks or 1) > 1
 
 
 def check_launch(num_ranks: int | None) -> list[str]:
@@ -205,7 +205,7 @@ def _fitting(launch: Launch) -> str:
     """Word the settings that fit the ranks that were started."""
     total = launch.num_ranks or 1
     names = ("SLURM_NTASKS_PER_NODE", "LOCAL_WORLD_SIZE")
-    told = os.environ.get(names[0] if launch.told_by == "SLURM_NTASKS" else names[1], "")
+    told = os.environ.get(names[0] if launch.detected_by == "SLURM_NTASKS" else names[1], "")
     per_node = int(told) if told.isdecimal() and int(told) else total
     nodes = f" trainer.num_nodes={total // per_node}" if per_node != total else ""
     return f"type trainer.devices={per_node}{nodes}"

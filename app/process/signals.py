@@ -61,30 +61,30 @@ class _Heard:
     """when the program was told to end where it stands, by the monotonic clock"""
 
 
-_heard: _Heard | None = None
+_received: _Heard | None = None
 
 
 class DataStalled(Interrupted):
     """A signal ends the run while its training loop waits for data."""
 
 
-def hear_signals() -> None:
+def install_signal_handlers() -> None:
     """Handle the signals of this process from now on; called in its main thread."""
-    global _heard
-    if _heard is not None:
+    global _received
+    if _received is not None:
         return
-    _heard = _Heard(is_rank=is_child())  # later it has told its own ranks
+    _received = _Heard(is_rank=is_child())  # later it has told its own ranks
     heard_by_thread, told = socket.socketpair()
     told.setblocking(False)
     signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(heard_by_thread, _heard), daemon=True).start()
+    threading.Thread(target=_watch, args=(heard_by_thread, _received), daemon=True).start()
     os.register_at_fork(after_in_child=_forget)
     take_handlers()
 
 
 def take_handlers() -> None:
     """Handle the signals here again, where a library has put its own handlers."""
-    if _heard is not None:
+    if _received is not None:
         for signum in HANDLED:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup wants it
                 signal.signal(signum, _handle)
@@ -93,31 +93,31 @@ def take_handlers() -> None:
 
 def wait_for_step(waits: bool) -> None:
     """Begin or cease to ask for signals between steps; Interrupted if one came in the meantime."""
-    if _heard is None:
+    if _received is None:
         return
-    if not waits and _heard.signum is not None:
-        _leave(_heard)
-    _heard.waits_for_step = waits
-    if not waits and _heard.signum is not None:  # it came between the two
-        _leave(_heard)
+    if not waits and _received.signum is not None:
+        _leave(_received)
+    _received.waits_for_step = waits
+    if not waits and _received.signum is not None:  # it came between the two
+        _leave(_received)
 
 
 def wait_for_data(waits: bool) -> None:
     """Note that the training loop begins or ceases to wait for data."""
-    if _heard is not None:
-        _heard.reads_since = time.monotonic() if waits else None
+    if _received is not None:
+        _received.reads_since = time.monotonic() if waits else None
 
 
 def take_time() -> None:
-    """Let this process save before it ends, however long that takes; `leave_soon` follows."""
-    if _heard is not None:
-        _heard.left_at = None
+    """Let this process save before it ends, however long that takes; `exit_after_grace` follows."""
+    if _received is not None:
+        _received.left_at = None
 
 
-def leave_soon() -> None:
+def exit_after_grace() -> None:
     """Have this process ended in a few seconds if it does not end by itself: all is saved."""
-    if _heard is not None:
-        _heard.left_at = time.monotonic()
+    if _received is not None:
+        _received.left_at = time.monotonic()
 
 
 def end_process(code: int) -> NoReturn:
@@ -125,7 +125,7 @@ def end_process(code: int) -> NoReturn:
 
     That takes seconds, in which no thread runs any more that could cut it short.
     """
-    if _heard is None or _heard.signum is None:
+    if _received is None or _received.signum is None:
         sys.exit(code)
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
@@ -134,26 +134,28 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def signal_heard() -> int | None:
+def signal_received() -> int | None:
     """Return the first signal that came, None as long as there was none."""
-    return None if _heard is None else _heard.signum
+    return None if _received is None else _received.signum
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    if _heard is None:
+    if _received is None:
         return
-    if _heard.signum is None:
-        _heard.signum = signum
-    if not _heard.waits_for_step and _heard.left_at is None:
-        _leave(_heard)
+    if _received.signum is None:
+        _received.signum = signum
+    if not _received.waits_for_step and _received.left_at is None:
+        _leave(_received)
 
 
 def _handle_stall(signum: int, frame: FrameType | None) -> None:
-    if _heard is None or not _heard.is_overdue or _heard.left_at is not None:
+    if _received is None or not _received.is_overdue or _received.left_at is not None:
         return
-    if _heard.reads_since is not None:
-        _heard.left_at = time.monotonic()
-        raise DataStalled(_heard.signum or signal.SIGTERM, "the data of the next step did not come")
+    if _received.reads_since is not None:
+        _received.left_at = time.monotonic()
+        raise DataStalled(
+            _received.signum or signal.SIGTERM, "the data of the next step did not come"
+        )
 
 
 def _leave(heard: _Heard) -> None:
@@ -216,10 +218,10 @@ def _leave_at_once(signum: int, why: str) -> None:
 
 def _forget() -> None:
     """Leave signals to the process that forked this one, which ends it in time."""
-    global _heard
-    if _heard is None:
+    global _received
+    if _received is None:
         return
-    _heard = None
+    _received = None
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, WAKES):
         signal.signal(signum, signal.SIG_DFL)

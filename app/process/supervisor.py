@@ -19,7 +19,7 @@ from app.process.files import open_no_follow
 from app.process.heartbeat import STACKS_FILE
 from app.process.launch import STEP_VARIABLE, free_port
 from app.process.ranks import GRACE, Rank, Ranks
-from app.process.signals import HANDLED, LEAVES_WITHIN, signal_heard, wait_for_step
+from app.process.signals import HANDLED, LEAVES_WITHIN, signal_received, wait_for_step
 from data_modules import redact
 
 
@@ -132,7 +132,7 @@ class Supervisor:
             codes = [rank.code for rank in ranks.ranks]
             if all(code is not None for code in codes) or any(codes):
                 break
-            if sent is None and (sent := signal_heard()) is not None:
+            if sent is None and (sent := signal_received()) is not None:
                 ranks.send(sent)
                 sent_at = time.monotonic()
             is_late = sent is not None and time.monotonic() - sent_at > LEAVES_WITHIN

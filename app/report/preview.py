@@ -274,7 +274,7 @@ def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str
         for index, row in enumerate(report)
     ]
     part = "all" if num_steps == plan.num_steps else "the first"
-    of_all = "" if num_steps == plan.num_steps else f" of {plan.num_steps:,}"
-    over = f"{part} {num_steps:,}{of_all} steps" if plan.num_steps > 1 else "the only step"
+    all_gather_list = "" if num_steps == plan.num_steps else f" of {plan.num_steps:,}"
+    over = f"{part} {num_steps:,}{all_gather_list} steps" if plan.num_steps > 1 else "the only step"
     cells = [list(rows[0].HEADINGS), *(list(row.cells()) for row in rows)]
     return cells, f"{over} ({count(len(packs), 'pack')})"

@@ -21,7 +21,7 @@ COLOURS = ("blue", "magenta", "yellow", "green", "cyan", "red")
 LEARNED, SPECIAL = "bold green", "cyan"
 
 
-def say_preview(preview: Preview, console: Console, max_tokens: int) -> None:
+def print_preview(preview: Preview, console: Console, max_tokens: int) -> None:
     """Print all of a preview; of a row at most `max_tokens` tokens."""
     from rich.text import Text
 

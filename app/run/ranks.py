@@ -25,11 +25,11 @@ BY_HAND = "NODE_RANK"
 def check_supervise(config: Any) -> list[str]:
     """List the settings of `supervise` that do not fit how this process was started."""
     problems = []
-    told_by = read_launch().told_by
-    if config.supervise.max_restarts and told_by is not None:
+    detected_by = read_launch().detected_by
+    if config.supervise.max_restarts and detected_by is not None:
         problems.append(
             f"supervise.max_restarts={config.supervise.max_restarts} is for ranks that this "
-            f"command starts on one machine, and {told_by} is set: something else has started it; "
+            f"command starts on one machine, and {detected_by} is set: something else has started it; "
             "leave it out (torchrun has --max-restarts, with resume=auto and output.dir)"
         )
     if config.supervise.requeue and config.resume == NEVER:
@@ -47,7 +47,7 @@ def check_supervise(config: Any) -> list[str]:
 
 def starts_ranks(config: Any) -> bool:
     """Tell whether this process is to start the ranks and to watch over them."""
-    if is_child() or read_launch().told_by not in (None, BY_HAND):
+    if is_child() or read_launch().detected_by not in (None, BY_HAND):
         return False
     return _ranks_here(config) > 1 or config.supervise.max_restarts > 0
 
@@ -85,7 +85,7 @@ def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
         step=start.step,
         newest_step=newest_step,
         of_rank=of_rank if total > 1 else [{}],
-        chooses_port=read_launch().told_by is None,
+        chooses_port=read_launch().detected_by is None,
     )
     code = supervisor.run()
     if code != DONE and code not in CODES_OF_SIGNALS:  # of those the first rank has said it
@@ -101,7 +101,7 @@ def how_to_go_on() -> str:
     if not checkpoints_of(folder).checkpoints():
         return "nothing is saved yet"
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    by = "python" if read_launch().told_by in (None, BY_HAND, "LOCAL_RANK") else "torchrun ..."
+    by = "python" if read_launch().detected_by in (None, BY_HAND, "LOCAL_RANK") else "torchrun ..."
     return f"to go on: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
 
 

@@ -10,10 +10,10 @@ from app.process.launch import free_port
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 
 if TYPE_CHECKING:
-    from app.strategy.mixin import Spread
+    from app.strategy.mixin import StrategyMixin
 
 
-def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) -> Spread:
+def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
     """Build the strategy that `num_ranks` processes train under; `auto` is resolved before."""
     from app.strategy.mixin import OneDevice, Replicated
 

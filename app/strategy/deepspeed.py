@@ -20,27 +20,27 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from app.model.adapter import reached_weights, unfuse_adapters
-from app.process.collectives import some_alone
+from app.process.collectives import run_on_ranks
 from app.strategy.deepspeed_config import deepspeed_config
-from app.strategy.loading import Handing, peak_host_bytes, say_host_memory
-from app.strategy.mixin import BuildModel, Spread
+from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
+from app.strategy.mixin import BuildModel, StrategyMixin
 from app.strategy.operators import prepare_operator
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import ZeroConfig
-from app.strategy.shards import Kept, Scattered
+from app.strategy.shards import ShardedTensor, StateTensor
 
 if TYPE_CHECKING:
     import lightning as L
 
 
-def build_zero(config: ZeroConfig, *, accelerator: str) -> Spread:
+def build_zero(config: ZeroConfig, *, accelerator: str) -> StrategyMixin:
     """Build the strategy of one of ZeRO's stages; on "cpu" too, by gloo."""
     # DeepSpeed looks once, while it is imported.
     os.environ["DS_ACCELERATOR"] = {"gpu": "cuda"}.get(accelerator, accelerator)
     return Zero(config)
 
 
-class Zero(Spread, DDPStrategy):
+class Zero(StrategyMixin, DDPStrategy):
     """DeepSpeed's engine in the processes that DDP would have."""
 
     # Not Lightning's own DeepSpeedStrategy: that is for GPUs alone, hides the optimizer that was
@@ -83,7 +83,7 @@ class Zero(Spread, DDPStrategy):
     def build_model(self, build: BuildModel) -> Any:
         """Build the model, its weights on the first rank alone where each will hold parts."""
         if self.zero_config.quantized_weights or self.zero_config.quantized_gradients:
-            some_alone(self._prepare_quantizer, here=self.local_rank == 0)
+            run_on_ranks(self._prepare_quantizer, here=self.local_rank == 0)
         if not self.shards_weights:
             return build()
         self._peak_before = peak_host_bytes()
@@ -138,7 +138,7 @@ class Zero(Spread, DDPStrategy):
         """Give every rank its parts of what the first one has read, a weight at a time."""
         import deepspeed
 
-        first = Handing(self.root_device, self.world_size, self.world_size)
+        first = Broadcaster(self.root_device, self.world_size, self.world_size)
         first.check_same(module)
         for owner in module.modules():
             first.hand_unlearned(owner)
@@ -146,7 +146,7 @@ class Zero(Spread, DDPStrategy):
             module=_OneByOne(list(module.parameters()), self.root_device),
             config_dict_or_path=config,
         )
-        say_host_memory(self._peak_before, reads_here=first.reads_here)
+        log_host_memory(self._peak_before, reads_here=first.reads_here)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Take the module's training step through the engine."""
@@ -248,7 +248,7 @@ class Zero(Spread, DDPStrategy):
         """Return what was in the groups before the engine put its parts there."""
         return self._weights_by_group
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> Kept:
+    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
         """Return a weight, or how to gather it."""
         if not _is_spread(weight):
             return weight.detach()
@@ -273,8 +273,8 @@ class Zero(Spread, DDPStrategy):
 
     def _scattered(
         self, weight: torch.nn.Parameter, dtype: torch.dtype, flat: Callable[[], Any]
-    ) -> Scattered:
-        return Scattered(_shape(weight), dtype, partial(self._gather, weight, flat))
+    ) -> ShardedTensor:
+        return ShardedTensor(_shape(weight), dtype, partial(self._gather, weight, flat))
 
     @torch.no_grad()
     def _gather(self, weight: torch.nn.Parameter, flat: Callable[[], Tensor]) -> Tensor:

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 
 from app.model.layers import decoder_layers
 from app.process.errors import UserError
-from app.strategy.loading import Handing, peak_host_bytes, say_host_memory
-from app.strategy.mixin import BuildModel, Spread
+from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
+from app.strategy.mixin import BuildModel, StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import FsdpConfig
-from app.strategy.shards import Kept, Scattered
+from app.strategy.shards import ShardedTensor, StateTensor
 from app.strategy.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ FEW = 0.1
 """the share of a model that may train with its gradients whole on every rank between two steps"""
 
 
-def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> Spread:
+def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
     """Build what `config` says of `num_ranks` processes.
 
     UserError where they cannot be divided so, or the device cannot do it.
@@ -52,7 +52,7 @@ def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> Sp
     return Sharded(config)
 
 
-class Sharded(Spread, ModelParallelStrategy):
+class Sharded(StrategyMixin, ModelParallelStrategy):
     """Weights, gradients and optimizer states in parts, by torch's own means."""
 
     shards_weights = True
@@ -136,7 +136,7 @@ class Sharded(Spread, ModelParallelStrategy):
         """Build the model where it is read, and share it out a layer at a time."""
         self._lay_out_mesh()
         before = peak_host_bytes()
-        handing = Handing(self.root_device, self.world_size, self.num_processes)
+        handing = Broadcaster(self.root_device, self.world_size, self.num_processes)
         model = build(on_meta=not handing.reads_here, on_host=True)
         handing.check_same(model)
         names = decoder_layers(model, "model.wrap_class=NAME")
@@ -165,7 +165,7 @@ class Sharded(Spread, ModelParallelStrategy):
         trained = sum(number for trains, number in numbers if trains)
         self._keeps_gradients_whole = trained <= FEW * sum(number for _, number in numbers)
         self.model_root = model
-        say_host_memory(before, reads_here=handing.reads_here)
+        log_host_memory(before, reads_here=handing.reads_here)
         return model
 
     def _shard(self, module: Any) -> None:
@@ -301,7 +301,7 @@ class Sharded(Spread, ModelParallelStrategy):
         """Return a weight from all its parts."""
         return self._whole(weight.detach(), self._cut.get(weight))
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> Kept:
+    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
         """Return what a checkpoint keeps of a weight: its parts, and how to put them together."""
         return self._kept(weight.detach(), self._cut.get(weight))
 
@@ -337,11 +337,11 @@ class Sharded(Spread, ModelParallelStrategy):
                 state = room(key, value).copy_(value)
             optimizer.state[weight][key] = state
 
-    def _kept(self, tensor: Tensor, cut: int | None) -> Kept:
+    def _kept(self, tensor: Tensor, cut: int | None) -> StateTensor:
         if not isinstance(tensor, DTensor) and cut is None:
             return tensor
         gather = partial(self._whole, tensor, cut)
-        return Scattered(self._whole_shape(tensor, cut), tensor.dtype, gather)
+        return ShardedTensor(self._whole_shape(tensor, cut), tensor.dtype, gather)
 
     def _whole_shape(self, tensor: Tensor, cut: int | None) -> torch.Size:
         shape = list(tensor.shape)

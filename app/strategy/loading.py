@@ -22,7 +22,7 @@ STATUS = Path("/proc/self/status")
 GIB = 2**30
 
 
-class Handing:
+class Broadcaster:
     """Hands a model's tensors from the rank that holds them to the others, one at a time.
 
     The others built it on `meta`. What trains comes from the first rank of the run, whose numbers
@@ -91,15 +91,15 @@ class Handing:
                 f"this strategy cannot share out weights that are kept as "
                 f"{type(parameter).__name__}; type quantization=nf4 or none, or strategy=ddp"
             )
-        whole = self._receive(parameter.detach(), from_first=parameter.requires_grad)
+        whole = self._receive(parameter.detach(), broadcast_from_rank0=parameter.requires_grad)
         return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
-    def _receive(self, tensor: Tensor, *, from_first: bool = False) -> Tensor:
+    def _receive(self, tensor: Tensor, *, broadcast_from_rank0: bool = False) -> Tensor:
         if tensor.is_meta:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         else:
             whole = tensor.to(self.device).contiguous()
-        if from_first and self._num_ranks > 1:
+        if broadcast_from_rank0 and self._num_ranks > 1:
             dist.broadcast(whole, 0)
         elif not self._is_alone:
             dist.broadcast(whole, self._node_reader, group=self._of_node)
@@ -120,7 +120,7 @@ def peak_host_bytes() -> int:
     return next(int(words[1]) * 1024 for words in lines if words[0] == "VmHWM:")
 
 
-def say_host_memory(before: int, *, reads_here: bool) -> None:
+def log_host_memory(before: int, *, reads_here: bool) -> None:
     """Say on the first rank what loading has cost every rank in host memory."""
     own = before, peak_host_bytes(), reads_here
     ranks: list[Any] = [None] * dist.get_world_size()

@@ -1,7 +1,7 @@
 """How a strategy spreads weights, optimizer states and data over its ranks.
 
 The one seam between the training and its strategies: what a step, a checkpoint or a save must know
-of where things are is asked here. `Spread` is the plain case, in which every rank holds everything;
+of where things are is asked here. `StrategyMixin` is the plain case, in which every rank holds everything;
 strategies that hold parts override what differs for them.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from app.strategy.rendezvous import meet_on_loopback
-from app.strategy.shards import Kept
+from app.strategy.shards import StateTensor
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ BuildModel = Callable[..., Any]
 """makes the model that trains; with `on_meta=True` its shapes alone, without reading a weight"""
 
 
-class Spread:
+class StrategyMixin:
     """A mix-in for Lightning's strategies; as it stands: all ranks hold all, each its own data."""
 
     shards_weights = False
@@ -74,7 +74,7 @@ class Spread:
         """Return this rank's part of a weight's gradient, which `keeps_gradients`; None without."""
         return weight.grad
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> Kept:
+    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
         """Return what a checkpoint keeps of a weight that trains: the precise one, not copied."""
         return weight.detach()
 
@@ -85,7 +85,7 @@ class Spread:
     def kept_states(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        """Return an optimizer's state of a weight by key: Kept, or numbers; empty before a step."""
+        """Return an optimizer's state of a weight by key: StateTensor, or numbers; empty before a step."""
         return dict(optimizer.state.get(weight, {}))
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
@@ -144,15 +144,15 @@ class Spread:
         return {}
 
 
-EVERYTHING_HERE = Spread()
+EVERYTHING_HERE = StrategyMixin()
 """for models that no trainer holds"""
 
 
-class OneDevice(Spread, SingleDeviceStrategy):
+class OneDevice(StrategyMixin, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class Replicated(Spread, DDPStrategy):
+class Replicated(StrategyMixin, DDPStrategy):
     """DDP: every rank holds all weights, gradients are averaged."""
 
     def setup_distributed(self) -> None:

@@ -40,7 +40,7 @@ def prepare_operator(builder: Any, advice: str) -> None:
         if any(folder.glob("*.so")):
             return
         log.info("building DeepSpeed's %s into %s: some minutes, once", name, folder)
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             builder.load(verbose=False)
         except Exception as error:  # DeepSpeed raises kinds of its own, as for another CUDA
@@ -49,7 +49,7 @@ def prepare_operator(builder: Any, advice: str) -> None:
                 f"DeepSpeed's operator {name} could not be built in {folder}: "
                 f"{reason.splitlines()[0]}; {advice}"
             ) from error
-        log.info("built %s in %.0f s", name, time.monotonic() - begun)
+        log.info("built %s in %.0f s", name, time.monotonic() - started)
 
 
 def remove_stale_lock(folder: Path) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
+class ShardedTensor:
     """A tensor of which each rank holds a part, or none: known by its shape till it is gathered."""
 
     shape: torch.Size
@@ -21,5 +21,5 @@ class Scattered:
     """returns the whole, on every rank; all ranks must call it, in the same order"""
 
 
-Kept = Any
-"""a Tensor or a Scattered"""
+StateTensor = Any
+"""a Tensor or a ShardedTensor"""

@@ -22,7 +22,7 @@ from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
 from app.process import faults
 from app.process.errors import UserError
-from app.strategy.mixin import Replicated, Spread
+from app.strategy.mixin import Replicated, StrategyMixin
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.documents import (
     MODEL,
@@ -48,7 +48,7 @@ from app.training.metrics import Curves, StepRecord
 from app.training.nonfinite import StepSkipped, hold_back, inject, spread
 from app.training.objective import DatasetSums, batch_loss
 from app.training.optimizers import base_lr
-from app.training.parameter_table import say_what_trains
+from app.training.parameter_table import print_parameter_table
 from app.training.schedule import ScheduleConfig, build_schedule
 from app.training.schedule_free import use_averaged_weights, use_training_weights
 from data_modules import Batch
@@ -97,7 +97,7 @@ class FinetuneModule(L.LightningModule):
         self._resumed: dict[str, Any] = {}
 
     @property
-    def strategy(self) -> Spread:
+    def strategy(self) -> StrategyMixin:
         """Where weights, states and data are."""
         strategy: Any = self.trainer.strategy
         return strategy
@@ -116,7 +116,7 @@ class FinetuneModule(L.LightningModule):
         """Build the optimizer over what trains, and a schedule that moves once a step."""
         optimizer = self.build_optimizer(self.model)
         if self.global_rank == 0:
-            say_what_trains(self.model, optimizer)
+            print_parameter_table(self.model, optimizer)
         schedule = build_schedule(optimizer, self.schedule_config, self.total_steps)
         return {
             "optimizer": optimizer,
@@ -337,11 +337,11 @@ class FinetuneModule(L.LightningModule):
 
     def _go_on(self, source: Checkpoint, batch: Batch) -> None:
         """Make sure that `batch` is the next one, and go on as the last step left off."""
-        begun = self.trainer.datamodule.first_step
-        if not self.trainer.global_step == begun == source.step:
+        started = self.trainer.datamodule.first_step
+        if not self.trainer.global_step == started == source.step:
             raise RuntimeError(
                 f"{source.folder} was saved after step {source.step}; the trainer goes on from "
-                f"step {self.trainer.global_step}, the data from step {begun}"
+                f"step {self.trainer.global_step}, the data from step {started}"
             )
         if self.trainer.world_size > 2 and isinstance(self.strategy, Replicated):
             self._rehearse(batch)

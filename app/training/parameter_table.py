@@ -160,7 +160,7 @@ def num_grouped(optimizer: torch.optim.Optimizer) -> int:
     return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
-def say_what_trains(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Print the table of what trains, the optimizer's groups, and how much that is of the model.
 
     ValueError when the groups do not hold what trains.

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from app.process.signals import signal_heard, take_handlers, wait_for_data, wait_for_step
+from app.process.signals import signal_received, take_handlers, wait_for_data, wait_for_step
 
 
 class Stopping:
@@ -39,7 +39,7 @@ class Stopping:
 
     def agreed(self) -> int | None:
         """Return the signal that ends the run after this step, on all ranks or on none."""
-        signum = signal_heard()
+        signum = signal_received()
         if self._hosts is None:
             return signum
         highest = torch.tensor([signum or 0], dtype=torch.int32)

@@ -157,25 +157,25 @@ def test_ranks_share_the_weight_of_a_step_without_reading_it(
 def test_the_next_window_is_read_while_one_is_trained_on(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[str] = []
+    started: list[str] = []
     take = TokenStream._take_window
 
     def counted(stream: TokenStream, *args: Any) -> Iterator[Example]:
-        begun.append(threading.current_thread().name)
+        started.append(threading.current_thread().name)
         return take(stream, *args)
 
     monkeypatch.setattr(TokenStream, "_take_window", counted)
     batches = iter(build([write(tmp_path / "a.jsonl", 200)], tokenizer)._stream())
     next(batches)
     until = time.monotonic() + 10
-    while len(begun) < 2:
+    while len(started) < 2:
         assert time.monotonic() < until, "nothing is read ahead"
         time.sleep(0.01)
     list(itertools.islice(batches, 3))  # the rest of the first window
-    assert len(begun) == 2
-    assert threading.main_thread().name not in begun
+    assert len(started) == 2
+    assert threading.main_thread().name not in started
     batches.close()
-    assert not [thread for thread in threading.enumerate() if thread.name in begun]
+    assert not [thread for thread in threading.enumerate() if thread.name in started]
 
 
 def test_a_row_that_stops_a_run_lets_the_windows_before_it_through(

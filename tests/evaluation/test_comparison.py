@@ -12,7 +12,7 @@ from app.evaluation.comparison import (
     adapter_switched_off,
     comparison_table,
     named,
-    say_comparison,
+    print_comparison,
 )
 from app.model.adapter import LoraConfig, apply_adapter, probe_logits
 from tests.tiny import probe, tiny_llama
@@ -79,7 +79,7 @@ def test_held_out_files_with_names_of_their_own_come_last() -> None:
 
 
 def test_the_table_is_printed_with_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    say_comparison({"tuned/val/loss/old[new]": 0.5}, ["old[new]"])
+    print_comparison({"tuned/val/loss/old[new]": 0.5}, ["old[new]"])
     printed = capsys.readouterr().out
     assert "base against tuned" in printed
     assert "old[new]" in printed  # rich would take it for a colour

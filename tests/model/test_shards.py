@@ -32,7 +32,7 @@ from app.model.adapter import (
 )
 from app.model.save import save_model
 from app.model.shards import INDEX, WEIGHTS, write_model
-from app.process.collectives import first_alone
+from app.process.collectives import run_on_rank0
 from app.process.errors import TrainingFault
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -310,5 +310,5 @@ def test_what_fails_on_the_first_rank_is_raised(group: None) -> None:
         raise PermissionError("no room here")
 
     with pytest.raises(PermissionError, match="no room here"):
-        first_alone(fail)
-    assert first_alone(lambda: 3) == 3
+        run_on_rank0(fail)
+    assert run_on_rank0(lambda: 3) == 3

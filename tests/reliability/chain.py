@@ -148,7 +148,7 @@ def _die_and_go_on(
 
 
 def _sender(death: Death | None, folder: Path) -> Callable[[int], None] | None:
-    """Return what sends a signal once the run has begun the step of `death`."""
+    """Return what sends a signal once the run has started the step of `death`."""
     if death is None or death.fault is not None:
         return None
     begins = _size(folder / BATCHES)

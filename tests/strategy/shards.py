@@ -23,9 +23,9 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.process.errors import UserError
 from app.strategy.build import build_strategy
-from app.strategy.loading import Handing, peak_host_bytes
+from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.settings import FsdpConfig
-from app.strategy.shards import Scattered
+from app.strategy.shards import ShardedTensor
 from app.training.checkpoint.state import weights_that_train
 from app.training.nonfinite import StepSkipped, hold_back, spread
 from tests.ranks import ready
@@ -260,7 +260,7 @@ def halves(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
 def _put_together(parts: dict[str, Any]) -> dict[str, Tensor]:
     wholes = {}
     for key, part in parts.items():
-        wholes[key] = part.gather() if isinstance(part, Scattered) else part.clone()
+        wholes[key] = part.gather() if isinstance(part, ShardedTensor) else part.clone()
         assert wholes[key].shape == part.shape and wholes[key].dtype == part.dtype
     return wholes
 
@@ -307,7 +307,7 @@ def what_unlike_ranks_are_told() -> list[str]:
         own = widths[dist.get_rank()]
         model = torch.nn.ModuleList([torch.nn.Linear(n, 2, bias=False) for n in own])
         try:
-            Handing(torch.device("cpu"), 2, 2).check_same(model)
+            Broadcaster(torch.device("cpu"), 2, 2).check_same(model)
         except RuntimeError as error:
             said.append(str(error))
     return said
@@ -317,7 +317,7 @@ def where_scales_are() -> set[str]:
     """Return where 4-bit layers find their scales; `meta` stands for a GPU that was asked for."""
     ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     model = build_quantized(on_meta=dist.get_rank() > 0)
-    Handing(torch.device("meta"), 2, 2).hand_states(model)
+    Broadcaster(torch.device("meta"), 2, 2).hand_states(model)
     states = [module.quant_state for module in model.modules() if "quant_state" in vars(module)]
     found = set()
     for state in states:

@@ -173,11 +173,11 @@ def test_ranks_train_as_one_process(num_ranks: int) -> None:
 
     Three ranks have parts of no two sizes alike.
     """
-    of_all = on_ranks(num_ranks, parts.train_all, CONFIGS)
+    all_gather_list = on_ranks(num_ranks, parts.train_all, CONFIGS)
     for has_bad_step in (False, True):
         alone = parts.train_alone(num_ranks, has_bad_step=has_bad_step)
         assert alone["norms"][0] > CLIP
-        for rank, answer in enumerate(of_all):
+        for rank, answer in enumerate(all_gather_list):
             for config, found in zip(CONFIGS, answer[has_bad_step], strict=True):
                 check_same(found, alone, config.name)
                 is_reader = rank == 0 or config.stage < 3

@@ -108,7 +108,7 @@ def test_its_model_is_shared_out_over_the_ranks(
 
     for silent in ("broadcast", "broadcast_object_list", "all_gather_object"):
         monkeypatch.setattr(dist, silent, lambda *args, **kwargs: None)
-    monkeypatch.setattr(sharded, "say_host_memory", lambda *args, **kwargs: None)
+    monkeypatch.setattr(sharded, "log_host_memory", lambda *args, **kwargs: None)
     settings = config.strategy if isinstance(config.strategy, FsdpConfig) else FsdpConfig()
     strategy = WithoutNumbers(settings)
 
@@ -151,7 +151,7 @@ def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
         mock.patch.multiple(
             dist, broadcast=nothing, broadcast_object_list=nothing, all_gather_object=nothing
         ),
-        mock.patch("app.strategy.deepspeed.say_host_memory"),
+        mock.patch("app.strategy.deepspeed.log_host_memory"),
         # By its module: the package has PyTorch under the same name.
         mock.patch.object(import_module("deepspeed.comm.torch"), "build_shm_op", nothing),
         mock.patch.object(type(get_accelerator()), "device_name", lambda *_: "meta"),

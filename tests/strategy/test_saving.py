@@ -12,7 +12,7 @@ import torch
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.model.adapter import probe_logits
 from app.model.save import save_model
-from app.process.collectives import first_alone, is_first
+from app.process.collectives import is_first, run_on_rank0
 from app.process.errors import TrainingFault
 from app.strategy.build import build_strategy
 from app.strategy.mixin import EVERYTHING_HERE
@@ -144,9 +144,9 @@ def fail_on_the_first(folder: Path) -> list[str]:
 
     for work in (write, refuse):
         with pytest.raises((OSError, TrainingFault)) as failure:
-            first_alone(work)
+            run_on_rank0(work)
         said.append(f"{isinstance(failure.value, OSError)} {failure.value}")
-    assert first_alone(lambda: 7) == (7 if is_first() else None)
+    assert run_on_rank0(lambda: 7) == (7 if is_first() else None)
     return said
 
 

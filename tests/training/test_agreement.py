@@ -12,7 +12,7 @@ import torch
 from app.config import load_config
 from app.process.errors import USER_ERROR, UserError
 from app.process.launch import free_port
-from app.training.callbacks.same_on_all_ranks import Agreement, told
+from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, told
 from tests.processes import LONGEST, RUN, start_train
 from tests.tiny import SAMPLES, small_run
 
@@ -45,7 +45,7 @@ def compare(*parts: dict[str, Any]) -> None:
     strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=gather)
     trainer: Any = SimpleNamespace(world_size=len(parts), strategy=strategy)
     for part in parts:
-        Agreement(part).setup(trainer, None, "fit")
+        SameOnAllRanks(part).setup(trainer, None, "fit")
 
 
 def test_what_says_where_things_are_may_differ() -> None:

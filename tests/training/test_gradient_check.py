@@ -13,7 +13,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from app.model.adapter import LoraConfig, adapter_matrices, apply_adapter, pattern_without
 from app.process.errors import TrainingFault, UserError
-from app.strategy.mixin import Spread
+from app.strategy.mixin import StrategyMixin
 from app.training.callbacks.gradient_check import GradientCheck
 from tests.conftest import TrainRun
 from tests.families import SHAPE, tiny_family
@@ -39,7 +39,7 @@ ROUTED: dict[str, dict[str, Any]] = {
 }
 
 
-class OneRank(Spread):
+class OneRank(StrategyMixin):
     root_device = torch.device("cpu")
 
     def reduce(self, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
@@ -68,7 +68,7 @@ def gemma3(**numbers: Any) -> Gemma3ForConditionalGeneration:
     return Gemma3ForConditionalGeneration(config)
 
 
-def take_first_step(model: Any, strategy: Spread, **inputs: Any) -> None:
+def take_first_step(model: Any, strategy: StrategyMixin, **inputs: Any) -> None:
     """Go forward and backward, and be judged as before an optimizer's step."""
     trainer: Any = SimpleNamespace(strategy=strategy)
     module = SimpleNamespace(model=model, strategy=strategy)
@@ -89,7 +89,7 @@ def lora(model: Any, targets: Any = "all-linear") -> Any:
 
 
 @pytest.mark.parametrize("strategy", [OneRank(), Engine()])
-def test_a_tower_that_text_never_enters_is_named_with_what_to_type(strategy: Spread) -> None:
+def test_a_tower_that_text_never_enters_is_named_with_what_to_type(strategy: StrategyMixin) -> None:
     ids = torch.randint(3, 60, (1, 12))
     with pytest.raises(UserError) as error:
         take_first_step(lora(gemma3()), strategy, input_ids=ids, labels=ids)

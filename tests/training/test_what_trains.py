@@ -29,7 +29,7 @@ from app.training.parameter_groups import LrPattern
 from app.training.parameter_table import (
     MAX_ROWS,
     TrainedPattern,
-    say_what_trains,
+    print_parameter_table,
     trained_patterns,
     what_trains_table,
 )
@@ -162,7 +162,7 @@ def test_the_groups_are_listed_with_what_they_hold_and_sum_up_to_what_trains(
     model = tiny_llama(attention_bias=True)
     config = MuonConfig(weight_decay=0.1, matrix_lr_ratio=3.0)
     config.lr_by_pattern = [LrPattern(pattern="*.layers.0.*", ratio=0.5)]
-    say_what_trains(model, optimizer_of(model, FullConfig(), config))
+    print_parameter_table(model, optimizer_of(model, FullConfig(), config))
     lines = capsys.readouterr().out.splitlines()
     start = lines.index(next(line for line in lines if "groups of MuonWithAdamW" in line))
     rows = [line.rsplit(maxsplit=5) for line in lines[start + 4 :] if line.count("%") == 1][:-1]
@@ -190,12 +190,12 @@ def test_groups_that_do_not_hold_what_trains_are_refused() -> None:
     optimizer = optimizer_of(model, FullConfig())
     model.model.norm.requires_grad_(False)
     with pytest.raises(ValueError, match=r"groups hold .* weights, but .* train"):
-        say_what_trains(model, optimizer)
+        print_parameter_table(model, optimizer)
 
 
 def test_a_log_file_gets_lines_that_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
     model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
-    say_what_trains(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
+    print_parameter_table(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if Q_PROJ in line and "lora B" in line)
     assert row.split() == [Q_PROJ, "lora", "B", "2", "32x4", "256", "6.9%", "0.016"]

@@ -52,7 +52,7 @@ def _without_places(value: Any) -> Any:
     return value
 
 
-class Agreement(L.Callback):
+class SameOnAllRanks(L.Callback):
     """Compare what was told to each rank with what the first one was told; UserError."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 
-class Takeover(L.Callback):
+class WriteMetadata(L.Callback):
     """Call `take_over` on the first rank: before a new run, and when a resumed one trains.
 
     Until then the folder is left as the run before has left it: this one may yet fail.

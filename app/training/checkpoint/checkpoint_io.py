@@ -17,7 +17,7 @@ from torch import Tensor
 
 from app.process.errors import TrainingFault
 from app.process.launch import is_first_rank
-from app.strategy.shards import Kept, Scattered
+from app.strategy.shards import ShardedTensor, StateTensor
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.disk import SaveError
@@ -58,7 +58,9 @@ class StoredCheckpoints(CheckpointIO):
         self._due: list[Callable[[], object]] = []
         """before the save under way is committed"""
 
-    def reserve(self, model: Mapping[str, Kept], optimizer: Mapping[str, Kept]) -> None:
+    def reserve(
+        self, model: Mapping[str, StateTensor], optimizer: Mapping[str, StateTensor]
+    ) -> None:
         """Make room in host memory for what will be saved, on the first rank."""
         if self.writer is not None:
             self.writer.reserve({MODEL: model, OPTIMIZER: optimizer})
@@ -71,7 +73,12 @@ class StoredCheckpoints(CheckpointIO):
             self._due.append(work)
 
     def add_tensors(
-        self, step: int, tensors: Mapping[str, Mapping[str, Kept]], *, rank: int, num_ranks: int
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, StateTensor]],
+        *,
+        rank: int,
+        num_ranks: int,
     ) -> None:
         """Write this rank's share of `tensors`, by file and name, before the save is committed.
 
@@ -88,7 +95,7 @@ class StoredCheckpoints(CheckpointIO):
         # Where this rank fails, the others still need it to gather theirs.
         failures: list[SaveError | TrainingFault] = []
         held = [
-            {name: kept for name, kept in named.items() if not isinstance(kept, Scattered)}
+            {name: kept for name, kept in named.items() if not isinstance(kept, ShardedTensor)}
             for named in tensors.values()
         ]
         try:
@@ -127,7 +134,7 @@ class StoredCheckpoints(CheckpointIO):
     ) -> None:
         """Write what `FinetuneModule.on_save_checkpoint` has made of Lightning's dictionary.
 
-        The save has begun, and every rank has added what is its own: the first commits.
+        The save has started, and every rank has added what is its own: the first commits.
         """
         if not is_first_rank():
             return

@@ -14,8 +14,8 @@ import torch
 from app.process import faults
 from app.process.errors import Interrupted, TrainingFault, UserError
 from app.process.heartbeat import waiting_for_thread
-from app.process.signals import DataStalled, leave_soon, take_handlers, take_time
-from app.strategy.shards import Kept, Scattered
+from app.process.signals import DataStalled, exit_after_grace, take_handlers, take_time
+from app.strategy.shards import ShardedTensor, StateTensor
 from app.training.checkpoint.background import BackgroundWriter
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
@@ -105,7 +105,7 @@ class CheckpointSaver(L.Callback):
             self._prepare(trainer, pl_module)
             self.save(trainer, pl_module)
             self._wait()
-            leave_soon()
+            exit_after_grace()
         if self._saved:
             exception.message = f"{exception.message}; step {self._saved} is saved"
 
@@ -159,7 +159,7 @@ class CheckpointSaver(L.Callback):
             self.store.begin(step)
         else:
             faults.reach("save", step)
-        ranks.barrier("a checkpoint has begun")
+        ranks.barrier("a checkpoint has started")
         own = random_state(ranks.root_device)
         add = partial(self.store.add_document, step, random_state_of(trainer.global_rank), own)
         self._add_own(trainer, step, add, tensors)
@@ -172,7 +172,7 @@ class CheckpointSaver(L.Callback):
         trainer: L.Trainer,
         step: int,
         add_random_state: Callable[[], object],
-        tensors: Mapping[str, Mapping[str, Kept]],
+        tensors: Mapping[str, Mapping[str, StateTensor]],
     ) -> None:
         """Add what is this rank's; where tensors lie in parts, all ranks end if one cannot."""
         rank, num_ranks = trainer.global_rank, trainer.world_size
@@ -187,7 +187,9 @@ class CheckpointSaver(L.Callback):
         except (SaveError, TrainingFault) as error:
             failure = error
         is_scattered = any(
-            isinstance(tensor, Scattered) for named in tensors.values() for tensor in named.values()
+            isinstance(tensor, ShardedTensor)
+            for named in tensors.values()
+            for tensor in named.values()
         )
         if is_scattered:  # a save that one rank cannot write is no save of any
             told: list[SaveError | TrainingFault | None] = [None] * num_ranks

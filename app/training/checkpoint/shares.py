@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from app.process.heartbeat import beat_again
-from app.strategy.shards import Kept, Scattered
+from app.strategy.shards import ShardedTensor, StateTensor
 from app.training.checkpoint.tensors import in_order, num_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Write = Callable[[str, Mapping[str, Kept]], None]
+Write = Callable[[str, Mapping[str, StateTensor]], None]
 """writes a file of a checkpoint by its name; `CheckpointStore.add_tensors` of a step"""
 
 
@@ -27,11 +27,11 @@ def file_of(name: str, rank: int) -> str:
     return f"{name}-rank-{rank}" if rank else name
 
 
-def owners(tensors: Mapping[str, Kept], num_ranks: int) -> dict[str, int]:
+def owners(tensors: Mapping[str, StateTensor], num_ranks: int) -> dict[str, int]:
     """Say who writes each tensor: the first rank what every rank has, all what is scattered."""
     shares, owner = [0] * num_ranks, {}
     for name, tensor in in_order(tensors).items():
-        rank = shares.index(min(shares)) if isinstance(tensor, Scattered) else 0
+        rank = shares.index(min(shares)) if isinstance(tensor, ShardedTensor) else 0
         owner[name] = rank
         shares[rank] += num_bytes(tensor)
     return owner
@@ -40,7 +40,7 @@ def owners(tensors: Mapping[str, Kept], num_ranks: int) -> dict[str, int]:
 def write_share(
     write: Write,
     name: str,
-    tensors: Mapping[str, Kept],
+    tensors: Mapping[str, StateTensor],
     check: Callable[[Mapping[str, Tensor]], None],
     *,
     rank: int,
@@ -65,19 +65,19 @@ class _Turns:
     """Gathers scattered tensors in the order in which every rank does."""
 
     def __init__(
-        self, tensors: Mapping[str, Kept], check: Callable[[Mapping[str, Tensor]], None]
+        self, tensors: Mapping[str, StateTensor], check: Callable[[Mapping[str, Tensor]], None]
     ) -> None:
         self._check = check
         self._left = [
             (name, tensor)
             for name, tensor in in_order(tensors).items()
-            if isinstance(tensor, Scattered)
+            if isinstance(tensor, ShardedTensor)
         ]
         self._left.reverse()
 
-    def own(self, name: str, tensor: Kept) -> Kept:
+    def own(self, name: str, tensor: StateTensor) -> StateTensor:
         """Return `tensor` so that to gather it lets all that come before it have their turn."""
-        if not isinstance(tensor, Scattered):
+        if not isinstance(tensor, ShardedTensor):
             return tensor
         return replace(tensor, gather=lambda: self._gather(name))
 

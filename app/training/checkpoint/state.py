@@ -21,8 +21,8 @@ from torch import Tensor
 
 from app.model.adapter import start_weights, trained_weights
 from app.process.errors import UserError
-from app.strategy.mixin import EVERYTHING_HERE, Spread
-from app.strategy.shards import Kept, Scattered
+from app.strategy.mixin import EVERYTHING_HERE, StrategyMixin
+from app.strategy.shards import ShardedTensor, StateTensor
 from app.training.checkpoint.documents import (
     MAX_LISTED,
     listed,
@@ -79,7 +79,9 @@ def weights_that_train(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return by_name
 
 
-def model_state(model: torch.nn.Module, spread: Spread = EVERYTHING_HERE) -> dict[str, Kept]:
+def model_state(
+    model: torch.nn.Module, spread: StrategyMixin = EVERYTHING_HERE
+) -> dict[str, StateTensor]:
     """Return what a checkpoint keeps of a model, not copied: what trains, and what PiSSA and OLoRA
     took out of its base to start from."""
     trained = {
@@ -90,7 +92,7 @@ def model_state(model: torch.nn.Module, spread: Spread = EVERYTHING_HERE) -> dic
 
 @torch.no_grad()
 def restore_model(
-    model: torch.nn.Module, saved: Mapping[str, Tensor], spread: Spread = EVERYTHING_HERE
+    model: torch.nn.Module, saved: Mapping[str, Tensor], spread: StrategyMixin = EVERYTHING_HERE
 ) -> None:
     """Copy `model_state` into a model that was built anew.
 
@@ -114,7 +116,7 @@ def restore_model(
         spread.restore_weight(weight, saved[name])
 
 
-def _check_same_weights(ours: Mapping[str, Kept], saved: Mapping[str, Tensor]) -> None:
+def _check_same_weights(ours: Mapping[str, StateTensor], saved: Mapping[str, Tensor]) -> None:
     problems = []
     for what, names in (
         ("is missing in the checkpoint", sorted(ours.keys() - saved.keys())),
@@ -144,10 +146,12 @@ def _and_more(names: list[str]) -> str:
 
 
 def optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, spread: Spread = EVERYTHING_HERE
-) -> tuple[dict[str, Kept], Json]:
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    spread: StrategyMixin = EVERYTHING_HERE,
+) -> tuple[dict[str, StateTensor], Json]:
     """Return an optimizer's tensors as `exp_avg/NAME OF THE WEIGHT`, not copied, and the rest."""
-    tensors: dict[str, Kept] = {}
+    tensors: dict[str, StateTensor] = {}
     numbers: dict[str, dict[str, Json]] = {}
     on_host = set()
     parts = _parts_of(optimizer)
@@ -155,7 +159,7 @@ def optimizer_state(
     for name, weight in weights.items():
         for part in parts:
             for key, value in spread.kept_states(part, weight).items():
-                if isinstance(value, (Tensor, Scattered)):
+                if isinstance(value, (Tensor, ShardedTensor)):
                     tensors[f"{key}/{name}"] = value
                     # A count of AdamW's, or a paged moment.
                     if isinstance(value, Tensor) and value.device != weight.device:
@@ -183,7 +187,7 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     document: Json,
-    spread: Spread = EVERYTHING_HERE,
+    spread: StrategyMixin = EVERYTHING_HERE,
     *,
     step: float = inf,
 ) -> None:
@@ -232,7 +236,7 @@ def _check_states(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],
     document: Json,
-    spread: Spread,
+    spread: StrategyMixin,
 ) -> None:
     """Compare what was saved with what the optimizer keeps, by names, shapes and dtypes alone."""
     by_weight, numbers = _by_weight(tensors), document["numbers"]

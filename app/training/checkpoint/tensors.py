@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.strategy.shards import Kept, Scattered
+from app.strategy.shards import ShardedTensor, StateTensor
 from app.training.checkpoint import disk
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ HEADER_MULTIPLE = 8
 """bytes; the format's, so that every tensor starts where its type allows"""
 
 
-def write_tensors(file: Path, tensors: Mapping[str, Kept]) -> disk.Written:
+def write_tensors(file: Path, tensors: Mapping[str, StateTensor]) -> disk.Written:
     """Write a new file of `tensors`, from whatever device they are on.
 
     ValueError for a type that the format does not know, or a tensor that is not dense.
@@ -53,12 +53,12 @@ def write_tensors(file: Path, tensors: Mapping[str, Kept]) -> disk.Written:
     def blocks() -> Iterator[bytes | memoryview]:
         yield header
         for tensor in tensors.values():
-            yield from _bytes_of(tensor.gather() if isinstance(tensor, Scattered) else tensor)
+            yield from _bytes_of(tensor.gather() if isinstance(tensor, ShardedTensor) else tensor)
 
     return disk.write_file(file, blocks())
 
 
-def file_bytes(tensors: Mapping[str, Kept]) -> int:
+def file_bytes(tensors: Mapping[str, StateTensor]) -> int:
     """Return the size of the file that `write_tensors` makes."""
     return len(_header(in_order(tensors))) + sum(map(num_bytes, tensors.values()))
 
@@ -93,21 +93,21 @@ def check_tensors(file: Path) -> None:
             raise ValueError(f"{file.name}: {name!a} is of type {dtype}, which is never saved")
 
 
-def in_order(tensors: Mapping[str, Kept]) -> dict[str, Kept]:
+def in_order(tensors: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
     """Put the widest types first: each tensor then starts at a multiple of its own width."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
-def num_bytes(tensor: Kept) -> int:
+def num_bytes(tensor: StateTensor) -> int:
     """Return the bytes that a tensor takes in a file."""
     return math.prod(tensor.shape) * int(tensor.dtype.itemsize)
 
 
-def _header(tensors: Mapping[str, Kept]) -> bytes:
+def _header(tensors: Mapping[str, StateTensor]) -> bytes:
     entries, start = {}, 0
     for name, tensor in tensors.items():
         dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-        is_dense = isinstance(tensor, Scattered) or tensor.layout is _strided()
+        is_dense = isinstance(tensor, ShardedTensor) or tensor.layout is _strided()
         if dtype is None or not is_dense:
             raise ValueError(f"{name}: a {tensor.dtype} tensor cannot be saved unless it is dense")
         end = start + num_bytes(tensor)

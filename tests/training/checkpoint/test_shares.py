@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.process import heartbeat
 from app.process.errors import TrainingFault
-from app.strategy.shards import Kept, Scattered
+from app.strategy.shards import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import load_checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.disk import SaveError
@@ -31,17 +31,17 @@ class Rank:
 
     def __init__(self, wholes: Mapping[str, Tensor], held: set[str]) -> None:
         self.gathered: list[str] = []
-        self.tensors: dict[str, Kept] = {
+        self.tensors: dict[str, StateTensor] = {
             name: whole if name in held else self._scattered(name, whole)
             for name, whole in wholes.items()
         }
 
-    def _scattered(self, name: str, whole: Tensor) -> Scattered:
+    def _scattered(self, name: str, whole: Tensor) -> ShardedTensor:
         def gather() -> Tensor:
             self.gathered.append(name)
             return whole.clone()
 
-        return Scattered(whole.shape, whole.dtype, gather)
+        return ShardedTensor(whole.shape, whole.dtype, gather)
 
 
 def some_tensors(sizes: list[int]) -> dict[str, Tensor]:
@@ -60,7 +60,9 @@ def write_all(store: CheckpointStore, ranks: list[Rank], name: str = "model") ->
     for rank, one in enumerate(ranks):
         own = store if rank == 0 else CheckpointStore(store.folder)
 
-        def write(file: str, tensors: Mapping[str, Kept], own: CheckpointStore = own) -> None:
+        def write(
+            file: str, tensors: Mapping[str, StateTensor], own: CheckpointStore = own
+        ) -> None:
             own.add_tensors(1, file, tensors)
 
         write_share(write, name, one.tensors, _no_check, rank=rank, num_ranks=len(ranks))
@@ -104,7 +106,7 @@ def test_shares_are_even_up_to_one_tensor(sizes: list[int], num_ranks: int) -> N
 def test_a_rank_that_cannot_write_helps_the_others_first() -> None:
     rank = Rank(some_tensors([5, 1, 4, 2]), held=set())
 
-    def full(file: str, tensors: Mapping[str, Kept]) -> None:
+    def full(file: str, tensors: Mapping[str, StateTensor]) -> None:
         next(iter(tensors.values())).gather()
         raise OSError("no room")
 
@@ -123,7 +125,7 @@ def test_a_number_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
     def check(tensors: Mapping[str, Tensor]) -> None:
         check_finite(1, tensors)
 
-    def write(file: str, tensors: Mapping[str, Kept]) -> None:
+    def write(file: str, tensors: Mapping[str, StateTensor]) -> None:
         store.add_tensors(1, file, tensors)
 
     with pytest.raises(TrainingFault, match=r"layer3\.weight holds numbers that are not finite"):
@@ -138,7 +140,7 @@ def test_a_rank_that_cannot_write_one_file_helps_with_the_next(
     store = CheckpointStore(tmp_path / "checkpoints")
     written = []
 
-    def full(step: int, name: str, tensors: Mapping[str, Kept]) -> None:
+    def full(step: int, name: str, tensors: Mapping[str, StateTensor]) -> None:
         written.append(name)
         raise SaveError("no room")
 
@@ -160,7 +162,7 @@ def test_a_rank_that_only_helps_the_others_gives_signs_of_life(
     rank = Rank(some_tensors([5, 1, 4]), held=set())
     written: list[str] = []
 
-    def write(file: str, tensors: Mapping[str, Kept]) -> None:
+    def write(file: str, tensors: Mapping[str, StateTensor]) -> None:
         written.append(file)
 
     write_share(write, "model", rank.tensors, _no_check, rank=4, num_ranks=5)
