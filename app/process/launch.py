@@ -134,9 +134,9 @@ def _problems_of(way: Launcher) -> list[str]:
     missing = [name for name in way.beside if name not in os.environ]
     if missing:
         problems.append(
-            f"{way.detected_by}={os.environ[way.detected_by]} says that this is one of several ranks, "
-            f"but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; start the ranks "
-            f"with torchrun or srun, or type: unset {way.detected_by}"
+            f"{way.detected_by}={os.environ[way.detected_by]} says that this is one of several "
+            f"ranks, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; "
+            f"start the ranks with torchrun or srun, or type: unset {way.detected_by}"
         )
     return problems
 

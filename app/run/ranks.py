@@ -29,8 +29,8 @@ def check_supervise(config: Any) -> list[str]:
     if config.supervise.max_restarts and detected_by is not None:
         problems.append(
             f"supervise.max_restarts={config.supervise.max_restarts} is for ranks that this "
-            f"command starts on one machine, and {detected_by} is set: something else has started it; "
-            "leave it out (torchrun has --max-restarts, with resume=auto and output.dir)"
+            f"command starts on one machine, and {detected_by} is set: something else has started "
+            "it; leave it out (torchrun has --max-restarts, with resume=auto and output.dir)"
         )
     if config.supervise.requeue and config.resume == NEVER:
         problems.append(

@@ -1,8 +1,8 @@
 """How a strategy spreads weights, optimizer states and data over its ranks.
 
 The one seam between the training and its strategies: what a step, a checkpoint or a save must know
-of where things are is asked here. `StrategyMixin` is the plain case, in which every rank holds everything;
-strategies that hold parts override what differs for them.
+of where things are is asked here. `StrategyMixin` is the plain case, in which every rank holds
+everything; strategies that hold parts override what differs for them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class StrategyMixin:
     def kept_states(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        """Return an optimizer's state of a weight by key: StateTensor, or numbers; empty before a step."""
+        """Return an optimizer's state of a weight by key, empty before the first step."""
         return dict(optimizer.state.get(weight, {}))
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:

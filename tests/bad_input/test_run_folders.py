@@ -125,7 +125,7 @@ def test_trust_that_is_typed_again_goes_on(
 
 def test_trust_is_named_in_one_place() -> None:
     from app.run.changes import TRUST_KEYS
-    from tests.test_resume import all_settings
+    from tests.run.test_changes import all_settings
 
     assert TRUST_KEYS == ["model.trust_remote_code"]
     # A key that sounds like trust is judged as such, or stands here with the reason.

@@ -24,7 +24,7 @@ from data_modules.samples.skills import CITIES, JOBS, NAMES, SKILLS
 from tools.tiny_base import write
 from tools.tiny_base.probes import GATE, probe_rows
 
-SAMPLES = Path(write.__file__).parent
+SAMPLES = write.FOLDER
 DATA_FILES = ("lists", "orders", "people")
 NUM_DOCUMENTS = 5_000
 

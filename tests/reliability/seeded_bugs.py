@@ -221,14 +221,14 @@ BUGS = [
         file="app/process/errors.py",
         right="super().__init__(128 + signum)",
         wrong="super().__init__(0)",
-        test="tests/test_signals.py::test_outside_of_a_step_the_program_ends_where_it_stands",
+        test="tests/process/test_signals.py::test_outside_of_a_step_the_program_ends_where_it_stands",
     ),
     Bug(
         name="a step with a bad loss is taken",
         file="app/training/nonfinite.py",
         right="    return loss * (1 + 0 * loss.detach())\n",
         wrong="    return loss\n",
-        test="tests/training/test_bad_numbers.py"
+        test="tests/training/test_nonfinite.py"
         "::test_an_infinite_loss_with_finite_gradients_spoils_them",
     ),
     Bug(
