@@ -84,7 +84,7 @@ def compare(name: str, folder: Path, peers: Peers) -> list[Figure]:
         print(f"{name} {peer}: left out, {LEFT_OUT[peer, name]}")
     peers = {peer: how for peer, how in peers.items() if (peer, name) not in LEFT_OUT}
     rounds: dict[str, list[Result]] = {system: [] for system in ("loft", *peers)}
-    for _ in range(ROUNDS):
+    for number in range(1, ROUNDS + 1):
         for system, results in rounds.items():
             task = Task(
                 folder=str(folder),
@@ -93,7 +93,10 @@ def compare(name: str, folder: Path, peers: Peers) -> list[Figure]:
                 steps=STEPS[system],
                 warm_up=WARM_UP,
             )
-            results.append(run(system, task.write(folder / f"{system}.json")))
+            result = run(system, task.write(folder / f"{system}.json"))
+            results.append(result)
+            speed = f"{result['tokens_per_second']:,.0f} tokens a second"
+            print(f"{name} round {number} of {ROUNDS}, {system}: {speed}", flush=True)
     middle = {
         system: {key: median(one[key] for one in results) for key in results[0]}
         for system, results in rounds.items()
