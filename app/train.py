@@ -65,7 +65,7 @@ def train(config: TrainConfig) -> float | None:
     from app.training.callbacks.write_metadata import WriteMetadata
     from app.training.checkpoint.saving import build_checkpoints, build_saver
     from app.training.logger import build_loggers, drop_rows_after
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.nonfinite import StepWatch
     from app.training.optimizers import build_optimizer
@@ -149,7 +149,7 @@ def train(config: TrainConfig) -> float | None:
     last_step = None if source is None else source.step
     loggers = build_loggers(config.logger, folder, datamodule.dataset_names, last_step=last_step)
     watch = StepWatch(config.trainer.max_skipped_steps, datamodule.rows_of_step)
-    curves = Curves(datamodule.dataset_names, loggers, config.trainer.log_every_steps, watch)
+    curves = Metrics(datamodule.dataset_names, loggers, config.trainer.log_every_steps, watch)
     module = FinetuneModule(
         build,
         backend=backend,
