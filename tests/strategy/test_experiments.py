@@ -102,7 +102,7 @@ def test_its_model_is_shared_out_over_the_ranks(
         world_size, num_processes, num_nodes, global_rank = group, group, 1, 0
         root_device = torch.device("meta")
 
-        def _lay_out_mesh(self) -> None:  # there is none of the device without numbers
+        def _init_mesh(self) -> None:  # there is none of the device without numbers
             names = ("replicate", "shard", "tensor")
             self._device_mesh = init_device_mesh("cpu", (1, group, 1), mesh_dim_names=names)
 
