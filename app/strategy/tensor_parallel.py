@@ -42,7 +42,7 @@ class TensorParallel:
         self.splits: list[Split] = []
         self.partial_grads: list[torch.nn.Module] = []
         """replicated modules whose gradients are partial sums, such as norms of heads"""
-        self._plan = _plan_by_path(model)
+        self._plan = layer_plan(model)
         self._check(model, [model.get_submodule(name) for name in names])
         unfuse_adapters(model)
 
@@ -132,7 +132,7 @@ class TensorParallel:
             )
 
 
-def _plan_by_path(model: Any) -> Mapping[str, str]:
+def layer_plan(model: Any) -> Mapping[str, str]:
     """Return how each module of a layer is split, by its name in the layer."""
     text_config = model.config.get_text_config()
     full_plan = text_config.base_model_tp_plan or {}
