@@ -24,6 +24,7 @@ from torch import Tensor
 
 from app.model.adapter import reached_weights, unfuse_adapters
 from app.process.collectives import run_on_ranks
+from app.process.errors import UserError
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
@@ -40,6 +41,22 @@ def build_zero(config: ZeroConfig, *, accelerator: str) -> StrategyMixin:
     # Read once, when DeepSpeed is imported.
     os.environ["DS_ACCELERATOR"] = {"gpu": "cuda"}.get(accelerator, accelerator)
     return Zero(config)
+
+
+def check_zero_config(config: Mapping[str, Any]) -> None:
+    """Check the values of `zero_optimization` with DeepSpeed's own model; UserError by full key."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**config["zero_optimization"])
+    except ValidationError as error:
+        raise UserError(
+            f"strategy.config.zero_optimization.{'.'.join(map(str, problem['loc']))} is "
+            f"{problem['input']!r}: {problem['msg']}; type a value that DeepSpeed accepts, or "
+            "leave the key out"
+            for problem in error.errors()
+        ) from error
 
 
 class Zero(StrategyMixin, DDPStrategy):
@@ -122,6 +139,7 @@ class Zero(StrategyMixin, DDPStrategy):
             accumulation=trainer.accumulate_grad_batches,
             max_norm=trainer.gradient_clip_val or 0.0,
         )
+        check_zero_config(config)
         if self.shards_weights:
             self._shard_weights(module, config)
         self.model_to_device()

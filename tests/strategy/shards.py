@@ -173,7 +173,7 @@ def gradient(strategy: Any, weight: Any) -> Tensor:
     """Return a weight's gradient, whole."""
     if strategy is None:
         return weight.grad
-    return strategy._whole(weight.grad, strategy._cut.get(weight))
+    return strategy._full(weight.grad, strategy._split_dims.get(weight))
 
 
 def spread_model(config: FsdpConfig, build: Any, precision: str = "32-true") -> tuple[Any, Any]:
@@ -298,7 +298,7 @@ def uncut_weights_after_a_difference(config: FsdpConfig, kind: str) -> dict[str,
         weight.grad *= 1 + strategy.global_rank / 100
     strategy.clip(optimizer, CLIP)
     optimizer.step()
-    return {name: weight for name, weight in weights.items() if weight not in strategy._cut}
+    return {name: weight for name, weight in weights.items() if weight not in strategy._split_dims}
 
 
 def what_unlike_ranks_are_told() -> list[str]:
@@ -319,7 +319,7 @@ def where_scales_are() -> set[str]:
     """Return where 4-bit layers find their scales; `meta` stands for a GPU that was asked for."""
     ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     model = build_quantized(on_meta=dist.get_rank() > 0)
-    Broadcaster(torch.device("meta"), 2, 2).hand_states(model)
+    Broadcaster(torch.device("meta"), 2, 2).broadcast_quantization(model)
     states = [module.quant_state for module in model.modules() if "quant_state" in vars(module)]
     found = set()
     for state in states:

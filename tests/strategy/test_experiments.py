@@ -159,7 +159,7 @@ def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
         deepspeed.init_distributed("fake", verbose=False)
         strategy = WithoutNumbers(config.strategy)
         model = strategy.build_model(build)
-        strategy._spread_weights(model, settings)
+        strategy._shard_weights(model, settings)
     weights: list[Any] = list(model.parameters())
     return {
         "built": sum(weight.numel() for weight in build().parameters()),
