@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -29,8 +29,8 @@ class ShardedTensor:
     """returns the full tensor on every rank; all ranks must call it, in the same order"""
 
 
-StateTensor = Any
-"""a Tensor or a ShardedTensor"""
+StateTensor: TypeAlias = "Tensor | ShardedTensor"
+"""a tensor of a checkpoint, sharded or not"""
 
 
 class StrategyMixin:

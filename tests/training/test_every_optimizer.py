@@ -180,8 +180,8 @@ def test_ten_steps_are_those_of_the_library(name: str) -> None:
 # Groups.
 
 
-def adapted(config: peft.PeftConfig) -> Any:
-    return peft.get_peft_model(tiny_llama(tie_word_embeddings=False), config)
+def adapted(config: peft.PeftConfig, **llama: Any) -> Any:
+    return peft.get_peft_model(tiny_llama(**llama), config)
 
 
 MODELS: dict[str, tuple[Callable[[], Any], AdapterConfig]] = {

@@ -20,25 +20,7 @@ from app.training.optimizers import (
 )
 from app.training.schedule import ScheduleConfig, build_schedule
 from tests.tiny import random_ids, tiny_llama
-
-
-def optimizer_of(
-    model: Any, config: OptimizerConfig, *, adapter: Any = None, lr: float = 1e-2
-) -> Any:
-    return build_optimizer(model, config, adapter or FullConfig(), lr=lr, fused=False)
-
-
-def take_step(model: Any, optimizer: Any, seed: int) -> None:
-    """One step with random gradients, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-    optimizer.step()
-
-
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+from tests.training.test_every_optimizer import adapted, optimizer_of, take_step, weights
 
 
 def ids_of(groups: list[dict[str, Any]]) -> list[int]:
@@ -73,10 +55,6 @@ def named_groups(optimizer: Any) -> dict[str, dict[str, Any]]:
 def names_in(model: Any, group: dict[str, Any]) -> set[str]:
     ids = set(ids_of([group]))
     return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
-
-
-def adapted(config: peft.PeftConfig, **llama: Any) -> Any:
-    return peft.get_peft_model(tiny_llama(**llama), config)
 
 
 def test_the_vectors_of_ia3_do_not_decay_though_they_are_kept_as_matrices() -> None:
@@ -188,7 +166,7 @@ def test_the_learning_rate_of_the_curves_is_the_base_one(
     )
     for step in range(4):
         assert base_lr(optimizer) == pytest.approx(1e-3 * (1 - step / 4))
-        take_step(model, optimizer, step)
+        take_step(model, optimizer, seed=step)
         schedule.step()
 
 
@@ -210,7 +188,7 @@ def test_fused_and_plain_adamw_step_alike() -> None:
         optimizer = build_optimizer(model, config, FullConfig(), lr=1e-2, fused=fused)
         assert all(group["fused"] is fused for group in optimizer.param_groups)
         for seed in range(3):
-            take_step(model, optimizer, seed)
+            take_step(model, optimizer, seed=seed)
     fused_weights, plain = (weights(models[fused]) for fused in (True, False))
     for name, expected in plain.items():
         assert torch.allclose(fused_weights[name], expected, rtol=1e-5, atol=1e-6), name
@@ -286,8 +264,8 @@ def test_a_schedule_moves_both_parts_of_muon() -> None:
         muon, adamw = optimizer.parts
         assert [g["lr"] for g in muon.param_groups] == pytest.approx([0.02 * factor])
         assert [g["lr"] for g in adamw.param_groups] == pytest.approx([0.01 * factor] * 2)
-        take_step(model, optimizer, step)
+        take_step(model, optimizer, seed=step)
         schedule.step()
     before = weights(model)
-    take_step(model, optimizer, 9)  # the rate is zero now, in both
+    take_step(model, optimizer, seed=9)  # the rate is zero now, in both
     assert all(torch.equal(after, before[name]) for name, after in weights(model).items())
