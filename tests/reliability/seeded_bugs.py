@@ -116,7 +116,7 @@ BUGS = [
     Bug(
         name="rows of metrics.csv are doubled",
         file="app/training/logger.py",
-        right="        rows.cut_after(last_step)\n",
+        right="        rows.drop_rows_after(last_step)\n",
         wrong="        pass\n",
         test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",
     ),
@@ -181,7 +181,7 @@ BUGS = [
     Bug(
         name="the bytes are not checked against the manifest",
         file="app/training/checkpoint/checkpoint.py",
-        right="if disk.read_hash(file) != told.sha256:",
+        right="if disk.read_hash(file) != expected.sha256:",
         wrong="if False:",
         test="tests/training/checkpoint/test_store_damaged.py"
         "::test_every_damage_is_found_and_named",
@@ -189,8 +189,8 @@ BUGS = [
     Bug(
         name="the manifest is not checked against the marker",
         file="app/training/checkpoint/checkpoint.py",
-        right="    if marked != marker_of(hashlib.sha256(text).hexdigest()):\n",
-        wrong="    if not marked:\n",
+        right="    if marker != marker_of(hashlib.sha256(text).hexdigest()):\n",
+        wrong="    if not marker:\n",
         test="tests/training/checkpoint/test_store_damaged.py"
         "::test_every_damage_is_found_and_named",
     ),
@@ -229,11 +229,11 @@ BUGS = [
         right="    return loss * (1 + 0 * loss.detach())\n",
         wrong="    return loss\n",
         test="tests/training/test_nonfinite.py"
-        "::test_an_infinite_loss_with_finite_gradients_spoils_them",
+        "::test_an_infinite_loss_makes_its_gradients_nan",
     ),
     Bug(
         name="a save beside the training writes what trains, not a copy",
-        file="app/training/checkpoint/background.py",
+        file="app/training/checkpoint/checkpoint_io.py",
         right="copies[key] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
         wrong="copies[key] = tensor.detach()",
         test="tests/training/checkpoint/test_background.py"

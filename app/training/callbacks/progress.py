@@ -10,7 +10,7 @@ import lightning as L
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from app.training.metrics import Curves
+from app.training.metrics import Metrics
 
 LINES_PER_RUN = 10
 FIGURES = {
@@ -25,7 +25,7 @@ FIGURES = {
 class ProgressBar(L.Callback):
     """Show progress on a terminal as a live bar, in a file as ten lines a run and its last step."""
 
-    def __init__(self, curves: Curves) -> None:
+    def __init__(self, curves: Metrics) -> None:
         self.curves = curves
         self.console = Console(file=sys.stdout)
         self.progress: Progress | None = None
