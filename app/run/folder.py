@@ -13,9 +13,10 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from app.process.errors import REASON_FILE, UserError, is_reason
+from app.process.errors import UserError
 from app.process.files import odd_entries
 from app.process.launch import hand_down, is_child, is_first_rank, is_one_of_several, run_dir
+from app.process.reporting import REASON_FILE, is_reason
 from app.process.untrusted import read_text
 
 OUTPUTS = Path("outputs")

@@ -18,8 +18,8 @@ import pytest
 
 from app.config import load_config, load_run_config
 from app.process import supervisor as supervisor_module
-from app.process.errors import REASON_FILE
 from app.process.launch import free_port
+from app.process.reporting import REASON_FILE
 from app.process.signals import SAME_PRESS_OF_A_RANK
 from app.process.supervisor import SuperviseConfig, Supervisor
 from app.run import open_run
@@ -33,7 +33,8 @@ from tests.resumed import make_run
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from app.process.errors import UserError, TrainingFault, report
+from app.process.errors import UserError, TrainingFault
+from app.process.reporting import report
 from app.process.heartbeat import ENDED, beat, beat_again, begin_to_beat, live_with_parent, tell
 live_with_parent()
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
