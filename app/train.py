@@ -20,8 +20,8 @@ from app.preflight import check_compatibility, describe_base
 from app.process.environment import quiet_libraries
 from app.process.errors import Interrupted, UserError
 from app.process.faults import arm, parse_faults
-from app.process.heartbeat import is_watched, live_with_parent
-from app.process.launch import is_first_rank
+from app.process.heartbeat import is_watched
+from app.process.launch import is_first_rank, live_with_parent
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.process.stdio import keep_streams
 from app.run import Run, describe_global_batch, open_run
