@@ -13,13 +13,10 @@ from typing import Any
 
 from app.preflight import num_ranks
 from app.process.errors import DONE
-from app.process.launch import is_child, is_first_rank, read_launch, run_dir
+from app.process.launch import is_first_rank, read_launch, run_dir
 from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
-from app.run import NEVER, Start, checkpoints_of, find_newest_good, typed_step
+from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
 from data_modules import printable
-
-BY_HAND = "NODE_RANK"
-"""tells a process started on each of several machines, which starts the ranks there"""
 
 
 def check_supervise(config: Any) -> list[str]:
@@ -47,7 +44,7 @@ def check_supervise(config: Any) -> list[str]:
 
 def starts_ranks(config: Any) -> bool:
     """Tell whether this process is to start the ranks and to watch over them."""
-    if is_child() or read_launch().detected_by not in (None, BY_HAND):
+    if not read_launch().starts_own_ranks:
         return False
     return _ranks_here(config) > 1 or config.supervise.max_restarts > 0
 
@@ -56,7 +53,7 @@ def _ranks_here(config: Any) -> int:
     return (num_ranks(config) or 1) // int(config.trainer.num_nodes)
 
 
-def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
+def run_ranks(config: Any, run: Run, words: Sequence[str]) -> int:
     """Start the ranks of this machine by the `words` that were typed; return the exit code."""
     ranks_here, total = _ranks_here(config), num_ranks(config) or 1
     of_rank = [
@@ -68,21 +65,21 @@ def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
         for rank in range(ranks_here)
     ]
 
-    left = start.leaves()
+    superseded = run.superseded_checkpoints()
 
     def newest_step() -> int:
-        if start.leaves() & left:  # no rank has come to train: nothing is of the course from here
-            return start.step
-        good, damaged = find_newest_good(start.folder)
+        if run.superseded_checkpoints() & superseded:  # no rank has begun to train
+            return run.step
+        good, damaged = find_newest_good(run.folder)
         for sentence in damaged:
             say(f"RESUME: {sentence}")
         return 0 if good is None else good.step
 
     supervisor = Supervisor(
         command=[sys.executable, "-m", "app.train", *words],
-        folder=start.folder,
+        folder=run.folder,
         config=config.supervise,
-        step=start.step,
+        step=run.step,
         newest_step=newest_step,
         of_rank=of_rank if total > 1 else [{}],
         chooses_port=read_launch().detected_by is None,
@@ -101,7 +98,8 @@ def how_to_go_on() -> str:
     if not checkpoints_of(folder).checkpoints():
         return "nothing is saved yet"
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    by = "python" if read_launch().detected_by in (None, BY_HAND, "LOCAL_RANK") else "torchrun ..."
+    launch = read_launch()
+    by = "python" if launch.starts_own_ranks or launch.is_started_here else "torchrun ..."
     return f"to go on: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
 
 

@@ -18,12 +18,12 @@ import pytest
 
 from app.config import load_config, load_run_config
 from app.process import supervisor as supervisor_module
-from app.process.errors import REASON_FILE
 from app.process.launch import free_port
+from app.process.reporting import REASON_FILE
 from app.process.signals import SAME_PRESS_OF_A_RANK
 from app.process.supervisor import SuperviseConfig, Supervisor
+from app.run import open_run
 from app.run import ranks as run_module
-from app.run import start_run
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.door import make_data, make_model
@@ -33,15 +33,17 @@ from tests.resumed import make_run
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from app.process.errors import UserError, TrainingFault, report
-from app.process.heartbeat import ENDED, beat, beat_again, begin_to_beat, live_with_parent, tell
+from app.process.errors import UserError, TrainingFault
+from app.process.reporting import report
+from app.process.heartbeat import ENDED, beat, beat_again, start_heartbeat, tell
+from app.process.launch import live_with_parent
 live_with_parent()
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 first = int(os.environ["LOFT_RESUME_STEP"])
 os.environ["LOFT_RUN_DIR"] = str(folder)
 with (folder / f"started-{rank}").open("a") as file:
     file.write(f"{os.getpid()} {first} {os.environ['MASTER_PORT']}\\n")
-begin_to_beat(folder, rank)
+start_heartbeat(folder, rank)
 beat(first)
 def is_first_time(what):
     try:
@@ -199,7 +201,7 @@ def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
     run = make_run(tmp_path / "run", *words)
     typed = (f"resume={run / 'checkpoints' / 'step-2'}", "supervise.max_restarts=3")
     config = load_config("train", typed)
-    start, found = start_run(config, load_run_config), []
+    start, found = open_run(config, load_run_config), []
 
     class Restarts:
         def __init__(self, *, newest_step: Callable[[], int], **_: object) -> None:
@@ -207,7 +209,7 @@ def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
 
         def run(self) -> int:
             found.append(self.newest_step())  # it died while it loaded
-            start.take_over()
+            start.discard_later_steps()
             found.append(self.newest_step())
             store = CheckpointStore(run / "checkpoints")
             store.begin(4)
@@ -437,7 +439,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
 
 
 def test_a_child_whose_parent_is_gone_ends_itself() -> None:
-    code = "from app.process.heartbeat import live_with_parent; live_with_parent(); print('alive')"
+    code = "from app.process.launch import live_with_parent; live_with_parent(); print('alive')"
     environment = os.environ | {"LOFT_PARENT": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False
