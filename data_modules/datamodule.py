@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data_modules.audit import Audit
-from data_modules.collator import Collator
+from data_modules.collator import Batch, Collator
+from data_modules.messages import DataError, Origin, redacted
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,
@@ -36,22 +38,37 @@ from data_modules.packing.plan import (
     pack_documents,
     shard_packs,
 )
-from data_modules.redaction import redacted
 from data_modules.settings import DataConfig, dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate
+from data_modules.template.template import Prompt
 from data_modules.tokens.datasets import PreparedData
 from data_modules.tokens.encode import ChunkEncoder
 from data_modules.tokens.prepare import hash_of
 from data_modules.tokens.rows import chunks_of, find_format
 from data_modules.tokens.store import Examples
-from data_modules.types import Batch, DataError, Prompt, StepRow
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     import transformers
 
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Name a row that a global step learns from, and who does it; numbers from 0."""
+
+    rank: int
+    micro_batch: int
+    dataset: str
+    origin: Origin
+
+
 DEFAULT_SEQUENCE_LEN = 2048
+
+
 PROBE_TOKENS = 64
+
 
 log = logging.getLogger(__name__)
 

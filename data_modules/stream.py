@@ -21,12 +21,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data_modules import source
-from data_modules.collator import Collator
+from data_modules.collator import Batch, Collator
+from data_modules.messages import DataError
+from data_modules.packing.bins import seeded_generator
 from data_modules.packing.plan import pack_documents
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
 from data_modules.tokens.rows import BadRows
-from data_modules.types import Batch, DataError, Example, seeded_generator
+from data_modules.types import Example
 
 WINDOW_PACKS = 512
 MAX_WINDOW_TOKENS = 1 << 21

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_modules.redaction import redact, redacted
-from data_modules.types import DataError, printable
+from data_modules.messages import DataError, printable, redact, redacted
 
 MAX_FILE = 32
 """letters of a file's path that are shown as they are"""

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Hashes = npt.NDArray[np.uint64]
-    from data_modules.types import Example, Origin
+    from data_modules.messages import Origin
+    from data_modules.types import Example
 
     Indices = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from data_modules.types import listed, shown
+from data_modules.messages import listed, shown
 
 MAX_WEIGHT = 3.4e38
 """weights are float32 in a batch: what lies above would be infinite there"""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data_modules.format.calls import read_tools
 from data_modules.format.fields import (
     MissingColumnError,
     RowError,
@@ -31,8 +30,9 @@ from data_modules.format.fields import (
 )
 from data_modules.format.pretokenized import read_tokens
 from data_modules.format.trees import read_tree
-from data_modules.format.turns import arrange, read_turns
-from data_modules.types import Conversation, Document, Item, Origin, Row, Segment, Turn, listed
+from data_modules.format.turns import arrange, read_tools, read_turns
+from data_modules.messages import Origin, listed
+from data_modules.types import Conversation, Document, Item, Row, Segment, Turn
 
 _ANSWERS = ("output", "response", "completion")
 _COMPLETIONS = ("completion", "response", "output")

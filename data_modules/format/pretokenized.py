@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from data_modules.format.fields import RowError, kind, quoted, read_weight, row_weight
-from data_modules.types import Origin, Tokens
+from data_modules.messages import Origin
+from data_modules.types import Tokens
 
 IGNORED = -100
 """the label of a token that is not learned"""

@@ -19,7 +19,8 @@ from data_modules.format.fields import (
     read_text,
 )
 from data_modules.format.turns import ROLES, arrange
-from data_modules.types import Conversation, Origin, Turn, listed
+from data_modules.messages import Origin, listed
+from data_modules.types import Conversation, Turn
 
 
 @dataclass(slots=True)

@@ -5,11 +5,10 @@ Never reads a token, and knows neither steps nor ranks: those are packing.py's.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from data_modules.types import seeded_generator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,14 +16,31 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int64]
 
+
+def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
+    """Return a generator that depends on `seed` and `keys` only, on every machine."""
+    import numpy as np
+
+    digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
+
+
 LIKE_LENGTH_WINDOW = 2000
 """documents of the shuffled order among which like lengths are brought together"""
+
+
 BLOCK_PACKS = 256
 """so many packs are a stretch of the epoch in which every data set has its share"""
+
+
 SHORT_SHARE = 1.1
 """tokens of short documents kept back to fill the packs, over the room that is expected there"""
+
+
 WELL_FILLED = 0.995
 """how full packs must be on average for no tighter, less mixed way to be tried"""
+
+
 WORTH_IT = 0.995
 """a tighter way is taken when it needs at most this share of the packs"""
 

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from data_modules.source.chunks import BadRow, BatchChunk, Chunk, grouped, too_large
+from data_modules.messages import DataError, Origin, RemoteError, reason_of
+from data_modules.source.arrow import BatchChunk
+from data_modules.source.chunks import BadRow, Chunk, grouped, too_large
 from data_modules.source.limits import Limits
-from data_modules.source.opening import reason_of
-from data_modules.source.splits import Part, rows_of, take
-from data_modules.types import DataError, Origin, RemoteError, Row
+from data_modules.source.locating import Part, rows_of, take
+from data_modules.types import Row
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = (None, "main")

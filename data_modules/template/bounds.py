@@ -15,9 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from data_modules.messages import shown
 from data_modules.template.marks import CALL_PARTS, TOOLS, Mark, holds_content, marks_in, unmarked
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
-from data_modules.types import Turn, shown
+from data_modules.types import Turn
 
 MAX_PLACES = 4096
 _ASKS, _SAYS = Turn("user", "\ue0f1c0\ue0f2"), Turn("assistant", "\ue0f1c1\ue0f2")

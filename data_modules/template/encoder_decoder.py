@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_modules.template.layout import Layer
-from data_modules.template.masking import MaskConfig
+from data_modules.messages import DataError
+from data_modules.template.masking import Encoded, Layer, MaskConfig, Note
 from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
-from data_modules.types import Conversation, DataError, Document, Encoded, Item, Note, Tokens
+from data_modules.types import Conversation, Document, Item, Tokens
 
 if TYPE_CHECKING:
     import transformers

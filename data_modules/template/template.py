@@ -13,22 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from data_modules.template.answer_spans import SpanFinder
-from data_modules.template.bos import begun_with_bos
+from data_modules.messages import DataError, Origin, shown
 from data_modules.template.encoder_decoder import PairEncoder
 from data_modules.template.encoding import Spelled, Tokeniser, control_texts, stop_texts
-from data_modules.template.layout import Laid, Layer
-from data_modules.template.masking import MaskConfig as MaskConfig
-from data_modules.template.masking import check_mask as check_mask
-from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
-from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
+from data_modules.template.masking import Encoded, Laid, Layer, MaskConfig
 from data_modules.template.named_templates import (
+    TEMPLATE_NAMES,
+    begun_with_bos,
     check_named,
-    default_of,
     named_template,
     read_template,
 )
-from data_modules.template.proof import FORMS, Traced, prove
+from data_modules.template.proof import FORMS, LimitError, Limits, Traced, attempt, prove
 from data_modules.template.rendering import (
     Chat,
     MessageFormat,
@@ -36,29 +32,27 @@ from data_modules.template.rendering import (
     RowRefusedError,
     render_errors,
 )
-from data_modules.template.skeleton import Placed
-from data_modules.template.trial import LimitError, Limits, attempt
-from data_modules.types import (
-    Conversation,
-    DataError,
-    Document,
-    Encoded,
-    Item,
-    Origin,
-    Prompt,
-    Tokens,
-    Turn,
-    shown,
-)
+from data_modules.template.spans import Placed, SpanFinder
+from data_modules.types import Conversation, Document, Item, Tokens, Turn
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import transformers
 
-CHUNK_ROWS = 256
-_SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Hold what a model is asked (all tokens before the last answer) and the answer expected."""
+
+    input_ids: list[int]
+    answer: str
+    origin: Origin
+
+
+CHUNK_ROWS = 256
+
+_SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
 
 _proven: set[bytes] = set()
 
@@ -384,3 +378,15 @@ def _last_weight(document: Document) -> float:
     """Return the weight of the last learned segment, which the EOS gets; 0 if they are blank."""
     learned = [s.weight for s in document.segments if s.weight > 0 and s.text.strip()]
     return learned[-1] if learned else 0.0
+
+
+def default_of(template: str | dict[str, str]) -> str:
+    """Return the default of a tokenizer's template; some ship several by name."""
+    if isinstance(template, str):
+        return template
+    if "default" in template:
+        return template["default"]
+    raise DataError(
+        f"the tokenizer has the chat templates {', '.join(template)} but no default; save one of "
+        "them as a file and set data.chat_template=FILE.jinja"
+    )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_modules.types import DataError
+from data_modules.messages import DataError
 
 KEY_FILE = "key.json"
 _NO_ROOM = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,19 +17,88 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data_modules.audit import Asked, Audit, DatasetFacts, audit_documents
-from data_modules.packing.holdout import Sides, hold_out
-from data_modules.redaction import redact
+from data_modules.messages import DataError, redact
+from data_modules.packing.mixture import Sides, hold_out
 from data_modules.settings import DataConfig, DatasetConfig, dataset_names
 from data_modules.stream import held_out_part
 from data_modules.template import ChatTemplate
 from data_modules.tokens.prepare import REJECTED_FILE, Prepared, hash_of, prepare_dataset
-from data_modules.tokens.report import DataReport, DatasetReport, Fingerprint
 from data_modules.tokens.rows import read_items
 from data_modules.tokens.store import Examples
-from data_modules.types import DataError, Item
+from data_modules.types import Item
 
 if TYPE_CHECKING:
     import transformers
+
+    from data_modules.settings import DataConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasetReport:
+    """Say what a data set is and what is learned of it; tokens are those of training."""
+
+    name: str
+    path: str
+    format: str
+    format_guessed: bool
+    sha256: str
+    how: str
+    rows: int
+    train_rows: int
+    validation_rows: int
+    repeated_rows: int
+    tokens: int
+    trained_tokens: int
+    rejected: int
+    is_cut: bool
+    is_streamed: bool
+    asks_validation: bool
+
+    def line(self) -> str:
+        """Return it in one line."""
+        guessed = ", guessed" if self.format_guessed else ""
+        if self.is_streamed:
+            return (
+                f"{self.name}: streamed ({self.format}{guessed}), {self.validation_rows:,} of its "
+                "first rows are for validation"
+            )
+        first = "the first " if self.is_cut else ""
+        parts = [
+            f"{first}{self.rows:,} rows ({self.format}{guessed})",
+            f"{self.train_rows:,} train + {self.validation_rows:,} validation",
+            self.how,
+        ]
+        if self.asks_validation and not self.validation_rows:
+            parts.append("none could be held out: too few that differ")
+        if self.repeated_rows:
+            parts.append(f"{self.repeated_rows:,} left out that stand in validation")
+        if self.rejected:
+            parts.append(f"{self.rejected:,} bad rows left out")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Fingerprint:
+    """Tell which rows the evaluation asks; `sha256` is "" for a hub id."""
+
+    name: str
+    path: str
+    sha256: str
+
+
+@dataclass(kw_only=True, slots=True)
+class DataReport:
+    """Say what was read, for the screen and for the run's manifest."""
+
+    datasets: list[DatasetReport]
+    template_note: str
+    mixture: list[str] = field(default_factory=list)
+    test_datasets: list[Fingerprint] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return what is said aloud: a line a data set, their shares, and how turns are written."""
+        note = [self.template_note] if self.template_note else []
+        return [*(report.line() for report in self.datasets), *self.mixture, *note]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import IO, TYPE_CHECKING
 
 from data_modules import format as formats
 from data_modules import source
-from data_modules.types import MAX_PROBLEMS, DataError, Item, Origin, Problems, Row, listed
+from data_modules.messages import MAX_PROBLEMS, DataError, Origin, Problems, listed
+from data_modules.types import Item, Row
 
 if TYPE_CHECKING:
     from data_modules.settings import DataConfig, DatasetConfig

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from data_modules.types import Example, Origin
+from data_modules.messages import Origin
+from data_modules.types import Example
 
 if TYPE_CHECKING:
     import numpy as np

@@ -28,7 +28,8 @@ from data_modules.audit import (
 )
 from data_modules.audit.figures import short_file, short_places
 from data_modules.audit.overlap import find_overlap, hash_grams
-from data_modules.types import Example, Origin
+from data_modules.messages import Origin
+from data_modules.types import Example
 
 STOP = 2
 RANDOM = np.random.Generator(np.random.PCG64(3))

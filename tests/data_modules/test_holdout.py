@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.packing.holdout import Sides, hold_out
-from data_modules.types import DataError
+from data_modules.messages import DataError
+from data_modules.packing.mixture import Sides, hold_out
 
 
 def store(contents: list[int], documents_a_row: int = 1) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import DataError
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
 from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
-from data_modules.types import DataError, Example
+from data_modules.types import Example
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_modules.messages import DataError
 from data_modules.source import (
     BadRow,
     Budget,
@@ -35,7 +36,7 @@ from data_modules.source import (
     resolved_revision,
     source,
 )
-from data_modules.types import DataError, Row
+from data_modules.types import Row
 from tests.data_modules.conftest import read_rows
 
 

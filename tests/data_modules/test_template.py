@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate, Limits, MaskConfig, RowProblem
+from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import named_template
-from data_modules.types import (
-    Conversation,
-    DataError,
-    Document,
-    Encoded,
-    Item,
-    Origin,
-    Segment,
-    Turn,
-)
+from data_modules.types import Conversation, Document, Item, Segment, Turn
 from tests.data_modules.conftest import SHARED
 
 ORIGIN = Origin("rows.json", 7)

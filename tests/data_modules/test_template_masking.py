@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_modules.messages import Origin
 from data_modules.template import (
     TEMPLATE_NAMES,
     TEMPLATES_WITH_TOOLS,
@@ -17,18 +18,9 @@ from data_modules.template import (
     MaskConfig,
     check_mask,
 )
+from data_modules.template.masking import Encoded, Note
 from data_modules.template.named_templates import named_template
-from data_modules.types import (
-    Conversation,
-    Document,
-    Encoded,
-    Note,
-    Origin,
-    Segment,
-    Tokens,
-    ToolCall,
-    Turn,
-)
+from data_modules.types import Conversation, Document, Segment, Tokens, ToolCall, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.types import Conversation, Document, Encoded, Note, Origin, Segment, Tokens, Turn
+from data_modules.template.masking import Encoded, Note
+from data_modules.types import Conversation, Document, Segment, Tokens, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import encode, problem
 

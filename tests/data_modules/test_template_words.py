@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, words
 from data_modules.template.encoding import Tokeniser
-from data_modules.types import Conversation, Encoded, Origin, Turn
+from data_modules.template.masking import Encoded
+from data_modules.types import Conversation, Turn
 from tests.data_modules.conftest import SHARED, WORDS, build_tokenizer
 from tests.data_modules.test_template import TWO_ANSWERS, encode
 
