@@ -299,7 +299,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         above `sequence_len` tokens are left out, and logged.
         """
         found: dict[str, list[Prompt]] = {}
-        for name, items in self._ready.items_to_ask(max_rows):
+        for name, items in self._ready.prompt_items(max_rows):
             prompts = [p for item in items if (p := self.template.prompt(item))]
             fitting = [p for p in prompts if len(p.input_ids) <= self.sequence_len]
             if len(fitting) < len(prompts):
@@ -339,15 +339,15 @@ class FinetuneDataModule(lightning.LightningDataModule):
             batch_size=None,
             num_workers=self._config.num_workers,
             persistent_workers=self._config.num_workers > 0,
-            worker_init_fn=_obey_the_trainer_alone,
-            pin_memory=self._goes_to_a_gpu,
+            worker_init_fn=_ignore_group_sigterm,
+            pin_memory=self._pins_memory,
             # A loader without its own generator draws a number from the global one, so that a
             # validation pass would change the dropout of the steps after it.
             generator=torch.Generator(),
         )
 
     @property
-    def _goes_to_a_gpu(self) -> bool:
+    def _pins_memory(self) -> bool:
         if not self.trainer:
             return torch.cuda.is_available()
         device: torch.device = self.trainer.strategy.root_device
@@ -449,17 +449,17 @@ def choose_sequence_len(sequence_len: int | None, context_len: int | None) -> in
     return sequence_len
 
 
-def _obey_the_trainer_alone(worker_id: int) -> None:
+def _ignore_group_sigterm(worker_id: int) -> None:
     """Outlive a SIGTERM that all processes of a run get: the step under way still needs batches.
 
     Called in a loader's worker. The training process ends it, by a SIGTERM too.
     """
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_wait_for_its_sigterm, daemon=True).start()
+        threading.Thread(target=_exit_on_parent_sigterm, daemon=True).start()
 
 
-def _wait_for_its_sigterm() -> None:
+def _exit_on_parent_sigterm() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

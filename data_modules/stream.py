@@ -198,7 +198,7 @@ class TokenStream(IterableDataset[Batch]):
             )
 
 
-def held_out_part(dataset: DatasetConfig, config: DataConfig) -> DatasetConfig:
+def validation_slice(dataset: DatasetConfig, config: DataConfig) -> DatasetConfig:
     """Return the slice of a data set that is for validation: its first rows."""
     return dataclasses.replace(dataset, split=f"{dataset.split}[:{int(config.val_set_size)}]")
 

@@ -103,7 +103,7 @@ def pack_documents(
         columns = int(datasets.max()) + 1
         cells = pack_of * columns + datasets[order]
         tokens = np.bincount(cells, lengths[order], num_packs * columns).reshape(-1, columns)
-    pack_of = _places(num_packs, tokens, rng)[pack_of]
+    pack_of = _pack_order(num_packs, tokens, rng)[pack_of]
     counts = np.bincount(pack_of, minlength=num_packs)
     return Packs(order[sort_order(pack_of)], np.concatenate([[0], np.cumsum(counts)]))
 
@@ -121,7 +121,9 @@ def sort_order(keys: Indices) -> Indices:
     return order[sort_order(keys[order] >> 16)]
 
 
-def _places(num_packs: int, tokens: npt.NDArray[Any] | None, rng: np.random.Generator) -> Indices:
+def _pack_order(
+    num_packs: int, tokens: npt.NDArray[Any] | None, rng: np.random.Generator
+) -> Indices:
     """Return the place of each pack in the epoch, every place equally likely.
 
     `tokens` [packs, data sets]. The epoch is cut into blocks of about BLOCK_PACKS packs. Each block

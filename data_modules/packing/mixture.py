@@ -78,7 +78,7 @@ class MixtureRow:
     """Say what one data set gives to an epoch.
 
     `rows` and `tokens` are there, `rows_seen` and `tokens_seen` are in the epoch;
-    `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `asked` is
+    `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `requested` is
     the share that was asked for, None with weights in epochs. Tokens are 0 without lengths.
     """
 
@@ -90,7 +90,7 @@ class MixtureRow:
     epochs: float
     share_of_rows: float
     share_of_tokens: float
-    asked: float | None
+    requested: float | None
 
     HEADINGS: ClassVar[tuple[str, ...]] = (
         "data set",
@@ -113,7 +113,7 @@ class MixtureRow:
             f"{self.rows_seen:,}",
             f"{self.share_of_rows:.2%}",
             f"{self.share_of_tokens:.2%}",
-            "" if self.asked is None else f"{self.asked:.2%}",
+            "" if self.requested is None else f"{self.requested:.2%}",
         )
 
 
@@ -151,7 +151,7 @@ class Mixture:
         self._ends = None
         if self._config.weights == "tokens" and lengths is not None:
             self._ends = [np.cumsum(lengths[order]) for order in self._orders]
-        self._asked, self._passes = self._plan([float(weight) for weight in weights])
+        self._shares, self._passes = self._plan([float(weight) for weight in weights])
 
     def epoch(self, number: int) -> Indices:
         """Return the example indices of epoch `number` (from 0), int64 [rows seen]."""
@@ -175,7 +175,7 @@ class Mixture:
                 epochs=len(rows) / max(1, len(order)),
                 share_of_rows=len(rows) / all_rows,
                 share_of_tokens=tokens / all_tokens,
-                asked=None if self._asked is None else self._asked[index],
+                requested=None if self._shares is None else self._shares[index],
             )
             for index, (name, order, rows, tokens) in enumerate(
                 zip(names, self._orders, seen, tokens_seen, strict=True)
@@ -253,7 +253,7 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
         ).rstrip()
         for line in cells
     ]
-    repeated = [row for row in rows if row.asked is not None and row.epochs > MANY_EPOCHS]
+    repeated = [row for row in rows if row.requested is not None and row.epochs > MANY_EPOCHS]
     if repeated:
         named = ", ".join(f"{row.name} {row.epochs:.3g} times" for row in repeated)
         lines.append(
@@ -264,7 +264,7 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class Split:
     """Say of a data set's documents which are learned and which are for validation.
 
     Both are bool [documents]; a document may be neither. `repeated_rows` stand in validation of
@@ -283,7 +283,7 @@ def hold_out(
     max_rows: Sequence[int | None],
     val_set_size: float,
     seed: int,
-) -> list[Sides]:
+) -> list[Split]:
     """Return the sides of each data set.
 
     `val_set_size` is a share of the rows below 1, else a number of rows; a data set of one row
@@ -305,7 +305,7 @@ def hold_out(
     held_out = [store.digests[mask] for store, mask in zip(stores, validation, strict=True)]
     digests = np.unique(np.concatenate([np.zeros(0, np.uint64), *held_out]))
     return [
-        _sides(store, mask, digests, cap, seed, name)
+        _split_rows(store, mask, digests, cap, seed, name)
         for store, mask, cap, name in zip(stores, validation, max_rows, names, strict=True)
     ]
 
@@ -361,14 +361,14 @@ def _fill(
     return np.concatenate([order[:0], *chosen])
 
 
-def _sides(
+def _split_rows(
     store: TokenStore,
     validation: Mask,
     held_out: npt.NDArray[np.uint64],
     cap: int | None,
     seed: int,
     name: str,
-) -> Sides:
+) -> Split:
     import numpy as np
 
     repeated = np.unique(store.rows[np.isin(store.digests, held_out) & ~validation])
@@ -377,4 +377,4 @@ def _sides(
     if cap is not None and cap < len(rows):
         kept = seeded_generator(seed, "cap", name).permutation(rows)[:cap]
         training &= np.isin(store.rows, kept)
-    return Sides(training, validation, len(repeated))
+    return Split(training, validation, len(repeated))

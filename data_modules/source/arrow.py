@@ -15,7 +15,7 @@ from typing import Any
 
 from data_modules.messages import DataError, Origin, listed, reason_of, shown
 from data_modules.source import opening
-from data_modules.source.chunks import MAX_RAW, Asked, BadRow, Chunk, too_large
+from data_modules.source.chunks import MAX_RAW, BadRow, Chunk, ReadOptions, too_large
 from data_modules.source.limits import Limits, too_deep, why_names, why_nested
 from data_modules.source.opening import File, check_expansion, open_seekable
 from data_modules.types import Row
@@ -175,21 +175,21 @@ def _arrow_errors(file: File, kind: str) -> Iterator[None]:
         ) from error
 
 
-def _read_parquet(file: File, asked: Asked) -> Iterator[Chunk]:
+def _read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
     import pyarrow.parquet
 
-    with open_seekable(file, asked.limits) as source, _arrow_errors(file, "parquet"):
+    with open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
         # Else all of a row group is held, which may be the whole file.
         table = pyarrow.parquet.ParquetFile(
             source, buffer_size=opening.CHUNK_BYTES, pre_buffer=False
         )
-        _check_schema(file, table.schema_arrow, asked.limits)
+        _check_schema(file, table.schema_arrow, options.limits)
         groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
         size = sum(group.total_byte_size for group in groups)
         num_rows = _rows_a_chunk(size, table.metadata.num_rows)
         stored = source.seek(0, io.SEEK_END)
         batches = table.iter_batches(num_rows)
-        found = yield from _batches(file, batches, asked, lambda: stored)
+        found = yield from _batches(file, batches, options, lambda: stored)
         if found is not None and found != table.metadata.num_rows:
             raise DataError(
                 f"{file}: says that it has {table.metadata.num_rows:,} rows and has {found:,}; "
@@ -197,10 +197,10 @@ def _read_parquet(file: File, asked: Asked) -> Iterator[Chunk]:
             )
 
 
-def _read_arrow(file: File, asked: Asked) -> Iterator[Chunk]:
+def _read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
     import pyarrow
 
-    with open_seekable(file, asked.limits) as source, _arrow_errors(file, "arrow"):
+    with open_seekable(file, options.limits) as source, _arrow_errors(file, "arrow"):
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:
@@ -209,8 +209,8 @@ def _read_arrow(file: File, asked: Asked) -> Iterator[Chunk]:
         else:
             reader = pyarrow.ipc.open_stream(source)
             batches = iter(reader)
-        _check_schema(file, reader.schema, asked.limits)
-        yield from _batches(file, batches, asked, source.tell)
+        _check_schema(file, reader.schema, options.limits)
+        yield from _batches(file, batches, options, source.tell)
 
 
 def _check_schema(file: File, schema: Any, limits: Limits) -> None:
@@ -250,23 +250,23 @@ def _check_buffers(batch: Any) -> None:
 
 
 def _batches(
-    file: File, batches: Iterator[Any], asked: Asked, stored: Callable[[], int]
+    file: File, batches: Iterator[Any], options: ReadOptions, stored: Callable[[], int]
 ) -> Generator[Chunk, None, int | None]:
     """Yield record batches in pieces of about 1 MB; return how many rows, None if not all.
 
     `stored` tells how many bytes of the file they came from.
     """
-    first, num_bytes, budget = 1, 0, asked.budget
+    first, num_bytes, budget = 1, 0, options.budget
     for batch in batches:
         _check_buffers(batch)
         num_bytes += batch.nbytes
-        check_expansion(file, num_bytes, stored(), asked.limits)
+        check_expansion(file, num_bytes, stored(), options.limits)
         width = _rows_a_chunk(batch.nbytes, batch.num_rows)
         for start in range(0, batch.num_rows, width):
             piece = batch.slice(start, width)
             numbers = range(first, first + piece.num_rows)
             first = numbers.stop
-            bounds = asked.max_row_bytes, asked.limits
+            bounds = options.max_row_bytes, options.limits
             yield BatchChunk(str(file), piece.nbytes, numbers, piece, *bounds)
             if budget is not None:
                 budget.left -= piece.nbytes

@@ -129,7 +129,7 @@ def not_utf8(origin: Origin, data: bytes) -> BadRow | None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ReadOptions:
     """Say how much of a file is read, and which of its rows are too large."""
 
     budget: Budget | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from data_modules.messages import MAX_SHOWN, DataError, Origin, shown
-from data_modules.source.chunks import MAX_RAW, Asked, BadRow, Chunk, grouped, not_utf8
+from data_modules.source.chunks import MAX_RAW, BadRow, Chunk, ReadOptions, grouped, not_utf8
 from data_modules.source.limits import Limits, why_names
 from data_modules.source.opening import Content, File, open_text
 from data_modules.types import Row
@@ -67,19 +67,21 @@ class _CsvLines:
         return self._lines.pop()
 
 
-def _read_csv(file: File, asked: Asked) -> Iterator[Chunk]:
-    with open_text(file, asked.budget, asked.limits) as data:
-        yield from grouped(_csv_rows(data, ",", asked), str(file))
+def _read_csv(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    with open_text(file, options.budget, options.limits) as data:
+        yield from grouped(_csv_rows(data, ",", options), str(file))
 
 
-def _read_tsv(file: File, asked: Asked) -> Iterator[Chunk]:
-    with open_text(file, asked.budget, asked.limits) as data:
-        yield from grouped(_csv_rows(data, "\t", asked), str(file))
+def _read_tsv(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    with open_text(file, options.budget, options.limits) as data:
+        yield from grouped(_csv_rows(data, "\t", options), str(file))
 
 
-def _csv_rows(data: Content, delimiter: str, asked: Asked) -> Iterator[tuple[int, Row | BadRow]]:
+def _csv_rows(
+    data: Content, delimiter: str, options: ReadOptions
+) -> Iterator[tuple[int, Row | BadRow]]:
     csv.field_size_limit(1 << 30)
-    file, max_row_bytes = str(data.file), asked.max_row_bytes
+    file, max_row_bytes = str(data.file), options.max_row_bytes
     lines = _CsvLines(data, max_row_bytes)
     header: list[str] | None = None
     start = 1
@@ -92,7 +94,7 @@ def _csv_rows(data: Content, delimiter: str, asked: Asked) -> Iterator[tuple[int
                 continue
             if header is None:
                 header = cells
-                _check_header(header, delimiter, file, bad, asked.limits)
+                _check_header(header, delimiter, file, bad, options.limits)
             elif bad is not None:
                 yield size, bad
             elif len(cells) == len(header):

@@ -16,7 +16,7 @@ from pathlib import Path
 from data_modules.messages import DataError, Problems, reason_of
 from data_modules.samples.corpus import CORPORA
 from data_modules.source.arrow import _read_arrow, _read_parquet
-from data_modules.source.chunks import Asked, Chunk
+from data_modules.source.chunks import Chunk, ReadOptions
 from data_modules.source.delimited import _read_csv, _read_tsv
 from data_modules.source.limits import Limits
 from data_modules.source.opening import File, special_file, stem_of, suffix_of
@@ -386,7 +386,7 @@ def is_readable(name: str) -> bool:
     return suffix_of(name) in READERS
 
 
-READERS: dict[str, Callable[[File, Asked], Iterator[Chunk]]] = {
+READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".ndjson": _read_jsonl,

@@ -25,7 +25,7 @@ from data_modules.messages import (
 )
 from data_modules.samples.corpus import CORPORA, read_corpus
 from data_modules.source.arrow import _arrow_errors
-from data_modules.source.chunks import Asked, Chunk, grouped
+from data_modules.source.chunks import Chunk, ReadOptions, grouped
 from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
@@ -267,9 +267,9 @@ def read_file(
     where the rest of the file cannot be.
     """
     limits = limits or Limits()
-    asked = Asked(budget=budget, max_row_bytes=max_row_bytes, limits=limits)
+    options = ReadOptions(budget=budget, max_row_bytes=max_row_bytes, limits=limits)
     try:
-        yield from READERS[suffix_of(file.name)](file, asked)
+        yield from READERS[suffix_of(file.name)](file, options)
     except DataError:
         raise
     except (EOFError, zlib.error) as error:

@@ -17,9 +17,9 @@ from typing import Any
 from data_modules.messages import DataError, Origin, shown
 from data_modules.source.chunks import (
     MAX_RAW,
-    Asked,
     BadRow,
     Chunk,
+    ReadOptions,
     RowChunk,
     grouped,
     not_utf8,
@@ -230,10 +230,10 @@ _LINE_END = re.compile(rb"\n")
 _PARAGRAPH_END = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
-def _split_rows(data: Content, kind: str, asked: Asked) -> Iterator[Chunk]:
+def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chunk]:
     """Yield chunks of whole rows; one above `max_row_bytes` is passed by, never held."""
     end_of_row = _PARAGRAPH_END if kind == "paragraph" else _LINE_END
-    max_row_bytes = asked.max_row_bytes
+    max_row_bytes = options.max_row_bytes
     file, line = str(data.file), 1
     rest = bytearray()
     while block := data.read():
@@ -244,7 +244,7 @@ def _split_rows(data: Content, kind: str, asked: Asked) -> Iterator[Chunk]:
         if end:
             text = bytes(rest[:end])
             if not text.isspace():
-                yield TextChunk(file, end, line, text, kind, max_row_bytes, asked.limits)
+                yield TextChunk(file, end, line, text, kind, max_row_bytes, options.limits)
             line += text.count(b"\n")
             del rest[:end]
         elif len(rest) > max_row_bytes and rest.strip():
@@ -256,7 +256,7 @@ def _split_rows(data: Content, kind: str, asked: Asked) -> Iterator[Chunk]:
             line += num_lines
             rest = bytearray(after)
     if rest.strip() and not data.cut:
-        yield TextChunk(file, len(rest), line, bytes(rest), kind, max_row_bytes, asked.limits)
+        yield TextChunk(file, len(rest), line, bytes(rest), kind, max_row_bytes, options.limits)
 
 
 def _last_end(data: bytearray, start: int, kind: str) -> int:
@@ -288,35 +288,35 @@ def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tupl
         rest = tail + block
 
 
-def _read_jsonl(file: File, asked: Asked) -> Iterator[Chunk]:
-    with open_text(file, asked.budget, asked.limits) as data:
+def _read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    with open_text(file, options.budget, options.limits) as data:
         if data.head.lstrip().split(b"\n", 1)[0].strip() == b"[":
             raise DataError(f"{file}: holds a JSON array, not one row a line; name it .json")
-        yield from _split_rows(data, "json", asked)
+        yield from _split_rows(data, "json", options)
 
 
-def _read_json(file: File, asked: Asked) -> Iterator[Chunk]:
-    with open_text(file, asked.budget, asked.limits) as data:
+def _read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    with open_text(file, options.budget, options.limits) as data:
         head = data.head.lstrip()
         if head.startswith(b"["):
-            yield from grouped(_array_rows(data, asked), str(file))
+            yield from grouped(_array_rows(data, options), str(file))
         elif head.split(b"\n", 1)[0].strip() == b"{":
-            yield from _whole_object(data, asked)
+            yield from _whole_object(data, options)
         else:
-            yield from _split_rows(data, "json", asked)
+            yield from _split_rows(data, "json", options)
 
 
-def _whole_object(data: Content, asked: Asked) -> Iterator[Chunk]:
+def _whole_object(data: Content, options: ReadOptions) -> Iterator[Chunk]:
     """Yield rows a line, unless the file is one object: that raises DataError."""
-    budget = None if asked.budget is None else Budget(asked.budget.left)
-    with open_text(data.file, budget, asked.limits) as look:
+    budget = None if options.budget is None else Budget(options.budget.left)
+    with open_text(data.file, budget, options.limits) as look:
         text = _decode(look.read_all(), data.file)
     try:
         values = None if look.cut else json.loads(text)
     except (ValueError, RecursionError):
         values = None
     if values is None:
-        return _split_rows(data, "json", asked)
+        return _split_rows(data, "json", options)
     inner = next((name for name, value in values.items() if isinstance(value, list)), None)
     hint = f"; are its rows under '{shown(inner)}'?" if inner else ""
     raise DataError(
@@ -333,7 +333,7 @@ def _decode(data: bytes, file: File) -> str:
         raise DataError(bad.problem if bad else str(error)) from error
 
 
-def _array_rows(data: Content, asked: Asked) -> Iterator[tuple[int, Row | BadRow]]:
+def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row | BadRow]]:
     file = str(data.file)
     content = data.read_all()
     text = content.decode(errors="ignore") if data.cut else _decode(content, data.file)
@@ -346,7 +346,7 @@ def _array_rows(data: Content, asked: Asked) -> Iterator[tuple[int, Row | BadRow
         line, counted = line + text.count("\n", counted, position), position
         origin, start = Origin(file, line), position
         try:
-            row, end = parse_element(text, start, origin, asked.max_row_bytes, asked.limits)
+            row, end = parse_element(text, start, origin, options.max_row_bytes, options.limits)
             position = _after_element(text, end)
         except json.JSONDecodeError as error:
             if data.cut:
@@ -372,8 +372,8 @@ def _skip_blank(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _read_txt(file: File, asked: Asked) -> Iterator[Chunk]:
+def _read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield a row a paragraph, or a row a line where the beginning has no blank line."""
-    with open_text(file, asked.budget, asked.limits) as data:
+    with open_text(file, options.budget, options.limits) as data:
         kind = "paragraph" if _PARAGRAPH_END.search(data.head.strip()) else "line"
-        yield from _split_rows(data, kind, asked)
+        yield from _split_rows(data, kind, options)

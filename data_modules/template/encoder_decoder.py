@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_modules.messages import DataError
-from data_modules.template.masking import Encoded, Layer, MaskConfig, Note
+from data_modules.template.masking import Encoded, LayoutBuilder, MaskConfig, Note
 from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
 from data_modules.types import Conversation, Document, Item, Tokens
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Pair(NamedTuple):
-    """Hold what is asked and what is answered, as text; the first `unlearned` characters of the
+    """Hold what is asked and what is answered, as text; the first `num_masked` characters of the
     answer are not learned."""
 
     source: str
     target: str
     weight: float
-    unlearned: int = 0
+    num_masked: int = 0
     notes: tuple[Note, ...] = ()
 
 
@@ -36,7 +36,7 @@ class PairEncoder:
         self,
         tokenizer: transformers.PreTrainedTokenizerBase,
         renderer: Renderer,
-        layer: Layer,
+        layout_builder: LayoutBuilder,
         mask: MaskConfig,
     ) -> None:
         problems = [
@@ -52,7 +52,7 @@ class PairEncoder:
         if problems:
             raise DataError(problems)
         self._tokenizer, self._renderer = tokenizer, renderer
-        self._layer, self._mask = layer, mask
+        self._layout_builder, self._mask = layout_builder, mask
 
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         """Yield the encoder's ids of each item, and the decoder's with their weights."""
@@ -78,9 +78,9 @@ class PairEncoder:
         return pairs
 
     def _noted(self, item: Item, pair: Pair) -> Pair | RowRefusedError:
-        token = self._layer.control_token(item)
+        token = self._layout_builder.control_token(item)
         try:
-            notes, _ = self._layer.control_in([(token, 0, 0)] if token else [], "")
+            notes, _ = self._layout_builder.control_in([(token, 0, 0)] if token else [], "")
         except RowRefusedError as refused:
             return refused
         return pair._replace(notes=(*pair.notes, *notes))
@@ -119,9 +119,9 @@ class PairEncoder:
         for number, (pair, source) in enumerate(zip(pairs, sources, strict=True)):
             ids = list(targets["input_ids"][number])
             weights = np.full(len(ids), pair.weight, np.float32)
-            if pair.unlearned:
+            if pair.num_masked:
                 for index, (_, end) in enumerate(targets.encodings[number].offsets):
-                    if 0 < end <= pair.unlearned:
+                    if 0 < end <= pair.num_masked:
                         weights[index] = 0.0
             if eos is not None and ids[-1:] != [eos]:
                 ids.append(eos)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from data_modules.messages import shown
 from data_modules.template.bounds import TurnSpan
 from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
-from data_modules.template.spans import Placed, SpanFinder
+from data_modules.template.spans import RenderedChat, SpanFinder
 from data_modules.types import Conversation, Document, Item, Tokens, Turn
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Stretch(NamedTuple):
     weight: float
 
 
-class Learned(NamedTuple):
+class LossWeights(NamedTuple):
     """Hold the weights of a text: `base` for all of it, a later stretch over earlier ones.
 
     `every_stop` has the texts of the stop tokens that are learned wherever they stand.
@@ -125,9 +125,9 @@ class Learned(NamedTuple):
     every_stop_weight: float = 1.0
 
 
-def learned_of_chat(
-    chat: Conversation, given: Sequence[Turn], placed: Placed, mask: MaskConfig
-) -> Learned:
+def chat_loss_weights(
+    chat: Conversation, given: Sequence[Turn], placed: RenderedChat, mask: MaskConfig
+) -> LossWeights:
     """Return what is learned of a rendered conversation; `given` are its turns as rendered."""
     weights = [
         _turn_weight(chat.turns[span.turn], given[span.turn], mask)
@@ -159,7 +159,7 @@ def learned_of_chat(
         if mask.reasoning == "mask" and turn.role == "assistant":
             stretches += _thought(turn, span, placed.text)
     every = frozenset(span.stop for span in placed.spans if span.stop)
-    return Learned(
+    return LossWeights(
         scale if mask.train_on_inputs else 0.0,
         stretches,
         every if mask.train_on_eos == "all" else frozenset(),
@@ -167,7 +167,7 @@ def learned_of_chat(
     )
 
 
-def learned_of_document(document: Document, mask: MaskConfig) -> Learned:
+def document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
     """Return what is learned of a document: its segments by their weights."""
     stretches, start = [], 0
     for segment in document.segments:
@@ -175,7 +175,7 @@ def learned_of_document(document: Document, mask: MaskConfig) -> Learned:
         if segment.weight > 0 or not mask.train_on_inputs:
             stretches.append(Stretch(start, end, segment.weight))
         start = end
-    return Learned(1.0 if mask.train_on_inputs else 0.0, stretches)
+    return LossWeights(1.0 if mask.train_on_inputs else 0.0, stretches)
 
 
 def lost_reasoning(
@@ -245,17 +245,17 @@ Plain = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class Layout:
     """Hold one item as text: what is learned of it, and which stretches spell control tokens."""
 
     text: str
-    learned: Learned
+    loss_weights: LossWeights
     notes: tuple[Note, ...] = ()
     plain: Plain = ()
     spans: Sequence[TurnSpan] = ()
 
 
-class Layer:
+class LayoutBuilder:
     """Lay out conversations and documents; `seen_stops` are the texts found to end answers."""
 
     def __init__(
@@ -269,29 +269,31 @@ class Layer:
         self._control = re.compile("|".join(map(re.escape, control_texts)) or "(?!)")
         self.seen_stops: set[str] = set()
 
-    def lay(self, items: Sequence[Conversation | Document]) -> list[Laid | RowRefusedError]:
+    def build(self, items: Sequence[Conversation | Document]) -> list[Layout | RowRefusedError]:
         """Render what is to be rendered, and choose what is learned of each item."""
         mask = self._mask
         chats = [item for item in items if isinstance(item, Conversation)]
         given = [self._renderer.given(chat, mask.reasoning) for chat in chats]
         placed = iter(zip(given, self._finder.place(given), strict=True))
-        laid: list[Laid | RowRefusedError] = []
+        layouts: list[Layout | RowRefusedError] = []
         for item in items:
             try:
                 if isinstance(item, Document):
-                    laid.append(self._lay_document(item))
+                    layouts.append(self._document_layout(item))
                 else:
-                    laid.append(self._lay_chat(item, *next(placed)))
+                    layouts.append(self._chat_layout(item, *next(placed)))
             except RowRefusedError as refused:
-                laid.append(refused)
-        return laid
+                layouts.append(refused)
+        return layouts
 
-    def _lay_document(self, document: Document) -> Laid:
+    def _document_layout(self, document: Document) -> Layout:
         text = "".join(segment.text for segment in document.segments)
         control, plain = self.control_in([(text, 0, len(text))], text)
-        return Laid(text, learned_of_document(document, self._mask), control, plain)
+        return Layout(text, document_loss_weights(document, self._mask), control, plain)
 
-    def _lay_chat(self, chat: Conversation, given: Chat, placed: Placed | RowRefusedError) -> Laid:
+    def _chat_layout(
+        self, chat: Conversation, given: Chat, placed: RenderedChat | RowRefusedError
+    ) -> Layout:
         if isinstance(placed, RowRefusedError):
             raise placed
         notes = [Note(kind) for kind in placed.lost]
@@ -311,8 +313,8 @@ class Layer:
             if end or any(text.strip() in placed.text for text in own):
                 contents += [(text, start, end) for text in own]
         control, plain = self.control_in(contents, placed.text)
-        learned = learned_of_chat(chat, given.turns, placed, self._mask)
-        return Laid(placed.text, learned, (*notes, *control), plain, placed.spans)
+        loss_weights = chat_loss_weights(chat, given.turns, placed, self._mask)
+        return Layout(placed.text, loss_weights, (*notes, *control), plain, placed.spans)
 
     def _moved_thought(self, chat: Conversation, given: Chat) -> list[Note]:
         """Note that a thought was written in <think> tags, as the template knows no other."""
@@ -355,25 +357,25 @@ class Layer:
                 plain += [match.span() for match in matches]
         return (Note("control_token", token),), tuple(sorted(plain))
 
-    def asked(self, item: Conversation | Document) -> tuple[str, int, Plain] | None:
+    def prompt(self, item: Conversation | Document) -> tuple[str, int, Plain] | None:
         """Return a text, where in it the last answer begins, and its stretches of plain text."""
-        laid = self.lay([item])[0]
-        if isinstance(laid, RowRefusedError):
+        layout = self.build([item])[0]
+        if isinstance(layout, RowRefusedError):
             return None
         if isinstance(item, Document):
-            start = len(laid.text) - len(item.segments[-1].text)
-            return (laid.text, start, laid.plain) if len(item.segments) > 1 else None
+            start = len(layout.text) - len(item.segments[-1].text)
+            return (layout.text, start, layout.plain) if len(item.segments) > 1 else None
         numbers = [n for n, turn in enumerate(item.turns) if turn.role == "assistant"]
         if not numbers:
             return None
-        span = next((span for span in laid.spans if span.turn == numbers[-1]), None)
+        span = next((span for span in layout.spans if span.turn == numbers[-1]), None)
         given = self._renderer.given(item, self._mask.reasoning)
-        prompted = self._renderer.render([Chat(given.turns[: numbers[-1]], given.tools)], True)[0]
-        if isinstance(prompted, RowRefusedError):
+        prompt = self._renderer.render([Chat(given.turns[: numbers[-1]], given.tools)], True)[0]
+        if isinstance(prompt, RowRefusedError):
             return None
-        if span and laid.text.startswith(prompted):
-            return laid.text, span.start, laid.plain
-        return prompted, len(prompted), ()
+        if span and layout.text.startswith(prompt):
+            return layout.text, span.start, layout.plain
+        return prompt, len(prompt), ()
 
     def control_token(self, item: Item) -> str | None:
         """Return the first control token that stands in an item's own text, None without one."""

@@ -91,19 +91,19 @@ def read_template(name: str) -> str:
         ) from error
 
 
-_ASKS, _SAYS = Turn("user", "a"), Turn("assistant", "b")
+_QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")
 
-_CALLS = Turn("assistant", "", tool_calls=(ToolCall("f", {}),))
+_CALL = Turn("assistant", "", tool_calls=(ToolCall("f", {}),))
 
 _TOOL = {"type": "function", "function": {"name": "f", "description": "c", "parameters": {}}}
 
 _PROBES = (
-    Chat((_ASKS,)),
-    Chat((_ASKS, _SAYS)),
-    Chat((_ASKS, _SAYS, _ASKS, _SAYS)),
-    Chat((Turn("system", "d"), _ASKS, _SAYS)),
-    Chat((_ASKS, _CALLS, Turn("tool", "e"), _SAYS), (_TOOL,)),
-    Chat((Turn("system", "d"), _ASKS), (_TOOL,)),
+    Chat((_QUESTION,)),
+    Chat((_QUESTION, _ANSWER)),
+    Chat((_QUESTION, _ANSWER, _QUESTION, _ANSWER)),
+    Chat((Turn("system", "d"), _QUESTION, _ANSWER)),
+    Chat((_QUESTION, _CALL, Turn("tool", "e"), _ANSWER), (_TOOL,)),
+    Chat((Turn("system", "d"), _QUESTION), (_TOOL,)),
 )
 
 
@@ -113,7 +113,7 @@ _BLANKS = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))")
 _LAST_NEWLINE = re.compile(r"(?:\r\n|\r|\n)\Z")
 
 
-def begun_with_bos(text: str, bos: str, renderer: Renderer) -> str:
+def add_bos(text: str, bos: str, renderer: Renderer) -> str:
     """Return the template `text` so that it begins every chat with `bos`, once.
 
     `renderer` renders `text` itself. A template that begins all chats so is returned as it is; one

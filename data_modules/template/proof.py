@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from data_modules.template.encoding import Spelled
+    from data_modules.template.encoding import TokenizedText
 
 
 FORMS = {
@@ -70,7 +70,7 @@ class Traced(NamedTuple):
     """Hold a conversation as it is trained on: `weights` float32 [tokens] of the whole text."""
 
     text: str
-    spelled: Spelled
+    tokenized: TokenizedText
     weights: npt.NDArray[np.float32]
     notes: frozenset[str]
 
@@ -137,8 +137,8 @@ def faults_of(chat: Conversation, traced: Traced) -> Iterator[str]:
     for found in _WORD.finditer(traced.text):
         number = int(found[2]) if found[1] != "t" else -1
         start, end = found.span()
-        first = traced.spelled.first(start, end)
-        weights = traced.weights[first : traced.spelled.after(end)]
+        first = traced.tokenized.first(start, end)
+        weights = traced.weights[first : traced.tokenized.after(end)]
         if number >= 0 and chat.turns[number].role == "assistant":
             if len(weights) and weights.all():
                 trained.add(found[0])

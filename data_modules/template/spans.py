@@ -38,7 +38,7 @@ from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 _GAPS = "kt"
 
 
-class Placed(NamedTuple):
+class RenderedChat(NamedTuple):
     """Hold a rendered conversation: its text, its turns, and what the template left out."""
 
     text: str
@@ -60,13 +60,13 @@ class Slot(NamedTuple):
     end: int
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     piece: int
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MarkedText:
     """Hold the pieces of a marked text, and the slots between them."""
 
     text: str
@@ -80,7 +80,7 @@ class Layout:
         marks: Sequence[Mark],
         calls: Iterable[tuple[int, int]],
         special: re.Pattern[str],
-    ) -> Layout | None:
+    ) -> MarkedText | None:
         """Take a marked text apart; None where a gap has no end.
 
         `calls` are the stretches that calls take. A gap ends at the next special token, which no
@@ -100,22 +100,24 @@ class Layout:
         pieces = [text[start:end] for start, end in zip(starts, ends_at, strict=True)]
         return cls(text, pieces, slots)
 
-    def place(self, offset: int) -> _Place | None:
+    def place(self, offset: int) -> _Position | None:
         """Return the piece that holds a character of the marked text; None inside a slot."""
         piece = bisect_right(self.slots, offset, key=lambda slot: slot.end)
         start = self.slots[piece - 1].end if piece else 0
-        return _Place(piece, offset - start) if offset - start <= len(self.pieces[piece]) else None
+        return (
+            _Position(piece, offset - start) if offset - start <= len(self.pieces[piece]) else None
+        )
 
 
-class Scaffold:
+class Skeleton:
     """Lay the pieces of a layout over rendered rows; `bounds` are those of the marked text."""
 
-    def __init__(self, layout: Layout, bounds: Bounds, lost: tuple[str, ...]) -> None:
+    def __init__(self, layout: MarkedText, bounds: Bounds, lost: tuple[str, ...]) -> None:
         self._first = layout.pieces[0]
         self._steps = [
             (slot, piece) for slot, piece in zip(layout.slots, layout.pieces[1:], strict=True)
         ]
-        self._extents: list[tuple[TurnSpan, _Place, _Place, _Place]] = []
+        self._extents: list[tuple[TurnSpan, _Position, _Position, _Position]] = []
         self.is_whole = True
         """whether every span begins and ends between the slots"""
         for span in bounds.spans:
@@ -126,7 +128,7 @@ class Scaffold:
                 self.is_whole = False
         self._suffix, self._lost = bounds.suffix, lost
 
-    def fit(self, text: str, chat: Chat) -> Placed | None:
+    def fit(self, text: str, chat: Chat) -> RenderedChat | None:
         """Return the turns in `text`; None where scaffold and text differ in any character."""
         if not text.startswith(self._first):
             return None
@@ -166,7 +168,7 @@ class Scaffold:
             )
             for span, start, end, stop_end in self._extents
         ]
-        return Placed(*with_suffix(text, spans, self._suffix), self._lost)
+        return RenderedChat(*with_suffix(text, spans, self._suffix), self._lost)
 
 
 def with_suffix(text: str, spans: list[TurnSpan], suffix: str) -> tuple[str, list[TurnSpan]]:
@@ -217,7 +219,7 @@ def _forms(value: str) -> Iterable[str]:
     yield json.dumps(value, ensure_ascii=False)[1:-1]  # results that are written as JSON strings
 
 
-MAX_SCAFFOLDS = 1024
+MAX_SKELETONS = 1024
 
 
 MAX_TRIED_TURNS = 64
@@ -243,24 +245,24 @@ class SpanFinder:
     ) -> None:
         self._renderer = renderer
         self._bounds = BoundFinder(renderer, specials, framing)
-        self._scaffolds: dict[object, Scaffold | None] = {}
+        self._skeletons: dict[object, Skeleton | None] = {}
 
-    def place(self, chats: Sequence[Chat]) -> list[Placed | RowRefusedError]:
+    def place(self, chats: Sequence[Chat]) -> list[RenderedChat | RowRefusedError]:
         """Render each chat once, and say where its turns stand."""
-        placed: list[Placed | RowRefusedError] = []
+        placed: list[RenderedChat | RowRefusedError] = []
         for chat, text in zip(chats, self._renderer.render(chats, False), strict=True):
             if isinstance(text, RowRefusedError):
                 placed.append(text)
                 continue
-            scaffold = self._scaffold(chat)
-            found = scaffold.fit(text, chat) if scaffold else None
+            skeleton = self._skeleton(chat)
+            found = skeleton.fit(text, chat) if skeleton else None
             try:
                 placed.append(found or self.search(chat, text))
             except RowRefusedError as refused:
                 placed.append(refused)
         return placed
 
-    def search(self, chat: Chat, text: str) -> Placed:
+    def search(self, chat: Chat, text: str) -> RenderedChat:
         """Find the turns with marks around the row's own texts: slow, and right for any row."""
         if any(PRIVATE.search(own) for own in strings_in(_own_texts(chat))):
             raise RowRefusedError(
@@ -285,7 +287,7 @@ class SpanFinder:
             "its answers cannot be told apart; set data.chat_template=plain"
         )
 
-    def _searched(self, chat: Chat, wraps: Sequence[Wrap | None], text: str) -> Placed | None:
+    def _searched(self, chat: Chat, wraps: Sequence[Wrap | None], text: str) -> RenderedChat | None:
         """Return the turns that marks show; None where `text` is another one without them."""
         wrapped = wrapped_chat(chat, wraps)
         (rendered,) = self._renderer.render([wrapped], False)
@@ -306,7 +308,7 @@ class SpanFinder:
         lost = _lost(wrapped, marks)
         if chat.tools and self._renderer.render([Chat(chat.turns)], False) == [text]:
             lost = ("lost_tools", *lost)
-        return Placed(*with_suffix(text, spans, bounds.suffix), lost)
+        return RenderedChat(*with_suffix(text, spans, bounds.suffix), lost)
 
     def _wraps_by_turn(self, chat: Chat, text: str) -> list[Wrap | None]:
         """Return for each turn how it can be marked alone."""
@@ -326,33 +328,33 @@ class SpanFinder:
                 )
         return [*wraps, *[WRAPS[0]] * (len(chat.turns) - len(wraps))]
 
-    def _scaffold(self, chat: Chat) -> Scaffold | None:
+    def _skeleton(self, chat: Chat) -> Skeleton | None:
         key = form_of(chat)
-        if key not in self._scaffolds:
-            if len(self._scaffolds) >= MAX_SCAFFOLDS:
-                del self._scaffolds[next(iter(self._scaffolds))]
+        if key not in self._skeletons:
+            if len(self._skeletons) >= MAX_SKELETONS:
+                del self._skeletons[next(iter(self._skeletons))]
             try:
-                self._scaffolds[key] = self._build(marked_chat(chat))
+                self._skeletons[key] = self._build(marked_chat(chat))
             except RowRefusedError:
-                self._scaffolds[key] = None
-        return self._scaffolds[key]
+                self._skeletons[key] = None
+        return self._skeletons[key]
 
-    def _build(self, chat: Chat) -> Scaffold | None:
+    def _build(self, chat: Chat) -> Skeleton | None:
         """Render a marked chat, and find its turns."""
         (text,) = self._renderer.render([chat], False)
         marks = None if isinstance(text, RowRefusedError) else marks_in(text, chat)
         if isinstance(text, RowRefusedError) or marks is None:
             return None
         bounds = self._bounds.find(chat, text, marks)
-        layout = Layout.of(text, marks, bounds.calls, self._bounds.special)
+        layout = MarkedText.of(text, marks, bounds.calls, self._bounds.special)
         if layout is None:
             return None
         spans = self._with_others(chat, text, marks, bounds)
         lost = _lost(chat, marks)
         if chat.tools and not any(mark.turn == TOOLS for mark in marks):
             lost = ("lost_tools", *lost)
-        scaffold = Scaffold(layout, bounds._replace(spans=spans), lost)
-        return scaffold if scaffold.is_whole else None
+        skeleton = Skeleton(layout, bounds._replace(spans=spans), lost)
+        return skeleton if skeleton.is_whole else None
 
     def _with_others(
         self, chat: Chat, text: str, marks: Sequence[Mark], bounds: Bounds

@@ -129,7 +129,7 @@ def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int
         )
 
 
-class Tokenising(Protocol):
+class TokenizerFacts(Protocol):
     """What the documents need to know of the template."""
 
     bos_token_id: int | None
@@ -142,7 +142,9 @@ class Tokenising(Protocol):
 class DocumentBuilder:
     """Collect the documents of one chunk of a file, and count rows that leave nothing to learn."""
 
-    def __init__(self, file: str, template: Tokenising, sequence_len: int, on_long: str) -> None:
+    def __init__(
+        self, file: str, template: TokenizerFacts, sequence_len: int, on_long: str
+    ) -> None:
         self._file, self._sequence_len, self._on_long = file, sequence_len, on_long
         self._template = template
         self._pieces: list[Encoded] = []
@@ -156,7 +158,7 @@ class DocumentBuilder:
         counts.add_length(longest, str(origin))
         how = self._sequence_len, self._on_long, self._template.bos_token_id
         fitting = [piece for one in encoded for piece in fit(one, *how)]
-        useful = [piece for piece in fitting if is_learned(piece)]
+        useful = [piece for piece in fitting if is_trained(piece)]
         if longest > self._sequence_len:
             if not fitting or self._on_long == "error":
                 counts.dropped += 1
@@ -201,7 +203,7 @@ class DocumentBuilder:
             trained=np.array([np.count_nonzero(_labels(one)) for one in pieces], dtype=np.int64),
             label_weights=np.array([_labels(one).sum(dtype=np.float64) for one in pieces]),
             digests=np.array([_digest(one) for one in pieces], dtype=np.uint64),
-            ends_in_stop=np.array([_last_learned(one) in stops for one in pieces]),
+            ends_in_stop=np.array([_last_trained(one) in stops for one in pieces]),
             double_bos=np.array([self._has_two_bos(one) for one in pieces]),
         )
 
@@ -249,7 +251,7 @@ def _split(one: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
     ]
 
 
-def is_learned(one: Encoded) -> bool:
+def is_trained(one: Encoded) -> bool:
     """Tell whether any label of a document has a weight."""
     return bool(_labels(one).any())
 
@@ -264,7 +266,7 @@ def _labels(one: Encoded) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return one.weights[1:] if one.target_ids is None else one.weights
 
 
-def _last_learned(one: Encoded) -> int:
+def _last_trained(one: Encoded) -> int:
     ids = one.input_ids if one.target_ids is None else one.target_ids
     return int(ids[one.weights.nonzero()[0][-1]])
 

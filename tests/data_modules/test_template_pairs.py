@@ -90,8 +90,8 @@ def test_a_target_ends_in_eos_where_the_tokenizer_adds_none() -> None:
     assert encoded.target_ids.tolist()[-1] == tokenizer.eos_token_id
     assert encoded.weights[-1] == 0.25
     assert tokenizer.eos_token_id not in encoded.input_ids
-    unlearned = encode(resolve(tokenizer, train_on_eos="none"), ASKED)
-    assert unlearned.weights[-1] == 0 and unlearned.weights[0] == 0.25
+    num_masked = encode(resolve(tokenizer, train_on_eos="none"), ASKED)
+    assert num_masked.weights[-1] == 0 and num_masked.weights[0] == 0.25
 
 
 def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
