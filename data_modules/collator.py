@@ -54,7 +54,7 @@ class Batch:
     input_ids        int64 [rows, tokens]
     position_ids     int64 [rows, tokens], from 0 in each document
     labels           int64 [rows, tokens], already shifted: the token that this position must
-                     predict, -100 where nothing is learned
+                     predict, -100 where nothing is trained on
     loss_weights     float32 [rows, tokens], weight of that label, 0 where it is -100
     dataset_ids      int64 [rows, tokens], index of the data set, 0 in padding
     trained_columns  int64 [k], columns in which any row has a label; column 0 when there is none

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Name a row that a global step learns from, and who does it; numbers from 0."""
+    """Name a row of a global step, and the rank that trains on it; numbers from 0."""
 
     rank: int
     micro_batch: int
@@ -164,7 +164,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @property
     def audit(self) -> Audit:
-        """Return what will be learned and what is wrong with it; `setup` must have run."""
+        """Return what will be trained on and what is wrong with it; `setup` must have run."""
         return self._ready.audit
 
     @property
@@ -173,7 +173,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self.template.hash
 
     def fingerprints(self) -> dict[str, str]:
-        """Return hashes of template and tokenizer and, but for a stream, of all that is learned."""
+        """Return hashes of template, tokenizer and, except for a stream, of all trained tokens."""
         found = {
             "template_sha256": self.template_hash,
             "tokenizer_sha256": hash_of(self._tokenizer),
@@ -280,7 +280,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._loader(self.val_examples, batches)
 
     def rows_of_step(self, step: int) -> Iterator[StepRow]:
-        """Yield what all ranks learn from in global step `step`, counted from 1.
+        """Yield the rows that all ranks train on in global step `step`, counted from 1.
 
         None of a stream, of which nobody keeps a plan.
         """
@@ -306,7 +306,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
                 log.warning(
                     f"data: {name}: {len(prompts) - len(fitting):,} of {len(prompts):,} prompts "
-                    f"are longer than {self.sequence_len:,} tokens and are not asked; the longest, "
+                    f"are longer than {self.sequence_len:,} tokens and are left out; the longest, "
                     f"{longest.origin}, has {len(longest.input_ids):,}; raise data.sequence_len"
                 )
             if fitting:

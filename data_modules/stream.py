@@ -160,8 +160,8 @@ class TokenStream(IterableDataset[Batch]):
                         yield example
             if not num_examples:
                 raise DataError(
-                    f"{dataset.path}: no row to learn for rank {shard[0]} of {shard[1]}; it is too "
-                    "small for a stream: set data.streaming=false"
+                    f"{dataset.path}: no row to train on for rank {shard[0]} of {shard[1]}; it is "
+                    "too small for a stream: set data.streaming=false"
                 )
 
     def _chunks(self, dataset: DatasetConfig, shard: tuple[int, int]) -> Iterator[source.Chunk]:

@@ -35,7 +35,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Hold one turn; `weight` None means that the role decides whether it is learned.
+    """Hold one turn; `weight` None means that the role decides whether it is trained on.
 
     `role` is system, user, assistant or tool. `reasoning` is what an answer thinks before it
     speaks; `name` and `tool_call_id` say which call a tool turn answers.
@@ -54,7 +54,7 @@ class Turn:
 class Conversation:
     """Hold the turns that go through the chat template, with the tools that it may call.
 
-    `weight` multiplies the weight of every learned token of the row.
+    `weight` multiplies the weight of every trained token of the row.
     """
 
     turns: tuple[Turn, ...]
@@ -65,7 +65,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Hold a stretch of raw text and its weight in the loss (0 = not learned)."""
+    """Hold a stretch of raw text and its weight in the loss (0 = masked)."""
 
     text: str
     weight: float
@@ -81,7 +81,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Hold a row that is tokenised already; `weights` has one number a token (0 = not learned)."""
+    """Hold a row that is tokenized already; `weights` has one number a token (0 = masked)."""
 
     input_ids: tuple[int, ...]
     weights: tuple[float, ...]
@@ -89,15 +89,15 @@ class Tokens:
 
 
 Item = Conversation | Document | Tokens
-"""what a row becomes before it is tokenised"""
+"""what a row becomes before it is tokenized"""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Hold one tokenised document.
+    """Hold one tokenized document.
 
     `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label
-    (0 = not learned; the first token is never a label); `dataset` is the data set's index.
+    (0 = masked; the first token is never a label); `dataset` is the data set's index.
     For encoder-decoder models `target_ids` int32 [targets] are the decoder's labels and `weights`
     float32 [targets] belong to those, all of them labels.
     """

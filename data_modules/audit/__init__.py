@@ -1,4 +1,4 @@
-"""Say before training what will be learned, and what is wrong with it."""
+"""Say before training what will be trained on, and what is wrong with it."""
 
 from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit

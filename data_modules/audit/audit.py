@@ -1,4 +1,4 @@
-"""Say before training what will be learned: counts per data set, and what is wrong with them.
+"""Say before training what will be trained on: counts per data set, and what is wrong with them.
 
 Compares the two sides and hands the counts to the rules. Never changes a row, and never raises by
 itself: `Audit.check` does, so that a preview can show what it complains of.
@@ -146,13 +146,13 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
                     dataset=dataset.name,
                     count=len(own),
                     total=dataset.train,
-                    what="training documents",
-                    statement="are there already",
+                    what="training examples",
+                    statement="are duplicates",
                     first=(str(place), str(earlier)),
                     joiner=", the same as ",
                     advice="remove them",
-                    text=f"{dataset.name}: {count_of(len(own), dataset.train)} training documents are "
-                    f"there already, first {place}, the same as {earlier}; {advice}",
+                    text=f"{dataset.name}: {count_of(len(own), dataset.train)} training examples "
+                    f"are duplicates, first {place}, the same as {earlier}; {advice}",
                 )
             )
 
@@ -171,7 +171,7 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
         dataset.repeated = len(own)
         if len(own):
             here, there = validation.origin(int(own[0])), train.origin(int(first[place[own[0]]]))
-            advice = "remove them: their loss does not show what is learned beyond the rows"
+            advice = "remove them: their loss does not show generalization"
             audit.findings.append(
                 AuditWarning(
                     dataset=dataset.name,
@@ -182,8 +182,9 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
                     first=(str(here), str(there)),
                     joiner=", the same as ",
                     advice="remove them",
-                    text=f"{dataset.name}: {count_of(len(own), dataset.validation)} validation documents "
-                    f"also stand in training, first {here}, the same as {there}; {advice}",
+                    text=f"{dataset.name}: {count_of(len(own), dataset.validation)} validation "
+                    f"documents also stand in training, first {here}, the same as {there}; "
+                    f"{advice}",
                 )
             )
 

@@ -56,13 +56,13 @@ HEADINGS = {
     "train": "train",
     "validation": "validation",
     "tokens": "tokens",
-    "trained": "learned",
+    "trained": "trained",
     "lost_tokens": "lost",
     "bad_rows": "bad",
     "dropped": "too long",
     "truncated": "truncated",
     "split": "split",
-    "empty": "nothing to learn",
+    "empty": "nothing to train on",
     "no_stop": "no stop",
     "double_bos": "two BOS",
     "duplicates": "duplicates",
@@ -84,13 +84,13 @@ class DatasetAudit:
 
     rows          all that were read
     train         documents of training; a row is several where it was split
-    trained       learned tokens
+    trained       trained tokens
     bad_rows      rows that could not be read, in quarantine
     dropped       rows above the sequence length that were left out
     lost_tokens   tokens that were lost with long rows, left out or cut away
     lost_share    these as a share of all tokens of the data set, from 0 to 1
-    empty         rows with nothing to learn, left out
-    no_stop       documents whose last learned token is no stop token
+    empty         rows with nothing to train on, left out
+    no_stop       documents whose last trained token is no stop token
     duplicates    documents that stand in training already, to the token
     repeated      validation documents that also stand in training, to the token
     overlapping   validation documents that share words with training
@@ -120,7 +120,7 @@ class DatasetAudit:
 
     @property
     def trained_share(self) -> float:
-        """Return the share of its tokens that is learned, from 0 to 1."""
+        """Return the share of its tokens that is trained on, from 0 to 1."""
         return self.trained / max(1, self.tokens)
 
 
@@ -140,8 +140,9 @@ class BenchmarkAudit:
 class AuditWarning:
     """Hold a warning about one data set: in parts for a screen, and whole in `text` for a file.
 
-    `count` of `total` `what` (rows, documents) `statement`; `share` is that of the tokens, from 0 to 1;
-    `first` are the places of one example, `file:line`, joined by `joiner`; `advice` what to do.
+    It reads `count` of `total` `what` (rows, documents) `statement`; `share` is that of the tokens,
+    from 0 to 1; `first` are the origins (file:line) of one example, joined by `joiner`; `advice`
+    says what to do.
     """
 
     dataset: str

@@ -1,13 +1,13 @@
 """Find documents that share a run of tokens with documents of training.
 
-Decides what counts as the same words: n-grams of token ids that are no scaffolding (a system
+Decides what counts as the same words: n-grams of token ids that are no boilerplate (a system
 prompt, a template's header), and how many of them. One alone says little: of unrelated real data
 up to nine documents in ten share one, two or three in a hundred share a fifth of theirs. Never
 decides what it means for a run. Compares `input_ids`; a decoder's labels are not searched.
 
-Scaffolding is told by counting: it stands in many documents. Of few documents the count says
-little, so there the loss mask helps: what is learned was written for its row, while a prompt's
-words are scaffolding as soon as two rows share them (or there is one row alone).
+Boilerplate is told by counting: it stands in many documents. Of few documents the count says
+little, so there the loss mask helps: what is trained on was written for its row, while a prompt's
+words are boilerplate as soon as two rows share them (or there is one row alone).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _mixed(words: Hashes) -> Hashes:
 CHUNK_TOKENS = 1 << 20
 """tokens that are hashed at a time: about 60 MB with what comes of them"""
 BOILERPLATE_SHARE, BOILERPLATE_DOCUMENTS = 0.10, 2
-"""an n-gram in more documents of a data set than the larger of the two is scaffolding"""
+"""an n-gram in more documents of a data set than the larger of the two is boilerplate"""
 FEW_DOCUMENTS = 20
 """in data sets of up to so many documents of training the loss mask is looked at too"""
 _MAX_TABLE_BITS = 27
@@ -84,7 +84,7 @@ class Columns(Protocol):
 
     @property
     def trained(self) -> npt.NDArray[np.int64]:
-        """Return the learned tokens of each document, int64 [n]; the first one never is."""
+        """Return the trained tokens of each document, int64 [n]; the first one never is."""
 
     @property
     def datasets(self) -> npt.NDArray[np.int64]:
@@ -96,7 +96,7 @@ class Columns(Protocol):
 
     @property
     def ends_in_stop(self) -> npt.NDArray[np.bool_]:
-        """Return whether the last learned token is a stop token, bool [n]."""
+        """Return whether the last trained token is a stop token, bool [n]."""
 
     @property
     def double_bos(self) -> npt.NDArray[np.bool_]:
@@ -167,8 +167,8 @@ def find_overlap(
 
     Documents shorter than `ngram` tokens are compared whole, and so are copies to the token.
     N-grams in more than 10 % of the documents of a data set of either side (and in more than 2) are
-    scaffolding and do not count, wherever they stand. In data sets of up to 20 documents of
-    training those without a learned token are scaffolding already in the second document, or in
+    boilerplate and do not count, wherever they stand. In data sets of up to 20 documents of
+    training those without a trained token are boilerplate already in the second document, or in
     the only one. Above the maxima, evenly spread documents stand for all.
     """
     import numpy as np
@@ -296,7 +296,7 @@ def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> tuple
 
 
 def _trained_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Flags:
-    """Return which grams of `index` hold a learned token in one of the `chosen` documents."""
+    """Return which grams of `index` hold a trained token in one of the `chosen` documents."""
     import numpy as np
 
     trained_grams = np.zeros(len(index.grams), dtype=np.bool_)

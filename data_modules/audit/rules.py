@@ -203,7 +203,8 @@ def _warn_of_long(
         share=dataset.lost_share,
         statement=statement,
         advice=advice,
-        text=f"{fact.name}: {count_of(count, dataset.rows)} rows {amount} {statement}; {advice}{longest}",
+        text=f"{fact.name}: {count_of(count, dataset.rows)} rows {amount} {statement}; {advice}"
+        f"{longest}",
     )
 
 
@@ -212,7 +213,7 @@ def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None
         audit.problems.append(
             f"{fact.path}: no document of data set {dataset.name} is left to train on "
             f"({fact.rows:,} rows, {fact.dropped_long:,} too long, {fact.empty:,} with nothing to "
-            f"learn, {dataset.validation:,} for validation); give more rows, or a larger "
+            f"train on, {dataset.validation:,} for validation); give more rows, or a larger "
             "data.sequence_len"
         )
     if dataset.empty:
@@ -223,11 +224,12 @@ def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None
                 count=dataset.empty,
                 total=dataset.rows,
                 what="rows",
-                statement="have nothing to learn (no answer, or it was cut away) and are left out",
+                statement="have nothing to train on (no answer, or it was cut away) and are left "
+                "out",
                 first=tuple(fact.empty_origins),
                 joiner=", ",
-                text=f"{dataset.name}: {count_of(dataset.empty, dataset.rows)} rows have nothing to "
-                f"learn and are left out ({first}: no answer, or it was cut away)",
+                text=f"{dataset.name}: {count_of(dataset.empty, dataset.rows)} rows have nothing "
+                f"to train on and are left out ({first}: no answer, or it was cut away)",
             )
         )
     for kind, (count, first) in fact.notes.items():
@@ -270,16 +272,16 @@ def _judge_mask(audit: Audit, dataset: DatasetAudit, run: RunSettings) -> None:
     if not dataset.trained:
         audit.problems.append(
             f"{dataset.path}: 0 % of the {dataset.tokens:,} tokens of chat data set {dataset.name} "
-            "are learned; set data.roles_to_train=[assistant], and look at its rows with "
+            "are trained on; set data.roles_to_train=[assistant], and look at its rows with "
             "python -m app.preview"
         )
-    # A causal model never predicts the first token; a decoder's targets are learned whole.
+    # A causal model never predicts the first token; a decoder's targets are trained on whole.
     labels = dataset.tokens - dataset.train
     may_train_all = run.trains_prompts or run.is_encoder_decoder
     if dataset.trained and dataset.trained >= labels and not may_train_all:
         audit.problems.append(
             f"{dataset.path}: 100 % of the {dataset.tokens:,} tokens of chat data set "
-            f"{dataset.name} are learned, its prompts too; set data.chat_template to one that "
+            f"{dataset.name} are trained on, its prompts too; set data.chat_template to one that "
             "shows where answers begin, or data.train_on_inputs=true if this is meant"
         )
 
@@ -291,24 +293,24 @@ def _judge_stops(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None
     num_cut = dataset.truncated + dataset.split
     if train_on_eos == "none":
         statement = (
-            "teach no stop token (data.train_on_eos=none), so the model will not learn to end"
+            "train on no stop token (data.train_on_eos=none), so the model will not learn to end"
         )
-        advice = "data.train_on_eos=turn learns it"
+        advice = "data.train_on_eos=turn trains on it"
         text = (
-            f"{dataset.name}: no stop token is learned (data.train_on_eos=none), so the model will "
-            f"not learn to end an answer; {advice}"
+            f"{dataset.name}: no stop token is trained on (data.train_on_eos=none), so the model "
+            f"will not learn to end an answer; {advice}"
         )
     elif dataset.no_stop < dataset.train:
-        statement = "end their learned tokens without a stop token"
+        statement = "end their trained tokens without a stop token"
         advice = "raise data.sequence_len, or look at them with python -m app.preview"
         text = (
-            f"{dataset.name}: in {number} documents the last learned token is no stop token "
+            f"{dataset.name}: in {number} documents the last trained token is no stop token "
             f"({num_cut:,} rows were cut); {advice}"
         )
     else:
         audit.problems.append(
-            f"{dataset.path}: no stop token is learned in any of the {dataset.train:,} documents "
-            f"of data set {dataset.name}, so the model will not learn to end an answer "
+            f"{dataset.path}: no stop token is trained on in any of the {dataset.train:,} "
+            f"documents of data set {dataset.name}, so the model will not learn to end an answer "
             f"({num_cut:,} of {dataset.rows:,} rows were cut); raise data.sequence_len, set "
             "data.train_on_eos=turn, or a data.chat_template that ends its answers"
         )
@@ -336,13 +338,14 @@ def _judge_shares(audit: Audit, dataset: DatasetAudit, config: AuditConfig) -> N
     limit = config.max_duplicate_share
     if limit is not None and dataset.duplicates > limit * dataset.train:
         audit.problems.append(
-            f"{dataset.path}: {count_of(dataset.duplicates, dataset.train)} training documents are there "
-            f"already, data.audit.max_duplicate_share is {limit}; remove them, or raise the limit"
+            f"{dataset.path}: {count_of(dataset.duplicates, dataset.train)} training examples are "
+            f"duplicates, data.audit.max_duplicate_share is {limit}; remove them, or raise the "
+            "limit"
         )
     limit = config.min_trained_share
     if limit is not None and dataset.trained_share < limit:
         audit.problems.append(
-            f"{dataset.path}: {dataset.trained_share:.2%} of the tokens are learned, "
+            f"{dataset.path}: {dataset.trained_share:.2%} of the tokens are trained on, "
             f"data.audit.min_trained_share is {limit}; look at the mask with "
             "python -m app.preview, or lower the limit"
         )

@@ -219,7 +219,7 @@ def _unknown_role(item: dict[str, Any], name: Any, where: str) -> str:
 def _check_empty(turn: Turn, where: str) -> None:
     if not turn.tool_calls and not turn.reasoning and turn.weight != 0:
         raise EmptyAnswerError(
-            f"{where} is an empty answer: there is nothing to learn; drop the row, or set "
+            f"{where} is an empty answer: there is nothing to train on; drop the row, or set "
             f"'train: false' on the turn, {LEAVE_OUT}"
         )
 

@@ -77,9 +77,9 @@ def check_mixture(config: MixtureConfig) -> list[str]:
 class MixtureRow:
     """Say what one data set gives to an epoch.
 
-    `rows` and `tokens` are there, `rows_seen` and `tokens_seen` are in the epoch;
-    `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `requested` is
-    the share that was asked for, None with weights in epochs. Tokens are 0 without lengths.
+    `rows` and `tokens` are those of the data set, `rows_seen` and `tokens_seen` those of the epoch;
+    `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `requested`
+    is None with weights in epochs. Tokens are 0 without lengths.
     """
 
     name: str
@@ -100,7 +100,7 @@ class MixtureRow:
         "rows seen",
         "of rows",
         "of tokens",
-        "asked",
+        "requested",
     )
 
     def cells(self) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class Mixture:
         ]
 
     def _plan(self, weights: list[float]) -> tuple[list[float] | None, list[float]]:
-        """Return the shares that are asked for, and how often each row is seen in an epoch."""
+        """Return the requested shares, and how often each row is seen in an epoch."""
         kind, temperature, stop = (
             self._config.weights,
             self._config.temperature,
@@ -265,7 +265,7 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Say of a data set's documents which are learned and which are for validation.
+    """Say of a data set's documents which are trained on and which are for validation.
 
     Both are bool [documents]; a document may be neither. `repeated_rows` stand in validation of
     some data set, word for word, and are left out of the training.
@@ -287,9 +287,9 @@ def hold_out(
     """Return the sides of each data set.
 
     `val_set_size` is a share of the rows below 1, else a number of rows; a data set of one row
-    holds none out. Rows alike are held out together or not at all, so there may be fewer than asked
-    for. `max_rows` caps the rows that are learned. Raises DataError when a number of rows leaves
-    none to learn.
+    holds none out. Rows alike are held out together or not at all, so there may be fewer.
+    `max_rows` caps the training rows. Raises DataError when a number of rows leaves
+    none to train on.
     """
     import numpy as np
 
@@ -299,7 +299,7 @@ def hold_out(
         if val_set_size >= max(2, len(rows)):
             raise DataError(
                 f"{path}: data.val_set_size={val_set_size:g} leaves none of its {len(rows):,} rows "
-                "to learn; give fewer, or a share below 1"
+                "to train on; give fewer, or a share below 1"
             )
         validation.append(rows.choose(val_set_size, seed, name))
     held_out = [store.digests[mask] for store, mask in zip(stores, validation, strict=True)]

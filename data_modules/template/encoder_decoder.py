@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class Pair(NamedTuple):
     """Hold what is asked and what is answered, as text; the first `num_masked` characters of the
-    answer are not learned."""
+    answer are not trained on."""
 
     source: str
     target: str
@@ -40,8 +40,8 @@ class PairEncoder:
         mask: MaskConfig,
     ) -> None:
         problems = [
-            f"data.{name}={value}: not for an encoder-decoder model, which learns the last answer "
-            f"only; set data.{name}={instead}"
+            f"data.{name}={value}: not for an encoder-decoder model, which is trained on the last "
+            f"answer only; set data.{name}={instead}"
             for name, value, instead in (
                 ("train_on_inputs", mask.train_on_inputs, False),
                 ("roles_to_train", mask.roles_to_train, "[assistant]"),
@@ -89,7 +89,7 @@ class PairEncoder:
         """Return a chat up to its last answer, or the pair that a document is."""
         if isinstance(item, Tokens):
             return RowRefusedError(
-                "an encoder-decoder model needs a prompt and an answer, and this row is tokenised "
+                "an encoder-decoder model needs a prompt and an answer, and this row is tokenized "
                 "already; give it as text"
             )
         if isinstance(item, Document):

@@ -46,7 +46,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         # TokenizersBackend's Rust tokenizer: its encodings answer char_to_token without building
-        # a Python list of offsets, which costs more than the tokenising.
+        # a Python list of offsets, which costs more than the tokenizing.
         self._backend: Any = tokenizer.backend_tokenizer
         self._widths: npt.NDArray[np.int64] | None = None
         self._is_nfc = False
@@ -65,7 +65,7 @@ class TextTokenizer:
         """Return the tokens of each text.
 
         `plain[i]` are the stretches of text i that hold a control token, in their order: they are
-        spelled as plain text.
+        tokenized as plain text.
         """
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -141,7 +141,7 @@ class TextTokenizer:
                 ids[tokenized.first(start, end) : tokenized.after(end)]
             ):
                 return RowRefusedError(
-                    f"the control token `{text[start:end]}` cannot be spelled as plain text; "
+                    f"the control token `{text[start:end]}` cannot be tokenized as plain text; "
                     "remove it, or set data.control_tokens=keep"
                 )
         return tokenized

@@ -1,7 +1,7 @@
-"""Choose what of a rendered conversation is learned.
+"""Choose what of a rendered conversation is trained on.
 
 Decides the weight of each stretch of text from the settings and the turns. Never renders and
-never tokenises.
+never tokenizes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _AFTER_THOUGHT = re.compile(r"</think>\s*")
 
 @dataclass(kw_only=True, slots=True)
 class MaskConfig:
-    """Choose what is learned of a conversation."""
+    """Choose what of a conversation is trained on."""
 
     train_on_inputs: bool = False
     """learn prompts too, not only answers"""
@@ -99,7 +99,7 @@ def check_mask(config: MaskConfig) -> list[str]:
         )
     if not config.roles_to_train and not config.train_on_inputs:
         problems.append(
-            "data.roles_to_train=[]: nothing of a conversation would be learned; set "
+            "data.roles_to_train=[]: nothing of a conversation would be trained on; set "
             "data.roles_to_train=[assistant]"
         )
     return problems
@@ -116,7 +116,7 @@ class Stretch(NamedTuple):
 class LossWeights(NamedTuple):
     """Hold the weights of a text: `base` for all of it, a later stretch over earlier ones.
 
-    `every_stop` has the texts of the stop tokens that are learned wherever they stand.
+    `every_stop` has the texts of the stop tokens that are trained on wherever they stand.
     """
 
     base: float
@@ -128,7 +128,7 @@ class LossWeights(NamedTuple):
 def chat_loss_weights(
     chat: Conversation, given: Sequence[Turn], placed: RenderedChat, mask: MaskConfig
 ) -> LossWeights:
-    """Return what is learned of a rendered conversation; `given` are its turns as rendered."""
+    """Return what is trained on of a rendered conversation; `given` are its turns as rendered."""
     weights = [
         _turn_weight(chat.turns[span.turn], given[span.turn], mask)
         # A call that the template does not write leaves nothing to say.
@@ -168,7 +168,7 @@ def chat_loss_weights(
 
 
 def document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
-    """Return what is learned of a document: its segments by their weights."""
+    """Return what is trained on of a document: its segments by their weights."""
     stretches, start = [], 0
     for segment in document.segments:
         end = start + len(segment.text)
@@ -231,7 +231,7 @@ def extents_of(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
 
 
 def _thought(turn: Turn, span: TurnSpan, text: str) -> list[Stretch]:
-    """Return the stretch of an answer up to the end of its thought, not learned."""
+    """Return the stretch of an answer up to the end of its thought, masked."""
     closed = _AFTER_THOUGHT.search(text, span.start, span.end)
     if closed:
         return [Stretch(span.start, closed.end(), 0.0)]
@@ -241,12 +241,12 @@ def _thought(turn: Turn, span: TurnSpan, text: str) -> list[Stretch]:
 
 
 Plain = tuple[tuple[int, int], ...]
-"""stretches of a text that hold control tokens, to be spelled as plain text"""
+"""stretches of a text that hold control tokens, to be tokenized as plain text"""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Hold one item as text: what is learned of it, and which stretches spell control tokens."""
+    """Hold one item as text: what is trained on of it, and which stretches spell control tokens."""
 
     text: str
     loss_weights: LossWeights
@@ -270,7 +270,7 @@ class LayoutBuilder:
         self.seen_stops: set[str] = set()
 
     def build(self, items: Sequence[Conversation | Document]) -> list[Layout | RowRefusedError]:
-        """Render what is to be rendered, and choose what is learned of each item."""
+        """Render what is to be rendered, and choose what is trained on of each item."""
         mask = self._mask
         chats = [item for item in items if isinstance(item, Conversation)]
         given = [self._renderer.given(chat, mask.reasoning) for chat in chats]

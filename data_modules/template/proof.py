@@ -85,7 +85,7 @@ class Proof:
 
 
 def prove(trace: Callable[[Conversation], Traced | RowRefusedError]) -> Proof:
-    """Trace every form; `trace` renders, masks and tokenises one conversation.
+    """Trace every form; `trace` renders, masks and tokenizes one conversation.
 
     Raises MemoryError where the template takes more than the process may have.
     """

@@ -129,7 +129,7 @@ class Skeleton:
         self._suffix, self._lost = bounds.suffix, lost
 
     def fit(self, text: str, chat: Chat) -> RenderedChat | None:
-        """Return the turns in `text`; None where scaffold and text differ in any character."""
+        """Return the turns in `text`; None where skeleton and text differ in any character."""
         if not text.startswith(self._first):
             return None
         starts = [0]

@@ -1,7 +1,7 @@
 """Turn a conversation or a document into token ids and the weight of each token.
 
-Decides which template is used, and joins the steps: render, find the turns, choose what is learned,
-tokenise. A row that cannot be encoded becomes a RowProblem; nothing is raised for single rows.
+Decides which template is used, and joins the steps: render, find the turns, weigh them, tokenize.
+A row that cannot be encoded becomes a RowProblem; nothing is raised for single rows.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ChatTemplate:
         self._layout_builder = LayoutBuilder(
             self._renderer, self._finder, self._mask, control_texts(tokenizer)
         )
-        self._tokenizer_of_texts = TextTokenizer(tokenizer)
+        self._text_tokenizer = TextTokenizer(tokenizer)
         self._pairs = (
             PairEncoder(tokenizer, self._renderer, self._layout_builder, self._mask)
             if is_encoder_decoder
@@ -127,16 +127,16 @@ class ChatTemplate:
         """
         own = tokenizer.chat_template
         if name is None and own:
-            note = checked = "the tokenizer's own chat template"
+            note, checked = "chat template: the tokenizer's", "the tokenizer's own chat template"
             text = default_of(own)
         elif name is None or name in TEMPLATE_NAMES:
             chosen = name or ("t5" if is_encoder_decoder else "plain")
             check_named(tokenizer, chosen)
             text = named_template(chosen)
             checked = f"chat template `{chosen}`"
-            note = checked if name else _note_of_default(chosen)
+            note = f"chat template: {chosen}" if name else _note_of_default(chosen)
         else:
-            note, checked = f"chat template {name}", f"data.chat_template={name}"
+            note, checked = f"chat template: {name}", f"data.chat_template={name}"
             text = read_template(name)
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
         template._check_on_forms(checked, limits or Limits())
@@ -172,7 +172,7 @@ class ChatTemplate:
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowProblem]:
         """Yield what becomes of each item, in order.
 
-        Tokens after the last learned one are left out: nothing depends on them. A row whose answer
+        Tokens after the last trained one are left out: nothing depends on them. A row whose answer
         cannot be found in the rendered text, or has no stop token, is a RowProblem.
         """
         for first in range(0, len(items), CHUNK_ROWS):
@@ -187,9 +187,9 @@ class ChatTemplate:
     def prompt(self, item: Item) -> Prompt | None:
         """Return what comes before the last answer, and that answer; None where nothing does.
 
-        Its tokens are those that training sees there: the whole item is tokenised and cut where
+        Its tokens are those that training sees there: the whole item is tokenized and cut where
         the last answer begins. Only where the template's generation prompt is no beginning of the
-        whole conversation, it is tokenised alone, as anybody who asks the model will do it.
+        whole conversation, it is tokenized alone, as anybody who asks the model will do it.
         """
         if isinstance(item, Tokens):
             return None
@@ -200,7 +200,7 @@ class ChatTemplate:
         if prompt is None:
             return None
         text, start, plain = prompt
-        tokenized = self._tokenizer_of_texts.tokenize([text], {0: plain} if plain else {})[0]
+        tokenized = self._text_tokenizer.tokenize([text], {0: plain} if plain else {})[0]
         if isinstance(tokenized, RowRefusedError):
             return None
         prompt_ids = tokenized.ids[: tokenized.first(start, len(text))]
@@ -222,7 +222,7 @@ class ChatTemplate:
         (layout,) = layout_builder.build([chat])
         if isinstance(layout, RowRefusedError):
             return layout
-        (tokenized,) = self._tokenizer_of_texts.tokenize(
+        (tokenized,) = self._text_tokenizer.tokenize(
             [layout.text], {0: layout.plain} if layout.plain else {}
         )
         if isinstance(tokenized, RowRefusedError):
@@ -300,7 +300,7 @@ class ChatTemplate:
         layouts = self._layout_builder.build(texts)
         good = [one for one in layouts if isinstance(one, Layout)]
         plain = {index: one.plain for index, one in enumerate(good) if one.plain}
-        tokenized = iter(self._tokenizer_of_texts.tokenize([one.text for one in good], plain))
+        tokenized = iter(self._text_tokenizer.tokenize([one.text for one in good], plain))
         waiting = iter(layouts)
         for item in items:
             if isinstance(item, Tokens):
@@ -322,7 +322,7 @@ class ChatTemplate:
         if len(wrong):
             return RowRefusedError(
                 f"input_ids has {int(wrong[0]):,}, but the tokenizer has the ids 0 to {known - 1:,}"
-                "; tokenise the row with this model's tokenizer"
+                "; tokenize the row with this model's tokenizer"
             )
         return Encoded(ids.astype(np.int32), np.array(item.weights, np.float32))
 
@@ -371,8 +371,8 @@ class ChatTemplate:
 def _note_of_default(name: str) -> str:
     looks = "contents only" if name == "t5" else "### User: / ### Assistant: turns"
     return (
-        f"the tokenizer has no chat template: `{name}` is used ({looks}); set "
-        "data.chat_template to choose another"
+        f"chat template: {name} ({looks}), because the tokenizer has none; set data.chat_template "
+        "to choose another"
     )
 
 
@@ -383,9 +383,9 @@ def _last_answer(item: Conversation | Document) -> str:
 
 
 def _last_weight(document: Document) -> float:
-    """Return the weight of the last learned segment, which the EOS gets; 0 if they are blank."""
-    learned = [s.weight for s in document.segments if s.weight > 0 and s.text.strip()]
-    return learned[-1] if learned else 0.0
+    """Return the weight of the last trained segment, which the EOS gets; 0 if they are blank."""
+    weights = [s.weight for s in document.segments if s.weight > 0 and s.text.strip()]
+    return weights[-1] if weights else 0.0
 
 
 def default_of(template: str | dict[str, str]) -> str:

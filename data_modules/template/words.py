@@ -3,7 +3,7 @@
 Decides which texts may be spelled so: those whose tokenizer is byte-level BPE with a well-known
 way to split words, and whose characters are split alike by every Unicode version. A word's tokens
 never depend on its neighbours there, so the ids are those of the tokenizer itself, several times
-faster: splitting and merging the same words again is what tokenising costs. All else is left to
+faster: splitting and merging the same words again is what tokenizing costs. All else is left to
 the tokenizer (`ids` returns None).
 """
 

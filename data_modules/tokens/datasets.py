@@ -1,4 +1,4 @@
-"""Hold all data sets of a run: tokens on disk, split into what is learned and what is held out.
+"""Hold all data sets of a run: tokens on disk, split into what is trained on and what is held out.
 
 Composes prepare, holdout and audit. Of a stream it has the rows held out for validation. Never
 plans a step.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class DatasetReport:
-    """Say what a data set is and what is learned of it; tokens are those of training."""
+    """Say what a data set is and what is trained on of it; tokens are those of training."""
 
     name: str
     path: str
@@ -69,7 +69,7 @@ class DatasetReport:
             self.how,
         ]
         if self.asks_validation and not self.validation_rows:
-            parts.append("none could be held out: too few that differ")
+            parts.append("too few distinct rows for validation")
         if self.repeated_rows:
             parts.append(f"{self.repeated_rows:,} left out that stand in validation")
         if self.rejected:
@@ -103,7 +103,7 @@ class DataReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyDataset:
-    """Hold a data set with its name: what was read of it, and which documents are learned."""
+    """Hold a data set with its name: what was read of it, and which documents are trained on."""
 
     name: str
     config: DatasetConfig
@@ -153,7 +153,7 @@ class PreparedData:
 
     @cached_property
     def audit(self) -> Audit:
-        """Return what will be learned and what is wrong with it; of a stream, the rows read."""
+        """Return what will be trained on and what is wrong with it; of a stream, the rows read."""
         config = self._config
         is_stream = config.streaming
         stores = [data.store for data in self._tests.values()]

@@ -52,7 +52,7 @@ class Counts:
     largest_token: tuple[int, str] = (-1, "")
 
     def add_empty(self, origin: str) -> None:
-        """Count a row that leaves nothing to learn."""
+        """Count a row that leaves nothing to train on."""
         self.empty += 1
         self.empty_origins = [*self.empty_origins, origin][:5]
 
@@ -112,7 +112,7 @@ def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int
         detail += (
             f" ({longest}; set data.sequence_len={tokens} or data.on_long=split or truncate_right)"
         )
-    detail += f", {counts.empty:,} have nothing to learn"
+    detail += f", {counts.empty:,} have nothing to train on"
     if counts.empty:
         detail += f" ({', '.join(counts.empty_origins)}: no answer, weight 0, or cut away)"
     if counts.truncated and counts.empty:
@@ -140,7 +140,7 @@ class TokenizerFacts(Protocol):
 
 
 class DocumentBuilder:
-    """Collect the documents of one chunk of a file, and count rows that leave nothing to learn."""
+    """Collect the documents of one chunk of a file, and count rows without a trained token."""
 
     def __init__(
         self, file: str, template: TokenizerFacts, sequence_len: int, on_long: str
@@ -279,7 +279,7 @@ def _digest(one: Encoded) -> int:
 
 
 CHUNKS_IN_PROCESS = 4
-"""data sets of no more chunks are tokenised by this process: others would start for nothing"""
+"""data sets of no more chunks are tokenized by this process: others would start for nothing"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +364,7 @@ def encode_chunks(
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a process that tokenises was killed, often for lack of memory; set data.num_proc=1"
+                "a process that tokenizes was killed, often for lack of memory; set data.num_proc=1"
             ) from error
         finally:
             for future in waiting:

@@ -172,7 +172,7 @@ def _write(
     sequence_len: int,
     first_rows: int | None,
 ) -> None:
-    """Tokenise a data set into `folder`."""
+    """Tokenize a data set into `folder`."""
     read = FirstRows(chunks_of(dataset, data), first_rows)
     format_name, chunks = find_format(dataset, iter(read))
     encoder = ChunkEncoder(
@@ -267,5 +267,5 @@ class _Progress:
     def advance(self, part: EncodedChunk) -> None:
         """Count a chunk that is done."""
         self._rows += part.counts.rows
-        text = f"tokenising {self._name}: {self._rows:,} rows"
+        text = f"tokenizing {self._name}: {self._rows:,} rows"
         self._bar.update(self._task, advance=part.num_bytes, description=text)

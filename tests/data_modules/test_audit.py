@@ -79,7 +79,7 @@ class Side:
 
 
 def chat(num: int = 30, dataset: int = 0, **changes: Any) -> Doc:
-    """A prompt of 10 tokens that is not learned, an answer that is, and its stop token."""
+    """A prompt of 10 tokens that is not trained on, an answer that is, and its stop token."""
     ids = [*RANDOM.integers(100, 30_000, num - 1).tolist(), STOP]
     doc = Doc(ids, [0.0] * 10 + [1.0] * (num - 10), dataset)
     return replace(doc, **changes)
@@ -133,7 +133,7 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
     rows = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in table[1:]}
     assert columns[1:] == [
         *("rows", "train", "validation", "tokens", "learned", "bad", "too long", "truncated"),
-        *("nothing to learn", "two BOS", "duplicates", "in both", "overlap", "lost system"),
+        *("nothing to train on", "two BOS", "duplicates", "in both", "overlap", "lost system"),
     ]
     of_a = ["10", "3", "0", "90", "60 (67%)", "-", "2", "-", "1", "-", "1", "-", "-", "-"]
     of_b = ["7", "2", "1", "60", "40 (67%)", "1", "-", "3", "-", "1", "-", "1", "1", "2"]
@@ -141,12 +141,10 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
     assert rows["b"] == of_b
     assert rows["all"][:5] == ["17", "5", "1", "150", "100 (67%)"]
     said = "\n".join(found.warnings)
-    assert "a: 1 of 10 rows have nothing to learn and are left out (a.jsonl:3" in said
+    assert "a: 1 of 10 rows have nothing to train on and are left out (a.jsonl:3" in said
     assert "b: 2 of 7 rows, first b.jsonl:5: the chat template drops their system turn" in said
     assert "b: 1 of 2 documents begin with two BOS tokens" in said
-    assert (
-        "a: 1 of 3 training documents are there already, first train.jsonl:3, the same as" in said
-    )
+    assert "a: 1 of 3 training examples are duplicates, first train.jsonl:3, the same as" in said
     assert "b: 1 of 1 validation documents also stand in training, first val.jsonl:1" in said
     assert found.problems == []
 
@@ -160,13 +158,17 @@ def test_the_longest_rows_are_those_before_the_cut() -> None:
 
 
 MASKS: list[tuple[str, list[Doc], str]] = [
-    ("nothing", [chat(weights=[0.0] * 30)], "0 % of the 30 tokens of chat data set a are learned"),
+    (
+        "nothing",
+        [chat(weights=[0.0] * 30)],
+        "0 % of the 30 tokens of chat data set a are trained on",
+    ),
     ("everything", [chat(weights=[1.0] * 30)], "100 % of the 30 tokens of chat data set a"),
     ("all but BOS", [chat(weights=[0.0] + [1.0] * 29)], "100 % of the 30 tokens"),
     (
         "no stop",
         [chat(weights=[0.0] * 10 + [1.0] * 19 + [0.0])] * 2,
-        "no stop token is learned in any of the 2 documents of data set a",
+        "no stop token is trained on in any of the 2 documents of data set a",
     ),
     ("no document", [], "no document of data set a is left to train on (8 rows"),
 ]
@@ -195,7 +197,7 @@ def test_what_was_asked_for_is_no_mistake() -> None:
     assert "no stop token is learned (data.train_on_eos=none)" in found.warnings[0]
     some = run_audit([no_stop, chat()])
     assert some.problems == []
-    assert "in 1 of 2 documents the last learned token is no stop token" in some.warnings[0]
+    assert "in 1 of 2 documents the last trained token is no stop token" in some.warnings[0]
 
 
 SHARED_WORDS = list(range(50_000, 50_020))
@@ -285,7 +287,7 @@ def test_the_document_that_shares_most_is_named() -> None:
     assert "first val.jsonl:1 with train.jsonl:2" in found.warnings[0]
 
 
-def test_words_that_many_documents_share_are_scaffolding() -> None:
+def test_words_that_many_documents_share_are_boilerplate() -> None:
     system = RANDOM.integers(100, 30_000, 20).tolist()
     prompted = [with_words(system, at=0) for _ in range(8)]
     assert run_audit(prompted[:5], prompted[5:]).datasets[0].overlapping == 0
@@ -301,7 +303,7 @@ HEADER = list(range(40_000, 40_030))
 
 
 def answered(run: Sequence[int], answer: Sequence[int], dataset: int = 0) -> Doc:
-    """A document as a template writes it: header, prompt, a few words more, and a learned answer"""
+    """A document as a template writes it: header, prompt, a few words more, and a trained answer"""
     prompt = [*HEADER, *run, *range(41_000, 41_005)]
     return Doc([*prompt, *answer, STOP], [0] * len(prompt) + [1] * (len(answer) + 1), dataset)
 
@@ -350,7 +352,7 @@ def test_documents_shorter_than_the_words_are_compared_whole() -> None:
 
 
 def grams_of(doc: Doc, ngram: int) -> dict[tuple[int, ...], bool]:
-    """Return a document's n-grams, and whether any of each holds a learned token."""
+    """Return a document's n-grams, and whether any of each holds a trained token."""
     found: dict[tuple[int, ...], bool] = {}
     for i in range(len(doc.ids) - ngram + 1):
         gram = tuple(doc.ids[i : i + ngram])
@@ -361,7 +363,7 @@ def grams_of(doc: Doc, ngram: int) -> dict[tuple[int, ...], bool]:
 def reference(
     train: list[Doc], held_out: list[Doc], ngram: int, min_share: float, few: int
 ) -> list[bool]:
-    """Which held-out documents share enough n-grams that are no scaffolding, by Python sets."""
+    """Which held-out documents share enough n-grams that are no boilerplate, by Python sets."""
     known: set[tuple[int, ...]] = set()
     common: set[tuple[int, ...]] = set()
     for side in ([doc for doc in train if doc.dataset == number] for number in (0, 1)):
@@ -454,7 +456,7 @@ def test_pieces_of_one_row_are_no_duplicates_of_each_other() -> None:
     assert found.datasets[0].duplicates == 1
     assert "first t.jsonl:3, the same as t.jsonl:1" in found.warnings[0]
     (line,) = [line for line in found.lines() if line.startswith("warning")]
-    wanted = "warning: a: 1 of 4 training documents are there already, first t.jsonl:3, the same as"
+    wanted = "warning: a: 1 of 4 training examples are duplicates, first t.jsonl:3, the same as"
     assert line == f"{wanted} :1; remove them"
 
 

@@ -274,7 +274,7 @@ def test_prompts_above_the_sequence_length_are_left_out_aloud(
     Path(test.path).write_text(json.dumps(rows))
     module = build(files, tokenizer, data={"test_datasets": [test]})
     assert len(module.prompts(9)["test"]) == 2
-    assert "test: 2 of 4 prompts are longer than 128 tokens and are not asked" in caplog.text
+    assert "test: 2 of 4 prompts are longer than 128 tokens and are left out" in caplog.text
     Path(test.path).write_text(json.dumps(rows[1:2]))
     assert build(files, tokenizer, data={"test_datasets": [test]}).prompts(9) == {}
 

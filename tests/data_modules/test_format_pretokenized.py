@@ -1,4 +1,4 @@
-"""Rows that are tokenised already."""
+"""Rows that are tokenized already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of replies: which conversations they are, and that no answer is learned twice."""
+"""Trees of replies: which conversations they are, and that no answer is trained on twice."""
 
 from __future__ import annotations
 

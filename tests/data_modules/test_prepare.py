@@ -142,7 +142,7 @@ def test_each_piece_of_a_split_row_has_one_bos(
     assert len(pieces) > 1 and max(sizes) <= 8 and max(sizes) - min(sizes) <= 1
     bos = tokenizer.bos_token_id
     assert all(piece[0] == bos and bos not in piece[1:] for piece in pieces)
-    # Without loss: each token but the BOS is learned in one piece.
+    # Without loss: each token but the BOS is trained on in one piece.
     assert "".join(learned(prepared, tokenizer)) == text + "</s>"
 
 
@@ -262,7 +262,7 @@ def test_many_rows_come_the_same_from_several_processes(
 
 def test_what_changes_the_tokens_is_prepared_again(tmp_path: Path, tokenizer: Any) -> None:
     config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
-    assert prepare(config, tokenizer, 99).how == "prepared (not in the cache yet)"
+    assert prepare(config, tokenizer, 99).how == "tokenized (now cached)"
     assert prepare(config, tokenizer, 99).how == "found in the cache"
     assert "settings changed: sequence_len" in prepare(config, tokenizer, 98).how
     again = prepare(config, tokenizer, 99, train_on_inputs=True)

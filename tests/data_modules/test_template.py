@@ -453,7 +453,7 @@ def test_prompt_is_a_prefix_of_what_training_sees(
 
 def test_tokenizer_without_template_gets_plain_and_says_so(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
-    assert "plain" in template.note and "no chat template" in template.note
+    assert "plain" in template.note and "because the tokenizer has none" in template.note
     assert tokenizer.chat_template == PLAIN
     assert text_of(template, chat("q", "a", "r", "b")) == (
         "### User:\nq\n\n### Assistant:\na</s>\n\n### User:\nr\n\n### Assistant:\nb</s>"

@@ -117,7 +117,7 @@ def test_tokens_are_those_of_the_saved_tokenizer(
         assert (template.text != original) == written == ("`<s>`, which" in template.note)
 
     again = ChatTemplate.resolve(saved, None)
-    assert again.note == "the tokenizer's own chat template"
+    assert again.note == "chat template: the tokenizer's"
     assert again.text == saved.chat_template
     assert encode(again, TALK).input_ids.tolist() == encode(template, TALK).input_ids.tolist()
 

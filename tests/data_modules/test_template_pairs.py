@@ -97,7 +97,7 @@ def test_a_target_ends_in_eos_where_the_tokenizer_adds_none() -> None:
 def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
     tokenizer = t5_like()
     template = resolve(tokenizer)
-    assert "`t5`" in template.note and "no chat template" in template.note
+    assert "t5" in template.note and "because the tokenizer has none" in template.note
     named = ChatTemplate.resolve(tokenizer, "plain", is_encoder_decoder=True)
     prompt = named.prompt(CHAT)
     assert prompt is not None
@@ -111,7 +111,7 @@ def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
         (Document((Segment("one two", 1.0),), ORIGIN), "needs a prompt and an answer.*one text"),
         (Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN), "needs a prompt"),
         (Conversation((Turn("user", "one"),), ORIGIN), "needs a prompt.*no answer"),
-        (Tokens((1, 2), (1.0, 1.0), ORIGIN), "needs a prompt.*tokenised already"),
+        (Tokens((1, 2), (1.0, 1.0), ORIGIN), "needs a prompt.*tokenized already"),
     ],
 )
 def test_rows_without_two_sides_are_named(item: Any, told: str) -> None:

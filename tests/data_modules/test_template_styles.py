@@ -277,7 +277,7 @@ def test_named_templates_resolve_or_name_what_is_missing(name: str) -> None:
     chosen = (STYLES | THINKING)[name]
     whole = build_tokenizer(["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>")
     template = ChatTemplate.resolve(whole, name, MaskConfig())
-    assert template.note == f"chat template `{name}`"
+    assert template.note == f"chat template: {name}"
     assert template.stop_token_ids == {whole.convert_tokens_to_ids(chosen.stop)}
     bare = build_tokenizer(["<s>"], bos="<s>")
     missing = chosen.specials[0] if chosen.specials else "no eos token"

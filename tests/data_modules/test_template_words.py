@@ -87,11 +87,14 @@ def test_words_of_the_vocabulary_are_taken_whole_where_merges_are_ignored(text: 
     backend = tokenizer.backend_tokenizer
     whole = [backend.token_to_id(word) for word in ("abc", "'ll")]
     assert backend.encode("abc'll", add_special_tokens=False).ids == whole
-    tokeniser = TextTokenizer(tokenizer)
+    text_tokenizer = TextTokenizer(tokenizer)
     for one in (text, f"the abc 123 \u00e9t\u00e9{text}"):
         expected = backend.encode(one, add_special_tokens=False).ids
-        assert tokeniser._words is not None and tokeniser._words.ids(one) in (None, expected)
-        (tokenized,) = tokeniser.tokenize([one], {})
+        assert text_tokenizer._words is not None and text_tokenizer._words.ids(one) in (
+            None,
+            expected,
+        )
+        (tokenized,) = text_tokenizer.tokenize([one], {})
         assert tokenized.ids.tolist() == expected
 
 
@@ -121,7 +124,7 @@ def test_added_tokens_of_all_kinds_are_spelled_as_by_the_tokenizer(
     if normalizer:
         tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.add_tokens([tokenizers.AddedToken(content, **options)])
-    tokeniser = TextTokenizer(tokenizer)
+    text_tokenizer = TextTokenizer(tokenizer)
     held = [content, "<e\u0301>", "<\u00e9>"]
     texts = [
         f"{a}{one}{b}" for one in held for a in ("", "a", "a ", " \n") for b in ("", "b", "  b")
@@ -129,16 +132,16 @@ def test_added_tokens_of_all_kinds_are_spelled_as_by_the_tokenizer(
     for text in [*texts, " ".join(texts)]:
         expected = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         # Asked first: words that differ are given up as soon as a text is spelled.
-        assert tokeniser._words is None or tokeniser._words.ids(text) in (None, expected)
-        (tokenized,) = tokeniser.tokenize([text], {})
+        assert text_tokenizer._words is None or text_tokenizer._words.ids(text) in (None, expected)
+        (tokenized,) = text_tokenizer.tokenize([text], {})
         assert tokenized.ids.tolist() == expected
 
 
 def test_byte_fallback_is_left_to_the_tokenizer() -> None:
     tokenizer = build_tokenizer(["</s>"], eos="</s>")
     tokenizer.backend_tokenizer.model.byte_fallback = True
-    tokeniser = TextTokenizer(tokenizer)
-    assert tokeniser._words is None and tokeniser._widths is None
+    text_tokenizer = TextTokenizer(tokenizer)
+    assert text_tokenizer._words is None and text_tokenizer._widths is None
 
 
 def test_one_text_takes_no_threads() -> None:
@@ -148,9 +151,9 @@ def test_one_text_takes_no_threads() -> None:
         raise AssertionError("threads are taken")
 
     for tokenizer in (tokenizer_of(LLAMA3, ""), tokenizer_of("", "NFC")):
-        tokeniser = TextTokenizer(tokenizer)
+        text_tokenizer = TextTokenizer(tokenizer)
         texts = ["the quick", "\u4e00 \u2603"]
-        expected = [one.ids.tolist() for one in tokeniser.tokenize(texts, {})]
+        expected = [one.ids.tolist() for one in text_tokenizer.tokenize(texts, {})]
 
         class Alone:
             encode_batch = encode_batch_fast = staticmethod(refuse)
@@ -161,10 +164,10 @@ def test_one_text_takes_no_threads() -> None:
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._backend, name)
 
-        tokeniser._backend = Alone(tokeniser._backend)
-        assert [tokeniser.tokenize([text], {})[0].ids.tolist() for text in texts] == expected
-        tokeniser._widths = None
-        assert [tokeniser.tokenize([text], {})[0].ids.tolist() for text in texts] == expected
+        text_tokenizer._backend = Alone(text_tokenizer._backend)
+        assert [text_tokenizer.tokenize([text], {})[0].ids.tolist() for text in texts] == expected
+        text_tokenizer._widths = None
+        assert [text_tokenizer.tokenize([text], {})[0].ids.tolist() for text in texts] == expected
 
 
 @cache
@@ -195,14 +198,14 @@ def tokenizer_of(pattern: str, normalizer: str) -> Any:
 @given(text=texts)
 def test_ids_are_the_tokenizers_own(pattern: str, normalizer: str, text: str) -> None:
     tokenizer = tokenizer_of(pattern, normalizer)
-    tokeniser = TextTokenizer(tokenizer)
-    assert tokeniser._words is not None
+    text_tokenizer = TextTokenizer(tokenizer)
+    assert text_tokenizer._words is not None
     whole = f"{TEXT}{text}"
     for one in (text, whole):
-        (tokenized,) = tokeniser.tokenize([one], {})
+        (tokenized,) = text_tokenizer.tokenize([one], {})
         encoding = tokenizer.backend_tokenizer.encode(one, add_special_tokens=False)
         assert tokenized.ids.tolist() == encoding.ids
-        assert tokeniser._words.ids(one) in (None, encoding.ids)
+        assert text_tokenizer._words.ids(one) in (None, encoding.ids)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -279,16 +282,16 @@ def test_real_tokenizers_spell_real_text_alike(name: str) -> None:
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
     else:
         tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder)
-    tokeniser = TextTokenizer(tokenizer)
-    assert tokeniser._words is not None
+    text_tokenizer = TextTokenizer(tokenizer)
+    assert text_tokenizer._words is not None
     by_words = 0
     for data in ("instruct/gsm8k_alpaca.json", "chat/oasst_trees.jsonl", "text/c4_demo.jsonl"):
         text = (SHARED / data).read_text("utf-8")
         parts = [text[i : i + 999] for i in range(0, min(len(text), 200_000), 999)]
         expected = tokenizer.backend_tokenizer.encode_batch(parts, add_special_tokens=False)
-        tokenized = tokeniser.tokenize(parts, {})
+        tokenized = text_tokenizer.tokenize(parts, {})
         assert [s.ids.tolist() for s in tokenized] == [e.ids for e in expected]
-        by_words += sum(tokeniser._words.ids(part) is not None for part in parts)
+        by_words += sum(text_tokenizer._words.ids(part) is not None for part in parts)
     assert by_words > 300
 
 
@@ -301,15 +304,15 @@ def test_a_template_travels_to_another_process() -> None:
 
 
 def test_words_are_given_up_as_soon_as_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokeniser = TextTokenizer(tokenizer_of(LLAMA3, ""))
-    assert tokeniser._words is not None
+    text_tokenizer = TextTokenizer(tokenizer_of(LLAMA3, ""))
+    assert text_tokenizer._words is not None
     monkeypatch.setattr(words.WordTokenizer, "ids", lambda self, text: [0] * len(text))
-    backend = tokeniser._backend
-    tokenized = tokeniser.tokenize(["the quick", "brown fox"], {})
+    backend = text_tokenizer._backend
+    tokenized = text_tokenizer.tokenize(["the quick", "brown fox"], {})
     assert [one.ids.tolist() for one in tokenized] == [
         backend.encode(text, add_special_tokens=False).ids for text in ("the quick", "brown fox")
     ]
-    assert tokeniser._words is None
+    assert text_tokenizer._words is None
 
 
 @pytest.mark.parametrize("name", ["stories260K", "gpt2"])
