@@ -14,9 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from data_modules.messages import DataError, Problems, reason_of
-from data_modules.samples.corpus import CORPORA
 from data_modules.source.arrow import _read_arrow, _read_parquet
 from data_modules.source.chunks import Chunk, ReadOptions
+from data_modules.source.corpus import CORPORA, SAMPLES
 from data_modules.source.delimited import _read_csv, _read_tsv
 from data_modules.source.limits import Limits
 from data_modules.source.opening import File, special_file, stem_of, suffix_of
@@ -24,9 +24,6 @@ from data_modules.source.remote import _REMOTE_MARKS, Url, _addresses, _fresh_in
 from data_modules.source.text import _read_json, _read_jsonl, _read_txt
 
 SAMPLE_PREFIX = "sample:"
-
-
-SAMPLES = Path(__file__).parent.parent / "samples"
 
 
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")

@@ -23,15 +23,15 @@ from data_modules.messages import (
     reason_of,
     unreadable,
 )
-from data_modules.samples.corpus import CORPORA, read_corpus
+from data_modules.source import corpus
 from data_modules.source.arrow import _arrow_errors
 from data_modules.source.chunks import Chunk, ReadOptions, grouped
+from data_modules.source.corpus import CORPORA, WORDS_FILE, read_corpus
 from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
     READERS,
     SAMPLE_PREFIX,
-    SAMPLES,
     Part,
     check_split,
     files_of,
@@ -137,8 +137,8 @@ def fingerprint(
         return commit_of(path, revision) or ""
     digest = hashlib.sha256()
     if is_generated(path):
-        for code in sorted(SAMPLES.glob("*.py")):
-            digest.update(repr((code.name, _sha256_of(code))).encode())
+        for made_by in (Path(corpus.__file__), WORDS_FILE):
+            digest.update(repr((made_by.name, _sha256_of(made_by))).encode())
         return digest.hexdigest()
     files = find_files(path, split, limits)
     if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
