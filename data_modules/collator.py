@@ -1,4 +1,4 @@
-"""Lay the documents of a micro-batch out as tensors, packed in one row or padded.
+"""Make tensors of the documents of a micro-batch, packed in one row or padded.
 
 Decides positions, labels and padding. Never decides which documents come together.
 """
@@ -54,7 +54,7 @@ class Batch:
     input_ids        int64 [rows, tokens]
     position_ids     int64 [rows, tokens], from 0 in each document
     labels           int64 [rows, tokens], already shifted: the token that this position must
-                     predict, -100 where nothing is trained on
+                     predict, -100 where masked
     loss_weights     float32 [rows, tokens], weight of that label, 0 where it is -100
     dataset_ids      int64 [rows, tokens], index of the data set, 0 in padding
     trained_columns  int64 [k], columns in which any row has a label; column 0 when there is none
@@ -180,7 +180,7 @@ class Collator:
 
 
 class _Side:
-    """Lay token arrays side by side: `documents[row][document]`, each [tokens].
+    """Concatenate token arrays: `documents[row][document]`, each [tokens].
 
     Rows have `row_len` tokens, or as many as the longest of them needs, rounded up to `multiple`.
     """

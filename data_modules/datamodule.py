@@ -131,8 +131,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         is_encoder_decoder = self._decoder_start is not None
         if is_encoder_decoder and config.on_long == "split":
             raise DataError(
-                "data.on_long=split: the answer of an encoder-decoder model cannot be told without "
-                "its question; use drop, truncate_left or truncate_right"
+                "data.on_long=split: an encoder-decoder model needs question and answer "
+                "together; use drop, truncate_left or truncate_right"
             )
         self.template = ChatTemplate.resolve(
             self._tokenizer,

@@ -94,11 +94,11 @@ def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return in one line what an error of a library says."""
+    """Return the message of a library's error in one line."""
     strerror = error.strerror if isinstance(error, OSError) else None
-    said = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
+    message = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
     # A library may quote an address, with the password or the token in it.
-    return redact(said)
+    return redact(message)
 
 
 def unreadable(file: object, error: Exception) -> str:

@@ -260,10 +260,10 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
 def _read_reasoning(item: dict[str, Any], thought: str, where: str) -> str:
     for field in _REASONING_FIELDS:
         if item.get(field):
-            told = read_text(item[field], f"{where}.{field}")
-            if thought and thought != told:
+            found = read_text(item[field], f"{where}.{field}")
+            if thought and thought != found:
                 raise RowError(f"{where} thinks twice, in its parts and in {field}; keep one")
-            return told
+            return found
     return thought
 
 

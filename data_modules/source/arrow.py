@@ -130,7 +130,7 @@ def json_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
 
 
 def _holds_json(kind: Any) -> bool:
-    """Tell whether a type of `datasets` holds JSON text; raises TypeError where it is none."""
+    """Tell whether a type of `datasets` holds JSON text; raises TypeError for anything else."""
     if isinstance(kind, list):  # how lists were described in older versions
         return _holds_json(kind[0])
     if not isinstance(kind, dict):
@@ -170,9 +170,7 @@ def _arrow_errors(file: File, kind: str) -> Iterator[None]:
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
-        raise DataError(
-            f"{file}: is no {kind} file that can be read: {reason_of(error)}"
-        ) from error
+        raise DataError(f"{file}: not a readable {kind} file: {reason_of(error)}") from error
 
 
 def _read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
@@ -214,7 +212,7 @@ def _read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
 
 
 def _check_schema(file: File, schema: Any, limits: Limits) -> None:
-    """Raise DataError where the columns of a file go beyond a limit, or cannot be told apart."""
+    """Raise DataError where the columns of a file go beyond a limit, or have the same name."""
     if problem := why_names(schema.names, limits):
         raise DataError(f"{file}: {problem}")
     times = Counter(schema.names)

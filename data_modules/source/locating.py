@@ -1,6 +1,6 @@
 """Find the files that a path means, on disk or remote, and what tells that one has changed.
 
-Decides which files belong to a split and what is said where there is none. Never reads a row.
+Decides which files belong to a split and how a missing one is reported. Never reads a row.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _remote_files(url: Url, split: str) -> list[File]:
             raise DataError(f"{url}: no file matches")
         return _named_by_split(str(url), files, split)
     if is_readable(url.name):
-        # That its package is there is asked here, before anything is read.
+        # Checks that its package is installed before anything is read.
         _remote(url, lambda fs, place: None)
         return _named_by_split(str(url), [url], split)
     if not _remote(url, lambda fs, place: fs.isdir(place)):
@@ -171,7 +171,7 @@ def _files_in(folder: Path, split: str) -> list[File]:
 
 
 def _regular(files: Sequence[Path]) -> list[File]:
-    """Return files that a folder or a pattern has; raises DataError where one is no file.
+    """Return files that a folder or a pattern has; raises DataError for one that is not a file.
 
     Left out in silence, it would be a part of the data that nobody misses.
     """
@@ -207,7 +207,7 @@ def _named_by_split(path: str, files: Sequence[File], split: str) -> list[File]:
 
 
 def only_train(path: str, split: str) -> str:
-    """Say that what is no folder has no split but train."""
+    """Say that a single file, or files named one by one, have no split but train."""
     return (
         f"{path}: no split '{split}' in what is one file, or files named one by one: their split "
         "is train; give a folder, or the file of that split"

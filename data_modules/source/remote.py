@@ -190,7 +190,7 @@ def _fresh_info(file_system: Any, place: str) -> dict[str, Any]:
 
 
 def _remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
-    """Ask the file system of an address; raises DataError with what it says."""
+    """Query the file system of an address; raises DataError with its answer."""
     import fsspec
 
     def answer() -> Any:

@@ -1,6 +1,6 @@
 """Read text files in bounded memory: JSON lines, JSON arrays, lines and paragraphs.
 
-Decides where a row begins and ends, and what is said of one that cannot be parsed.
+Decides where a row begins and ends, and how one that cannot be parsed is reported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _RefusedObjectError(ValueError):
 class TextChunk(Chunk):
     """Hold whole lines of a file as bytes; `kind` is json, line or paragraph.
 
-    `kept` are the numbers, from 0, of the chunk's rows that are asked for; None = all.
+    `kept` are the numbers, from 0, of the chunk's rows that are kept; None = all.
     """
 
     first_line: int
@@ -151,7 +151,7 @@ def parse_element(
 ) -> tuple[Row | BadRow, int]:
     """Return the row that begins at `start` of an array, and where it ends.
 
-    Raises JSONDecodeError, or DataError, where that cannot be told.
+    Raises JSONDecodeError, or DataError, where its end cannot be found.
     """
     try:
         values, end = _decoder(limits.columns, limits.key_chars).raw_decode(text, start)
@@ -160,7 +160,7 @@ def parse_element(
     except RecursionError as error:
         raise DataError(f"{origin} {too_deep(limits)}") from error
     except ValueError as error:
-        # Its end can be told all the same.
+        # Its end can be found all the same.
         _, end = _LENIENT_DECODER.raw_decode(text, start)
         return BadRow(origin, _unreadable(error, limits), text[start:end][:MAX_RAW]), end
     if (end - start) * 4 > max_row_bytes:
@@ -351,7 +351,7 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
         except json.JSONDecodeError as error:
             if data.cut:
                 return
-            # What follows cannot be told apart any more: this is the file's problem, not a row's.
+            # Rows after it cannot be delimited any more: this is the file's problem, not a row's.
             reason = invalid_json(error.msg, text, error.pos)
             raise DataError(f"{file}:{error.lineno}:{error.colno} {reason}") from error
         yield end - start, row

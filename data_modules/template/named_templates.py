@@ -70,7 +70,7 @@ def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> N
 
 
 def read_template(name: str) -> str:
-    """Return the text of the .jinja file `name`; raises DataError where it is no template."""
+    """Return the text of the .jinja file `name`; raises DataError where it is not one."""
     file = Path(name).expanduser()
     if file.suffix != ".jinja" or not file.is_file():
         what = "no such file" if file.suffix == ".jinja" else "unknown chat template"
@@ -80,8 +80,8 @@ def read_template(name: str) -> str:
         )
     if file.stat().st_size > MAX_TEMPLATE_BYTES:
         raise DataError(
-            f"data.chat_template={name}: {file.stat().st_size:,} bytes are no chat template; give "
-            "a .jinja file"
+            f"data.chat_template={name}: {file.stat().st_size:,} bytes, too large for a chat "
+            "template; give a .jinja file"
         )
     try:
         return file.read_text("utf-8")
@@ -117,7 +117,7 @@ def add_bos(text: str, bos: str, renderer: Renderer) -> str:
     """Return the template `text` so that it begins every chat with `bos`, once.
 
     `renderer` renders `text` itself. A template that begins all chats so is returned as it is; one
-    that does so for some chats is asked for its chat first.
+    that does so for some chats is rendered first, and the BOS added where it lacks.
     """
     rendered = [one for prompt in (False, True) for one in renderer.render(_PROBES, prompt)]
     begins = [one.lstrip().startswith(bos) for one in rendered if isinstance(one, str)]

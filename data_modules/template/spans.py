@@ -284,7 +284,7 @@ class SpanFinder:
                 return placed
         raise refused or RowRefusedError(
             "the chat template writes its turns otherwise when one of their texts is another, so "
-            "its answers cannot be told apart; set data.chat_template=plain"
+            "its answers cannot be located; set data.chat_template=plain"
         )
 
     def _searched(self, chat: Chat, wraps: Sequence[Wrap | None], text: str) -> RenderedChat | None:
@@ -323,7 +323,7 @@ class SpanFinder:
             else:
                 raise RowRefusedError(
                     f"turn {number + 1} ({turn.role}): the chat template writes the row otherwise "
-                    "when this text is another, so it cannot be told apart; set "
+                    "when this text is another, so it cannot be located; set "
                     "data.chat_template=plain"
                 )
         return [*wraps, *[WRAPS[0]] * (len(chat.turns) - len(wraps))]
@@ -359,7 +359,7 @@ class SpanFinder:
     def _with_others(
         self, chat: Chat, text: str, marks: Sequence[Mark], bounds: Bounds
     ) -> list[TurnSpan]:
-        """Add the spans of the turns that are no answers, each where its content stands first."""
+        """Add the spans of the turns other than answers, each where its content first occurs."""
         stops = {span.stop for span in bounds.spans if span.stop}
         spans = {}
         for mark in marks:

@@ -330,14 +330,14 @@ def test_a_first_row_like_no_other_hides_no_format(tmp_path: Path, base: Any) ->
     assert (rest.format, rest.counts.kept, rest.counts.rejected) == ("messages", 2, 1)
     # Most rows are of no format: then one row that is of some says nothing of the file.
     (problem,) = problems_of(write(tmp_path, bad, bad, bad, GOOD), base)
-    assert "data.jsonl:1 columns ['msgs'] are of no known format; set" in problem
+    assert "data.jsonl:1 columns ['msgs']: format not recognized; set" in problem
 
 
 def test_a_slip_in_every_row_is_seen(tmp_path: Path, base: Any) -> None:
     bad = GOOD.replace('"messages"', '"message"')
     (problem,) = problems_of(write(tmp_path, bad, bad), base)
     assert problem.startswith(
-        "data.jsonl:1 columns ['message'] are of no known format; 'message' is near: did you mean "
+        "data.jsonl:1 columns ['message']: format not recognized; 'message' is near: did you mean "
         "'messages'?; set data.datasets[].format to one of messages, sharegpt, alpaca,"
     )
     assert problem.endswith("columns; try format: messages, columns: {messages: message}")

@@ -138,8 +138,8 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
         ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
         ("d.csv", b"\xe9,b\n1,2\n", "d.csv:1 byte 0xE9 at column 1 is not UTF-8"),
         ("d.txt", b"one\ntwo\n\nthr\xe9e\n", "d.txt:4 byte 0xE9 at column 4 is not UTF-8"),
-        ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: is no arrow file that can be read"),
-        ("d.arrow", b"", "d.arrow: is no arrow file that can be read"),
+        ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: not a readable arrow file"),
+        ("d.arrow", b"", "d.arrow: not a readable arrow file"),
         (
             "d.jsonl",
             b'{"a": ' + b"1" * 5000 + b"}",

@@ -146,7 +146,7 @@ def test_more_than_twenty_problems_are_counted(tmp_path: Path) -> None:
         ("d.jsonl", '{"a": 1}'.encode("utf-16"), "d.jsonl: is UTF-16; save it as UTF-8"),
         ("d.csv", "a,b\n1,2,3\n", "d.csv:2 3 cells, the header has 2 (a, b)"),
         ("d.csv", 'a,b\n"1,2\n', "d.csv:2 broken CSV"),
-        ("d.parquet", "PAR0", "d.parquet: is no parquet file"),
+        ("d.parquet", "PAR0", "d.parquet: not a readable parquet file"),
         ("d.doc", "text", "d.doc: cannot read .doc; use .json, .jsonl, .ndjson, .csv, .tsv"),
     ],
 )

@@ -540,9 +540,9 @@ def test_template_that_never_ends_is_an_error(tokenizer: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"{% for m in messages %}\n{{ m.content", "is no valid template: line 2: "),
+        (b"{% for m in messages %}\n{{ m.content", "is not a valid template: line 2: "),
         (b"\xff", "is not UTF-8 text"),
-        (b" " * (1 << 20) + b"x", "1,048,577 bytes are no chat template"),
+        (b" " * (1 << 20) + b"x", "1,048,577 bytes, too large for a chat template"),
     ],
 )
 def test_file_that_is_no_template_is_an_error(
