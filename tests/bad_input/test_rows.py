@@ -299,8 +299,8 @@ def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> 
     assert (counts.rows, counts.kept, counts.empty) == (3, 2, 1)
     assert counts.empty_origins == [f"{file}:2"]
     assert problems_of(file, base) == [
-        "data.jsonl:2 messages[1] is an empty answer: there is nothing to train on; drop the row, or "
-        "set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
+        "data.jsonl:2 messages[1] is an empty answer: there is nothing to train on; drop the row, "
+        "or set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
         "data.on_bad_row=quarantine"
     ]
 

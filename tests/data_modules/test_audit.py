@@ -115,7 +115,7 @@ def test_clean_data_says_nothing_and_shows_a_small_table() -> None:
     assert (found.problems, found.warnings, found.facts) == ([], [], [])
     found.check()
     heading, row, longest = found.lines()
-    assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "learned"]
+    assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "trained"]
     assert row.split() == ["a", "8", "6", "2", "180", "120", "(67%)"]
     assert longest == "longest rows, in tokens: train.jsonl:1 30, :2 30, :3 30, :4 30, :5 30"
 
@@ -132,7 +132,7 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
     columns = [" ".join(c.split()) for c in table[0] if c]
     rows = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in table[1:]}
     assert columns[1:] == [
-        *("rows", "train", "validation", "tokens", "learned", "bad", "too long", "truncated"),
+        *("rows", "train", "validation", "tokens", "trained", "bad", "too long", "truncated"),
         *("nothing to train on", "two BOS", "duplicates", "in both", "overlap", "lost system"),
     ]
     of_a = ["10", "3", "0", "90", "60 (67%)", "-", "2", "-", "1", "-", "1", "-", "-", "-"]
@@ -194,7 +194,7 @@ def test_what_was_asked_for_is_no_mistake() -> None:
     assert run_audit([everything], run=RunSettings(is_encoder_decoder=True)).problems == []
     found = run_audit([no_stop], run=RunSettings(train_on_eos="none"))
     assert found.problems == []
-    assert "no stop token is learned (data.train_on_eos=none)" in found.warnings[0]
+    assert "no stop token is trained on (data.train_on_eos=none)" in found.warnings[0]
     some = run_audit([no_stop, chat()])
     assert some.problems == []
     assert "in 1 of 2 documents the last trained token is no stop token" in some.warnings[0]

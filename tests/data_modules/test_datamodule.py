@@ -338,7 +338,7 @@ def test_report_says_it_aloud(files: list[DatasetConfig], tokenizer: Any) -> Non
     module = build(files, tokenizer)
     lines = module.report.lines()
     assert lines[0].startswith("lists: 40 rows (alpaca, guessed), 38 train + 2 validation, ")
-    assert "no chat template" in lines[-1]
+    assert "because the tokenizer has none" in lines[-1]
     kept = json.loads(json.dumps([asdict(report) for report in module.report.datasets]))
     assert [one["name"] for one in kept] == module.dataset_names == ["lists", "chats", "pairs"]
     assert kept[0]["train_rows"] == 38
