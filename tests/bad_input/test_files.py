@@ -30,6 +30,7 @@ from tests.processes import LONGEST
     [
         ("d.jsonl", b"", "d.jsonl: 0 rows; give a file with at least one row", b"GOOD\n"),
         ("d.jsonl", b"\n \n\t\n", "d.jsonl: 0 rows; give a file", b"\n \nGOOD\n"),
+        ("d.json", b"", "d.json: 0 rows; give a file", b"[GOOD]"),
         ("d.json", b"[]", "d.json: 0 rows; give a file", b"[GOOD]"),
         ("d.csv", b"instruction,output\n", "d.csv: 0 rows", b"instruction,output\nq,one\n"),
         (

@@ -417,23 +417,6 @@ def test_prompts_are_of_rows_held_out_wherever_they_stand(tmp_path: Path, tokeni
     assert requested == held_out and len(requested) == 6
 
 
-def test_what_the_template_loses_is_said(
-    tmp_path: Path, make_tokenizer: Callable[..., Any]
-) -> None:
-    rows = [{"instruction": f"q {i}", "output": "a", "system": "brief"} for i in range(10)]
-    (tmp_path / "d.json").write_text(json.dumps(rows))
-    template = tmp_path / "t.jinja"
-    template.write_text(
-        "{% for m in messages if m.role != 'system' %}{{ m.role }} {{ m.content }}"
-        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
-    )
-    tokenizer = make_tokenizer(["</s>"], eos="</s>")
-    data = {"val_set_size": 3, "chat_template": str(template)}
-    module = build([DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data=data)
-    told = [line for line in module.audit.lines() if "system turn" in line]
-    assert len(told) == 1 and "10 of 10 rows" in told[0] and "d.json:1" in told[0]
-
-
 def test_the_audit_and_the_quarantine_are_written_beside_the_run(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path
 ) -> None:

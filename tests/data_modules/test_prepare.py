@@ -162,85 +162,11 @@ def test_longest_row_is_named(tmp_path: Path, tokenizer: Any) -> None:
     assert [origin[-2:] for _, origin in counts.longest] == [":3", ":4", ":2", ":1"]
 
 
-def test_answer_cut_away_counts_as_nothing_to_learn(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [*alpaca("one"), {"instruction": "one two " * 50, "output": "two"}]
-    limit = length(tokenizer, "one")
-    config = write(tmp_path / "d.jsonl", rows)
-    prepared = prepare(config, tokenizer, limit, on_long="truncate_right")
-    assert learned(prepared, tokenizer) == ["one</s>"]
-    assert (prepared.counts.truncated, prepared.counts.empty) == (1, 1)
-
-
-def test_long_rows_can_be_an_error(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one", "one two three " * 9))
-    with pytest.raises(
-        DataError, match=r"1 rows are longer than 30 tokens.*d.jsonl:2, has \d+ tok"
-    ):
-        prepare(config, tokenizer, 30, on_long="error")
-
-
-def test_data_set_that_becomes_empty_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", [LONG, UNANSWERED])
-    with pytest.raises(
-        DataError, match=r"no row of 2 is left: 1 are longer than 30 tokens.*1 have nothing"
-    ):
-        prepare(config, tokenizer, 30)
-
-
-def test_dropped_share(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", [SAY, SAY, SAY, UNANSWERED])
-    prepare(config, tokenizer, 99, max_dropped_share=0.25)
-    with pytest.raises(DataError, match=r"1 of 4 rows are dropped \(25.0%\).*max_dropped_share"):
-        prepare(config, tokenizer, 99, max_dropped_share=0.2)
-
-
-def test_control_tokens_in_the_text_are_counted(tmp_path: Path, tokenizer: Any) -> None:
-    rows = alpaca("one", "two </s> one", "three")
-    rows[2]["instruction"] = "what is </s>?"
-    counts = prepare(write(tmp_path / "d.jsonl", rows), tokenizer, 99).counts
-    count, first = counts.notes["control_token"]
-    assert count == 2 and first.endswith("d.jsonl:2 </s>")
-    clean = prepare(write(tmp_path / "e.jsonl", alpaca("one", "two")), tokenizer, 99).counts
-    assert not clean.notes
-
-
 def test_missing_mapped_column_names_its_row(tmp_path: Path, tokenizer: Any) -> None:
     config = write(tmp_path / "d.jsonl", alpaca("one"))
     config.columns = {"output": "a"}
     with pytest.raises(DataError, match=r"d\.jsonl:1 missing 'a'"):
         prepare(config, tokenizer, 99)
-
-
-def test_an_empty_answer_is_an_error_or_dropped(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one", " "))
-    with pytest.raises(DataError, match=r"d\.jsonl:2 "):
-        prepare(config, tokenizer, 99)
-    prepared = prepare(config, tokenizer, 99, drop_empty=True)
-    assert learned(prepared, tokenizer) == ["one</s>"]
-    assert (prepared.counts.rows, prepared.counts.empty) == (2, 1)
-    assert prepared.counts.empty_origins[0].endswith("d.jsonl:2")
-
-
-def test_bad_rows_stop_the_run_or_are_put_aside(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", [*alpaca("one", "two"), {"x": 1}, {"x": 2}])
-    with Path(config.path).open("a") as file:
-        file.write('{"instruction": "q", "output": }\n')
-    with pytest.raises(DataError) as caught:
-        prepare(config, tokenizer, 99)
-    assert [problem.split("/")[-1][:18] for problem in caught.value.problems] == [
-        "d.jsonl:5:32 inval",
-        "d.jsonl:3 missing ",
-    ]
-    prepared = prepare(config, tokenizer, 99, on_bad_row="quarantine")
-    assert learned(prepared, tokenizer) == ["one</s>", "two</s>"]
-    assert prepared.counts.rejected == 3
-    lines = (prepared.folder / "rejected.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [row["origin"].split("/")[-1] for row in rows] == ["d.jsonl:3", "d.jsonl:4", "d.jsonl:5"]
-    assert "missing 'instruction'" in rows[0]["problem"] and rows[2]["row"].startswith("{")
-    none = write(tmp_path / "n.jsonl", [{"messages": 1}, {"messages": 2}])
-    with pytest.raises(DataError, match="all 2 rows are bad"):
-        prepare(none, tokenizer, 99, on_bad_row="quarantine")
 
 
 def test_many_rows_come_the_same_from_several_processes(
@@ -271,19 +197,6 @@ def test_what_changes_the_tokens_is_prepared_again(tmp_path: Path, tokenizer: An
     changed = prepare(config, tokenizer, 99)
     assert "the data changed" in changed.how
     assert learned(changed, tokenizer) == ["one</s>", "three</s>"]
-
-
-def test_a_file_that_changes_meanwhile_is_named(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
-    hashes = iter(["a" * 64, "b" * 64])
-    monkeypatch.setattr(
-        "data_modules.tokens.prepare.source.fingerprint", lambda *_, **__: next(hashes)
-    )
-    with pytest.raises(DataError, match=r"d\.jsonl: changed while it was being read"):
-        prepare(config, tokenizer, 99)
-    assert not list((tmp_path / "cache").glob("*.tmp*"))
 
 
 @pytest.mark.parametrize("on_long", ["split", "truncate_left"])

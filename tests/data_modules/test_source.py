@@ -81,22 +81,6 @@ def test_csv_cells_may_hold_newlines(tmp_path: Path) -> None:
     assert places(rows_of(tmp_path / "d.csv", text)) == [(2, "x\ny"), (5, "z")]
 
 
-def test_parquet_rows_count_from_one(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    file = tmp_path / "d.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"a": [1, 2]}), file)
-    assert places(list(read_rows(str(file)))) == [(1, 1), (2, 2)]
-
-
-def test_gzip(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path / "d.jsonl.gz", gzip.compress(b'{"a": 1}\n'))
-    assert places(rows) == [(1, 1)]
-    assert "is not gzip" in problems_of(tmp_path / "e.jsonl.gz", '{"a": 1}')[0]
-    assert "is gzip-compressed" in problems_of(tmp_path / "e.jsonl", gzip.compress(b"{}"))[0]
-
-
 def test_all_broken_lines_are_told_and_the_good_ones_read(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     text = '{"a": 1}\n{"a": }\n{"a": 3}\n[1]\n{"a": 4, "a": 5}\n'
@@ -110,64 +94,6 @@ def test_all_broken_lines_are_told_and_the_good_ones_read(tmp_path: Path) -> Non
         for row in read_rows(str(file)):
             rows.append(row)
     assert places(rows) == [(1, 1), (3, 3)]
-
-
-def test_more_than_twenty_problems_are_counted(tmp_path: Path) -> None:
-    problems = problems_of(tmp_path / "d.jsonl", "{\n" * 50)
-    assert len(problems) == 20
-    assert problems[-1] == "... and 31 more like these"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("d.jsonl", '{"a": 1}\n{"a": "tw', "d.jsonl:2 line is cut off (no newline)"),
-        ("d.jsonl", '{"a": 1}\n{"a": }', "d.jsonl:2:7 invalid JSON: Expecting value"),
-        ("d.json", '[\n{"a": 1},\n{"a": }\n]', "d.json:3:7 invalid JSON: Expecting value"),
-        ("d.json", '[{"a": 1} {"a": 2}]', "d.json:1:11 invalid JSON: Expecting ',' or ']'"),
-        ("d.json", '[{"a": 1},', "d.json:1:11 invalid JSON"),
-        ("d.json", '[{"a": 1},\n', "d.json:2:1 invalid JSON"),
-        ("d.json", '[\n{"a": 1, "a": 2}]', "d.json:2 key 'a' occurs twice"),
-        ("d.json", "[1]", "d.json:1 is a number, not an object"),
-        ("d.json", "", "d.json: 0 rows"),
-        ("d.json", "[]", "d.json: 0 rows"),
-        ("d.jsonl", "\n \n", "d.jsonl: 0 rows"),
-        ("d.csv", "a,b\n", "d.csv: 0 rows"),
-        (
-            "d.jsonl",
-            b'{"a": 1}\n{"a": "caf\xe9"}\n',
-            "d.jsonl:2 byte 0xE9 at column 11 is not UTF-8",
-        ),
-        (
-            "d.json",
-            b'[{"a": 1},\n{"a": "caf\xe9"}]',
-            "d.json:2 byte 0xE9 at column 11 is not UTF-8",
-        ),
-        ("d.jsonl", '{"a": 1}'.encode("utf-16"), "d.jsonl: is UTF-16; save it as UTF-8"),
-        ("d.csv", "a,b\n1,2,3\n", "d.csv:2 3 cells, the header has 2 (a, b)"),
-        ("d.csv", 'a,b\n"1,2\n', "d.csv:2 broken CSV"),
-        ("d.parquet", "PAR0", "d.parquet: not a readable parquet file"),
-        ("d.doc", "text", "d.doc: cannot read .doc; use .json, .jsonl, .ndjson, .csv, .tsv"),
-    ],
-)
-def test_what_is_told_about_a_broken_file(
-    tmp_path: Path, name: str, content: str | bytes, told: str
-) -> None:
-    problems = problems_of(tmp_path / name, content)
-    assert problems[0].startswith(told)
-
-
-def test_object_with_rows_inside_names_the_place(tmp_path: Path) -> None:
-    problems = problems_of(tmp_path / "d.json", json.dumps({"data": [{"a": 1}]}, indent=1))
-    assert problems[0].startswith("d.json: holds one object over several lines; give an array")
-
-
-def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text("{}")
-    with pytest.raises(DataError, match=r"no such file .*did you mean .*train.jsonl"):
-        find_files(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(DataError, match="no such file"):
-        find_files(str(tmp_path / "no" / "where" / "trian.jsonl"))
 
 
 def test_folder_and_glob(tmp_path: Path) -> None:
@@ -639,15 +565,6 @@ def test_what_cannot_be_opened_is_told(tmp_path: Path, monkeypatch: pytest.Monke
             patch.setattr(opening.os, "open", refuse)
             with pytest.raises(DataError, match=r"d\.jsonl: cannot be read: Permission denied"):
                 read(str(file))
-
-
-def test_glob_without_match_says_what_is_there(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", 1)
-    with pytest.raises(DataError, match=r"no file matches \(looked from .*has train.jsonl"):
-        find_files(str(tmp_path / "tarin*.jsonl"))
-    with pytest.raises(DataError, match=r"found nothing"):
-        (tmp_path / "empty").mkdir()
-        find_files(str(tmp_path / "empty"))
 
 
 def test_problems_of_all_files_are_told_together(tmp_path: Path) -> None:
