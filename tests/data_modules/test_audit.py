@@ -188,7 +188,7 @@ def test_a_mask_that_cannot_be_meant_stops_the_run(docs: list[Doc], problem: str
         assert run_audit(docs, [chat()], datasets=[raw]).problems == []
 
 
-def test_what_was_asked_for_is_no_mistake() -> None:
+def test_what_was_requested_is_not_a_mistake() -> None:
     everything, no_stop = chat(weights=[1.0] * 30), chat(weights=[0.0] * 10 + [1.0] * 19 + [0.0])
     assert run_audit([everything], run=RunSettings(trains_prompts=True)).problems == []
     assert run_audit([everything], run=RunSettings(is_encoder_decoder=True)).problems == []
@@ -496,7 +496,7 @@ LOST: list[tuple[DatasetFacts, bool, str]] = [
 @pytest.mark.parametrize(
     ("lost", "is_pair", "said"), LOST, ids=["text", "chat", "cut", "encoder-decoder"]
 )
-def test_tokens_lost_with_long_rows_are_said_first(
+def test_tokens_lost_with_long_rows_are_reported_first(
     lost: DatasetFacts, is_pair: bool, said: str
 ) -> None:
     noted = replace(lost, notes={"lost_system": (3, "a.jsonl:2")})
@@ -586,7 +586,7 @@ def test_of_nothing_there_is_no_table() -> None:
     assert audit.Audit(datasets=[]).lines() == audit.Audit(datasets=[]).full_lines() == []
 
 
-def test_too_many_tokens_are_searched_in_part_and_this_is_said() -> None:
+def test_too_many_tokens_are_searched_in_part_and_this_is_reported() -> None:
     train = [chat(50) for _ in range(40)]
     with mock.patch.object(audit, "MAX_TRAIN_TOKENS", 1000):
         near = [replace(doc, ids=[7, *doc.ids[1:]]) for doc in train[:2]]

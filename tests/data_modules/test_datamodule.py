@@ -132,9 +132,7 @@ def test_step_weight_leaves_the_first_token_of_a_document_out(
         assert {batch.step_weight for batch in batches} == {total}
 
 
-def test_packed_and_padded_learn_the_same_labels(
-    files: list[DatasetConfig], tokenizer: Any
-) -> None:
+def test_packed_and_padded_have_the_same_labels(files: list[DatasetConfig], tokenizer: Any) -> None:
     found = []
     for method in ("multipack", "none"):
         batches = list(build(files, tokenizer, method=method).train_dataloader())
@@ -256,7 +254,7 @@ def test_test_rows_are_read_before_the_training(
     assert len(module.prompts(9)["test"]) == 1
 
 
-def test_test_rows_can_be_asked_without_any_to_learn(tokenizer: Any, tmp_path: Path) -> None:
+def test_test_rows_can_be_used_without_any_to_train_on(tokenizer: Any, tmp_path: Path) -> None:
     test = DatasetConfig(path=str(tmp_path / "test.json"))
     Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
     module = build([], tokenizer, data={"test_datasets": [test]}, vocab_size=999)
@@ -266,7 +264,7 @@ def test_test_rows_can_be_asked_without_any_to_learn(tokenizer: Any, tmp_path: P
     assert module.report.datasets == []
 
 
-def test_prompts_above_the_sequence_length_are_left_out_aloud(
+def test_prompts_above_the_sequence_length_are_left_out_with_a_warning(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"instruction": q, "output": "one"} for q in ("q", "two " * 500, "three", "q" * 999)]
@@ -334,7 +332,7 @@ def test_batch_is_moved_without_a_wait_for_a_gpu_only(
     assert requested == [True, False]
 
 
-def test_report_says_it_aloud(files: list[DatasetConfig], tokenizer: Any) -> None:
+def test_report_has_a_line_a_data_set(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer)
     lines = module.report.lines()
     assert lines[0].startswith("lists: 40 rows (alpaca, guessed), 38 train + 2 validation, ")

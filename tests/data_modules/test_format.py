@@ -161,12 +161,12 @@ def test_prompt_and_completion_as_turns() -> None:
         {"prompt": "p", "completion": "\t"},
     ],
 )
-def test_an_empty_answer_is_told_apart(values: dict[str, Any]) -> None:
+def test_an_empty_answer_has_its_own_error(values: dict[str, Any]) -> None:
     with pytest.raises(EmptyAnswerError, match=r"data\.drop_empty=true or .*=quarantine$"):
         convert(values)
 
 
-def test_an_empty_answer_that_is_not_learned_is_no_error() -> None:
+def test_an_empty_answer_that_is_masked_is_no_error() -> None:
     row = {"messages": [ASK, {**SAY, "content": "", "train": False}, ASK, SAY]}
     assert turns(convert(row))[1] == ("assistant", "")
 
@@ -253,7 +253,7 @@ def test_a_missing_column_carries_the_columns_of_its_row_also_between_processes(
         ({"text": None}, None, "text is null"),
     ],
 )
-def test_what_is_told_about_a_row(values: dict[str, Any], name: str | None, told: str) -> None:
+def test_problems_of_a_row(values: dict[str, Any], name: str | None, told: str) -> None:
     with pytest.raises(RowError, match=told):
         convert(values, name)
 
@@ -287,7 +287,7 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=200)
 @given(st.sampled_from(list(FORMATS)), st.data())
-def test_any_row_is_read_or_told_about(name: str, data: st.DataObject) -> None:
+def test_any_row_is_read_or_reported_about(name: str, data: st.DataObject) -> None:
     """Anything else than RowError would end a run without the row's place."""
     form = FORMATS[name]
     turns = st.lists(st.dictionaries(NAMES, ANYTHING), max_size=4)
@@ -302,7 +302,7 @@ def test_any_row_is_read_or_told_about(name: str, data: st.DataObject) -> None:
         assert items and all(item.origin == ORIGIN for item in items)
 
 
-def test_unknown_names_are_told_with_the_nearest() -> None:
+def test_unknown_names_are_reported_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"unknown format 'alpacca'; did you mean 'alpaca'\?"):
         check_format("alpacca")
     with pytest.raises(

@@ -250,7 +250,7 @@ def test_the_result_of_a_call_without_a_number_needs_none() -> None:
         ),
     ],
 )
-def test_what_is_told_about_turns(turns: list[Any], told: str) -> None:
+def test_problems_of_turns(turns: list[Any], told: str) -> None:
     with pytest.raises(RowError, match=told):
         convert(*turns)
 
@@ -266,6 +266,6 @@ def test_what_is_told_about_turns(turns: list[Any], told: str) -> None:
         ([{"name": "add", "x": float("inf")}], r"tools\[0\] cannot be written as JSON"),
     ],
 )
-def test_what_is_told_about_tools(tools: Any, told: str) -> None:
+def test_problems_of_tools(tools: Any, told: str) -> None:
     with pytest.raises(RowError, match=told):
         convert(ASK, say(), tools=tools)

@@ -64,7 +64,7 @@ def test_epochs_depend_on_the_seed_only() -> None:
     st.integers(0, 3),
     st.integers(1, 6),
 )
-def test_shares_are_those_asked_for(
+def test_shares_are_those_requested(
     sizes: list[int], kind: str, stop: str, temperature: float | None, seed: int, epochs: int
 ) -> None:
     """Within the rounding to whole documents, which later epochs make good."""

@@ -39,16 +39,6 @@ def prepare(config: DatasetConfig, tokenizer: Any, sequence_len: int, **data: An
     return prepare_dataset(config, settings, template, sequence_len, hash_of(tokenizer))
 
 
-LONG = {
-    "messages": [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "one two three " * 9},
-    ]
-}
-UNANSWERED = {"messages": [{"role": "user", "content": "one two " * 2}]}
-SAY = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one"}]}
-
-
 def rows_of(prepared: Prepared) -> list[list[Example]]:
     """Return the documents of each row."""
     rows: dict[int, list[Example]] = {}
@@ -57,8 +47,8 @@ def rows_of(prepared: Prepared) -> list[list[Example]]:
     return list(rows.values())
 
 
-def learned(prepared: Prepared, tokenizer: Any) -> list[str]:
-    """Return the learned text of each document."""
+def trained(prepared: Prepared, tokenizer: Any) -> list[str]:
+    """Return the trained text of each document."""
     return [
         tokenizer.decode(example.input_ids[example.weights > 0])
         for examples in rows_of(prepared)
@@ -74,7 +64,7 @@ def length(tokenizer: Any, text: str) -> int:
 
 def test_rows_become_examples(tmp_path: Path, tokenizer: Any) -> None:
     prepared = prepare(write(tmp_path / "d.jsonl", alpaca("one", "two")), tokenizer, 99)
-    assert learned(prepared, tokenizer) == ["one</s>", "two</s>"]
+    assert trained(prepared, tokenizer) == ["one</s>", "two</s>"]
     example = rows_of(prepared)[1][0]
     assert example.dataset == 3 and example.origin.line == 2
     assert (example.input_ids.dtype, example.weights.dtype) == ("int32", "float32")
@@ -86,7 +76,7 @@ def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, tokenize
     ask = {"messages": [{"role": "user", "content": "q"}]}
     say = {"messages": [*ask["messages"], {"role": "assistant", "content": "one"}]}
     prepared = prepare(write(tmp_path / "d.jsonl", [ask, say, ask]), tokenizer, 99)
-    assert learned(prepared, tokenizer) == ["one</s>"]
+    assert trained(prepared, tokenizer) == ["one</s>"]
     assert prepared.counts.empty == 2
     assert [origin[-2:] for origin in prepared.counts.empty_origins] == [":1", ":3"]
 
@@ -106,7 +96,7 @@ def test_long_rows(
     limit = length(tokenizer, "one two three") - 1
     config = write(tmp_path / "d.jsonl", alpaca("one", long))
     prepared = prepare(config, tokenizer, limit, on_long=on_long)
-    texts = learned(prepared, tokenizer)
+    texts = trained(prepared, tokenizer)
     assert texts[0] == kept[0] and len(texts) == len(kept)
     assert all(len(e[0].input_ids) <= limit for e in rows_of(prepared))
     if on_long == "truncate_right":
@@ -143,7 +133,7 @@ def test_each_piece_of_a_split_row_has_one_bos(
     bos = tokenizer.bos_token_id
     assert all(piece[0] == bos and bos not in piece[1:] for piece in pieces)
     # Without loss: each token but the BOS is trained on in one piece.
-    assert "".join(learned(prepared, tokenizer)) == text + "</s>"
+    assert "".join(trained(prepared, tokenizer)) == text + "</s>"
 
 
 def test_cut_on_the_left_keeps_the_bos(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
@@ -180,13 +170,13 @@ def test_many_rows_come_the_same_from_several_processes(
     several = prepare(config, tokenizer, 200, num_proc=3, cache_dir=str(tmp_path / "several"))
     assert one.counts == several.counts
     assert one.counts.dropped == 1 and one.counts.kept == 899
-    assert learned(one, tokenizer) == learned(several, tokenizer)
+    assert trained(one, tokenizer) == trained(several, tokenizer)
     assert one.store.lines.tolist() == [line for line in range(1, 901) if line != 701]
     assert one.store.rows.tolist() == several.store.rows.tolist()
     assert one.store.rows.tolist() == [line - 1 for line in one.store.lines.tolist()]
 
 
-def test_what_changes_the_tokens_is_prepared_again(tmp_path: Path, tokenizer: Any) -> None:
+def test_what_changes_the_tokens_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None:
     config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
     assert prepare(config, tokenizer, 99).how == "tokenized (now cached)"
     assert prepare(config, tokenizer, 99).how == "found in the cache"
@@ -196,7 +186,7 @@ def test_what_changes_the_tokens_is_prepared_again(tmp_path: Path, tokenizer: An
     write(tmp_path / "d.jsonl", alpaca("one", "three"))
     changed = prepare(config, tokenizer, 99)
     assert "the data changed" in changed.how
-    assert learned(changed, tokenizer) == ["one</s>", "three</s>"]
+    assert trained(changed, tokenizer) == ["one</s>", "three</s>"]
 
 
 @pytest.mark.parametrize("on_long", ["split", "truncate_left"])
@@ -212,13 +202,13 @@ def test_a_row_that_begins_without_a_bos_gets_none(
     assert all((piece.weights == 1).all() for piece in pieces)
 
 
-def test_branches_of_a_tree_that_are_too_long_are_said(tmp_path: Path, tokenizer: Any) -> None:
+def test_branches_of_a_tree_that_are_too_long_are_reported(tmp_path: Path, tokenizer: Any) -> None:
     long = {"text": "one two " * 90, "role": "assistant", "replies": []}
     short = {"text": "three", "role": "assistant", "replies": []}
     prompt = {"text": "q", "role": "prompter", "replies": [long, short]}
     config = write(tmp_path / "d.jsonl", [{"message_tree_id": "1", "prompt": prompt}])
     prepared = prepare(config, tokenizer, 40)
-    assert learned(prepared, tokenizer) == ["three</s>"]
+    assert trained(prepared, tokenizer) == ["three</s>"]
     counts = prepared.counts
     assert (counts.dropped, counts.truncated, counts.notes["branch_dropped"][0]) == (0, 0, 1)
     with pytest.raises(DataError, match="1 rows are longer than 40 tokens"):

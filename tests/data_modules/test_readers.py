@@ -159,7 +159,7 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
         ),
     ],
 )
-def test_what_is_told_about_bytes_that_are_not_what_their_name_says(
+def test_problems_of_bytes_that_are_not_what_their_name_says(
     tmp_path: Path, name: str, content: bytes, told: str
 ) -> None:
     assert problems_of(tmp_path / name, content)[0].startswith(told)
@@ -262,7 +262,7 @@ def test_text_without_blank_lines_is_a_row_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_wait_as_bytes_until_they_are_asked_for(tmp_path: Path) -> None:
+def test_lines_wait_as_bytes_until_they_are_needed(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(b"never parsed\n" * 300_000)
     chunks = list(read_file(file))

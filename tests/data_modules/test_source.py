@@ -81,7 +81,7 @@ def test_csv_cells_may_hold_newlines(tmp_path: Path) -> None:
     assert places(rows_of(tmp_path / "d.csv", text)) == [(2, "x\ny"), (5, "z")]
 
 
-def test_all_broken_lines_are_told_and_the_good_ones_read(tmp_path: Path) -> None:
+def test_all_broken_lines_are_reported_and_the_good_ones_read(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     text = '{"a": 1}\n{"a": }\n{"a": 3}\n[1]\n{"a": 4, "a": 5}\n'
     assert problems_of(file, text) == [
@@ -451,7 +451,7 @@ def test_split_that_cannot_be_read(tmp_path: Path, split: str, told: str) -> Non
 
 
 @pytest.mark.parametrize("split", ["train[5:9]", "train[:10%]", "train[3:]", "train[-1%:]"])
-def test_slice_without_a_row_is_told(tmp_path: Path, split: str) -> None:
+def test_slice_without_a_row_is_reported(tmp_path: Path, split: str) -> None:
     file = write(tmp_path / "d.jsonl", 3)
     with pytest.raises(DataError, match=r"0 rows in 'train\[.*of 3 rows; give another slice"):
         numbers(file, split)
@@ -530,7 +530,7 @@ def test_json_in_what_datasets_saves_or_loads_is_read(
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_file_that_changes_while_it_is_read_is_told(
+def test_file_that_changes_while_it_is_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
     monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
@@ -545,7 +545,7 @@ def test_file_that_changes_while_it_is_read_is_told(
     assert len(list(read_rows(str(file)))) == 3001
 
 
-def test_change_is_told_where_it_breaks_the_file(tmp_path: Path) -> None:
+def test_change_is_reported_where_it_breaks_the_file(tmp_path: Path) -> None:
     files = [write(tmp_path / name, 1) for name in ("a.json", "b.json")]
     chunks = read_chunks(str(tmp_path))
     next(chunks)
@@ -554,7 +554,7 @@ def test_change_is_told_where_it_breaks_the_file(tmp_path: Path) -> None:
         list(chunks)
 
 
-def test_what_cannot_be_opened_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_opened_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "d.jsonl", 1)
 
     def refuse(*_: object) -> None:
@@ -567,7 +567,7 @@ def test_what_cannot_be_opened_is_told(tmp_path: Path, monkeypatch: pytest.Monke
                 read(str(file))
 
 
-def test_problems_of_all_files_are_told_together(tmp_path: Path) -> None:
+def test_problems_of_all_files_are_reported_together(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(lines(1) + "broken\n" + "[]\n")
     with pytest.raises(DataError) as caught:
@@ -612,7 +612,7 @@ def test_urls_are_read_as_files_are(memory: Any, tmp_path: Path) -> None:
     assert numbers(f"file://{tmp_path}/*.jsonl") == [0, 1, 2]
 
 
-def test_what_is_wrong_with_a_url_is_told(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_a_url_is_reported(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.pipe("/data/test.jsonl", lines(0).encode())
     memory.pipe("/data/d.jsonl.gz", lines(0).encode())
     memory.pipe("/data/e.jsonl", b"")
@@ -666,7 +666,7 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-def test_what_a_server_says_is_told(server: str) -> None:
+def test_what_a_server_says_is_reported(server: str) -> None:
     for status, told in (
         (404, "no such file"),
         (403, "cannot be read: the server says 403 Forbidden"),
@@ -700,7 +700,7 @@ def test_url_never_tells_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_url(address) and is_remote(address) and not is_url("data/d.jsonl")
 
 
-def test_remote_file_that_changes_is_told(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_file_that_changes_is_reported(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "CHUNK_BYTES", 1000)
     memory.pipe("/data/d.jsonl", lines(*range(3000)).encode())
     before = fingerprint("memory://data/d.jsonl")
@@ -830,7 +830,7 @@ def test_rows_of_a_dealt_out_stream_have_a_place_each(monkeypatch: pytest.Monkey
     assert places[0] == "owner/name (train, part 1 of 2):1"
 
 
-def test_row_of_the_hub_above_the_limit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_of_the_hub_above_the_limit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     rows = [{"turns": [{"role": "user", "content": "x" * size}]} for size in (5, 500)]
@@ -844,7 +844,7 @@ def test_row_of_the_hub_above_the_limit_is_told(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_commit_that_was_not_asked_for_is_told(
+def test_commit_that_was_not_asked_for_is_reported(
     monkeypatch: pytest.MonkeyPatch, streaming: bool
 ) -> None:
     hub = Hub(monkeypatch, counted(3))
@@ -870,7 +870,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_hub_that_cannot_be_reached_is_told(
+def test_hub_that_cannot_be_reached_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool
 ) -> None:
     import huggingface_hub.errors
@@ -919,7 +919,7 @@ def test_copy_downloaded_before_is_read_without_the_hub(
             numbers("owner/name", revision=revision, streaming=streaming)
 
 
-def test_name_that_no_hub_data_set_can_have_is_told() -> None:
+def test_name_that_no_hub_data_set_can_have_is_reported() -> None:
     for ask in (numbers, fingerprint, resolved_revision):
         with pytest.raises(DataError, match=r"a-/b: .*no name of a hub data set: Repo id must"):
             ask("a-/b")
