@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+IGNORED = -100
+Row = list[Example]
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderInputs:
@@ -98,15 +102,6 @@ class Batch:
     def _tensors(self) -> dict[str, Any]:
         plain = ("document_lengths", "step_weight", "num_tokens", "decoder")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
-
-
-IGNORED = -100
-
-
-Row = list[Example]
-
-
-Ints = npt.NDArray[np.int64]
 
 
 class Collator:

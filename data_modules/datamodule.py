@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
+DEFAULT_SEQUENCE_LEN = 2048
+PROBE_TOKENS = 64
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
@@ -62,15 +66,6 @@ class StepRow:
     micro_batch: int
     dataset: str
     origin: Origin
-
-
-DEFAULT_SEQUENCE_LEN = 2048
-
-
-PROBE_TOKENS = 64
-
-
-log = logging.getLogger(__name__)
 
 
 class FinetuneDataModule(lightning.LightningDataModule):

@@ -20,6 +20,8 @@ from data_modules.source.limits import Limits, too_deep, why_names, why_nested
 from data_modules.source.opening import File, check_expansion, open_seekable
 from data_modules.types import Row
 
+_MOST_ROWS = 4000
+
 
 @dataclass(frozen=True, slots=True)
 class BatchChunk(Chunk):
@@ -156,9 +158,6 @@ def _decode_json(value: Any, feature: Any) -> Any:
     if isinstance(value, dict) and isinstance(inner, dict):
         return {name: _decode_json(one, inner.get(name)) for name, one in value.items()}
     return value
-
-
-_MOST_ROWS = 4000
 
 
 @contextmanager

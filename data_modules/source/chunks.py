@@ -18,7 +18,6 @@ from data_modules.types import Row
 
 MAX_RAW = 2000
 """characters of a bad row's text that are kept"""
-
 _CHUNK_ROWS = 1000
 
 

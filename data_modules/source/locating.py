@@ -24,13 +24,21 @@ from data_modules.source.remote import _REMOTE_MARKS, Url, _addresses, _fresh_in
 from data_modules.source.text import _read_json, _read_jsonl, _read_txt
 
 SAMPLE_PREFIX = "sample:"
-
-
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
-
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
 _SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
+_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
+_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
+READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".txt": _read_txt,
+}
 
 
 def name_of(path: str) -> str:
@@ -246,11 +254,6 @@ def _nearest(file: Path) -> str:
     return f"; did you mean {' or '.join(str(folder / name) for name in close)}?"
 
 
-_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
-
-_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
-
-
 @dataclass(frozen=True, slots=True)
 class _Bound:
     """Hold one end of a slice: a row's number, from the end where negative, or a percentage."""
@@ -381,15 +384,3 @@ def _parse_bound(text: str, whole: str) -> _Bound:
 def is_readable(name: str) -> bool:
     """Tell whether a file of this name can be read."""
     return suffix_of(name) in READERS
-
-
-READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-    ".txt": _read_txt,
-}

@@ -20,6 +20,24 @@ from urllib.parse import urlsplit
 from data_modules.messages import DataError, RemoteError, printable, reason_of, unreadable
 from data_modules.source.limits import Limits, too_many
 
+BLOCK_BYTES = 1 << 20
+"""bytes over which the rate of a server is counted"""
+_WHAT_TO_DO = "try again later, download the file and give its path, or raise the limit"
+Answer = TypeVar("Answer")
+_REMOTE_MARKS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "sha256",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+    "blob_id",
+    "last_commit",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Url:
@@ -58,15 +76,6 @@ class Url:
 
     def __str__(self) -> str:
         return re.sub(r"(?<=://)[^/@]*@", "", self.address).split("?")[0].split("#")[0]
-
-
-BLOCK_BYTES = 1 << 20
-"""bytes over which the rate of a server is counted"""
-
-_WHAT_TO_DO = "try again later, download the file and give its path, or raise the limit"
-
-
-Answer = TypeVar("Answer")
 
 
 def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
@@ -166,21 +175,6 @@ class RemoteStream(io.RawIOBase):
         if not self.closed:
             self._stream.close()
         super().close()
-
-
-_REMOTE_MARKS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "sha256",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-    "blob_id",
-    "last_commit",
-)
 
 
 def _fresh_info(file_system: Any, place: str) -> dict[str, Any]:

@@ -49,7 +49,6 @@ from data_modules.source.remote import Url
 from data_modules.types import Row
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
-
 _SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
 
 

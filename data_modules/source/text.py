@@ -30,7 +30,6 @@ from data_modules.source.opening import Budget, Content, File, open_text
 from data_modules.types import Row
 
 _BLANKS = " \t\r\n\v\f"  # what bytes.strip takes away
-
 _JSON_KINDS = {
     "list": "a list",
     "str": "a string",
@@ -39,6 +38,11 @@ _JSON_KINDS = {
     "bool": "true or false",
     "NoneType": "null",
 }
+_LENIENT_DECODER = json.JSONDecoder(parse_int=str)
+_GAP_BYTES = 64
+_BLANK = re.compile(r"[ \t\r\n]*")
+_LINE_END = re.compile(rb"\n")
+_PARAGRAPH_END = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
 class _RefusedObjectError(ValueError):
@@ -196,9 +200,6 @@ def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=check)
 
 
-_LENIENT_DECODER = json.JSONDecoder(parse_int=str)
-
-
 def invalid_json(what: str, text: str, position: int) -> str:
     """Say what is wrong at `position` of `text`, and quote what stands there."""
     return f"invalid JSON: {what}, near `{shown(text[max(0, position - 20) : position + 20])}`"
@@ -219,15 +220,6 @@ def _not_an_object(value: Any) -> str:
     of_objects = isinstance(value, list) and value and isinstance(value[0], dict)
     hint = " (a file that is one array of rows is named .json)" if of_objects else ""
     return f'is {kind}, not an object; a row is {{"column": value, ...}}{hint}'
-
-
-_GAP_BYTES = 64
-
-_BLANK = re.compile(r"[ \t\r\n]*")
-
-_LINE_END = re.compile(rb"\n")
-
-_PARAGRAPH_END = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
 def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chunk]:

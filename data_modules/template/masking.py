@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+ROLES = ("system", "user", "assistant", "tool")
+EOS_MODES = ("all", "turn", "last", "none")
+REASONING_MODES = ("keep", "strip", "mask")
+CONTROL_MODES = ("keep", "escape", "error")
+_AFTER_THOUGHT = re.compile(r"</think>\s*")
+Plain = tuple[tuple[int, int], ...]
+"""stretches of a text that hold control tokens, to be tokenized as plain text"""
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
@@ -44,20 +52,6 @@ class Encoded:
     weights: npt.NDArray[np.float32]
     target_ids: npt.NDArray[np.int32] | None = None
     notes: tuple[Note, ...] = ()
-
-
-ROLES = ("system", "user", "assistant", "tool")
-
-
-EOS_MODES = ("all", "turn", "last", "none")
-
-
-REASONING_MODES = ("keep", "strip", "mask")
-
-
-CONTROL_MODES = ("keep", "escape", "error")
-
-_AFTER_THOUGHT = re.compile(r"</think>\s*")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -238,10 +232,6 @@ def _thought(turn: Turn, span: TurnSpan, text: str) -> list[Stretch]:
     thought = (turn.reasoning or "").strip()
     found = text.find(thought, span.start, span.end) if thought else -1
     return [Stretch(found, found + len(thought), 0.0)] if found >= 0 else []
-
-
-Plain = tuple[tuple[int, int], ...]
-"""stretches of a text that hold control tokens, to be tokenized as plain text"""
 
 
 @dataclass(frozen=True, slots=True)

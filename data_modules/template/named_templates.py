@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import transformers
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
-
 _NEEDED = {
     "plain": (),
     "chatml": _CHATML,
@@ -34,18 +33,25 @@ _NEEDED = {
     "zephyr": (),
 }
 """the control tokens that each template writes; without any it ends answers with the EOS"""
-
-
 TEMPLATE_NAMES = tuple(_NEEDED)
-
-
 TEMPLATES_WITH_TOOLS = ("plain", "qwen3")
 """those that write tools, the calls of an answer and what the tools gave back"""
-
-
 MAX_TEMPLATE_BYTES = 1 << 20
-
 _FOLDER = Path(__file__).parent / "named"
+_QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")
+_CALL = Turn("assistant", "", tool_calls=(ToolCall("f", {}),))
+_TOOL = {"type": "function", "function": {"name": "f", "description": "c", "parameters": {}}}
+_PROBES = (
+    Chat((_QUESTION,)),
+    Chat((_QUESTION, _ANSWER)),
+    Chat((_QUESTION, _ANSWER, _QUESTION, _ANSWER)),
+    Chat((Turn("system", "d"), _QUESTION, _ANSWER)),
+    Chat((_QUESTION, _CALL, Turn("tool", "e"), _ANSWER), (_TOOL,)),
+    Chat((Turn("system", "d"), _QUESTION), (_TOOL,)),
+)
+# Blanks before a block are taken out at the beginning of a line only, which this is no longer.
+_BLANKS = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))")
+_LAST_NEWLINE = re.compile(r"(?:\r\n|\r|\n)\Z")
 
 
 def named_template(name: str) -> str:
@@ -89,28 +95,6 @@ def read_template(name: str) -> str:
         raise DataError(
             f"data.chat_template={name}: is not UTF-8 text (byte {error.start}); save it as UTF-8"
         ) from error
-
-
-_QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")
-
-_CALL = Turn("assistant", "", tool_calls=(ToolCall("f", {}),))
-
-_TOOL = {"type": "function", "function": {"name": "f", "description": "c", "parameters": {}}}
-
-_PROBES = (
-    Chat((_QUESTION,)),
-    Chat((_QUESTION, _ANSWER)),
-    Chat((_QUESTION, _ANSWER, _QUESTION, _ANSWER)),
-    Chat((Turn("system", "d"), _QUESTION, _ANSWER)),
-    Chat((_QUESTION, _CALL, Turn("tool", "e"), _ANSWER), (_TOOL,)),
-    Chat((Turn("system", "d"), _QUESTION), (_TOOL,)),
-)
-
-
-# Blanks before a block are taken out at the beginning of a line only, which this is no longer.
-_BLANKS = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))")
-
-_LAST_NEWLINE = re.compile(r"(?:\r\n|\r|\n)\Z")
 
 
 def add_bos(text: str, bos: str, renderer: Renderer) -> str:

@@ -36,6 +36,15 @@ from data_modules.template.marks import (
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 
 _GAPS = "kt"
+MAX_SKELETONS = 1024
+MAX_TRIED_TURNS = 64
+LOST = {
+    "system": "lost_system",
+    "user": "lost_user",
+    "assistant": "lost_content",
+    "tool": "lost_tool_turn",
+}
+"""role -> the note on a row whose template does not write the content of such a turn"""
 
 
 class RenderedChat(NamedTuple):
@@ -217,21 +226,6 @@ def _forms(value: str) -> Iterable[str]:
     yield value.lstrip("\n")
     yield value.rstrip("\n")
     yield json.dumps(value, ensure_ascii=False)[1:-1]  # results that are written as JSON strings
-
-
-MAX_SKELETONS = 1024
-
-
-MAX_TRIED_TURNS = 64
-
-
-LOST = {
-    "system": "lost_system",
-    "user": "lost_user",
-    "assistant": "lost_content",
-    "tool": "lost_tool_turn",
-}
-"""role -> the note on a row whose template does not write the content of such a turn"""
 
 
 class SpanFinder:

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import transformers
 
+CHUNK_ROWS = 256
+_SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
+_proven: set[bytes] = set()
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -48,13 +52,6 @@ class Prompt:
     input_ids: list[int]
     answer: str
     origin: Origin
-
-
-CHUNK_ROWS = 256
-
-_SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
-
-_proven: set[bytes] = set()
 
 
 @dataclass(frozen=True, slots=True)
