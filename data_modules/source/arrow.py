@@ -172,7 +172,8 @@ def _arrow_errors(file: File, kind: str) -> Iterator[None]:
         raise DataError(f"{file}: not a readable {kind} file: {reason_of(error)}") from error
 
 
-def _read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a parquet file."""
     import pyarrow.parquet
 
     with open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
@@ -194,7 +195,16 @@ def _read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
             )
 
 
-def _read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def count_parquet_rows(file: File, limits: Limits) -> int:
+    """Return how many rows a parquet file says it has."""
+    import pyarrow.parquet
+
+    with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
+        return int(pyarrow.parquet.read_metadata(source).num_rows)
+
+
+def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of an arrow file or stream."""
     import pyarrow
 
     with open_seekable(file, options.limits) as source, _arrow_errors(file, "arrow"):

@@ -14,14 +14,14 @@ from fractions import Fraction
 from pathlib import Path
 
 from data_modules.messages import DataError, Problems, reason_of
-from data_modules.source.arrow import _read_arrow, _read_parquet
+from data_modules.source.arrow import read_arrow, read_parquet
 from data_modules.source.chunks import Chunk, ReadOptions
 from data_modules.source.corpus import CORPORA, SAMPLES
-from data_modules.source.delimited import _read_csv, _read_tsv
+from data_modules.source.delimited import read_csv, read_tsv
 from data_modules.source.limits import Limits
 from data_modules.source.opening import File, special_file, stem_of, suffix_of
-from data_modules.source.remote import _REMOTE_MARKS, Url, _addresses, _fresh_info, _remote
-from data_modules.source.text import _read_json, _read_jsonl, _read_txt
+from data_modules.source.remote import REMOTE_MARKS, Url, fresh_info, list_urls, query_remote
+from data_modules.source.text import read_json, read_jsonl, read_txt
 
 SAMPLE_PREFIX = "sample:"
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
@@ -30,14 +30,14 @@ _SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
 _BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
 _PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
 READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-    ".txt": _read_txt,
+    ".json": read_json,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".txt": read_txt,
 }
 
 
@@ -114,8 +114,8 @@ def stamp_of(file: File) -> object:
         except OSError as error:
             return str(error)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
-    info = _remote(file, _fresh_info)
-    marks = [str(info[key]) for key in _REMOTE_MARKS if info.get(key)]
+    info = query_remote(file, fresh_info)
+    marks = [str(info[key]) for key in REMOTE_MARKS if info.get(key)]
     return (info.get("size"), *marks) if marks else None
 
 
@@ -123,7 +123,7 @@ def size_of(file: File) -> int:
     """Return the bytes of a file as it is stored; 0 where that is not known."""
     if isinstance(file, Path):
         return file.stat().st_size
-    info = _remote(file, lambda fs, place: fs.info(place))
+    info = query_remote(file, lambda fs, place: fs.info(place))
     return int(info.get("size") or 0)
 
 
@@ -136,18 +136,18 @@ def _check_readable(path: str, name: str) -> None:
 
 def _remote_files(url: Url, split: str) -> list[File]:
     if "*" in url.address:
-        found = _remote(url, lambda fs, place: _addresses(url, fs, fs.glob(place)))
+        found = query_remote(url, lambda fs, place: list_urls(url, fs, fs.glob(place)))
         files = [file for file in found if is_readable(file.name)]
         if not files:
             raise DataError(f"{url}: no file matches")
         return _named_by_split(str(url), files, split)
     if is_readable(url.name):
         # Checks that its package is installed before anything is read.
-        _remote(url, lambda fs, place: None)
+        query_remote(url, lambda fs, place: None)
         return _named_by_split(str(url), [url], split)
-    if not _remote(url, lambda fs, place: fs.isdir(place)):
+    if not query_remote(url, lambda fs, place: fs.isdir(place)):
         _check_readable(str(url), url.name)
-    listed = _remote(url, lambda fs, place: _addresses(url, fs, fs.ls(place, detail=False)))
+    listed = query_remote(url, lambda fs, place: list_urls(url, fs, fs.ls(place, detail=False)))
     files = _of_split([file for file in listed if is_readable(file.name)], split)
     if not files:
         raise DataError(_no_split(str(url), split, [file.name for file in listed]))

@@ -24,7 +24,7 @@ BLOCK_BYTES = 1 << 20
 """bytes over which the rate of a server is counted"""
 _WHAT_TO_DO = "try again later, download the file and give its path, or raise the limit"
 Answer = TypeVar("Answer")
-_REMOTE_MARKS = (
+REMOTE_MARKS = (
     "ETag",
     "etag",
     "md5Hash",
@@ -177,13 +177,14 @@ class RemoteStream(io.RawIOBase):
         super().close()
 
 
-def _fresh_info(file_system: Any, place: str) -> dict[str, Any]:
+def fresh_info(file_system: Any, place: str) -> dict[str, Any]:
+    """Return the present facts of a remote file, not those remembered."""
     file_system.invalidate_cache(place)
     info: dict[str, Any] = file_system.info(place)
     return info
 
 
-def _remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
+def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
     """Query the file system of an address; raises DataError with its answer."""
     import fsspec
 
@@ -230,5 +231,6 @@ def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
     return DataError(f"{url}: no such file")
 
 
-def _addresses(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:
+def list_urls(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:
+    """Return the addresses of files that a remote folder or glob has, sorted."""
     return [Url(file_system.unstrip_protocol(place), folder.limits) for place in sorted(places)]

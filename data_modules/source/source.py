@@ -24,7 +24,7 @@ from data_modules.messages import (
     unreadable,
 )
 from data_modules.source import corpus
-from data_modules.source.arrow import _arrow_errors
+from data_modules.source.arrow import count_parquet_rows
 from data_modules.source.chunks import Chunk, ReadOptions, grouped
 from data_modules.source.corpus import CORPORA, WORDS_FILE, read_corpus
 from data_modules.source.hub import commit_of, read_hub
@@ -44,7 +44,7 @@ from data_modules.source.locating import (
     stamp_of,
     take,
 )
-from data_modules.source.opening import Budget, File, open_seekable, open_stored, suffix_of
+from data_modules.source.opening import Budget, File, open_stored, suffix_of
 from data_modules.source.remote import Url
 from data_modules.types import Row
 
@@ -286,8 +286,5 @@ def count_rows(file: File, max_row_bytes: int = MAX_ROW_BYTES, limits: Limits | 
     """Return how many rows `read_file` yields, good and bad."""
     limits = limits or Limits()
     if file.suffix.lower() == ".parquet":
-        import pyarrow.parquet
-
-        with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
-            return int(pyarrow.parquet.read_metadata(source).num_rows)
+        return count_parquet_rows(file, limits)
     return sum(chunk.count() for chunk in read_file(file, None, max_row_bytes, limits))

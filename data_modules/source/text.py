@@ -280,14 +280,16 @@ def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tupl
         rest = tail + block
 
 
-def _read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a file of JSON lines."""
     with open_text(file, options.budget, options.limits) as data:
         if data.head.lstrip().split(b"\n", 1)[0].strip() == b"[":
             raise DataError(f"{file}: holds a JSON array, not one row a line; name it .json")
         yield from _split_rows(data, "json", options)
 
 
-def _read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a JSON array, or JSON lines."""
     with open_text(file, options.budget, options.limits) as data:
         head = data.head.lstrip()
         if head.startswith(b"["):
@@ -364,7 +366,7 @@ def _skip_blank(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield a row a paragraph, or a row a line where the beginning has no blank line."""
     with open_text(file, options.budget, options.limits) as data:
         kind = "paragraph" if _PARAGRAPH_END.search(data.head.strip()) else "line"
