@@ -88,7 +88,7 @@ def preview(config: PreviewConfig) -> Path:
         facts=[
             f"tokenizer: {config.model.tokenizer_path or config.model.path}, "
             f"{len(tokenizer):,} tokens",
-            *([f"turns: {note}"] if (note := datamodule.report.template_note) else []),
+            *([note] if (note := datamodule.report.template_note) else []),
             f"sequence length: {datamodule.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),

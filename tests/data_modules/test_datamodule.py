@@ -132,9 +132,7 @@ def test_step_weight_leaves_the_first_token_of_a_document_out(
         assert {batch.step_weight for batch in batches} == {total}
 
 
-def test_packed_and_padded_learn_the_same_labels(
-    files: list[DatasetConfig], tokenizer: Any
-) -> None:
+def test_packed_and_padded_have_the_same_labels(files: list[DatasetConfig], tokenizer: Any) -> None:
     found = []
     for method in ("multipack", "none"):
         batches = list(build(files, tokenizer, method=method).train_dataloader())
@@ -233,10 +231,10 @@ def test_prompts_come_from_validation_or_test_rows(
     assert [prompt.answer[:2] for prompt in prompts["pairs"]] == ["3 "] * 3
     module = build(files, tokenizer, data={"val_set_size": 4})
     held_out = {str(example.origin) for example in module.val_examples}
-    asked = [str(prompt.origin) for rows in module.prompts(9).values() for prompt in rows]
-    assert len(asked) == 12 and set(asked) == held_out
-    asked = tokenizer.decode(prompts["chats"][0].input_ids)
-    assert asked.endswith("no</s>") is False and asked.endswith("yes?\n\n### Assistant:\n")
+    requested = [str(prompt.origin) for rows in module.prompts(9).values() for prompt in rows]
+    assert len(requested) == 12 and set(requested) == held_out
+    requested = tokenizer.decode(prompts["chats"][0].input_ids)
+    assert requested.endswith("no</s>") is False and requested.endswith("yes?\n\n### Assistant:\n")
     (tmp_path / "test.json").write_text('[{"instruction": "q", "output": "a"}]')
     test = DatasetConfig(path=str(tmp_path / "test.json"), name="lists")
     prompts = build(files, tokenizer, data={"test_datasets": [test]}).prompts(3)
@@ -256,7 +254,7 @@ def test_test_rows_are_read_before_the_training(
     assert len(module.prompts(9)["test"]) == 1
 
 
-def test_test_rows_can_be_asked_without_any_to_learn(tokenizer: Any, tmp_path: Path) -> None:
+def test_test_rows_can_be_used_without_any_to_train_on(tokenizer: Any, tmp_path: Path) -> None:
     test = DatasetConfig(path=str(tmp_path / "test.json"))
     Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
     module = build([], tokenizer, data={"test_datasets": [test]}, vocab_size=999)
@@ -266,7 +264,7 @@ def test_test_rows_can_be_asked_without_any_to_learn(tokenizer: Any, tmp_path: P
     assert module.report.datasets == []
 
 
-def test_prompts_above_the_sequence_length_are_left_out_aloud(
+def test_prompts_above_the_sequence_length_are_left_out_with_a_warning(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"instruction": q, "output": "one"} for q in ("q", "two " * 500, "three", "q" * 999)]
@@ -274,7 +272,7 @@ def test_prompts_above_the_sequence_length_are_left_out_aloud(
     Path(test.path).write_text(json.dumps(rows))
     module = build(files, tokenizer, data={"test_datasets": [test]})
     assert len(module.prompts(9)["test"]) == 2
-    assert "test: 2 of 4 prompts are longer than 128 tokens and are not asked" in caplog.text
+    assert "test: 2 of 4 prompts are longer than 128 tokens and are left out" in caplog.text
     Path(test.path).write_text(json.dumps(rows[1:2]))
     assert build(files, tokenizer, data={"test_datasets": [test]}).prompts(9) == {}
 
@@ -325,18 +323,20 @@ def test_batch_is_moved_without_a_wait_for_a_gpu_only(
     batch = next(iter(module.train_dataloader()))
     moved = module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
     assert torch.equal(moved.labels, batch.labels)
-    asked = []
-    monkeypatch.setattr(Batch, "to", lambda self, device, non_blocking: asked.append(non_blocking))
+    requested = []
+    monkeypatch.setattr(
+        Batch, "to", lambda self, device, non_blocking: requested.append(non_blocking)
+    )
     for name in ("cuda:0", "cpu"):
         module.transfer_batch_to_device(batch, torch.device(name), 0)
-    assert asked == [True, False]
+    assert requested == [True, False]
 
 
-def test_report_says_it_aloud(files: list[DatasetConfig], tokenizer: Any) -> None:
+def test_report_has_a_line_a_data_set(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer)
     lines = module.report.lines()
     assert lines[0].startswith("lists: 40 rows (alpaca, guessed), 38 train + 2 validation, ")
-    assert "no chat template" in lines[-1]
+    assert "because the tokenizer has none" in lines[-1]
     kept = json.loads(json.dumps([asdict(report) for report in module.report.datasets]))
     assert [one["name"] for one in kept] == module.dataset_names == ["lists", "chats", "pairs"]
     assert kept[0]["train_rows"] == 38
@@ -411,25 +411,8 @@ def test_prompts_are_of_rows_held_out_wherever_they_stand(tmp_path: Path, tokeni
         [DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data={"val_set_size": 6}
     )
     held_out = {tokenizer.decode(e.input_ids).split("\n")[1] for e in module.val_examples}
-    asked = {tokenizer.decode(p.input_ids).split("\n")[1] for p in module.prompts(9)["d"]}
-    assert asked == held_out and len(asked) == 6
-
-
-def test_what_the_template_loses_is_said(
-    tmp_path: Path, make_tokenizer: Callable[..., Any]
-) -> None:
-    rows = [{"instruction": f"q {i}", "output": "a", "system": "brief"} for i in range(10)]
-    (tmp_path / "d.json").write_text(json.dumps(rows))
-    template = tmp_path / "t.jinja"
-    template.write_text(
-        "{% for m in messages if m.role != 'system' %}{{ m.role }} {{ m.content }}"
-        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
-    )
-    tokenizer = make_tokenizer(["</s>"], eos="</s>")
-    data = {"val_set_size": 3, "chat_template": str(template)}
-    module = build([DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data=data)
-    told = [line for line in module.audit.lines() if "system turn" in line]
-    assert len(told) == 1 and "10 of 10 rows" in told[0] and "d.json:1" in told[0]
+    requested = {tokenizer.decode(p.input_ids).split("\n")[1] for p in module.prompts(9)["d"]}
+    assert requested == held_out and len(requested) == 6
 
 
 def test_the_audit_and_the_quarantine_are_written_beside_the_run(

@@ -12,7 +12,7 @@ from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
 from app.evaluation.predictions import Predictions
 from app.model.attention import attention_implementation
 from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig, Prompt
-from data_modules.types import Origin
+from data_modules.messages import Origin
 from tests.tiny import SAMPLES, TINY_BASE, tiny_llama
 
 STOP, PAD = 2, 0
