@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.overrides import SPELLED, spell_keys
+from app.config.overrides import spell_keys
+from app.config.verbs import TYPED_KEYS
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
 
@@ -155,7 +156,7 @@ def _read_conf_file(path: Path, package: str) -> ConfFile:
             raise UserError(f"{shown(path)}:1: expected `key: value` lines")
         _check_limits(root, path)
         for written, line in _key_lines(root, ""):
-            key = SPELLED.get(written, written) if is_experiment else written
+            key = TYPED_KEYS.get(written, written) if is_experiment else written
             if key in lines:
                 raise UserError(f"{shown(path)}:{line}: {key} is set twice, first on {lines[key]}")
             lines[key] = line

@@ -237,6 +237,14 @@ def _check_required(
     return problems
 
 
+def settings_of(group: str, option: str) -> Any:
+    """Return the settings that `group=option` means, as its file has them."""
+    file = conf_files.read_conf_file(
+        conf_files.find_option(conf_files.CONF, group, option), package=group
+    )
+    return PARTS[group][option](**file.values)
+
+
 def run_verb(
     verb: str,
     function: Callable[[Any], object],

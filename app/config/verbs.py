@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from app.config.conf_files import CONF, find_option, read_conf_file
 from app.config.schema import list_settings
 from app.evaluation.generation import EvaluationConfig
 from app.model.adapter import (
@@ -188,9 +186,3 @@ ALTERNATIVES = (
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
 )
 """two ways to say the same thing"""
-
-
-def settings_of(group: str, option: str) -> Any:
-    """Return the settings that `group=option` means, as its file has them."""
-    file = read_conf_file(find_option(CONF, group, option), package=group)
-    return PARTS[group][option](**file.values)
