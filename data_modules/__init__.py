@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from data_modules.collator import DecoderInputs as DecoderInputs
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
     from data_modules.datamodule import StepRow as StepRow
+    from data_modules.facts import Facts as Facts
+    from data_modules.facts import ResumeRule as ResumeRule
+    from data_modules.facts import check_values as check_values
+    from data_modules.facts import describe_values as describe_values
+    from data_modules.facts import expected as expected
+    from data_modules.facts import facts_of as facts_of
+    from data_modules.facts import hints_of as hints_of
+    from data_modules.facts import is_optional as is_optional
+    from data_modules.facts import setting as setting
+    from data_modules.facts import takes as takes
     from data_modules.messages import REDACTED as REDACTED
     from data_modules.messages import DataError as DataError
     from data_modules.messages import Origin as Origin
@@ -23,7 +33,6 @@ if TYPE_CHECKING:
     from data_modules.messages import redact as redact
     from data_modules.messages import redacted as redacted
     from data_modules.messages import redacted_keys as redacted_keys
-    from data_modules.packing.plan import PACKING_METHODS as PACKING_METHODS
     from data_modules.packing.plan import PackingConfig as PackingConfig
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
@@ -44,23 +53,32 @@ _HOMES = {
     "DatasetConfig": "settings",
     "DecoderInputs": "collator",
     "Example": "types",
+    "Facts": "facts",
     "FinetuneDataModule": "datamodule",
     "Origin": "messages",
-    "PACKING_METHODS": "packing.plan",
     "PackingConfig": "packing.plan",
     "Prompt": "template",
     "REDACTED": "messages",
     "RemoteError": "messages",
+    "ResumeRule": "facts",
     "StepRow": "datamodule",
     "TEMPLATE_NAMES": "template",
     "check_datasets": "settings",
+    "check_values": "facts",
+    "describe_values": "facts",
+    "expected": "facts",
+    "facts_of": "facts",
+    "hints_of": "facts",
     "holds_token": "messages",
     "is_hub_id": "source",
+    "is_optional": "facts",
+    "open_regular": "source",
     "printable": "messages",
     "redact": "messages",
     "redacted": "messages",
     "redacted_keys": "messages",
-    "open_regular": "source",
+    "setting": "facts",
+    "takes": "facts",
 }
 
 __all__ = list(_HOMES)

@@ -6,9 +6,9 @@ lines; `overrides` quotes and refuses words; `schema` and `settings_check` find 
 value at once; `help` is the page.
 """
 
-from app.config.load import check_before_start, check_words, load_config, run_verb
+from app.config.load import check_before_start, check_words, load_config, run_verb, settings_of
 from app.config.run_config import load_run_config, save_config
-from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig, settings_of
+from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig
 
 __all__ = [
     "EvaluateConfig",

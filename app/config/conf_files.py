@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.overrides import SPELLED, spell_keys
+from app.config.overrides import spell_keys
+from app.config.verbs import TYPED_KEYS
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
 
@@ -110,15 +111,6 @@ WORDS_ELSEWHERE = {
 """what other tools call an option, and what it is here"""
 NO_PIPELINE = ("pp", "pipeline", "pipeline_parallel")
 """strategies for which something else is named, because there is none of them yet"""
-KEYS_ELSEWHERE = {
-    "gradient_checkpointing": "recompute=full",
-    "activation_checkpointing": "recompute=full",
-    "torch_compile": "trainer.compile=true",
-    "deepspeed": "strategy=zero2",
-    "fsdp": "strategy=fsdp",
-    "tensor_model_parallel_size": "strategy=fsdp_tp",
-}
-"""the same for a key, whatever it stands under"""
 
 
 def groups(conf: Path) -> dict[str, list[str]]:
@@ -164,7 +156,7 @@ def _read_conf_file(path: Path, package: str) -> ConfFile:
             raise UserError(f"{shown(path)}:1: expected `key: value` lines")
         _check_limits(root, path)
         for written, line in _key_lines(root, ""):
-            key = SPELLED.get(written, written) if is_experiment else written
+            key = TYPED_KEYS.get(written, written) if is_experiment else written
             if key in lines:
                 raise UserError(f"{shown(path)}:{line}: {key} is set twice, first on {lines[key]}")
             lines[key] = line

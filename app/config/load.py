@@ -25,12 +25,10 @@ from app.config.run_config import (
     resolve_paths,
     run_with_settings,
 )
-from app.config.schema import hints_of
 from app.config.validation import Settings, check_file, check_given, put_word_in_list
 from app.config.values import first_line, parse_override, takes_value
 from app.config.verbs import (
     ALTERNATIVES,
-    CHOICES,
     PARTS,
     VERBS,
     EvaluateConfig,
@@ -45,7 +43,7 @@ from app.process.reporting import report
 from app.run import NEVER, check_resume
 from app.run.folder import UNSET, check_output, expand_home
 from app.run.ranks import check_supervise
-from data_modules import printable, redact
+from data_modules import hints_of, printable, redact
 
 DEFAULT_EXPERIMENT = "quickstart"
 
@@ -197,7 +195,7 @@ def _settings_in_use(verb: str, files: list[ConfFile], replaced: frozenset[str])
         if file.package in PARTS and name in PARTS[file.package]:
             parts[file.package] = PARTS[file.package][name]
             options[file.package] = file.path.stem
-    return Settings(VERBS[verb], parts, options, PARTS, takes_value, CHOICES, replaced)
+    return Settings(VERBS[verb], parts, options, PARTS, takes_value, replaced)
 
 
 @functools.cache
@@ -240,6 +238,14 @@ def _check_required(
     return problems
 
 
+def settings_of(group: str, option: str) -> Any:
+    """Return the settings that `group=option` means, as its file has them."""
+    file = conf_files.read_conf_file(
+        conf_files.find_option(conf_files.CONF, group, option), package=group
+    )
+    return PARTS[group][option](**file.values)
+
+
 def run_verb(
     verb: str,
     function: Callable[[Any], object],
@@ -264,7 +270,8 @@ def _dispatch(
     if "--help" in words or "-h" in words:
         from app.config.help import help_page
 
-        print(help_page(verb, VERBS[verb], PARTS, conf_files.CONF))
+        topic = next((word for word in words if word[0] != "-" and "=" not in word), None)
+        print(help_page(verb, VERBS[verb], PARTS, conf_files.CONF, topic))
         return DONE
     is_sweep = bool({"-m", "--multirun"} & set(words))
     words = [word for word in words if word not in ("-m", "--multirun")]

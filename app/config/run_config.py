@@ -20,12 +20,12 @@ from app.config.overrides import Given, read_words
 from app.config.schema import default_of
 from app.config.validation import Settings, check_file
 from app.config.values import first_line, parse_override, takes_value
-from app.config.verbs import CHOICES, PARTS, EvaluateConfig, TrainConfig
+from app.config.verbs import PARTS, TRUST_KEYS, EvaluateConfig, TrainConfig
 from app.model.adapter import Ia3Config, LoraConfig
 from app.process.errors import ROOT, UserError
 from app.process.files import write_whole
 from app.process.untrusted import reading
-from app.run import TRUST_KEYS, find_run, find_run_to_resume
+from app.run import find_run, find_run_to_resume
 from app.run.folder import CONFIG_FILE
 from data_modules import REDACTED, TEMPLATE_NAMES, redacted, redacted_keys
 
@@ -137,7 +137,7 @@ def _read_settings(folder: Path) -> TrainConfig:
         for group, options in PARTS.items()
         if (name := _name_of(file.values.get(group))) in options
     }
-    settings = Settings(TrainConfig, parts, {}, PARTS, takes_value, CHOICES)
+    settings = Settings(TrainConfig, parts, {}, PARTS, takes_value)
     problems = check_file(file, settings)
     problems += [
         f"{conf_files.shown(file.path)} {group}.name: expected one of {', '.join(options)}"

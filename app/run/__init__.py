@@ -4,7 +4,7 @@
 what was typed now, `lock` keeps a second process away, `start` opens it for the verb. No torch.
 """
 
-from app.run.changes import ALLOWED, TRUST_KEYS
+from app.run.changes import ALLOWED
 from app.run.find import AUTO, MUST, NEVER, checkpoints_of, find_run, find_run_to_resume, typed_step
 from app.run.global_batch import describe_global_batch
 from app.run.start import Run, check_resume, find_newest_good, open_run
@@ -14,7 +14,6 @@ __all__ = [
     "AUTO",
     "MUST",
     "NEVER",
-    "TRUST_KEYS",
     "Run",
     "check_resume",
     "checkpoints_of",

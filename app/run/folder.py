@@ -15,9 +15,16 @@ import yaml  # type: ignore[import-untyped]
 
 from app.process.errors import UserError
 from app.process.files import odd_entries
-from app.process.launch import is_child, is_first_rank, read_launch, run_dir, set_run_dir
+from app.process.launch import (
+    is_child,
+    is_first_rank,
+    read_launch,
+    run_dir,
+    set_run_dir,
+)
 from app.process.reporting import REASON_FILE, is_reason
 from app.process.untrusted import read_text
+from data_modules import setting
 
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
@@ -42,9 +49,9 @@ UNSET = "is it a variable that is not set? type a folder, or leave it out"
 
 @dataclass(kw_only=True, slots=True)
 class OutputConfig:
-    name: str | None = None
+    name: str | None = setting(None, shown=("train",))
     """name of the run, part of its folder; null = the experiment's"""
-    dir: str | None = None
+    dir: str | None = setting(None, shown=True, aliases=("output_dir",))
     """folder of this run; null = outputs/<name>/<time>"""
 
 

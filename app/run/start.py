@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from app.preflight import describe_base, num_data_ranks
 from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
-from app.run.changes import check_allow, compare_facts, compare_settings, judge
+from app.run.changes import compare_facts, compare_settings, judge
 from app.run.find import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
 from app.run.folder import CONFIG_FILE, METRICS_FILE, hand_to_ranks, is_training, make_run_dir
 from app.run.global_batch import check_global_batch, check_stream, describe_global_batch
@@ -117,9 +117,8 @@ def check_resume(
 
     Returns the problems, and whether there is nothing left to train.
     """
-    problems = check_allow(config.resume_allow)
-    if problems or not _is_resumed(config):
-        return problems, False
+    if not _is_resumed(config):
+        return [], False
     existing = _compare(config, read_config)
     return existing.problems, existing.is_done and not existing.problems
 
@@ -212,7 +211,7 @@ def _compare(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) ->
             refused = check_stream(changes, manifest["global_batch"], batch)
         problems, notes = problems + refused, notes + noted
     rewinds = typed_step(config.resume) is not None
-    lengthens = any(change.kind in LENGTHENS for change in changes)
+    lengthens = any(change.rule in LENGTHENS for change in changes)
     is_done = has_finished and not rewinds and not lengthens
     if not is_done and not has_checkpoints(folder):
         problems.append(f"{folder} has finished and has no checkpoint to resume from")

@@ -3,7 +3,7 @@
 from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit
 from data_modules.audit.overlap import Columns
-from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, check_audit
+from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings
 
 __all__ = [
     "Audit",
@@ -14,5 +14,4 @@ __all__ = [
     "DatasetFacts",
     "RunSettings",
     "audit_documents",
-    "check_audit",
 ]

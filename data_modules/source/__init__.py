@@ -1,7 +1,7 @@
 """Read rows from files, folders, URLs, the hub and the samples; each keeps file and line."""
 
 from data_modules.source.chunks import MAX_RAW, BadRow, Chunk
-from data_modules.source.limits import MAX_ROW_BYTES, Limits, check_limits
+from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
     Part,
     check_split,
@@ -28,7 +28,6 @@ __all__ = [
     "Chunk",
     "Limits",
     "Part",
-    "check_limits",
     "check_split",
     "find_files",
     "fingerprint",

@@ -1,6 +1,6 @@
 """Turn conversations and documents into token ids, and say which of them are trained on."""
 
-from data_modules.template.masking import Encoded, MaskConfig, Note, check_mask
+from data_modules.template.masking import Encoded, MaskConfig, Note
 from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
 from data_modules.template.proof import Limits
 from data_modules.template.template import ChatTemplate, Prompt, RowProblem
@@ -15,5 +15,4 @@ __all__ = [
     "Note",
     "Prompt",
     "RowProblem",
-    "check_mask",
 ]

@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING
 
 from data_modules.messages import DataError, Origin, shown
 from data_modules.template.encoder_decoder import PairEncoder
-from data_modules.template.encoding import TextTokenizer, TokenizedText, control_texts, stop_texts
+from data_modules.template.encoding import (
+    TextTokenizer,
+    TokenizedText,
+    control_texts,
+    stop_texts,
+)
 from data_modules.template.masking import Encoded, Layout, LayoutBuilder, MaskConfig
+from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
+from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
 from data_modules.template.named_templates import (
-    TEMPLATE_NAMES,
     add_bos,
     check_named,
     named_template,
