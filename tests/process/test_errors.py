@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.config.overrides import _read_word
+from app.config import load_config
 from app.model.base_files import weight_files
 from app.process.errors import Interrupted, TrainingFault, UserError, exit_code
 from app.run.output import OutputConfig, check_output, decide_run_dir
@@ -74,7 +74,7 @@ def test_exit_codes(words: list[str], error: BaseException, code: int, fragment:
 
 def test_a_value_error_is_the_users_only_where_we_raise_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="add -m") as refused:
-        _read_word("seed", "1,2", "", lambda word: (None, True))
+        load_config("train", ["seed=1,2"])
     assert exit_code(refused.value) == 2
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ValueError, match="Expecting property name") as stumbled:
