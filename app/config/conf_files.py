@@ -16,6 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from app.config.overrides import SPELLED, spell_keys
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
+from app.run.output import expand_home
 
 CONF = ROOT / "conf"
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -24,7 +25,7 @@ MAX_WORD = 200
 """characters of an option in a defaults list, which is the name of a file"""
 
 
-class HydraLoader(yaml.SafeLoader):  # type: ignore[misc]
+class HydraLoader(yaml.SafeLoader):
     """YAML as Hydra reads it: 1e-3 is a number, a date is text."""
 
 
@@ -47,13 +48,17 @@ class ConfFile:
     values: dict[str, Any]
     lines: dict[str, int]
 
-    def local(self, key: str) -> str:
-        """Return a full key as it stands in this file, whose keys may lie below a package."""
-        return key.removeprefix(f"{self.package}.") if self.package else key
+    def full(self, local: str) -> str:
+        """Return the full key of one in this file, whose keys may lie below a package."""
+        return f"{self.package}.{local}" if self.package else local
+
+    def sets(self, key: str) -> bool:
+        """Tell whether full key `key` stands in this file."""
+        return any(self.full(local) == key for local in self.lines)
 
     def where(self, key: str) -> str:
         """Return `conf/experiment/x.yaml:12`, the place of full key `key` in this file."""
-        local = self.local(key)
+        local = key.removeprefix(self.full(""))
         while local and local not in self.lines:
             local = local.rpartition("." if not local.endswith("]") else "[")[0]
         return f"{shown(self.path)}:{self.lines.get(local, 1)}"
@@ -142,14 +147,14 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
 
     An experiment may also be a file of one's own, named by its path.
     """
-    if isinstance(option, str) and option.isprintable() and Path(option).name == option:
-        if (file := conf / group / f"{option}.yaml").is_file():
-            return file
-    if group == "experiment" and str(option).endswith(YAML_SUFFIXES):
-        if (file := Path(option).expanduser()).exists():
-            return file
-        raise UserError(f"{group}={option}: no such file, looked for from {Path.cwd()}")
     options = groups(conf)[group]
+    if isinstance(option, str) and option in options:
+        return conf / group / f"{option}.yaml"
+    if group == "experiment" and str(option).endswith(YAML_SUFFIXES):
+        file = expand_home("experiment", str(option))
+        if not file.exists():
+            raise UserError(f"experiment={option}: no such file, looked for from {Path.cwd()}")
+        return file
     alias = WORDS_ELSEWHERE.get(f"{group}={option}".lower())
     hint = f"; type {alias}" if alias else nearest(str(option), options)
     if group == "strategy" and str(option).lower() in NO_PIPELINE:
@@ -207,8 +212,7 @@ def _is_default(entry: Any) -> bool:
     if isinstance(entry, dict) and len(entry) == 1:
         words = [word for pair in entry.items() for word in pair if word is not None]
     return all(
-        isinstance(word, str) and 0 < len(word) <= MAX_WORD and word.isprintable()
-        for word in words
+        isinstance(word, str) and 0 < len(word) <= MAX_WORD and word.isprintable() for word in words
     )
 
 

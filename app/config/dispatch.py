@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.conf_files import CONF
+from app.config.conf_files import CONF, groups
 from app.config.load import Config, compose, load_config, load_run_config
 from app.config.sources import print_note
 from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig
@@ -79,7 +79,7 @@ def check_before_start(config: Config) -> None:
     A preview may be of a run for another machine, and needs no weights.
     """
     goes_on = isinstance(config, TrainConfig) and config.resume != NEVER
-    problems = check_output(config.output, goes_on=goes_on)
+    problems = _check_required(config) + check_output(config.output, goes_on=goes_on)
     if not config.data.cache_dir.strip():
         problems.append(f"data.cache_dir is empty; {UNSET}")
     if problems:
@@ -125,3 +125,30 @@ def _print_settings(verb: str, words: list[str]) -> None:
     settings = dataclasses.asdict(compose(verb, words))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     print(printable(redact(text), keep="\n"), end="")
+
+
+def _check_required(config: Config) -> list[str]:
+    """List what has no default and was not given: a model, data."""
+    problems = []
+    run = config.run if isinstance(config, EvaluateConfig) else None
+    if isinstance(config, PreviewConfig):
+        if config.resume != NEVER:
+            problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
+        if config.model.path is None and config.model.tokenizer_path is None:
+            problems.append(
+                f"no tokenizer: type model=NAME ({', '.join(groups(CONF)['model'])}), or "
+                "model.path=FOLDER_OR_HUB_ID (its weights are not needed); "
+                "+experiment=quickstart is a whole run"
+            )
+    elif config.model.path is None and not config.model.from_scratch and run is None:
+        problems.append(
+            f"no model: type model=NAME ({', '.join(groups(CONF)['model'])}), or "
+            "model.path=FOLDER_OR_HUB_ID; +experiment=quickstart is a whole run"
+        )
+    tests_only = isinstance(config, EvaluateConfig) and config.data.test_datasets
+    if not config.data.datasets and not tests_only:
+        problems.append(
+            f"no data: type data=NAME ({', '.join(groups(CONF)['data'])}), or "
+            "'data.datasets=[{path: FILE, format: alpaca}]'; +experiment=quickstart is a whole run"
+        )
+    return problems

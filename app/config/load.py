@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from app.config.verbs import (
     PARTS,
     VERBS,
     EvaluateConfig,
-    PreviewConfig,
     TrainConfig,
 )
 from app.model.adapter import Ia3Config, LoraConfig
@@ -56,11 +55,9 @@ NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def load_config(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
-    """Compose and check the settings of a verb; UserError lists every problem that was found."""
+    """Compose the settings of a verb, with paths that exist absolute; UserError as `compose`."""
     config = compose(verb, words, conf)
     resolve_paths(config)
-    if problems := _check_required(config, conf):
-        raise UserError(problems)
     return config
 
 
@@ -79,23 +76,35 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     typed = {one.key: one.value for one in given}
     if "sweep" in typed:
         raise UserError("sweep=NAME lists several runs: add -m to try each of them")
+    run, overrides = None, [one.override for one in given if one.key != "experiment"]
     try:
-        experiment = _check_options(verb, [one for one in given if one.key in known], conf)
-        if (run := find_run_of(verb, typed)) is not None:
+        experiment = _check_options(verb, [one for one in given if one.key in known], known, conf)
+        if experiment is None and (run := find_run_of(verb, typed)) is not None:
             experiment = as_experiment(run, _read_run(run), verb, typed.keys())
+        overrides += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
+        values, options = _compose_values(verb, overrides, experiment, conf)
     except UserError as error:
         raise UserError(problems + error.problems) from error
-    config = _compose(verb, given, experiment, conf, problems)
-    if config.output.name is None:
-        config.output.name = _default_name(verb, experiment)
+    for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
+        # An experiment's schedule.warmup_steps would else win over a typed schedule.warmup_ratio.
+        group, _, name = other.partition(".")
+        if one in typed and other not in typed and isinstance(values.get(group), dict):
+            values[group].pop(name, None)
+    sources = Sources(lambda: _files_in_use(verb, overrides, experiment, conf), given)
+    config = _build(
+        VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
+    )
+    name = verb if experiment is None else NOT_IN_NAMES.sub("-", experiment.path.stem)
+    name = f"{name}-preview" if verb == "preview" != name else name
+    config.output.name = config.output.name or name
     if config.output.dir is not None and config.output.dir.strip():
         config.output.dir = str(expand_home("output.dir", config.output.dir))
-    if isinstance(config, EvaluateConfig):
-        config.run = config.run if run is None else str(run)
-        return config
-    if verb == "train" and config.resume != NEVER:
-        found = run or find_run_to_resume(config.resume, config.output.dir, config.output.name)
-        config.output.dir = config.output.dir if found is None else str(found)
+    if run is None and verb == "train" and config.resume != NEVER:
+        run = find_run_to_resume(config.resume, config.output.dir, config.output.name)
+    if run is not None and verb == "train":
+        config.output.dir = str(run)
+    elif run is not None:
+        config.run = str(run)
     if "trainer.num_epochs" in typed and config.trainer.max_steps is not None:
         print_note(
             f"note: trainer.max_steps={config.trainer.max_steps} wins over "
@@ -104,66 +113,33 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     return config
 
 
-def _check_options(verb: str, given: Sequence[Given], conf: Path) -> ConfFile | None:
+def _check_options(
+    verb: str, given: Sequence[Given], known: Mapping[str, Sequence[str]], conf: Path
+) -> ConfFile | None:
     """Return the experiment that was typed, after checking that every chosen option exists."""
-    known = groups(conf)
     has = [part.name for part in dataclasses.fields(VERBS[verb]) if part.name in known]
-    experiment, problems = None, []
-    chosen = [("", one.key, one.value) for one in given]
-    for place, group, option in chosen:
-        is_experiment = group == "experiment" and not place
+    experiment: ConfFile | None = None
+    problems = []
+    chosen: list[tuple[ConfFile | None, str, Any]] = [(None, one.key, one.value) for one in given]
+    for chosen_in, group, option in chosen:
+        is_experiment = group == "experiment" and chosen_in is None
         try:
             if is_experiment and experiment is not None:
                 raise UserError(f"experiment={option}: an experiment is typed already")
             if not is_experiment and group not in has:
                 raise UserError(f"{group}={option}: {verb} has no {group}; it has {', '.join(has)}")
-            if option is None and place:
+            if option is None and chosen_in is not None:
                 continue
             file = find_option(conf, group, option)
             if is_experiment:
                 experiment = read_conf_file(file, package="", is_global=True)
-                where = f"{experiment.where('defaults')}: "
-                chosen += [(where, *choice) for choice in choices_of(experiment)]
+                chosen += [(experiment, *choice) for choice in choices_of(experiment)]
         except UserError as error:
+            place = "" if chosen_in is None else f"{chosen_in.where('defaults')}: "
             problems += [place + problem for problem in error.problems]
     if problems:
         raise UserError(problems)
     return experiment
-
-
-def _default_name(verb: str, experiment: ConfFile | None) -> str:
-    """Name a run after its experiment, else after its verb; previews stay apart from runs."""
-    if experiment is None:
-        return verb
-    name = NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._") or verb
-    return f"{name}-preview" if verb == "preview" else name
-
-
-def _compose(
-    verb: str,
-    given: Sequence[Given],
-    experiment: ConfFile | None,
-    conf: Path,
-    problems: list[str],
-) -> Config:
-    """Let Hydra compose plain values, and give them their types; `problems` are known already."""
-    overrides = [one.override for one in given if one.key != "experiment"]
-    overrides += [] if experiment is None else [f"+experiment={EXPERIMENT}"]
-    try:
-        values, options = _compose_values(verb, overrides, experiment, conf)
-    except UserError as error:
-        raise UserError(problems + error.problems) from error
-    typed = {one.key for one in given}
-    for one, other in (*ALTERNATIVES, *(pair[::-1] for pair in ALTERNATIVES)):
-        # An experiment's schedule.warmup_steps would else win over a typed schedule.warmup_ratio.
-        group, _, name = other.partition(".")
-        if one in typed and other not in typed and isinstance(values.get(group), dict):
-            values[group].pop(name, None)
-
-    def sources() -> Sources:
-        return Sources(_files_in_use(verb, overrides, experiment, conf), given)
-
-    return _build(VERBS[verb], values, options, sources, problems, replaced=typed & PARTS.keys())
 
 
 def _compose_values(
@@ -221,7 +197,7 @@ def _build(
     schema: type,
     values: dict[str, Any],
     options: Mapping[str, str],
-    sources: Callable[[], Sources],
+    sources: Sources,
     problems: list[str],
     replaced: AbstractSet[str] = frozenset(),
 ) -> Any:
@@ -231,21 +207,21 @@ def _build(
     `replaced`: groups whose option the command line chose, whatever an experiment says of them.
     """
     names, parts = {}, {}
-    for group in PARTS.keys() & schema.__dataclass_fields__.keys():
+    for group in PARTS.keys() & {field.name for field in dataclasses.fields(schema)}:
         part = values.get(group)
         named = part.get("name") if isinstance(part, dict) else None
         name = options[group] if options.get(group) in PARTS[group] else named
         if isinstance(name, str) and name in PARTS[group]:
             names[group], parts[group] = name, PARTS[group][name]
         else:
-            place, words = sources().where(f"{group}.name"), ", ".join(PARTS[group])
+            place, words = sources.where(f"{group}.name"), ", ".join(PARTS[group])
             problems = [*problems, f"{place} {group}.name: expected one of {words}"]
     choices = CHOICES | {f"{group}.name": [name] for group, name in names.items()}
     if not problems:
         with contextlib.suppress(UserError):
             return _give_types(schema, parts, values, choices)
     settings = Settings(schema, parts, names, PARTS, takes_value, CHOICES, frozenset(replaced))
-    values, found = find_problems(values, settings, sources())
+    values, found = find_problems(values, settings, sources)
     if problems or found:
         raise UserError([*problems, *found])
     return _give_types(schema, parts, values, choices)
@@ -292,7 +268,7 @@ def _read_run(folder: Path) -> TrainConfig:
 def _read_run_once(path: Path, changed: int) -> TrainConfig:
     with reading(shown(path), "copy the run's folder again"):
         file = read_conf_file(path, package="", loader=yaml.SafeLoader)
-        config = _build(TrainConfig, file.values, {}, lambda: Sources([file]), [])
+        config = _build(TrainConfig, file.values, {}, Sources(lambda: [file]), [])
         assert isinstance(config, TrainConfig)
         return config
 
@@ -303,52 +279,23 @@ def resolve_paths(config: Config) -> None:
     Expands `~`, and lets relative paths of the shipped YAML files work from any folder. What does
     not exist stays as it was typed: a hub id, a template's name, or a mistake to be named.
     """
-
-    def resolve(path: str | None) -> str | None:
-        if not path or "\0" in path:
-            return path
-        for candidate in (Path(path).expanduser(), ROOT / path):
-            if candidate.exists():
-                return os.path.abspath(candidate)
-        return str(Path(path).expanduser()) if path.startswith("~") else path
-
-    config.model.path = resolve(config.model.path)
-    config.model.tokenizer_path = resolve(config.model.tokenizer_path)
+    paths: list[tuple[Any, str]] = [(config.model, "path"), (config.model, "tokenizer_path")]
     if config.data.chat_template not in TEMPLATE_NAMES:
-        config.data.chat_template = resolve(config.data.chat_template)
-    for dataset in (*config.data.datasets, *config.data.test_datasets):
-        dataset.path = resolve(dataset.path) or dataset.path
+        paths.append((config.data, "chat_template"))
+    paths += [(each, "path") for each in (*config.data.datasets, *config.data.test_datasets)]
     if isinstance(config, EvaluateConfig):
-        config.adapter_path = resolve(config.adapter_path)
+        paths.append((config, "adapter_path"))
     elif isinstance(config.adapter, (LoraConfig, Ia3Config)):
-        config.adapter.path = resolve(config.adapter.path)
-
-
-def _check_required(config: Config, conf: Path) -> list[str]:
-    """List what has no default and was not given: a model, data."""
-    problems = []
-    run = config.run if isinstance(config, EvaluateConfig) else None
-    if isinstance(config, PreviewConfig):
-        if config.resume != NEVER:
-            problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
-        if config.model.path is None and config.model.tokenizer_path is None:
-            problems.append(
-                f"no tokenizer: type model=NAME ({', '.join(groups(conf)['model'])}), or "
-                "model.path=FOLDER_OR_HUB_ID (its weights are not needed); "
-                "+experiment=quickstart is a whole run"
-            )
-    elif config.model.path is None and not config.model.from_scratch and run is None:
-        problems.append(
-            f"no model: type model=NAME ({', '.join(groups(conf)['model'])}), or "
-            "model.path=FOLDER_OR_HUB_ID; +experiment=quickstart is a whole run"
-        )
-    tests_only = isinstance(config, EvaluateConfig) and config.data.test_datasets
-    if not config.data.datasets and not tests_only:
-        problems.append(
-            f"no data: type data=NAME ({', '.join(groups(conf)['data'])}), or "
-            "'data.datasets=[{path: FILE, format: alpaca}]'; +experiment=quickstart is a whole run"
-        )
-    return problems
+        paths.append((config.adapter, "path"))
+    for part, name in paths:
+        path = getattr(part, name)
+        if not path or "\0" in path:
+            continue
+        there = [each for each in (Path(path).expanduser(), ROOT / path) if each.exists()]
+        if there:
+            setattr(part, name, os.path.abspath(there[0]))
+        elif path.startswith("~"):
+            setattr(part, name, str(Path(path).expanduser()))
 
 
 def first_line(error: Exception) -> str:

@@ -85,7 +85,8 @@ def _read_word(key: str, value: str, prefix: str) -> Given:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    for spelling in (value, quote_value(value)):
+    for quote in (str, quote_value):
+        spelling = quote(value)
         try:
             override = OverridesParser.create().parse_override(f"{key}={spelling}")
             parsed = None if override.is_sweep_override() else override.value()
@@ -177,33 +178,27 @@ def _end_of_quote(value: str, start: int) -> int:
     return min(position + 1, len(value))
 
 
-def refuse(key: str, value: Any) -> str | None:
+def refuse(key: str, value: Any, name: str | None = None) -> str | None:
     """Say why a given key and value are refused unread: secrets, code, the environment.
 
-    The text of a secret is never repeated.
+    The text of a secret is never repeated. `name`: of the part of the value that is looked at.
     """
-    for name, text in _names_and_texts(key, value):
-        if name.lower() in SECRET_NAMES or holds_token(text):
-            return (
-                f"{key}: secrets do not go into settings, where files and process lists show them; "
-                "export HF_TOKEN, or run `hf auth login`"
-            )
-        if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
-            return f"{key}: {name} is refused; settings never name code to run"
-        if "${" in REFERENCE.sub("", text):
-            return (
-                f"{key}={text}: resolvers like ${{oc.env:NAME}} are refused, since their values "
-                "end up in files; type the value (`${key.of.another.setting}` is fine)"
-            )
-    return None
-
-
-def _names_and_texts(key: str, value: Any) -> list[tuple[str, str]]:
-    name = key.rpartition(".")[2]
-    if isinstance(value, dict):
-        return [(name, "")] + [
-            pair for k, v in value.items() for pair in _names_and_texts(str(k), v)
-        ]
-    if isinstance(value, list):
-        return [(name, "")] + [pair for part in value for pair in _names_and_texts("", part)]
-    return [(name, value if isinstance(value, str) else "")]
+    name = key.rpartition(".")[2] if name is None else name
+    text = value if isinstance(value, str) else ""
+    if name.lower() in SECRET_NAMES or holds_token(text):
+        return (
+            f"{key}: secrets do not go into settings, where files and process lists show them; "
+            "export HF_TOKEN, or run `hf auth login`"
+        )
+    if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
+        return f"{key}: {name} is refused; settings never name code to run"
+    if "${" in REFERENCE.sub("", text):
+        return (
+            f"{key}={text}: resolvers like ${{oc.env:NAME}} are refused, since their values "
+            "end up in files; type the value (`${key.of.another.setting}` is fine)"
+        )
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(value, (dict, list)):
+        parts = [*value.items()] if isinstance(value, dict) else [("", part) for part in value]
+    refusals = (refuse(key, part, str(inner)) for inner, part in parts)
+    return next(filter(None, refusals), None)

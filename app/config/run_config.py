@@ -37,11 +37,9 @@ def save_config(config: TrainConfig | EvaluateConfig, path: Path) -> None:
 def find_run_of(verb: str, typed: Mapping[str, Any]) -> Path | None:
     """Return the run whose settings a command means: one resumed or evaluated by its folder.
 
-    None where an experiment or a model was typed. What is wrong with the words is found when they
-    are checked.
+    None where it is an evaluation of a model that was typed, or no run is to be resumed. What is
+    wrong with the words is found when they are checked.
     """
-    if "experiment" in typed:
-        return None
     if verb == "evaluate":
         has_model = typed.get("model") is not None or typed.get("model.path") is not None
         if typed.get("run") is None and has_model:
@@ -144,7 +142,7 @@ def _as_typed(value: Any) -> str:
         }
         return _as_typed(given)
     if isinstance(value, list):
-        return f"[{', '.join(map(_spelled, value))}]"
+        return f"[{', '.join(map(_as_typed, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {_as_typed(part)}' for name, part in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

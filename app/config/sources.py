@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from app.config import schema
@@ -21,19 +21,24 @@ from data_modules import printable, redact
 COMMAND_LINE = "command line:"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Sources:
     """All that settings were composed of: files in composing order, then the words typed."""
 
-    files: Sequence[ConfFile]
+    read_files: Callable[[], Sequence[ConfFile]]
+    """called when a file is first asked for"""
     given: Sequence[Given] = ()
+
+    @functools.cached_property
+    def files(self) -> Sequence[ConfFile]:
+        return self.read_files()
 
     def source_of(self, key: str) -> ConfFile | None:
         """Return the file that set full key `key` last; None for the command line."""
         if any(_sets(one, key) for one in self.given):
             return None
         for file in reversed(self.files):
-            if file.local(key) in file.lines and key.startswith(file.package):
+            if file.sets(key):
                 return file
         return self.files[-1]
 
@@ -49,14 +54,19 @@ def _sets(given: Given, key: str) -> bool:
     if rest == key or rest[:1] not in ("", ".", "["):
         return given.key.startswith(f"{key}.")
     value = given.value
-    for name in rest.replace("[", ".[").split(".")[1:]:
-        if isinstance(value, dict) and name in value:
-            value = value[name]
-        elif isinstance(value, list) and name.startswith("["):
-            value = value[int(name[1:-1])] if int(name[1:-1]) < len(value) else None
-        else:
+    for step in _steps(rest):
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if not isinstance(value, dict) or step not in value:
             return False
+        value = value[step]
     return True
+
+
+def _steps(key: str) -> list[str | int]:
+    """Split a full key into names, and numbers of list elements."""
+    parts = filter(None, key.replace("[", ".[").split("."))
+    return [int(part[1:-1]) if part.startswith("[") else part for part in parts]
 
 
 def find_problems(
@@ -78,11 +88,12 @@ def find_problems(
             _replace(values, found.key)
         elif (problem := settings.problem_of(found)) is not None:
             problems[f"{sources.where(found.key)} {problem}"] = None
-    for file in sources.files:  # where any key may stand (model.architecture), none is walked
-        for key in file.lines:
-            full = f"{file.package}.{key}" if file.package else key
-            if (refusal := refuse(full, None)) is not None:
-                problems[f"{file.where(full)} {refusal}"] = None
+    if not problems and refuse("", values) is not None:
+        # Where any key may stand (model.architecture), no single one is walked.
+        for file in sources.files:
+            for key in map(file.full, file.lines):
+                if (refusal := refuse(key, None)) is not None:
+                    problems[f"{file.where(key)} {refusal}"] = None
     if not problems and left_out:
         chosen = ", ".join(f"{g}={settings.options[g]}" for g in sorted(settings.replaced))
         for name, keys in left_out.items():
@@ -113,8 +124,10 @@ def _file_replaced_by_option(
 
 def _replace(values: dict[str, Any], key: str, value: Any = None) -> None:
     """Set a full key of nested values, or remove it where `value` is None."""
-    *path, name = key.split(".")
-    part = functools.reduce(lambda inner, each: inner[each], path, values)
+    *path, name = _steps(key)
+    part: Any = values
+    for step in path:
+        part = part[step]
     if value is None:
         del part[name]
     else:
