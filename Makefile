@@ -80,7 +80,13 @@ bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY="lora_fp3
 bench-gpu: $(STAMP)  ## an 8B model on one GPU in eight minutes: speed, memory, and where the time goes
 	$(BIN)/python -m benchmarks.gpu
 
+settings: $(STAMP)  ## write docs/settings.md from the settings' fields
+	$(BIN)/python -m tools.settings docs
+
+schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors complete experiments
+	$(BIN)/python -m tools.settings schema
+
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval sweep tiny-base check test test-fast test-strategies chaos seeded-bugs bench bench-peers bench-gpu clean
+.PHONY: help install train preview eval sweep tiny-base check test test-fast test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from data_modules.audit import Audit as Audit
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
-    from data_modules.packing.plan import PACKING_METHODS as PACKING_METHODS
+    from data_modules.facts import Facts as Facts
+    from data_modules.facts import ResumeRule as ResumeRule
+    from data_modules.facts import check_values as check_values
+    from data_modules.facts import describe_values as describe_values
+    from data_modules.facts import expected as expected
+    from data_modules.facts import facts_of as facts_of
+    from data_modules.facts import hints_of as hints_of
+    from data_modules.facts import is_optional as is_optional
+    from data_modules.facts import setting as setting
+    from data_modules.facts import takes as takes
     from data_modules.packing.plan import PackingConfig as PackingConfig
     from data_modules.redaction import REDACTED as REDACTED
     from data_modules.redaction import holds_token as holds_token
@@ -44,23 +53,32 @@ _HOMES = {
     "DatasetConfig": "settings",
     "DecoderInputs": "types",
     "Example": "types",
+    "Facts": "facts",
     "FinetuneDataModule": "datamodule",
     "Origin": "types",
-    "PACKING_METHODS": "packing.plan",
     "PackingConfig": "packing.plan",
     "Prompt": "types",
     "REDACTED": "redaction",
+    "ResumeRule": "facts",
     "RemoteError": "types",
     "StepRow": "types",
     "TEMPLATE_NAMES": "template",
     "check_datasets": "settings",
+    "check_values": "facts",
+    "describe_values": "facts",
+    "expected": "facts",
+    "facts_of": "facts",
     "holds_token": "redaction",
+    "hints_of": "facts",
     "is_hub_id": "source",
+    "is_optional": "facts",
     "printable": "types",
     "redact": "redaction",
     "redacted": "redaction",
     "redacted_keys": "redaction",
     "open_regular": "source",
+    "setting": "facts",
+    "takes": "facts",
 }
 
 __all__ = list(_HOMES)

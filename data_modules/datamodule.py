@@ -32,7 +32,6 @@ from data_modules.packing.plan import (
     PackingConfig,
     StepPlan,
     StepSampler,
-    check_packing,
     pack_documents,
     shard_packs,
 )
@@ -91,7 +90,6 @@ class FinetuneDataModule(lightning.LightningDataModule):
         first_rows: int | None = None,
     ) -> None:
         super().__init__()
-        check_packing(packing)
         self._config, self._packing, self._tokenizer = config, packing, tokenizer
         self._micro_batch_size, self._accumulation_steps = micro_batch_size, accumulation_steps
         self._num_epochs, self._max_steps, self._seed = num_epochs, max_steps, seed

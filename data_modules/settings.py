@@ -5,22 +5,20 @@ Decides which settings there are and which are wrong. Never encodes a row.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from data_modules import format as formats
 from data_modules import source
-from data_modules.audit import AuditConfig, check_audit
+from data_modules.audit import AuditConfig
+from data_modules.facts import check_values, setting
 from data_modules.packing.mixture import MixtureConfig, check_mixture
-from data_modules.template import Limits, MaskConfig, check_mask
+from data_modules.template import Limits, MaskConfig
 from data_modules.tokens.rows import check_first_rows
 from data_modules.types import printable
 
-ON_LONG = ("drop", "truncate_left", "truncate_right", "split", "error")
-ON_BAD_ROW = ("error", "quarantine")
 CHECKED_BYTES = 16 << 20
 """what a check of the settings reads at most, of all files together: it must be quick"""
 CACHE_VARIABLE = "LOFT_DATA_CACHE"
@@ -34,84 +32,104 @@ def _cache_dir() -> str:
 class DatasetConfig:
     """Name one data set."""
 
-    path: str
+    path: str = setting(resume="content")
     """a file (json, jsonl, csv, tsv, parquet, arrow, txt; .gz or .zst), a folder or glob of them,
     a URL of one (s3://, gs://, https://), a hub id (owner/name), or sample:NAME for what ships
     with the project"""
-    name: str | None = None
+    name: str | None = setting(None, resume="content")
     """its name in metrics; null = the file's name without suffix"""
-    format: str | None = None
+    format: str | None = setting(None, resume="data")
     """alpaca, messages, sharegpt, prompt_completion, completion, pretokenized or oasst; null =
     guessed from columns"""
-    split: str = "train"
+    split: str = setting("train", resume="data")
     """which split of a folder or of a hub data set, and which slice: train[:90%], train[100:200]"""
-    revision: str | None = None
+    revision: str | None = setting(None, resume="data")
     """commit, tag or branch of a hub data set; null = the newest"""
-    weight: float = 1.0
+    weight: float = setting(1.0, gt=0, note="or leave the data set out", resume="data")
     """how often a row is seen in an epoch: 0.5 = a seeded half of the rows, 2.0 = each twice; or
     its share, see data.mixture.weights"""
-    max_rows: int | None = None
-    """a seeded choice of so many training rows at most; null = all"""
-    columns: dict[str, str] = field(default_factory=dict)
+    max_rows: int | None = setting(None, ge=1, resume="data")
+    """train on at most this many rows, a seeded choice; null = all"""
+    columns: dict[str, str] = setting(default_factory=dict, resume="data")
     """format's field: column that holds it, as in {instruction: question, output: answers.0.text};
     dots go into nested fields"""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Choose what is learned."""
+    """Choose what is trained on."""
 
-    datasets: list[DatasetConfig] = field(default_factory=list)
-    """the data sets to learn from, mixed by their weights"""
-    test_datasets: list[DatasetConfig] = field(default_factory=list)
-    """rows to ask the model in the evaluation; none = the validation rows"""
-    sequence_len: int | None = None
+    datasets: list[DatasetConfig] = setting(default_factory=list, resume="fixed", shown=True)
+    """the data sets to train on, mixed by their weights"""
+    test_datasets: list[DatasetConfig] = setting(
+        default_factory=list, resume="free", shown=("evaluate",)
+    )
+    """data sets whose prompts the evaluation asks; none = the validation rows"""
+    sequence_len: int | None = setting(
+        None,
+        ge=2,
+        resume="fixed",
+        shown=("train", "preview"),
+        aliases=("cutoff_len", "max_length", "max_seq_length"),
+    )
     """tokens a document and a pack may have; null = the smaller of 2048 and the model's context;
     more = longer documents, more memory"""
-    val_set_size: float = 0.05
+    val_set_size: float = setting(0.05, ge=0, shown=("train",))
     """validation rows of each data set: a share below 1, else a number of rows (1 = one row)"""
-    train_on_inputs: bool = False
-    """learn prompts too, not only answers"""
-    roles_to_train: list[str] = field(default_factory=lambda: ["assistant"])
-    """whose turns are learned: assistant, user, system, tool"""
-    train_on_eos: str = "turn"
-    """which stop tokens are learned: all, turn (those of learned turns), last or none"""
+    train_on_inputs: bool = setting(False, shown=("preview",))
+    """train on prompts too, not only on answers"""
+    roles_to_train: list[str] = setting(
+        default_factory=lambda: ["assistant"], choices=("system", "user", "assistant", "tool")
+    )
+    """whose turns are trained on: assistant, user, system, tool; a turn's own weight goes first"""
+    train_on_eos: str = setting("turn", choices=("all", "turn", "last", "none"))
+    """which stop tokens are trained on: all in the row, those of trained turns (turn), the last
+    trained turn's (last), or none"""
     last_turn_only: bool = False
-    """learn only the last answer of a conversation"""
-    reasoning: str = "keep"
-    """what an answer thinks before it speaks: keep (learned), mask (seen, not learned) or strip"""
-    control_tokens: str = "keep"
-    """a control token's text inside a row: keep (it acts as one), escape (plain text) or error"""
-    on_long: str = "drop"
-    """a row above `sequence_len`: drop, truncate_left (keep its end), truncate_right (keep its
-    beginning), split (into several documents) or error"""
-    on_bad_row: str = "error"
+    """train only on the last answer of a conversation"""
+    reasoning: str = setting("keep", choices=("keep", "strip", "mask"))
+    """the reasoning in front of an answer: keep (trained on), mask (seen, not trained on) or strip
+    (taken out of the text)"""
+    control_tokens: str = setting("keep", choices=("keep", "escape", "error"))
+    """control tokens written in a row's own text: keep (they act as such), escape (tokenized as
+    plain text) or error"""
+    on_long: str = setting(
+        "drop",
+        choices=("drop", "truncate_left", "truncate_right", "split", "error"),
+        shown=("train", "preview"),
+    )
+    """a row longer than `sequence_len`: drop, truncate_left (keep its end), truncate_right (keep
+    its beginning), split (into several documents) or error"""
+    on_bad_row: str = setting("error", choices=("error", "quarantine"))
     """a row that cannot be read: error, or quarantine (left out and written, with its reason,
     beside the run)"""
     drop_empty: bool = False
-    """leave rows with an empty answer out and count them; they are an error else"""
-    max_dropped_share: float | None = None
+    """leave rows with an empty answer out and count them, instead of an error"""
+    max_dropped_share: float | None = setting(None, ge=0, le=1, resume="free")
     """stop when more than this share of a data set's rows is dropped; null = never"""
-    max_row_bytes: int = source.MAX_ROW_BYTES
-    """a larger row is refused, and so is a longer text in one"""
-    limits: source.Limits = field(default_factory=source.Limits)
-    chat_template: str | None = None
+    max_row_bytes: int = setting(source.MAX_ROW_BYTES, ge=1, resume="free")
+    """bytes of a row, and of each text in it, above which it is refused"""
+    limits: source.Limits = setting(default_factory=source.Limits, resume="free")
+    """what a file or a URL may hold"""
+    chat_template: str | None = setting(None, resume="content", shown=("train", "preview"))
     """plain, chatml, llama3, ... or a .jinja file; null = the tokenizer's own, else the one that
     is named for the model, else plain"""
-    template_seconds: float = 10.0
-    """a chat template that takes longer for some small chats at the start is refused"""
-    template_memory_mb: int = 1024
-    """a chat template that takes more memory for them is refused; MB"""
-    mixture: MixtureConfig = field(default_factory=MixtureConfig)
-    audit: AuditConfig = field(default_factory=AuditConfig)
-    streaming: bool = False
+    template_seconds: float = setting(10.0, gt=0, resume="free")
+    """seconds a chat template may take for some small chats at the start"""
+    template_memory_mb: int = setting(1024, ge=1, resume="free")
+    """memory it may take for them, in MB"""
+    mixture: MixtureConfig = setting(default_factory=MixtureConfig)
+    """what the weights of the data sets mean"""
+    audit: AuditConfig = setting(default_factory=AuditConfig, resume="free")
+    """what is compared before training, and which shares stop the run"""
+    streaming: bool = setting(False, resume="fixed")
     """read while training, for data larger than the disk; needs trainer.max_steps"""
-    cache_dir: str = field(default_factory=_cache_dir)
-    """folder that keeps tokenised data sets for the next run"""
-    num_proc: int | None = None
-    """processes that tokenise large data sets; null = one a core"""
-    num_workers: int = 0
-    """processes that lay out batches ahead; 0 = the training process does it (enough here)"""
+    cache_dir: str = setting(default_factory=_cache_dir, resume="free")
+    """folder that keeps tokenized data sets for the next run"""
+    num_proc: int | None = setting(None, ge=1, resume="free")
+    """processes that tokenize large data sets; null = one per core"""
+    num_workers: int = setting(0, ge=0, resume="content")
+    """processes that prepare batches ahead; 0 = the training process does it (enough here)"""
 
     def template_limits(self) -> Limits:
         """Return what a chat template may take at the start."""
@@ -169,36 +187,15 @@ def _check_settings(config: DataConfig) -> list[str]:
     problems = []
     if not config.datasets and not config.test_datasets:
         problems.append("data.datasets is empty; give 'data.datasets=[{path: FILE}]' or data=NAME")
-    for name, known in (("on_long", ON_LONG), ("on_bad_row", ON_BAD_ROW)):
-        value = getattr(config, name)
-        if value not in known:
-            problems.append(f"data.{name} is '{value}'; use {', '.join(known)}")
-    if config.sequence_len is not None and config.sequence_len < 2:
-        problems.append(f"data.sequence_len is {config.sequence_len}; give 2 tokens or more")
-    if not (math.isfinite(config.val_set_size) and config.val_set_size >= 0):
-        problems.append(
-            f"data.val_set_size is {config.val_set_size}; give a share from 0 to 1, or rows"
-        )
-    share = config.max_dropped_share
-    if share is not None and not 0 <= share <= 1:
-        problems.append(f"data.max_dropped_share is {share}; give a share from 0 to 1, or null")
-    if config.num_workers < 0:
-        problems.append(f"data.num_workers is {config.num_workers}; give 0 or more")
-    if config.num_proc is not None and config.num_proc < 1:
-        problems.append(f"data.num_proc is {config.num_proc}; give 1 or more, or null")
-    if not 0 < config.template_seconds < math.inf:
-        problems.append(f"data.template_seconds is {config.template_seconds}; give seconds above 0")
-    if config.template_memory_mb < 1:
-        problems.append(f"data.template_memory_mb is {config.template_memory_mb}; give 1 or more")
-    if config.max_row_bytes < 1:
-        problems.append(f"data.max_row_bytes is {config.max_row_bytes}; give 1 or more")
+    problems += check_values(config, "data", skip=("datasets", "test_datasets"))
     if config.streaming:
         problems += _check_stream(config)
-    problems += check_mask(config.mask())
-    problems += check_mixture(config.mixture)
-    problems += check_audit(config.audit)
-    problems += source.check_limits(config.limits)
-    return problems
+    if not config.roles_to_train and not config.train_on_inputs:
+        problems.append(
+            "data.roles_to_train=[]: nothing of a conversation would be trained on; set "
+            "data.roles_to_train=[assistant]"
+        )
+    return problems + check_mixture(config.mixture)
 
 
 def _check_stream(config: DataConfig) -> list[str]:
@@ -237,14 +234,7 @@ def _check_stream(config: DataConfig) -> list[str]:
 
 
 def _check_dataset_settings(dataset: DatasetConfig, key: str) -> list[str]:
-    problems = []
-    if not (math.isfinite(dataset.weight) and dataset.weight > 0):
-        problems.append(
-            f"{key}.weight is {dataset.weight} ({dataset.path}); give a number above 0, or leave "
-            "the data set out"
-        )
-    if dataset.max_rows is not None and dataset.max_rows < 1:
-        problems.append(f"{key}.max_rows is {dataset.max_rows}; give 1 or more, or null")
+    problems = check_values(dataset, key)
     try:
         source.check_split(dataset.split)
     except ValueError as error:

@@ -123,15 +123,6 @@ WORDS_ELSEWHERE = {
 """what other tools call an option, and what it is here"""
 NO_PIPELINE = ("pp", "pipeline", "pipeline_parallel")
 """strategies for which something else is named, because there is none of them yet"""
-KEYS_ELSEWHERE = {
-    "gradient_checkpointing": "recompute=full",
-    "activation_checkpointing": "recompute=full",
-    "torch_compile": "trainer.compile=true",
-    "deepspeed": "strategy=zero2",
-    "fsdp": "strategy=fsdp",
-    "tensor_model_parallel_size": "strategy=fsdp_tp",
-}
-"""the same for a key, whatever it stands under"""
 
 
 def groups(conf: Path) -> dict[str, list[str]]:

@@ -49,7 +49,8 @@ def _dispatch(
     if "--help" in words or "-h" in words:
         from app.config.help import help_page
 
-        print(help_page(verb, VERBS[verb], PARTS, CONF))
+        topic = next((word for word in words if word[0] != "-" and "=" not in word), None)
+        print(help_page(verb, VERBS[verb], PARTS, CONF, topic))
         return DONE
     is_sweep = bool({"-m", "--multirun"} & set(words))
     words = [word for word in words if word not in ("-m", "--multirun")]

@@ -1,90 +1,25 @@
-"""The page that `--help` prints: made from conf/ and the dataclasses, without Hydra or torch."""
+"""The pages that `--help` prints: made from conf/ and the settings' fields, without torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import textwrap
-import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from app.config import schema
 from app.config.conf_files import choices_of, groups, read_conf_file
+from app.config.schema import Setting, default_of, list_settings
+from app.process.errors import UserError, nearest
+from data_modules import describe_values
 
-MOST_USED = {
-    "train": (
-        "model.path",
-        "data.datasets",
-        "data.sequence_len",
-        "data.val_set_size",
-        "data.on_long",
-        "data.chat_template",
-        "adapter.r",
-        "adapter.alpha",
-        "adapter.dropout",
-        "adapter.target_modules",
-        "optimizer.lr",
-        "optimizer.weight_decay",
-        "schedule.warmup_ratio",
-        "trainer.micro_batch_size",
-        "trainer.gradient_accumulation_steps",
-        "trainer.global_batch_size",
-        "trainer.num_epochs",
-        "trainer.max_steps",
-        "trainer.precision",
-        "trainer.devices",
-        "trainer.accelerator",
-        "trainer.validate_every_steps",
-        "trainer.checkpoint.every_steps",
-        "trainer.checkpoint.keep_last",
-        "trainer.checkpoint.asynchronous",
-        "evaluation.exact_match",
-        "output.name",
-        "output.dir",
-        "resume",
-        "resume_allow",
-        "supervise.max_restarts",
-        "seed",
-    ),
-    "preview": (
-        "model.path",
-        "model.tokenizer_path",
-        "data.datasets",
-        "data.sequence_len",
-        "data.on_long",
-        "data.chat_template",
-        "data.train_on_inputs",
-        "trainer.micro_batch_size",
-        "trainer.gradient_accumulation_steps",
-        "trainer.global_batch_size",
-        "trainer.devices",
-        "preview.max_rows",
-        "preview.rows",
-        "preview.packs",
-        "preview.tokens",
-        "output.dir",
-        "seed",
-    ),
-    "evaluate": (
-        "run",
-        "model.path",
-        "adapter_path",
-        "data.datasets",
-        "data.test_datasets",
-        "evaluation.max_rows",
-        "evaluation.max_new_tokens",
-        "trainer.accelerator",
-        "output.dir",
-    ),
-}
-DATA_PARTS = ("data", "packing")
-"""parts of which all settings are listed, where a verb learns from data"""
+Parts = Mapping[str, Mapping[str, type]]
+
 WHAT = {
     "train": "fine-tune a language model; leaves a verified adapter in outputs/",
     "preview": "what a run would learn from: rows, loss mask, packs, audit; needs a tokenizer only",
-    "evaluate": "loss per data set and exact match on held-out rows, base against tuned",
+    "evaluate": "loss per data set and exact match on held-out rows, base vs tuned",
 }
 USAGE = {
     "train": (
@@ -113,9 +48,15 @@ Exit codes: 0 done, 2 wrong input, 3 the environment (disk, memory, package), 4 
 130/143 stopped by a signal. LOFT_TRACEBACK=1 shows where an error happened."""
 
 
-def help_page(verb: str, top: type, parts: dict[str, dict[str, type]], conf: Path) -> str:
-    """Return the page of a verb; `parts`: group -> option -> schema, as the door knows them."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None = None) -> str:
+    """Return the page of a verb: the first one, or every setting of `topic`.
+
+    `parts`: group -> option -> schema. `topic`: `all`, a group, or a setting's full key.
+    """
+    settings = list_settings(top, parts)
+    if topic is not None:
+        return _topic_page(topic, settings)
+    width = _width()
     primary = read_conf_file(conf / f"{verb}.yaml", package="")
     defaults = dict(choices_of(primary))
     options = groups(conf)
@@ -128,7 +69,7 @@ def help_page(verb: str, top: type, parts: dict[str, dict[str, type]], conf: Pat
             for name in options["experiment"]
         }
         lines += _two_columns(runs, width)
-    lines += ["", "groups: GROUP=OPTION (* is taken when nothing is typed)"]
+    lines += ["", "groups: GROUP=OPTION (* is the default)"]
     lines += _two_columns(
         {
             group: ", ".join(f"{name}*" if name == defaults[group] else name for name in names)
@@ -137,41 +78,93 @@ def help_page(verb: str, top: type, parts: dict[str, dict[str, type]], conf: Pat
         },
         width,
     )
-    lines += ["", "most used settings: KEY=VALUE (value when nothing is typed)"]
-    lines += _two_columns(
-        {key: _describe(key, top, parts, defaults) for key in MOST_USED[verb]}, width
-    )
+    lines += ["", "most used settings: KEY=VALUE (default)"]
+    shown = [one for one in settings if is_shown(one, verb)]
+    lines += _two_columns({one.typed_key: describe(one) for one in shown}, width)
     lines += [
         "",
         "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.test_datasets",
     ]
-    lines += _two_columns(_keys_of_a_dataset(top), width)
-    if verb in ("train", "preview"):
-        lines += ["", "all else that can be said of the data: KEY=VALUE"]
-        rest = [key for key in _leaves(top, DATA_PARTS) if key not in MOST_USED[verb]]
-        lines += _two_columns({key: _describe(key, top, parts, defaults) for key in rest}, width)
+    element = "data.datasets[]."
+    lines += _two_columns(
+        {
+            one.key.removeprefix(element): describe(one)
+            for one in settings
+            if one.key.startswith(element)
+        },
+        width,
+    )
+    names = ", ".join(one.key for one in settings if one.is_part and "." not in one.key)
+    lines += ["", *textwrap.wrap(f"every setting: --help all, or --help and one of {names}", width)]
     return "\n".join([*lines, "", *ENDING.splitlines()])
 
 
-def _leaves(top: type, names: Sequence[str]) -> list[str]:
-    """Return the full keys of all settings of some parts, without the keys of list elements."""
-    keys = [
-        key
-        for name in names
-        for key in schema.keys_of(schema.hints_of(top)[name], f"{name}.")
-        if "[]" not in key
+def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
+    found = [
+        one
+        for one in settings
+        if topic in ("all", one.key, one.typed_key)
+        or one.key.startswith((f"{topic}.", f"{topic}["))
     ]
-    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+    if not found:
+        known = [one.typed_key for one in settings]
+        raise UserError(
+            f"--help {topic}: no such setting; type --help, --help all, --help GROUP or --help KEY"
+            f"{nearest(topic, known)}"
+        )
+    lines: list[str] = []
+    for title, members in sections(found):
+        rows = {one.typed_key: describe(one) for one in members}
+        lines += ["", title, *_two_columns(rows, _width())]
+    return "\n".join(lines[1:])
 
 
-def _keys_of_a_dataset(top: type) -> dict[str, str]:
-    """Return the keys of one element of data.datasets, and what they mean."""
-    hint = schema.hints_of(schema.hints_of(top)["data"])["datasets"]
-    (element,) = typing.get_args(hint)
-    return {
-        field.name: _meaning(schema.docs_of(element)[field.name], schema.default_of(field))
-        for field in dataclasses.fields(element)
-    }
+def sections(settings: Sequence[Setting]) -> list[tuple[str, list[Setting]]]:
+    """Return settings under the title of their group, and of the options that have them."""
+    found: dict[str, list[Setting]] = {}
+    about = {one.key: one.doc for one in settings if one.is_part}
+    for one in settings:
+        if one.is_part:
+            continue
+        group = one.key.partition(".")[0] if "." in one.key else ""
+        title = f"{group}: {about[group]}" if group in about else group or "the run"
+        if one.options:
+            title = f"{group}={'|'.join(one.options)}"
+        found.setdefault(title, []).append(one)
+    return list(found.items())
+
+
+def is_shown(one: Setting, verb: str) -> bool:
+    """Return whether the first page of a verb's help has a setting; those of elements never."""
+    shown = one.facts.shown
+    return "[]" not in one.key and (verb in shown if isinstance(shown, tuple) else shown)
+
+
+def describe(one: Setting) -> str:
+    """Return `(default; values) meaning` of a setting; the values where the meaning has not all."""
+    return f"({'; '.join(filter(None, [default_text(one), values_text(one)]))}) {one.doc}"
+
+
+def default_text(one: Setting) -> str:
+    """Return a setting's default as it is typed; without one it is required."""
+    default = default_of(one.field)
+    if default is dataclasses.MISSING:
+        return "required"
+    words = {"None": "null", "True": "true", "False": "false", "[]": "none", "{}": "none"}
+    shown = ", ".join(default) if default and isinstance(default, list) else default
+    return words.get(str(shown), str(shown))
+
+
+def values_text(one: Setting) -> str:
+    """Return the values that a setting takes; empty where its default and meaning have them."""
+    facts, told = one.facts, f"{default_text(one)} {one.doc}"
+    if all(re.search(rf"\b{re.escape(str(word))}\b", told) for word in facts.choices):
+        facts = dataclasses.replace(facts, choices=())
+    return describe_values(facts, None)
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((100, 24)).columns, 120)
 
 
 def _first_comment(path: Path) -> str:
@@ -179,28 +172,6 @@ def _first_comment(path: Path) -> str:
         if line.startswith("# What:"):
             return line.removeprefix("# What:").strip()
     return ""
-
-
-def _describe(
-    key: str, top: type, parts: dict[str, dict[str, type]], defaults: dict[str, Any]
-) -> str:
-    """Return `(default) meaning` of a setting."""
-    owner: Any = top
-    *path, leaf = key.split(".")
-    for name in path:
-        hint = schema.hints_of(owner)[name]
-        owner = parts[name][defaults[name]] if name in parts else hint
-    field = next(field for field in dataclasses.fields(owner) if field.name == leaf)
-    return _meaning(schema.docs_of(owner).get(leaf, ""), schema.default_of(field))
-
-
-def _meaning(text: str, default: Any) -> str:
-    """Return `(default) text`; without a default it must be given."""
-    if default is dataclasses.MISSING:
-        return f"(must be given) {text}"
-    words = {"None": "null", "True": "true", "False": "false", "[]": "none", "{}": "none"}
-    shown = ", ".join(default) if default and isinstance(default, list) else default
-    return f"({words.get(str(shown), shown)}) {text}"
 
 
 def _two_columns(rows: dict[str, str], width: int) -> list[str]:

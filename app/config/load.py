@@ -34,7 +34,6 @@ from app.config.sources import Sources, find_problems, print_note, takes_value
 from app.config.validation import Settings
 from app.config.verbs import (
     ALTERNATIVES,
-    CHOICES,
     PARTS,
     VERBS,
     EvaluateConfig,
@@ -216,43 +215,50 @@ def _build(
         else:
             place, words = sources.where(f"{group}.name"), ", ".join(PARTS[group])
             problems = [*problems, f"{place} {group}.name: expected one of {words}"]
-    choices = CHOICES | {f"{group}.name": [name] for group, name in names.items()}
     if not problems:
         with contextlib.suppress(UserError):
-            return _give_types(schema, parts, values, choices)
-    settings = Settings(schema, parts, names, PARTS, takes_value, CHOICES, frozenset(replaced))
+            return _give_types(schema, parts, values, names)
+    settings = Settings(schema, parts, names, PARTS, takes_value, frozenset(replaced))
     values, found = find_problems(values, settings, sources)
     if problems or found:
         raise UserError([*problems, *found])
-    return _give_types(schema, parts, values, choices)
+    return _give_types(schema, parts, values, names)
 
 
 def _give_types(
-    schema: type,
-    parts: Mapping[str, type],
-    values: Mapping[str, Any],
-    choices: Mapping[str, Sequence[str]],
+    schema: type, parts: Mapping[str, type], values: Mapping[str, Any], names: Mapping[str, str]
 ) -> Any:
-    """Return settings as typed objects; UserError with the first thing that is wrong."""
+    """Return settings as typed objects; UserError with the first thing that is wrong.
+
+    `names`: what each of the `parts` must be called. Numbers are checked before the start.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     if (refusal := refuse("", values)) is not None:
         raise UserError(refusal)
-    for key, words in choices.items():
-        group, _, name = key.partition(".")
-        value = values[group].get(name) if isinstance(values.get(group), dict) else None
-        if value is not None and value not in words and not str(value).startswith("${"):
-            raise UserError(f"{key}={value}: expected {' or '.join(words)}")
     node = OmegaConf.structured(schema)
     try:
         for group, part in parts.items():
             node[group] = OmegaConf.structured(part)
-        return OmegaConf.to_object(OmegaConf.merge(node, values))
+        config = OmegaConf.to_object(OmegaConf.merge(node, values))
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'settings'}: {first_line(error)}") from error
+    waiting = [(config, field) for field in dataclasses.fields(schema)]
+    for owner, field in waiting:
+        value, facts = getattr(owner, field.name), field.metadata.get("facts")
+        several = value if isinstance(value, list) else [value]
+        for one in several:
+            if dataclasses.is_dataclass(one):
+                waiting += [(one, inner) for inner in dataclasses.fields(one)]
+            elif facts and facts.choices and one not in (None, *facts.choices) and not facts.bounds:
+                raise UserError(f"{field.name}={one}: expected one of {facts.choices}")
+    for group, name in names.items():
+        if (named := getattr(config, group).name) != name:
+            raise UserError(f"{group}.name={named}: expected {name}")
+    return config
 
 
 def _read_run(folder: Path) -> TrainConfig:

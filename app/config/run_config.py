@@ -14,10 +14,10 @@ import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import ConfFile
 from app.config.schema import default_of
-from app.config.verbs import PARTS, VERBS, EvaluateConfig, TrainConfig
+from app.config.verbs import PARTS, TRUST_KEYS, VERBS, EvaluateConfig, TrainConfig
 from app.process.errors import UserError
 from app.process.files import write_whole
-from app.run import TRUST_KEYS, find_run_to_resume
+from app.run import find_run_to_resume
 from app.run.output import CONFIG_FILE, find_run
 from data_modules import REDACTED, redacted, redacted_keys
 

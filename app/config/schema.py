@@ -1,56 +1,60 @@
-"""Settings as a tree of names: which exist, what they mean, what a misspelt one was meant to be.
+"""The settings of a schema as a flat list: keys, defaults, docstrings and facts of each field.
 
-Works on dataclasses and plain values alone; knows neither Hydra nor any setting by name, except
-for the words that other tools use for ours.
+Works on dataclasses and plain values alone; knows neither Hydra nor any setting by name.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
-import textwrap
+import functools
+import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from app.process.errors import nearest
+from data_modules import Facts, ResumeRule, facts_of, hints_of, is_optional
 
-OTHER_WORDS = {
-    "base_model": "model.path",
-    "model_name_or_path": "model.path",
-    "learning_rate": "optimizer.lr",
-    "optim": "optimizer",
-    "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2",
-    "adam_epsilon": "optimizer.eps",
-    "embedding_lr": "optimizer.lr_by_pattern",
-    "embedding_learning_rate": "optimizer.lr_by_pattern",
-    "lora_r": "adapter.r",
-    "lora_rank": "adapter.r",
-    "rank": "adapter.r",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_target_modules": "adapter.target_modules",
-    "batch_size": "trainer.micro_batch_size",
-    "per_device_train_batch_size": "trainer.micro_batch_size",
-    "accumulate_grad_batches": "trainer.gradient_accumulation_steps",
-    "epochs": "trainer.num_epochs",
-    "max_epochs": "trainer.num_epochs",
-    "num_train_epochs": "trainer.num_epochs",
-    "gradient_clip_val": "trainer.max_grad_norm",
-    "cutoff_len": "data.sequence_len",
-    "max_length": "data.sequence_len",
-    "max_seq_length": "data.sequence_len",
-    "output_dir": "output.dir",
-    "lr_scheduler_type": "schedule",
-    "val_check_interval": "trainer.validate_every_steps",
-    "async": "trainer.checkpoint.asynchronous",
-    "save_steps": "trainer.checkpoint.every_steps",
-    "save_total_limit": "trainer.checkpoint.keep_last",
-    "resume_from_checkpoint": "resume",
-}
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One setting of a verb; elements of lists as `data.datasets[].path`."""
+
+    key: str
+    """full key, as Python has it"""
+    owner: type
+    field: dataclasses.Field[Any]
+    hint: Any
+    resume: ResumeRule | None
+    """the rule stated at its field, else that of the part it belongs to"""
+    options: tuple[str, ...] = ()
+    """options of its group that have it; empty = all of them"""
+
+    @property
+    def facts(self) -> Facts:
+        return facts_of(self.field)
+
+    @property
+    def doc(self) -> str:
+        return docs_of(self.owner).get(self.field.name, "")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it holds settings of its own rather than a value."""
+        return _schema_in(self.hint) is not None and not self.is_list
+
+    @property
+    def is_list(self) -> bool:
+        return typing.get_origin(element_of(self.hint)) is list
+
+    @property
+    def typed_key(self) -> str:
+        """The full key as a person types it."""
+        parent, dot, _ = self.key.rpartition(".")
+        return f"{parent}{dot}{self.facts.typed}" if self.facts.typed else self.key
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,26 +76,30 @@ class Unknown:
     value: Any
 
 
-def hints_of(schema: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields, in order."""
-    hints = typing.get_type_hints(schema)
-    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
-
-
+@functools.cache
 def docs_of(schema: type) -> dict[str, str]:
     """Return the string that stands under each field of a dataclass, bases included."""
     docs: dict[str, str] = {}
     for base in reversed(schema.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for above, below in zip(body.body, body.body[1:], strict=False):
-            if not (isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)):
-                continue
-            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                docs[above.target.id] = " ".join(str(below.value.value).split())
+        if dataclasses.is_dataclass(base):
+            docs |= _docs_in(base.__module__).get(base.__name__, {})
     return docs
+
+
+@functools.cache
+def _docs_in(module: str) -> dict[str, dict[str, str]]:
+    """Return the strings under the fields of each class of a module."""
+    source = Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8")
+    return {
+        node.name: {
+            above.target.id: " ".join(str(below.value.value).split())
+            for above, below in zip(node.body, node.body[1:], strict=False)
+            if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        }
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -132,28 +140,86 @@ def walk(value: Any, hint: Any, key: str, owner: type, field: str) -> Iterator[L
         yield Leaf(key, owner, field, value)
 
 
-def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """List every full key of a schema; elements of lists as `data.datasets[].path`."""
-    for name, hint in hints_of(schema).items():
-        inner = element_of(hint)
-        element = typing.get_args(inner)[0] if typing.get_origin(inner) is list else None
-        yield f"{prefix}{name}"
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-            yield from keys_of(inner, f"{prefix}{name}.")
-        elif isinstance(element, type) and dataclasses.is_dataclass(element):
-            yield from keys_of(element, f"{prefix}{name}[].")
+def _schema_in(hint: Any) -> type | None:
+    """Return the dataclass that a field holds, or of whose objects it holds a list."""
+    inner = element_of(hint)
+    if typing.get_origin(inner) is list:
+        (inner,) = typing.get_args(inner)
+    return inner if isinstance(inner, type) and dataclasses.is_dataclass(inner) else None
 
 
-def suggest(key: str, siblings: list[str], all_keys: list[str]) -> str:
+def list_settings(
+    schema: type, parts: Mapping[str, Mapping[str, type]] | None = None
+) -> list[Setting]:
+    """List every setting of a verb, parts before what they hold.
+
+    `parts`: group -> option -> schema, for groups whose settings depend on the option.
+    """
+    settings: list[Setting] = []
+    for field in dataclasses.fields(schema):
+        options = (parts or {}).get(field.name)
+        (group, *inner) = _settings_of_field(schema, field, "", None)
+        settings.append(group)
+        if options is None:
+            settings += inner
+        else:
+            settings += _merge_options(field.name, options, group.resume)
+    return settings
+
+
+def _merge_options(
+    group: str, options: Mapping[str, type], resume: ResumeRule | None
+) -> list[Setting]:
+    """List the settings of all options of a group, those that several options share once."""
+    merged: dict[tuple[str, str], Setting] = {}
+    for option, schema in options.items():
+        for one in _settings_in(schema, f"{group}.", resume):
+            known = merged.get((one.key, one.doc), one)
+            merged[one.key, one.doc] = dataclasses.replace(known, options=(*known.options, option))
+    return [
+        dataclasses.replace(one, options=()) if len(one.options) == len(options) else one
+        for one in merged.values()
+    ]
+
+
+def _settings_in(schema: type, prefix: str, resume: ResumeRule | None) -> Iterator[Setting]:
+    for field in dataclasses.fields(schema):
+        yield from _settings_of_field(schema, field, prefix, resume)
+
+
+def _settings_of_field(
+    owner: type, field: dataclasses.Field[Any], prefix: str, resume: ResumeRule | None
+) -> Iterator[Setting]:
+    hint, key = hints_of(owner)[field.name], f"{prefix}{field.name}"
+    one = Setting(
+        key=key, owner=owner, field=field, hint=hint, resume=facts_of(field).resume or resume
+    )
+    yield one
+    if (inner := _schema_in(hint)) is not None:
+        yield from _settings_in(inner, f"{key}[]." if one.is_list else f"{key}.", one.resume)
+
+
+def aliases_of(settings: Iterable[Setting]) -> dict[str, str]:
+    """Return what other tools call a setting: their name -> our key, or `key=value`."""
+    aliases: dict[str, str] = {}
+    for one in settings:
+        for alias in (*one.facts.aliases, *filter(None, [one.facts.typed])):
+            name, equals, value = alias.partition("=")
+            aliases.setdefault(name, f"{one.typed_key}{equals}{value}")
+    return aliases
+
+
+def suggest(key: str, siblings: list[str], settings: list[Setting]) -> str:
     """Word a guess at what a misspelt full key was meant to be: `; did you mean X?`, or nothing."""
     parent, _, leaf = key.rpartition(".")
-    if leaf in OTHER_WORDS:
-        return f"; did you mean {OTHER_WORDS[leaf]}?"
+    if (meant := aliases_of(settings).get(leaf)) is not None:
+        return f"; type {meant}" if "=" in meant else f"; did you mean {meant}?"
     here = nearest(leaf, siblings)
     if here:
         return here.replace(
             "did you mean ", f"did you mean {parent}." if parent else "did you mean "
         )
+    all_keys = [one.key for one in settings]
     elsewhere = [known for known in all_keys if known.rpartition(".")[2] == leaf]
     if elsewhere:
         return f"; did you mean {elsewhere[0]}?"
@@ -163,10 +229,11 @@ def suggest(key: str, siblings: list[str], all_keys: list[str]) -> str:
 def describe_type(hint: Any) -> str:
     """Say in words what a setting takes."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    optional = type(None) in typing.get_args(hint)
     inner = element_of(hint)
     if inner in words:
         text = words[inner]
+    elif isinstance(inner, types.UnionType):
+        text = " or ".join(describe_type(part) for part in typing.get_args(inner))
     elif typing.get_origin(inner) is list:
         element = element_of(typing.get_args(inner)[0])
         is_schema = isinstance(element, type) and dataclasses.is_dataclass(element)
@@ -178,4 +245,4 @@ def describe_type(hint: Any) -> str:
         text = f"{{{', '.join(hints_of(inner))}}}"
     else:
         text = str(inner)
-    return f"{text} or null" if optional else text
+    return f"{text} or null" if is_optional(hint) else text

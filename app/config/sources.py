@@ -16,7 +16,7 @@ from app.config.conf_files import ConfFile
 from app.config.overrides import Given, refuse
 from app.config.validation import Settings
 from app.process.launch import is_child, is_first_rank
-from data_modules import printable, redact
+from data_modules import hints_of, printable, redact
 
 COMMAND_LINE = "command line:"
 
@@ -105,7 +105,7 @@ def _is_word_for_list(found: schema.Leaf | schema.Unknown, sources: Sources) -> 
     """Tell whether a bare word was typed where a list of text is expected."""
     if not (isinstance(found, schema.Leaf) and isinstance(found.value, str) and found.value):
         return False
-    hint = schema.element_of(schema.hints_of(found.owner)[found.field])
+    hint = schema.element_of(hints_of(found.owner)[found.field])
     is_reference = found.value.startswith("${")
     return hint == list[str] and not is_reference and sources.source_of(found.key) is None
 

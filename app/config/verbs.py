@@ -1,20 +1,18 @@
-"""What each verb can be told: its parts, and the few words that some settings take.
+"""The settings of each verb, by parts that stand in the rooms which read them.
 
-The parts themselves stand in the rooms that read them. Imports nothing heavy.
+Imports nothing heavy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from app.config.conf_files import CONF, find_option, read_conf_file
+from app.config.schema import list_settings
 from app.evaluation.generation import EvaluationConfig
-from app.model import attention, kernels, quantization, recompute
 from app.model.adapter import (
-    INITS,
     AdapterConfig,
     FreezeConfig,
     FullConfig,
@@ -27,10 +25,9 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.process.supervisor import SuperviseConfig
 from app.report.preview import ShownConfig
+from app.run import ALLOWED
 from app.run.output import OutputConfig, saved_folder
-from app.strategy import settings as strategy
 from app.strategy.settings import FAMILIES, StrategyConfig
-from app.training import logger, schedule, trainer
 from app.training.logger import LoggerConfig
 from app.training.optimizers import (
     AdafactorConfig,
@@ -42,78 +39,116 @@ from app.training.optimizers import (
     ScheduleFreeConfig,
 )
 from app.training.schedule import ScheduleConfig
-from app.training.trainer import TrainerConfig
-from data_modules import PACKING_METHODS, DataConfig, PackingConfig
+from app.training.trainer import ACCELERATORS, PRECISIONS, TrainerConfig
+from data_modules import DataConfig, PackingConfig, setting
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
-    """All that a training run can be told; each part goes to the room of its name."""
+    """The settings of a training run; each part goes to the room of its name."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    adapter: AdapterConfig
-    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    packing: PackingConfig = field(default_factory=PackingConfig)
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    logger: LoggerConfig = field(default_factory=LoggerConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-    supervise: SuperviseConfig = field(default_factory=SuperviseConfig)
-    seed: int = 42
+    model: ModelConfig = setting(default_factory=ModelConfig, resume="fixed")
+    """the base model"""
+    adapter: AdapterConfig = setting(resume="fixed")
+    """what is trained"""
+    quantization: QuantizationConfig = setting(default_factory=QuantizationConfig, resume="fixed")
+    """the frozen base in 4 or 8 bits"""
+    attention: AttentionConfig = setting(default_factory=AttentionConfig, resume="rounding")
+    """how attention is computed"""
+    recompute: RecomputeConfig = setting(
+        default_factory=RecomputeConfig,
+        resume="rounding",
+        aliases=("gradient_checkpointing=full", "activation_checkpointing=full"),
+    )
+    """activations computed again in the backward pass: less memory for time"""
+    data: DataConfig = setting(default_factory=DataConfig, resume="data")
+    """the data, and what of it is trained on"""
+    packing: PackingConfig = setting(default_factory=PackingConfig, resume="fixed")
+    """how documents share a row"""
+    optimizer: OptimizerConfig = setting(resume="fixed", aliases=("optim",))
+    """what moves the weights"""
+    schedule: ScheduleConfig = setting(
+        default_factory=ScheduleConfig, resume="schedule", aliases=("lr_scheduler_type",)
+    )
+    """how the learning rate moves over a run"""
+    trainer: TrainerConfig = setting(default_factory=TrainerConfig)
+    """batches, length, precision and devices of a run"""
+    strategy: StrategyConfig = setting(
+        default_factory=StrategyConfig,
+        resume="rounding",
+        aliases=("deepspeed=zero2", "fsdp=fsdp", "tensor_model_parallel_size=fsdp_tp"),
+    )
+    """how a run is spread over several devices"""
+    logger: LoggerConfig = setting(default_factory=LoggerConfig, resume="free")
+    """where the curves go"""
+    evaluation: EvaluationConfig = setting(default_factory=EvaluationConfig, resume="free")
+    """what the trained model is asked"""
+    output: OutputConfig = setting(default_factory=OutputConfig, resume="per_start")
+    """the folder of a run"""
+    supervise: SuperviseConfig = setting(default_factory=SuperviseConfig, resume="per_start")
+    """what happens when a run dies or hangs"""
+    seed: int = setting(42, ge=0, le=2**32 - 1, resume="fixed", shown=("train", "preview"))
     """every random choice follows from it: weights, order of the data, dropout"""
-    resume: str = "never"
+    resume: str = setting(
+        "never", resume="per_start", shown=("train",), aliases=("resume_from_checkpoint",)
+    )
     """never; auto = from the newest good checkpoint in output.dir, or of the newest unfinished run
     of this name, if there is one; must = the same, or an error; or the folder of a run or of one
     of its checkpoints, which brings the run's own settings"""
-    resume_allow: list[str] = field(default_factory=list)
+    resume_allow: list[str] = setting(
+        default_factory=list, choices=tuple(ALLOWED), resume="per_start", shown=("train",)
+    )
     """what may differ from the run that is resumed: lr, schedule, epochs, data, precision;
-    checkpoint = a typed checkpoint may be of another run"""
-    faults: list[str] = field(default_factory=list)
-    """faults to try a run out with, each once: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
+    checkpoint = a named checkpoint may be of another run"""
+    faults: list[str] = setting(default_factory=list, resume="per_start")
+    """faults to inject, each once: rank_killed@12, nan@7, hang@9, enospc, ckpt:POINT"""
 
 
 @dataclass(kw_only=True, slots=True)
 class PreviewConfig(TrainConfig):
-    """All that a preview can be told: what training can, and how much is shown."""
+    """The settings of a preview: those of a training, and how much is shown."""
 
-    preview: ShownConfig = field(default_factory=ShownConfig)
+    preview: ShownConfig = setting(default_factory=ShownConfig)
+    """how much a preview shows"""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateTrainerConfig:
-    """What of the trainer's settings means something without training; one process, one device."""
+    """The trainer's settings that mean something without training; one process, one device."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: int = setting(1, ge=1)
     """packs (rows when not packing) that run forward at once; memory"""
-    precision: str = "auto"
+    precision: str = setting("auto", choices=PRECISIONS)
     """fp32, bf16 (autocast), bf16-pure (all bf16), fp16 (GPU); a run's own when there is a run"""
-    accelerator: str = "auto"
+    accelerator: str = setting("auto", choices=ACCELERATORS, shown=("evaluate",))
     """auto, cpu or gpu"""
 
 
 @dataclass(kw_only=True, slots=True)
 class EvaluateConfig:
-    """All that an evaluation can be told."""
+    """The settings of an evaluation."""
 
-    run: str | None = None
+    run: str | None = setting(None, shown=True)
     """folder of a finished run; null = the newest under outputs/, unless model.path is given"""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    adapter_path: str | None = None
+    model: ModelConfig = setting(default_factory=ModelConfig)
+    """the base model"""
+    adapter_path: str | None = setting(None, shown=True)
     """folder of an adapter on top of model.path, where there is no run"""
-    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    packing: PackingConfig = field(default_factory=PackingConfig)
-    trainer: EvaluateTrainerConfig = field(default_factory=EvaluateTrainerConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-    seed: int = 42
+    quantization: QuantizationConfig = setting(default_factory=QuantizationConfig)
+    """the base in 4 or 8 bits"""
+    attention: AttentionConfig = setting(default_factory=AttentionConfig)
+    """how attention is computed"""
+    data: DataConfig = setting(default_factory=DataConfig)
+    """the data"""
+    packing: PackingConfig = setting(default_factory=PackingConfig)
+    """how documents share a row"""
+    trainer: EvaluateTrainerConfig = setting(default_factory=EvaluateTrainerConfig)
+    """batches, precision and device"""
+    evaluation: EvaluationConfig = setting(default_factory=EvaluationConfig)
+    """what the models are asked"""
+    output: OutputConfig = setting(default_factory=OutputConfig)
+    """the folder of the results"""
+    seed: int = setting(42, ge=0, le=2**32 - 1)
     """every random choice follows from it"""
 
     @property
@@ -142,22 +177,12 @@ PARTS: dict[str, dict[str, type]] = {
     "strategy": FAMILIES,
 }
 """the parts whose settings depend on the option: group -> option -> schema"""
-CHOICES: dict[str, Sequence[str]] = {
-    "adapter.init": INITS,
-    "quantization.method": quantization.METHODS,
-    "attention.backend": attention.BACKENDS,
-    "recompute.mode": recompute.MODES,
-    "packing.method": PACKING_METHODS,
-    "optimizer.scale_lr": ("none", "linear", "sqrt"),
-    "schedule.shape": schedule.SHAPES,
-    "trainer.precision": trainer.PRECISIONS,
-    "trainer.kernels": kernels.CHOICES,
-    "trainer.accelerator": ("auto", "cpu", "gpu"),
-    "strategy.compression": strategy.COMPRESSIONS,
-    "strategy.offload_optimizer": strategy.HOMES,
-    "logger.name": logger.NAMES,
+TRUST_KEYS = [one.key for one in list_settings(TrainConfig, PARTS) if one.resume == "trust"]
+"""settings that let code run: typed at each start, never taken from a run's own files"""
+TYPED_KEYS = {
+    one.typed_key: one.key for one in list_settings(TrainConfig, PARTS) if one.facts.typed
 }
-"""settings that take one of a few words"""
+"""keys as people type them, where Python keeps the word for itself"""
 ALTERNATIVES = (
     ("trainer.global_batch_size", "trainer.gradient_accumulation_steps"),
     ("schedule.warmup_steps", "schedule.warmup_ratio"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from app.model.attention import generation_attention
+from data_modules import setting
 
 if TYPE_CHECKING:
     import torch
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    exact_match: bool = False
-    """answer held-out prompts greedily and compare letter by letter, base against tuned"""
-    max_rows: int = 200
-    """held-out rows a data set that are answered"""
-    max_new_tokens: int = 64
+    exact_match: bool = setting(False, shown=("train",))
+    """answer held-out prompts greedily and compare letter by letter, base vs tuned"""
+    max_rows: int = setting(200, ge=1, shown=("evaluate",))
+    """held-out rows of each data set that are answered"""
+    max_new_tokens: int = setting(64, ge=1, shown=("evaluate",))
     """an answer longer than this many tokens counts as wrong"""
-    batch_size: int = 64
+    batch_size: int = setting(64, ge=1)
     """prompts answered at once; more memory, faster"""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from app.model.quantization import (
 from app.model.tokens import resize_embeddings
 from app.process.errors import UserError
 from app.process.untrusted import reading
+from data_modules import setting
 
 if TYPE_CHECKING:
     import torch
@@ -37,26 +38,28 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    path: str | None = None
+    path: str | None = setting(
+        None, resume="content", shown=True, aliases=("base_model", "model_name_or_path")
+    )
     """folder or hub id of the base model (config.json, safetensors, tokenizer)"""
-    revision: str | None = None
+    revision: str | None = setting(None, resume="content")
     """hub commit, tag or branch; pins what is downloaded"""
-    trust_remote_code: bool = False
-    """run Python files that come with the model; only together with a pinned revision; typed at
-    each start, a run's own files never say so"""
-    tokenizer_path: str | None = None
+    trust_remote_code: bool = setting(False, resume="trust")
+    """run Python files that come with the model; needs a pinned revision, and is typed at each
+    start: never taken from a run's own files"""
+    tokenizer_path: str | None = setting(None, resume="content", shown=("preview",))
     """folder or hub id of the tokenizer, where it is not the model's own"""
-    added_tokens: list[str] = field(default_factory=list)
+    added_tokens: list[str] = setting(default_factory=list)
     """special tokens that are new to this base, as [<|im_start|>, <|im_end|>]; their rows train"""
     from_scratch: bool = False
     """start from random weights of `architecture` instead of a trained base"""
-    architecture: dict[str, Any] = field(default_factory=dict)
-    """the config.json numbers of this model: lets checks and plans run without a download"""
-    chat_template: str | None = None
+    architecture: dict[str, Any] = setting(default_factory=dict)
+    """the numbers of the model's config.json: lets checks run without a download"""
+    chat_template: str | None = setting(None, resume="content")
     """template by name for a tokenizer that has none; null where the base learned no chat tokens"""
-    stop_tokens: list[str] = field(default_factory=list)
+    stop_tokens: list[str] = setting(default_factory=list, resume="free")
     """tokens that end an answer besides the EOS and the template's own, as [<|eot_id|>]"""
-    wrap_class: str | None = None
+    wrap_class: str | None = setting(None, resume="rounding")
     """layer class that sharding strategies wrap; null = what the model itself names"""
 
 

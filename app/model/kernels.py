@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHOICES = ("auto", "torch")
 PROBE_TOKENS = 64
 PROBE_SIZES = (-2.0, 1.5)
 """powers of ten: how large the first of these tokens is, and the last"""

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from data_modules import setting
+
 if TYPE_CHECKING:
     import torch
     import transformers
@@ -20,12 +22,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-METHODS = ("none", "nf4", "int8")
-
 
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
-    method: str = "none"
+    method: str = setting("none", choices=("none", "nf4", "int8"))
     """none, nf4 (QLoRA, 4 bits a weight, arXiv 2305.14314) or int8 (LLM.int8(), 2208.07339; keeps
     each layer's input for the backward also under recompute)"""
     double_quant: bool = True

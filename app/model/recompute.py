@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from data_modules import setting
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -15,10 +17,10 @@ MODES = ("none", "full", "selective", "offload")
 
 @dataclass(kw_only=True, slots=True)
 class RecomputeConfig:
-    mode: str = "none"
+    mode: str = setting("none", choices=MODES)
     """none: keep all activations; full: only each layer's input (least memory, slowest);
     selective: also attention and narrow matrix products; offload: as full, inputs in host memory"""
-    every: int = 1
+    every: int = setting(1, ge=1, note="2 recomputes every other layer")
     """every n-th layer recomputes, the others keep all (more memory, faster)"""
 
 

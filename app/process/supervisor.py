@@ -20,15 +20,15 @@ from app.process.heartbeat import STACKS_FILE
 from app.process.launch import STEP_VARIABLE, free_port
 from app.process.ranks import GRACE, Rank, Ranks
 from app.process.signals import HANDLED, LEAVES_WITHIN, signal_received, wait_for_step
-from data_modules import redact
+from data_modules import redact, setting
 
 
 @dataclass(kw_only=True, slots=True)
 class SuperviseConfig:
-    max_restarts: int = 0
+    max_restarts: int = setting(0, ge=0, shown=("train",))
     """times a run that died or hangs is started again, from its newest good checkpoint; on one
     machine (torchrun has --max-restarts)"""
-    hang_minutes: float | None = 10.0
+    hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
     """a rank hangs when it does nothing in the training loop for so long, and for ten times as
     long as ever before, and no other does anything; null = never. Several ranks that this command
     starts are watched always, one where max_restarts is given; ranks of torchrun or srun never"""

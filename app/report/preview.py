@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.report.token_text import Passage, Speller, visible
+from data_modules import setting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,13 +33,13 @@ NUM_BINS = 32
 class ShownConfig:
     """Choose how much a preview shows."""
 
-    rows: int = 3
+    rows: int = setting(3, ge=1, shown=True)
     """rows of each data set, evenly spread over it"""
-    packs: int = 2
+    packs: int = setting(2, ge=1, shown=True)
     """packs of each of the first two steps"""
-    tokens: int = 400
+    tokens: int = setting(400, ge=2, shown=True)
     """tokens of a row in the terminal, from its beginning and its end; the page shows 4,096"""
-    max_rows: int | None = 100_000
+    max_rows: int | None = setting(100_000, ge=10, note="null reads all", shown=True)
     """rows that are read of all data sets together, in equal parts the first of each: an answer in
     seconds; null = all, for exact counts and steps; takes as long as a training takes to begin"""
 

@@ -4,7 +4,7 @@
 away, `start` puts it together for the verb. Needs no torch, and changes nothing of a run.
 """
 
-from app.run.changes import ALLOWED, TRUST_KEYS, describe_global_batch
+from app.run.changes import ALLOWED, describe_global_batch
 from app.run.find import AUTO, MUST, NEVER, checkpoints_of, find_run_to_resume, typed_step
 from app.run.start import Start, check_resume, find_newest_good, start_run
 
@@ -13,7 +13,6 @@ __all__ = [
     "AUTO",
     "MUST",
     "NEVER",
-    "TRUST_KEYS",
     "Start",
     "check_resume",
     "checkpoints_of",

@@ -1,7 +1,7 @@
-"""What changed since the run that is resumed, and whether it may: ONE TABLE of all settings.
+"""What changed since the run that is resumed, and whether it may.
 
-Settings are compared key by key before torch is imported, what they lead to (rows, tokens, the
-base's weights) by its fingerprint in the run's manifest.
+Settings are compared key by key before torch is imported, each by the rule at its field; what they
+lead to (rows, tokens, the base's weights) by its fingerprint in the run's manifest.
 """
 
 from __future__ import annotations
@@ -12,22 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.preflight.fingerprint import EARLIER_FORM, same_form
-from app.process.errors import nearest
 from app.strategy.settings import DdpConfig, ZeroConfig
-from data_modules import redacted
-
-HARMLESS = "harmless"
-"""nothing that is learned depends on it"""
-OF_A_START = "of a start"
-"""says where and how one start of the run goes; not compared"""
-ROUNDING = "rounding"
-"""the same mathematics by another way: the last digits may differ"""
-TRUST = "trust"
-"""lets code run that came with files: typed at each start, never taken from a run's own files"""
-COMPARED = "compared"
-"""judged by what it leads to, not by how it is written"""
-REFUSED = "refused"
-"""another run; no resume_allow"""
+from data_modules import ResumeRule, facts_of, redacted
 
 ALLOWED = {
     "lr": "how large a step is",
@@ -39,92 +25,13 @@ ALLOWED = {
 }
 """words of resume_allow"""
 
-KINDS: dict[str, str] = {
-    "model.path": COMPARED,
-    "model.revision": COMPARED,
-    "model.trust_remote_code": TRUST,
-    "model.tokenizer_path": COMPARED,
-    "model.added_tokens": REFUSED,
-    "model.from_scratch": REFUSED,
-    "model.architecture": REFUSED,
-    "model.chat_template": COMPARED,
-    "model.stop_tokens": HARMLESS,  # of answers in the evaluation
-    "model.wrap_class": ROUNDING,
-    "adapter.*": REFUSED,
-    "quantization.*": REFUSED,
-    "attention.*": ROUNDING,
-    "recompute.*": ROUNDING,
-    "data.datasets": REFUSED,  # another number of them: the curves are of their names
-    "data.datasets[].path": COMPARED,
-    "data.datasets[].name": COMPARED,  # null is the file's
-    "data.datasets[].*": "data",
-    "data.test_datasets": HARMLESS,
-    "data.sequence_len": REFUSED,
-    "data.val_set_size": "data",
-    "data.train_on_inputs": "data",
-    "data.roles_to_train": "data",
-    "data.train_on_eos": "data",
-    "data.last_turn_only": "data",
-    "data.reasoning": "data",
-    "data.control_tokens": "data",
-    "data.on_long": "data",
-    "data.on_bad_row": "data",
-    "data.drop_empty": "data",
-    "data.max_dropped_share": HARMLESS,  # a limit
-    "data.max_row_bytes": HARMLESS,  # a limit
-    "data.limits.*": HARMLESS,
-    "data.chat_template": COMPARED,
-    "data.template_seconds": HARMLESS,  # a limit
-    "data.template_memory_mb": HARMLESS,
-    "data.mixture.*": "data",
-    "data.audit.*": HARMLESS,
-    "data.streaming": REFUSED,
-    "data.cache_dir": HARMLESS,
-    "data.num_proc": HARMLESS,
-    "data.num_workers": COMPARED,
-    "packing.*": REFUSED,
-    "optimizer.lr": "lr",
-    "optimizer.lr_by_pattern": "lr",
-    "optimizer.scale_lr": "lr",
-    "optimizer.base_batch_size": "lr",
-    "optimizer.*": REFUSED,
-    "schedule.*": "schedule",
-    "trainer.micro_batch_size": COMPARED,
-    "trainer.gradient_accumulation_steps": COMPARED,
-    "trainer.global_batch_size": COMPARED,
-    "trainer.num_epochs": "epochs",
-    "trainer.max_steps": "epochs",
-    "trainer.precision": COMPARED,
-    "trainer.max_grad_norm": "lr",
-    "trainer.max_skipped_steps": HARMLESS,  # a limit
-    "trainer.compile": ROUNDING,
-    "trainer.kernels": ROUNDING,
-    "trainer.accelerator": ROUNDING,
-    "trainer.devices": COMPARED,
-    "trainer.num_nodes": COMPARED,
-    "trainer.validate_every_steps": HARMLESS,
-    "trainer.log_every_steps": HARMLESS,
-    "trainer.checkpoint.*": HARMLESS,
-    "strategy.name": COMPARED,
-    "strategy.*": ROUNDING,
-    "logger.*": HARMLESS,
-    "evaluation.*": HARMLESS,
-    "output.*": OF_A_START,
-    "supervise.*": OF_A_START,
-    "seed": REFUSED,
-    "resume": OF_A_START,
-    "resume_allow": OF_A_START,
-    "faults": OF_A_START,
-}
-"""every setting by its full key, `part.*` for the rest of a part"""
-TRUST_KEYS = [key for key, kind in KINDS.items() if kind == TRUST]
 SHA256 = re.compile(r"[0-9a-f]{64}")
 STREAMED = ("trainer.micro_batch_size", "data.num_workers")
 """a stream's order depends on them, and on the number of ranks"""
 
 
-FINGERPRINTS = {
-    "tokenizer_sha256": ("the tokenizer (sha256)", REFUSED, "give the tokenizer back as it was"),
+FINGERPRINTS: dict[str, tuple[str, ResumeRule, str]] = {
+    "tokenizer_sha256": ("the tokenizer (sha256)", "fixed", "give the tokenizer back as it was"),
     "template_sha256": ("the chat template (sha256)", "data", "give the template back as it was"),
     "tokens_sha256": (
         "what is learned of the same rows (sha256 of the tokens)",
@@ -143,7 +50,7 @@ class Change:
     """a setting's full key, or words"""
     before: Any
     now: Any
-    kind: str
+    rule: ResumeRule
     way_back: str
     """what a person does to have it as it was"""
 
@@ -151,32 +58,20 @@ class Change:
         return f"{self.what} was {_brief(self.before)} and is {_brief(self.now)}"
 
 
-def kind_of(key: str) -> str | None:
-    """Say how a change of setting `key` is judged; None for one that the table forgot."""
-    known = key
-    while known:
-        for entry in (known, f"{known}.*"):
-            if entry in KINDS and (entry == key or entry.endswith("*")):
-                return KINDS[entry]
-        known = known.rpartition(".")[0]
-    return None
-
-
 def compare_settings(before: Any, now: Any) -> list[Change]:
     """List the settings that differ between two configs of a training."""
-    old, new = dict(_leaves(before, "")), dict(_leaves(now, ""))
+    old = {key: value for key, value, _ in _leaves(before, "", None)}
     changes = []
-    for key in [*old, *(key for key in new if key not in old)]:
-        if key not in old or key not in new:
+    for key, value, rule in _leaves(now, "", None):
+        if key not in old:
             continue  # of another option or another data set, which is a change of its own
-        kind = kind_of(_without_numbers(key)) or REFUSED
-        if old[key] != new[key] and kind not in (OF_A_START, TRUST):
+        if old[key] != value and rule not in ("per_start", "trust"):
             changes.append(
                 Change(
                     what=key,
                     before=old[key],
-                    now=new[key],
-                    kind=kind,
+                    now=value,
+                    rule=rule or "fixed",
                     way_back=_way_back(key, old[key]),
                 )
             )
@@ -195,54 +90,45 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         changes += _compare_base(before["base"], now["base"])
     if "data" in both:
         changes += _compare_data(before["data"], now["data"])
-    for name, (what, kind, way_back) in FINGERPRINTS.items():
+    for name, (what, rule, way_back) in FINGERPRINTS.items():
         # Other rows or another template make other tokens: one problem, not three.
         is_said = name == "tokens_sha256" and changes
         if name in both and before[name] != now[name] and not is_said:
-            changes.append(_change(what, before[name], now[name], kind, way_back))
+            changes.append(_change(what, before[name], now[name], rule, way_back))
     if "precision" in both and before["precision"] != now["precision"]:
         was, new = before["precision"], now["precision"]
-        kind = _kind_of_precision(was, new)
-        changes.append(_change("the precision", was, new, kind, f"type trainer.precision={was}"))
+        rule = _rule_of_precision(was, new)
+        changes.append(_change("the precision", was, new, rule, f"type trainer.precision={was}"))
     if "strategy" in both and before["strategy"] != now["strategy"]:
         was, new = before["strategy"], now["strategy"]
-        changes.append(_change("the strategy", was, new, ROUNDING, f"type strategy={was}"))
+        changes.append(_change("the strategy", was, new, "rounding", f"type strategy={was}"))
     if "versions" in both:
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
-                changes.append(_change(name, was, version, ROUNDING, f"install {name}=={was}"))
+                changes.append(_change(name, was, version, "rounding", f"install {name}=={was}"))
         if "base" in both:  # here, for the base is compared again once the rows are known
             changes += _compare_forms(before["base"], now["base"])
     return changes
-
-
-def check_allow(allow: Sequence[str]) -> list[str]:
-    """List the words of resume_allow that there are not."""
-    return [
-        f"resume_allow={word}: expected {', '.join(ALLOWED)}{nearest(word, ALLOWED)}"
-        for word in allow
-        if word not in ALLOWED
-    ]
 
 
 def judge(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return what forbids to go on, and what is worth a note, both in words."""
     problems, notes = [], []
     for change in changes:
-        if change.kind == REFUSED:
+        if change.rule == "fixed":
             problems.append(
                 f"{change}: that is another run; {change.way_back} to go on with this one, or "
                 "leave resume out and type another output.dir"
             )
-        elif change.kind in ALLOWED and change.kind not in allow:
-            words = ",".join([*allow, change.kind])
+        elif change.rule in ALLOWED and change.rule not in allow:
+            words = ",".join([*allow, change.rule])
             problems.append(
-                f"{change} ({ALLOWED[change.kind]}); type 'resume_allow=[{words}]' to go on so, or "
+                f"{change} ({ALLOWED[change.rule]}); type 'resume_allow=[{words}]' to go on so, or "
                 f"{change.way_back}"
             )
-        elif change.kind == ROUNDING:
+        elif change.rule == "rounding":
             notes.append(f"{change} (the last digits may differ)")
-        elif change.kind != COMPARED:
+        elif change.rule != "content":
             notes.append(str(change))
     return problems, notes
 
@@ -319,8 +205,8 @@ def _fitting(before: Mapping[str, int], now: Mapping[str, int], trainer: Any) ->
     return f"trainer.devices={before['num_ranks']} (or another divisor of {before['packs']})"
 
 
-def _change(what: str, before: Any, now: Any, kind: str, way_back: str) -> Change:
-    return Change(what=what, before=before, now=now, kind=kind, way_back=way_back)
+def _change(what: str, before: Any, now: Any, rule: ResumeRule, way_back: str) -> Change:
+    return Change(what=what, before=before, now=now, rule=rule, way_back=way_back)
 
 
 def _compare_traffic(before: Any, now: Any) -> list[Change]:
@@ -353,9 +239,9 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     ):
         is_known = name == "fingerprint" or same_form(before, now)
         if not named and is_known and before[name] != now[name]:
-            return [_change(what, before[name], now[name], REFUSED, way_back)]
+            return [_change(what, before[name], now[name], "fixed", way_back)]
     return [
-        _change(key, before[name], now[name], REFUSED, _way_back(key, before[name]))
+        _change(key, before[name], now[name], "fixed", _way_back(key, before[name]))
         for name, key in (("path", "model.path"), ("revision", "model.revision"))
         if named and before[name] != now[name]
     ]
@@ -367,7 +253,7 @@ def _compare_forms(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Ch
         return []
     was, new = before.get("weights_form") or EARLIER_FORM, now["weights_form"]
     what = "the base model's weights are not compared with those of the run: what is read of them"
-    return [_change(what, was, new, HARMLESS, "")]
+    return [_change(what, was, new, "free", "")]
 
 
 def _compare_data(
@@ -385,9 +271,9 @@ def _compare_data(
     return changes
 
 
-def _kind_of_precision(before: str, now: str) -> str:
+def _rule_of_precision(before: str, now: str) -> ResumeRule:
     # All others keep the weights that train in fp32.
-    return REFUSED if "bf16-pure" in (before, now) else "precision"
+    return "fixed" if "bf16-pure" in (before, now) else "precision"
 
 
 def _way_back(key: str, value: Any) -> str:
@@ -399,23 +285,23 @@ def _way_back(key: str, value: Any) -> str:
     return f"type {key}={_plain(value)}"
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield every setting with its full key; data sets one by one, other lists as a whole."""
+def _leaves(
+    value: Any, key: str, rule: ResumeRule | None
+) -> Iterator[tuple[str, Any, ResumeRule | None]]:
+    """Yield every setting with its full key and its rule, a field's own or that of its part.
+
+    Data sets come one by one, other lists as a whole.
+    """
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             inner = f"{key}.{field.name}" if key else field.name
-            yield from _leaves(getattr(value, field.name), inner)
+            yield from _leaves(getattr(value, field.name), inner, facts_of(field).resume or rule)
     elif key == "data.datasets":
-        yield key, f"{len(value)} data sets"
+        yield key, f"{len(value)} data sets", rule
         for index, dataset in enumerate(value):
-            yield from _leaves(dataset, f"{key}[{index}]")
+            yield from _leaves(dataset, f"{key}[{index}]", rule)
     else:
-        yield key, value
-
-
-def _without_numbers(key: str) -> str:
-    before, bracket, rest = key.partition("[")
-    return f"{before}[]{rest.partition(']')[2]}" if bracket else key
+        yield key, value, rule
 
 
 def _plain(value: Any) -> str:

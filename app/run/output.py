@@ -14,6 +14,7 @@ from pathlib import Path
 from app.process.errors import REASON_FILE, UserError, is_reason
 from app.process.files import odd_entries
 from app.process.launch import hand_down, is_child, is_first_rank, is_one_of_several, run_dir
+from data_modules import setting
 
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
@@ -38,9 +39,9 @@ UNSET = "is it a variable that is not set? type a folder, or leave it out"
 
 @dataclass(kw_only=True, slots=True)
 class OutputConfig:
-    name: str | None = None
+    name: str | None = setting(None, shown=("train",))
     """name of the run, part of its folder; null = the experiment's"""
-    dir: str | None = None
+    dir: str | None = setting(None, shown=True, aliases=("output_dir",))
     """folder of this run; null = outputs/<name>/<time>"""
 
 

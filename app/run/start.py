@@ -13,7 +13,6 @@ from app.preflight import describe_base, num_data_ranks
 from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
 from app.run.changes import (
-    check_allow,
     check_global_batch,
     check_stream,
     compare_facts,
@@ -115,9 +114,8 @@ def check_resume(config: Any, read_settings: ReadSettings) -> tuple[list[str], b
 
     Returns the problems, and whether there is nothing left to do.
     """
-    problems = check_allow(config.resume_allow)
-    if problems or not _is_resumed(config):
-        return problems, False
+    if not _is_resumed(config):
+        return [], False
     found = _compare(config, read_settings)
     return found.problems, found.is_done and not found.problems
 
@@ -208,7 +206,7 @@ def _compare(config: Any, read_settings: ReadSettings) -> _Found:
             refused = check_stream(changes, before["global_batch"], batch)
         problems, notes = problems + refused, notes + noted
     goes_back = typed_step(config.resume) is not None
-    lengthens = any(change.kind in LENGTHENS for change in changes)
+    lengthens = any(change.rule in LENGTHENS for change in changes)
     is_done = has_finished and not goes_back and not lengthens
     if not is_done and not has_checkpoints(folder):
         problems.append(f"{folder} has finished and has no checkpoint to go on from")

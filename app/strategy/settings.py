@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
+from data_modules import setting
+
 HOMES = ("none", "cpu")
 """where states may be kept besides the device: nowhere, in host memory"""
 
 
 @dataclass(kw_only=True, slots=True)
 class StrategyConfig:
-    name: str = "auto"
+    name: str = setting("auto", resume="content")
     """what this combination is called; auto chooses one and says why"""
 
 
@@ -20,10 +21,10 @@ class StrategyConfig:
 class DdpConfig(StrategyConfig):
     """Every rank holds all weights; gradients are averaged."""
 
-    name: str = "ddp"
-    compression: str = "none"
+    name: str = setting("ddp", resume="content")
+    compression: str = setting("none", choices=("none", "bf16", "fp16", "powersgd"))
     """how gradients travel: none, bf16, fp16 (half the bytes), powersgd (low rank, far fewer)"""
-    powersgd_rank: int = 4
+    powersgd_rank: int = setting(4, ge=1, note="1 to 32 is usual")
     """rank of PowerSGD's approximation; higher is nearer, and more bytes"""
 
 
@@ -31,12 +32,12 @@ class DdpConfig(StrategyConfig):
 class ZeroConfig(StrategyConfig):
     """DeepSpeed ZeRO: what is spread over the ranks grows with the stage."""
 
-    name: str = "zero3"
-    stage: int = 3
+    name: str = setting("zero3", resume="content")
+    stage: int = setting(3, choices=(1, 2, 3))
     """1: optimizer states, 2: gradients too, 3: weights too"""
-    offload_optimizer: str = "none"
+    offload_optimizer: str = setting("none", choices=HOMES)
     """where optimizer states are kept and stepped: none (the device), cpu"""
-    offload_parameters: str = "none"
+    offload_parameters: str = setting("none", choices=HOMES)
     """where weights wait for their turn: none (the device), cpu; stage 3"""
     partition_within_node: bool = False
     """ZeRO++ hpZ: keep a second copy of the weights spread inside each node, so that the backward
@@ -53,15 +54,15 @@ class ZeroConfig(StrategyConfig):
 class FsdpConfig(StrategyConfig):
     """PyTorch's own sharding (FSDP2), tensor parallelism, or both."""
 
-    name: str = "fsdp"
+    name: str = setting("fsdp", resume="content")
     reshard_after_forward: bool = True
     """free a layer's weights after its forward pass and gather them again for the backward; false
     is ZeRO-2's trade: more memory, less traffic"""
-    replicas: int | None = 1
+    replicas: int | None = setting(1, ge=1, note="null: one a node")
     """groups of ranks that each hold all weights (hybrid sharding); null = one a node"""
     offload_parameters: bool = False
     """keep weights, gradients and optimizer states in pinned host memory; GPU only"""
-    tensor_parallel_size: int | None = 1
+    tensor_parallel_size: int | None = setting(1, ge=1, note="null: all of a node")
     """ranks that split each layer's matrices and see the same data; null = all of a node"""
     shards_data_parallel: bool = True
     """false: weights are only split by tensor parallelism"""

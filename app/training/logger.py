@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_modules import setting
+
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
-
-NAMES = ("tensorboard", "csv")
 
 
 @dataclass(kw_only=True, slots=True)
 class LoggerConfig:
-    name: str = "tensorboard"
+    name: str = setting("tensorboard", choices=("tensorboard", "csv"))
     """tensorboard: event files beside metrics.csv; csv: metrics.csv alone"""
 
 

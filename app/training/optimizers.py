@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, TrainedWeight, trained_weights
@@ -17,6 +17,7 @@ from app.training.parameter_groups import (
     parameter_groups,
     vocabulary_weights,
 )
+from data_modules import setting
 
 if TYPE_CHECKING:
     import torch
@@ -26,26 +27,36 @@ if TYPE_CHECKING:
 class OptimizerConfig:
     name: str = "adamw"
     """adamw, adamw8bit, paged_adamw8bit, adafactor, muon or schedule_free"""
-    lr: float | None = None
+    lr: float | None = setting(
+        None,
+        gt=0,
+        le=10,
+        note="2e-4 for LoRA, 2e-5 for full",
+        resume="lr",
+        shown=("train",),
+        aliases=("learning_rate",),
+    )
     """peak learning rate; null = by what is trained: LoRA 2e-4, IA3 3e-3, freeze and full 2e-5"""
-    lr_by_pattern: list[LrPattern] = field(default_factory=list)
+    lr_by_pattern: list[LrPattern] = setting(
+        default_factory=list, resume="lr", aliases=("embedding_lr", "embedding_learning_rate")
+    )
     """weights that learn faster or slower, by name: [{pattern: '*.embed_tokens.*', ratio: 0.1}]"""
-    scale_lr: str = "none"
+    scale_lr: str = setting("none", choices=("none", "linear", "sqrt"), resume="lr")
     """none, linear or sqrt: how `lr` grows with the global batch over `base_batch_size`"""
-    base_batch_size: int = 8
+    base_batch_size: int = setting(8, ge=1, resume="lr")
     """packs a global step (rows when not packing) that `lr` is meant for; only with scale_lr"""
-    weight_decay: float = 0.0
+    weight_decay: float = setting(0.0, ge=0, le=10, note="0 to 0.1 is usual", shown=("train",))
     """decoupled decay of matrices; vectors (norms, biases, IA3) and token rows never decay"""
 
 
 @dataclass(kw_only=True, slots=True)
 class AdamWConfig(OptimizerConfig):
     name: str = "adamw"
-    beta1: float = 0.9
+    beta1: float = setting(0.9, ge=0, lt=1, aliases=("adam_beta1",))
     """decay of the running mean of gradients"""
-    beta2: float = 0.999
+    beta2: float = setting(0.999, ge=0, lt=1, aliases=("adam_beta2",))
     """decay of the running mean of squared gradients"""
-    eps: float = 1e-8
+    eps: float = setting(1e-8, gt=0, lt=1, aliases=("adam_epsilon",))
     """keeps the division by the root of small second moments finite"""
 
 
@@ -68,9 +79,9 @@ class AdafactorConfig(OptimizerConfig):
     """Second moments by row and column alone (arXiv 1804.04235): hardly any memory."""
 
     name: str = "adafactor"
-    beta2_decay: float = -0.8
+    beta2_decay: float = setting(-0.8, ge=-1, lt=0, note="-0.8 is usual")
     """in step t the running means of squared gradients decay by 1 - t ** beta2_decay"""
-    clip_threshold: float = 1.0
+    clip_threshold: float = setting(1.0, gt=0, note="1.0 is usual")
     """the root mean square of a matrix's update over `lr` is clipped to this"""
 
 
@@ -79,9 +90,9 @@ class MuonConfig(AdamWConfig):
     """Orthogonalised updates for matrices, AdamW for embeddings, head and vectors."""
 
     name: str = "muon"
-    momentum: float = 0.95
+    momentum: float = setting(0.95, ge=0, lt=1)
     """Nesterov momentum of the matrices' updates"""
-    matrix_lr_ratio: float = 2.0
+    matrix_lr_ratio: float = setting(2.0, gt=0, le=1000)
     """learning rate of the matrices over `lr`, which embeddings, head and vectors use"""
 
 
@@ -90,7 +101,7 @@ class ScheduleFreeConfig(AdamWConfig):
     """AdamW that averages its weights instead of lowering its rate (arXiv 2405.15682)."""
 
     name: str = "schedule_free"
-    beta1: float = 0.9
+    beta1: float = setting(0.9, ge=0, lt=1)
     """where gradients are taken: share of the averaged weights, the rest of the newest ones"""
 
 

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from data_modules import setting
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,17 +19,17 @@ SHAPES = ("cosine", "linear", "constant", "one_cycle", "wsd")
 
 @dataclass(kw_only=True, slots=True)
 class ScheduleConfig:
-    shape: str = "cosine"
+    shape: str = setting("cosine", choices=SHAPES)
     """after the warm-up: cosine, linear, constant, one_cycle, or wsd (stays, then falls steeply)"""
-    warmup_ratio: float = 0.03
+    warmup_ratio: float = setting(0.03, ge=0, lt=1, shown=("train",))
     """share of all optimizer steps in which the learning rate rises from 0"""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = setting(None, ge=0)
     """the same in steps; wins over warmup_ratio"""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: float = setting(0.0, ge=0, le=1)
     """where cosine, linear, one_cycle and wsd end, as a share of the peak"""
-    start_lr_ratio: float = 0.04
+    start_lr_ratio: float = setting(0.04, gt=0, le=1)
     """where one_cycle starts, as a share of the peak"""
-    decay_ratio: float = 0.2
+    decay_ratio: float = setting(0.2, gt=0, le=1, note="0.1 to 0.2 is usual")
     """share of all optimizer steps, the last ones, in which wsd falls"""
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.preflight import check_devices, check_global_batch, check_layout
 from app.process.errors import UserError
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
+from data_modules import setting
 
 if TYPE_CHECKING:
     import torch
@@ -23,60 +24,92 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    every_steps: int | None = None
+    every_steps: int | None = setting(None, ge=1, shown=("train",), aliases=("save_steps",))
     """optimizer steps between checkpoints; null = ten times a run, and once an epoch of the data;
     one more at the end"""
-    keep_last: int = 2
+    keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
     """newest checkpoints that are kept; more disk"""
-    keep_best: int = 0
-    """checkpoints of the lowest validation losses that are kept besides"""
-    asynchronous: bool = False
-    """write while training goes on, typed as trainer.checkpoint.async=true; one more copy of what
-    trains in host memory"""
+    keep_best: int = setting(0, ge=0)
+    """checkpoints with the lowest validation losses that are kept besides"""
+    asynchronous: bool = setting(False, shown=("train",), typed="async")
+    """write while training goes on; one more copy of the trainable parameters in host memory"""
 
 
 PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16")
+ACCELERATORS = ("auto", "cpu", "gpu")
 VALIDATIONS_PER_RUN = 10
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    micro_batch_size: int = 1
+    micro_batch_size: int = setting(
+        1,
+        ge=1,
+        resume="content",
+        shown=("train", "preview"),
+        aliases=("batch_size", "per_device_train_batch_size"),
+    )
     """packs (rows when not packing) a rank runs forward and backward at once; memory"""
-    gradient_accumulation_steps: int = 8
-    """micro-batches a rank adds up before an optimizer step"""
-    global_batch_size: int | None = None
-    """packs an optimizer step over all ranks; sets gradient_accumulation_steps"""
-    num_epochs: int = 1
+    gradient_accumulation_steps: int = setting(
+        8,
+        ge=1,
+        resume="content",
+        shown=("train", "preview"),
+        aliases=("accumulate_grad_batches",),
+    )
+    """micro-batches a rank accumulates before an optimizer step"""
+    global_batch_size: int | None = setting(
+        None, ge=1, resume="content", shown=("train", "preview")
+    )
+    """packs per optimizer step over all ranks; sets gradient_accumulation_steps"""
+    num_epochs: int = setting(
+        1,
+        ge=1,
+        resume="epochs",
+        shown=("train",),
+        aliases=("epochs", "max_epochs", "num_train_epochs"),
+    )
     """times the training data is seen"""
-    max_steps: int | None = None
+    max_steps: int | None = setting(None, ge=1, resume="epochs", shown=("train",))
     """optimizer steps; wins over num_epochs, the data then repeats as often as needed"""
-    precision: str = "auto"
+    precision: str = setting(
+        "auto",
+        choices=PRECISIONS,
+        resume="content",
+        shown=("train",),
+    )
     """fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (GPU, scaled loss)"""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = setting(
+        1.0, gt=0, note="1.0 is usual", resume="lr", aliases=("gradient_clip_val",)
+    )
     """the global gradient norm is clipped to this"""
-    max_skipped_steps: int = 0
-    """optimizer steps of a run that may be left out because their loss or gradient norm was not
+    max_skipped_steps: int = setting(0, ge=0, resume="free")
+    """optimizer steps of a run that may be skipped because their loss or gradient norm was not
     finite, each with a warning; one more stops the run. None ever moves a weight; with adamw no
     step waits for the device to know, the other optimizers read one number a step"""
-    compile: bool = False
+    compile: bool = setting(False, resume="rounding", aliases=("torch_compile=true",))
     """compile the layers with torch.compile, which takes a minute or more at the start; for GPUs:
     on the CPU nothing is gained"""
-    kernels: str = "auto"
+    kernels: str = setting("auto", choices=("auto", "torch"), resume="rounding")
     """auto: Liger's for norms and gates on a GPU where it is installed, our own for norms on a CPU,
     where proven equal (faster, less memory; left to the compiler with `compile`); torch: the
     model's own"""
-    accelerator: str = "auto"
+    accelerator: str = setting("auto", choices=ACCELERATORS, resume="rounding", shown=("train",))
     """auto, cpu or gpu"""
-    devices: Any = "auto"
+    devices: int | str = setting(
+        "auto", choices=("auto",), ge=1, resume="content", shown=("train", "preview")
+    )
     """ranks on this machine; auto = all GPUs, 1 on CPU"""
-    num_nodes: int = 1
+    num_nodes: int = setting(1, ge=1, resume="content")
     """machines that train together"""
-    validate_every_steps: int | None = None
+    validate_every_steps: int | None = setting(
+        None, ge=1, resume="free", shown=("train",), aliases=("val_check_interval",)
+    )
     """optimizer steps between validations; null = ten times a run"""
-    log_every_steps: int = 10
+    log_every_steps: int = setting(10, ge=1, resume="free")
     """optimizer steps between writes of the curves (every step has its row all the same)"""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    checkpoint: CheckpointConfig = setting(default_factory=CheckpointConfig, resume="free")
+    """checkpoints of a run, and how many are kept"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit
 from data_modules.audit.overlap import Columns
-from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts, check_audit
+from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts
 
 __all__ = [
     "Asked",
@@ -14,5 +14,4 @@ __all__ = [
     "DatasetAudit",
     "DatasetFacts",
     "audit_documents",
-    "check_audit",
 ]

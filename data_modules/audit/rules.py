@@ -5,11 +5,11 @@ Holds the audit's settings. Never counts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from data_modules.audit.figures import Audit, DatasetAudit, Warned
+from data_modules.facts import setting
 
 SAID_ABOVE = 0.01
 """share of a data set's tokens that may be lost with long rows unsaid"""
@@ -61,13 +61,6 @@ NOTES = {
     ),
 }
 """kind of a note on a row -> what it means, the same after `rows`, and what to do"""
-SHARES = (
-    "max_truncated_share",
-    "max_duplicate_share",
-    "max_overlap_share",
-    "min_trained_share",
-)
-
 
 @dataclass(kw_only=True, slots=True)
 class AuditConfig:
@@ -76,37 +69,21 @@ class AuditConfig:
     overlap: bool = True
     """look for words of the validation rows and of data.test_datasets in training; takes about as
     long as reading all tokens once"""
-    ngram: int = 13
+    ngram: int = setting(13, ge=2, note="13 is usual")
     """tokens in a row that count as the same words, about 10 words of a large vocabulary; shorter
     documents are compared whole"""
-    overlap_share: float = 0.2
+    overlap_share: float = setting(0.2, ge=0, le=1)
     """share of a document's n-grams that must stand in training for it to overlap (those that a
     tenth of the documents have apart); 0 = one is enough"""
-    max_truncated_share: float | None = None
+    max_truncated_share: float | None = setting(None, ge=0, le=1)
     """stop when more than this share of a data set's rows is truncated; null = never"""
-    max_duplicate_share: float | None = None
-    """stop when more than this share of a data set's documents is there already; null = never"""
-    max_overlap_share: float | None = None
+    max_duplicate_share: float | None = setting(None, ge=0, le=1)
+    """stop when more than this share of a data set's documents are duplicates; null = never"""
+    max_overlap_share: float | None = setting(None, ge=0, le=1)
     """stop when more than this share of the validation or test rows of a data set overlaps with
     training; null = never"""
-    min_trained_share: float | None = None
-    """stop when less than this share of a data set's tokens is learned; null = never"""
-
-
-def check_audit(config: AuditConfig) -> list[str]:
-    """Return what is wrong with the settings."""
-    problems = []
-    if config.ngram < 2:
-        problems.append(f"data.audit.ngram is {config.ngram}; give 2 tokens or more (13 is usual)")
-    if not 0 <= config.overlap_share <= 1:
-        problems.append(
-            f"data.audit.overlap_share is {config.overlap_share}; give a share from 0 to 1"
-        )
-    for name in SHARES:
-        share = getattr(config, name)
-        if share is not None and not (math.isfinite(share) and 0 <= share <= 1):
-            problems.append(f"data.audit.{name} is {share}; give a share from 0 to 1, or null")
-    return problems
+    min_trained_share: float | None = setting(None, ge=0, le=1)
+    """stop when less than this share of a data set's tokens is trained on; null = never"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from data_modules.facts import setting
 from data_modules.types import seeded_generator
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int64]
 
-WEIGHT_KINDS = ("epochs", "rows", "tokens")
-STOPS = ("all", "first")
 MANY_EPOCHS = 4
 """times that a row may be seen in an epoch by the choice of others' sizes"""
 
@@ -28,29 +27,20 @@ MANY_EPOCHS = 4
 class MixtureConfig:
     """Choose what the weights of the data sets mean."""
 
-    weights: str = "epochs"
+    weights: str = setting("epochs", choices=("epochs", "rows", "tokens"))
     """epochs: how often each row is seen in an epoch; rows: a data set's share of an epoch's rows;
     tokens: its share of an epoch's tokens. Shares need not sum to 1: 7 and 3 are 70 % and 30 %"""
-    temperature: float | None = None
+    temperature: float | None = setting(None, gt=0)
     """null: the weights are the shares, whatever the data sets' sizes; T: shares go with
     weight * size^(1/T), size in rows or tokens: 1 = as large as they are, more = more equal"""
-    stop: str = "all"
+    stop: str = setting("all", choices=("all", "first"))
     """with shares, an epoch ends when all data sets were seen once (all: the others repeat), or
     when the first one is used up (first: of the others a part is seen, a new one in each epoch)"""
 
 
 def check_mixture(config: MixtureConfig) -> list[str]:
-    """Return what is wrong with `config`, one line a problem."""
+    """List the settings that do not go together, one line a problem."""
     problems = []
-    if config.weights not in WEIGHT_KINDS:
-        known = " or ".join(WEIGHT_KINDS)
-        problems.append(f"data.mixture.weights is '{config.weights}'; use {known}")
-    if config.stop not in STOPS:
-        problems.append(f"data.mixture.stop is '{config.stop}'; use {' or '.join(STOPS)}")
-    if config.temperature is not None and not 0 < config.temperature < float("inf"):
-        problems.append(
-            f"data.mixture.temperature is {config.temperature}; use a number above 0, or null"
-        )
     if config.weights == "epochs":
         for name, value, plain in (
             ("temperature", config.temperature, None),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from data_modules.facts import setting
 from data_modules.packing.bins import Packs as Packs
 from data_modules.packing.bins import pack_documents as pack_documents
 
@@ -22,30 +23,16 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int64]
 
-PACKING_METHODS = ("multipack", "like_length", "none")
-
-
 @dataclass(kw_only=True, slots=True)
 class PackingConfig:
     """Choose how documents share a row."""
 
-    method: str = "multipack"
+    method: str = setting("multipack", choices=("multipack", "like_length", "none"))
     """multipack: documents fill packs of `data.sequence_len` tokens and cannot see each other
     (fastest); like_length: the same with documents of like length in a pack (cheaper attention,
     packs less alike); none: one document a row, right-padded (the plain way, slower)"""
-    window: int | None = None
-    """so many documents are packed among themselves; null: all of an epoch (packs fuller)"""
-
-
-def check_packing(config: PackingConfig) -> None:
-    """Raise ValueError when `config` names no method or an impossible window."""
-    if config.method not in PACKING_METHODS:
-        known = " or ".join(PACKING_METHODS)
-        raise ValueError(f"packing.method is '{config.method}'; use {known}")
-    if config.window is not None and config.window < 1:
-        raise ValueError(
-            f"packing.window is {config.window}; use 1 or more documents, or null for all"
-        )
+    window: int | None = setting(None, ge=1)
+    """documents that are packed among themselves; null = all of an epoch (fuller packs)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Read rows from files, folders, URLs, the hub and the samples; each keeps file and line."""
 
 from data_modules.source.chunks import MAX_RAW, BadRow, Chunk
-from data_modules.source.limits import MAX_ROW_BYTES, Limits, check_limits
+from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import is_generated, is_hub_id, is_remote, is_url, name_of
 from data_modules.source.opening import Budget, open_regular
 from data_modules.source.source import (
@@ -21,7 +21,6 @@ __all__ = [
     "Chunk",
     "Limits",
     "Part",
-    "check_limits",
     "check_split",
     "find_files",
     "fingerprint",

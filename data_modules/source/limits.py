@@ -5,10 +5,11 @@ A file that goes beyond one is refused, with the setting's name, or its row is. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from data_modules.facts import setting
 
 MAX_ROW_BYTES = 16 << 20
 """a row above it is refused where nothing else is set"""
@@ -20,38 +21,25 @@ MAX_NESTING = 400
 class Limits:
     """Bound what is read; a file beyond a limit is refused, or the row that is beyond it."""
 
-    rows: int = 100_000_000
+    rows: int = setting(100_000_000, gt=0)
     """rows of a data set; each takes about 100 bytes of memory while training"""
-    columns: int = 10_000
+    columns: int = setting(10_000, gt=0)
     """columns of a file, and keys of one object in a row"""
-    key_chars: int = 1_000
+    key_chars: int = setting(1_000, gt=0)
     """characters of a column's name, and of a key in a row"""
-    nesting: int = 100
+    nesting: int = setting(
+        100, gt=0, le=MAX_NESTING, note="Python and chat templates can follow no more"
+    )
     """lists and objects inside each other in a row"""
-    expansion: int = 200
+    expansion: int = setting(200, gt=0)
     """how many times its size a compressed file may grow to (gz, zst, parquet, arrow); files that
     grow to less than 16 MiB always may"""
-    remote_seconds: float = 30.0
+    remote_seconds: float = setting(30.0, gt=0)
     """seconds that a URL's server may take to answer, and may be silent"""
-    remote_bytes_per_second: int = 20_000
-    """a slower URL is given up; counted over each MiB, after remote_seconds"""
-    remote_bytes: int = 1 << 40
-    """bytes that are fetched of one URL"""
-
-
-def check_limits(limits: Limits) -> list[str]:
-    """Return what is wrong with the settings."""
-    problems = []
-    for field in fields(limits):
-        value = getattr(limits, field.name)
-        if not (math.isfinite(value) and value > 0):
-            problems.append(f"data.limits.{field.name} is {value}; give a number above 0")
-    if limits.nesting > MAX_NESTING:
-        problems.append(
-            f"data.limits.nesting is {limits.nesting:,}; give {MAX_NESTING} or less: Python and "
-            "chat templates can follow no more"
-        )
-    return problems
+    remote_bytes_per_second: int = setting(20_000, gt=0)
+    """bytes a second below which a URL is given up; over each MiB, after remote_seconds"""
+    remote_bytes: int = setting(1 << 40, gt=0)
+    """bytes that are fetched from one URL"""
 
 
 def too_many(what: str, seen: str, name: str, limit: float) -> str:

@@ -1,6 +1,6 @@
 """Turn conversations and documents into token ids, and say which of them are learned."""
 
-from data_modules.template.masking import MaskConfig, check_mask
+from data_modules.template.masking import MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
 from data_modules.template.template import ChatTemplate, RowProblem
 from data_modules.template.trial import Limits
@@ -12,5 +12,4 @@ __all__ = [
     "Limits",
     "MaskConfig",
     "RowProblem",
-    "check_mask",
 ]

@@ -15,56 +15,19 @@ from data_modules.template.bounds import TurnSpan
 from data_modules.template.skeleton import Placed
 from data_modules.types import Conversation, Document, Note, Turn, shown
 
-ROLES = ("system", "user", "assistant", "tool")
-EOS_MODES = ("all", "turn", "last", "none")
-REASONING_MODES = ("keep", "strip", "mask")
-CONTROL_MODES = ("keep", "escape", "error")
 _AFTER_THOUGHT = re.compile(r"</think>\s*")
 
 
 @dataclass(kw_only=True, slots=True)
 class MaskConfig:
-    """Choose what is learned of a conversation."""
+    """What of a conversation is trained on: the settings of these names in `DataConfig`."""
 
     train_on_inputs: bool = False
-    """learn prompts too, not only answers"""
     roles_to_train: list[str] = field(default_factory=lambda: ["assistant"])
-    """whose turns are learned: of system, user, assistant, tool; a turn's own weight goes before"""
     train_on_eos: str = "turn"
-    """which stop tokens are learned: all in the row, those of each learned turn, the last learned
-    turn's (last), or none"""
     last_turn_only: bool = False
-    """learn only the last turn of those roles"""
     reasoning: str = "keep"
-    """what an answer thinks before it speaks: keep (learned), strip (taken out of the text) or mask
-    (seen, not learned)"""
     control_tokens: str = "keep"
-    """control tokens written out in a row's own text: keep (they act as such), escape (encoded as
-    plain text) or error"""
-
-
-def check_mask(config: MaskConfig) -> list[str]:
-    """Return what is wrong with the settings, a line each; empty when all is well."""
-    problems = [
-        f"data.{name}={value}: expected {', '.join(known[:-1])} or {known[-1]}"
-        for name, value, known in (
-            ("train_on_eos", config.train_on_eos, EOS_MODES),
-            ("reasoning", config.reasoning, REASONING_MODES),
-            ("control_tokens", config.control_tokens, CONTROL_MODES),
-        )
-        if value not in known
-    ]
-    if unknown := [role for role in config.roles_to_train if role not in ROLES]:
-        problems.append(
-            f"data.roles_to_train={config.roles_to_train}: unknown {', '.join(unknown)}; use of "
-            f"{', '.join(ROLES)}"
-        )
-    if not config.roles_to_train and not config.train_on_inputs:
-        problems.append(
-            "data.roles_to_train=[]: nothing of a conversation would be learned; set "
-            "data.roles_to_train=[assistant]"
-        )
-    return problems
 
 
 class Stretch(NamedTuple):

@@ -19,7 +19,6 @@ from data_modules.template.encoder_decoder import PairEncoder
 from data_modules.template.encoding import Spelled, Tokeniser, control_texts, stop_texts
 from data_modules.template.layout import Laid, Layer
 from data_modules.template.masking import MaskConfig as MaskConfig
-from data_modules.template.masking import check_mask as check_mask
 from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
 from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
 from data_modules.template.named_templates import (

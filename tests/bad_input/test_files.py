@@ -176,8 +176,7 @@ def test_weights_of_data_sets(weight: float, tmp_path: Path) -> None:
     file = write(tmp_path / "d.jsonl", ROWS)
     problems = check_datasets(DataConfig(datasets=[named(file), named(file, weight=weight)]))
     assert problems == [
-        f"data.datasets[1].weight is {weight} ({file}); give a number above 0, or leave the data "
-        "set out"
+        f"data.datasets[1].weight={weight}: expected above 0 (or leave the data set out)"
     ]
     assert check_datasets(DataConfig(datasets=[named(file), named(file, weight=0.1)])) == []
 
@@ -239,8 +238,7 @@ def test_what_the_door_says(tmp_path: Path) -> None:
         "first bad.jsonl:1)",
         f"  3. list.jsonl: no such file (looked from {Path.cwd().name}/); did you mean "
         "lists.jsonl or bad.jsonl?",
-        "  4. data.datasets[2].weight is -1.0 (lists.jsonl); give a number above 0, or leave the "
-        "data set out",
+        "  4. data.datasets[2].weight=-1.0: expected above 0 (or leave the data set out)",
     ]
     aside = ask(*words, f"data.datasets=[{{path: {bad}}}]", "data.on_bad_row=quarantine")
     assert aside.code == 0, aside.said

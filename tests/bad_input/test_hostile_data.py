@@ -191,8 +191,8 @@ def test_what_a_message_quotes_is_short(tmp_path: Path, base: Any) -> None:
 def test_limits_are_numbers_above_0() -> None:
     found = check_datasets(DataConfig(limits=Limits(rows=0, nesting=500, remote_seconds=-1)))
     assert [line for line in found if "limits" in line] == [
-        "data.limits.rows is 0; give a number above 0",
-        "data.limits.remote_seconds is -1; give a number above 0",
-        "data.limits.nesting is 500; give 400 or less: Python and chat templates can follow no "
-        "more",
+        "data.limits.rows=0: expected above 0",
+        "data.limits.nesting=500: expected above 0, at most 400 (Python and chat templates can "
+        "follow no more)",
+        "data.limits.remote_seconds=-1: expected above 0",
     ]

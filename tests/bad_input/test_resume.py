@@ -128,7 +128,7 @@ def test_all_that_changed_is_named_together(run: Path) -> None:
 def test_a_misspelt_word_of_resume_allow(run: Path) -> None:
     answer = ask(f"resume={run}", "resume_allow=[epoch]")
     assert answer.code == 2
-    assert "resume_allow=epoch: expected lr, schedule, epochs, data, precision" in answer.said
+    assert "resume_allow[0]=epoch: expected lr, schedule, epochs, data, precision" in answer.said
     assert "did you mean epochs?" in answer.said
     assert "expected a list" in ask(f"resume={run}", "resume_allow=3").said
 

@@ -1,38 +1,64 @@
-"""`--help` tells every setting of the data, down to the keys of one data set."""
+"""`--help` shows the most used settings, `--help all` every one, `--help GROUP` its own."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
 
-from app.config import schema
-from app.config.verbs import VERBS
-from data_modules import DatasetConfig
+from app.config.schema import list_settings
+from app.config.verbs import PARTS, VERBS
 from tests.door import ask
 
 
-def keys_on(page: str) -> set[str]:
+def keys_on(page: str) -> list[str]:
     """Return the words that stand in the left column."""
-    return {found[1] for line in page.splitlines() if (found := re.match(r"  (\S+) +\(", line))}
+    return re.findall(r"^  (\S+) +\(", page, re.MULTILINE)
 
 
-@pytest.mark.parametrize("verb", sorted(VERBS))
-def test_the_keys_of_a_data_set_are_told(verb: str) -> None:
-    page = ask("--help", verb=verb).printed
-    part = page[page.index("each data set: 'data.datasets=[{KEY: VALUE") :]
-    assert {field.name for field in dataclasses.fields(DatasetConfig)} <= keys_on(part)
-    assert "path      (must be given) a file (json, jsonl" in part
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_first_page_names_groups_defaults_and_meanings(verb: str) -> None:
+    answer = ask("--help", verb=verb)
+    page = answer.printed
+    assert answer.code == 0 and len(page.splitlines()) < 160
+    assert max(map(len, page.splitlines())) <= 120
+    for fragment in ("usage", f"python -m app.{verb}", "Exit codes", "--help all", "output.dir"):
+        assert fragment in page
+    assert "path      (required) a file (json, jsonl" in page
+    first = [one.typed_key for one in list_settings(VERBS[verb]) if one.facts.shown is True]
+    assert set(first) <= set(keys_on(page))
+    assert "schema" not in page
+
+
+def test_the_first_page_of_a_training() -> None:
+    page = ask("--help").printed
+    for fragment in ("quickstart", "lora*", "(16; 1 or more) rank", "-m KEY=A,B", "resume=FOLDER"):
+        assert fragment in page
+    for key in ("resume", "resume_allow", "trainer.checkpoint.every_steps", "optimizer.lr"):
+        assert key in keys_on(page)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_all_has_every_setting_with_its_meaning(verb: str) -> None:
+    page = ask("--help", "all", verb=verb).printed
+    settings = [one for one in list_settings(VERBS[verb], PARTS) if not one.is_part]
+    assert sorted(keys_on(page)) == sorted(one.typed_key for one in settings)
+    words = " ".join(page.split())
+    assert all(one.doc in words for one in settings)
     assert max(map(len, page.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("verb", ["train", "preview"])
-def test_every_setting_of_the_data_is_told(verb: str) -> None:
-    page = ask("--help", verb=verb).printed
-    keys = [key for key in schema.keys_of(VERBS[verb]) if key.startswith(("data.", "packing."))]
-    for key in keys:
-        if "[]" not in key and key not in ("data.mixture", "data.audit", "data.limits"):
-            assert key in keys_on(page), key
-    assert "(assistant) whose turns are learned" in page
-    assert len(re.findall(r"^  data\.on_long ", page, re.MULTILINE)) == 1, "no key stands twice"
+def test_help_of_a_group_or_of_one_setting() -> None:
+    assert set(keys_on(ask("--help", "trainer").printed)) == {
+        one.typed_key
+        for one in list_settings(VERBS["train"])
+        if one.key.startswith("trainer.") and not one.is_part
+    }
+    page = ask("--help", "optimizer").printed
+    assert "optimizer=muon\n  optimizer.momentum " in page
+    assert keys_on(ask("--help", "trainer.checkpoint.async").printed) == [
+        "trainer.checkpoint.async"
+    ]
+    assert keys_on(ask("+experiment=quickstart", "seed", "--help").printed) == ["seed"]
+    answer = ask("--help", "trainr")
+    assert answer.code == 2 and "did you mean trainer?" in answer.said

@@ -23,7 +23,6 @@ from data_modules.audit import (
     DatasetFacts,
     audit,
     audit_documents,
-    check_audit,
     overlap,
 )
 from data_modules.audit.figures import short_file, short_places
@@ -237,16 +236,6 @@ def test_a_threshold_stops_the_run_only_where_it_is_set(
     (problem,) = run_audit(**data, config=AuditConfig(**{name: stops})).problems
     assert f"data.audit.{name} is {stops}" in problem
     assert run_audit(**data, config=AuditConfig(**{name: passes})).problems == []
-
-
-def test_settings_out_of_range_are_named() -> None:
-    assert check_audit(AuditConfig()) == []
-    assert check_audit(AuditConfig(ngram=1)) == [
-        "data.audit.ngram is 1; give 2 tokens or more (13 is usual)"
-    ]
-    for share in (-0.1, 1.5, float("nan")):
-        (problem,) = check_audit(AuditConfig(min_trained_share=share))
-        assert problem.startswith(f"data.audit.min_trained_share is {share}; give a share")
 
 
 def test_shared_words_are_found_wherever_they_stand() -> None:

@@ -158,14 +158,6 @@ def test_tokens_need_lengths() -> None:
     [
         ({}, []),
         ({"weights": "rows", "temperature": 2.0, "stop": "first"}, []),
-        ({"weights": "token"}, ["data.mixture.weights is 'token'; use epochs or rows or tokens"]),
-        (
-            {"weights": "rows", "stop": "last", "temperature": 0.0},
-            [
-                "data.mixture.stop is 'last'; use all or first",
-                "data.mixture.temperature is 0.0; use a number above 0, or null",
-            ],
-        ),
         (
             {"temperature": 2.0},
             [

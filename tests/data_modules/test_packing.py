@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from data_modules.packing.bins import WORTH_IT, best_fit, next_fit, sort_order
 from data_modules.packing.plan import (
     MicroBatch,
-    PackingConfig,
     StepPlan,
     StepSampler,
-    check_packing,
     pack_documents,
     shard_packs,
 )
@@ -237,11 +235,6 @@ def test_document_without_tokens_is_an_error() -> None:
         pack_documents(np.array([3, 0]), 64, 0, 0, "multipack")
 
 
-def test_impossible_window_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"packing.window is 0; use 1 or more documents"):
-        check_packing(PackingConfig(window=0))
-
-
 def test_max_steps_repeats_epochs_and_is_exact() -> None:
     lengths = [10] * 30
     epoch = make_plan(lengths, num_epochs=1).num_steps
@@ -306,13 +299,6 @@ def test_validation_shards_hold_each_document_once_in_equal_counts(world: int) -
 def test_document_above_the_capacity_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"65 tokens .* 64"):
         pack_documents(np.array([3, 65]), 64, 0, 0, "multipack")
-
-
-def test_unknown_method_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match=r"packing.method is 'multi'; use multipack or like_length or none"
-    ):
-        check_packing(PackingConfig(method="multi"))
 
 
 def test_like_length_packs_neighbours_and_shuffles_the_packs() -> None:

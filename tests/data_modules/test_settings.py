@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from data_modules.audit import AuditConfig
+from data_modules.packing.mixture import MixtureConfig
 from data_modules.settings import DataConfig, DatasetConfig, check_datasets, dataset_names
+
+NAN = float("nan")
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> DatasetConfig:
@@ -74,23 +78,30 @@ def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"on_long": "cut"}, "data.on_long is 'cut'; use drop, truncate_left"),
-        ({"sequence_len": 1}, "data.sequence_len is 1"),
-        ({"val_set_size": -1.0}, "data.val_set_size is -1.0"),
-        ({"max_dropped_share": 2.0}, "data.max_dropped_share is 2.0"),
-        ({"num_workers": -1}, "data.num_workers is -1"),
+        ({"on_long": "cut"}, "on_long=cut: expected drop, truncate_left"),
+        ({"sequence_len": 1}, "sequence_len=1: expected 2 or more, or null"),
+        ({"val_set_size": -1.0}, "val_set_size=-1.0: expected 0 or more"),
+        ({"max_dropped_share": 2.0}, "max_dropped_share=2.0: expected from 0 to 1, or null"),
+        ({"num_workers": -1}, "num_workers=-1: expected 0 or more"),
+        ({"audit": AuditConfig(ngram=1)}, "audit.ngram=1: expected 2 or more (13 is usual)"),
+        ({"audit": AuditConfig(min_trained_share=NAN)}, "audit.min_trained_share=nan: expected"),
+        ({"mixture": MixtureConfig(weights="token")}, "mixture.weights=token: expected epochs, r"),
+        ({"mixture": MixtureConfig(temperature=0.0)}, "mixture.temperature=0.0: expected above 0"),
+        ({"train_on_eos": "never"}, "train_on_eos=never: expected all, turn, last or none"),
+        ({"roles_to_train": ["gpt"]}, "roles_to_train=['gpt']: expected system, user, assistant"),
+        ({"roles_to_train": []}, "roles_to_train=[]: nothing of a conversation would be trained"),
     ],
 )
 def test_check_of_settings(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
     good = write(tmp_path / "d.jsonl", alpaca("one"))
-    assert told in problems(good, **settings)[0]
+    assert problems(good, **settings)[0].startswith(f"data.{told}")
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"weight": 0.0}, "data.datasets[0].weight is 0.0"),
-        ({"weight": float("nan")}, "data.datasets[0].weight is nan"),
+        ({"weight": 0.0}, "data.datasets[0].weight=0.0: expected above 0"),
+        ({"weight": NAN}, "data.datasets[0].weight=nan: expected above 0"),
         ({"format": "alpacca"}, "data.datasets[0].format: unknown format 'alpacca'; did you mean"),
         (
             {"format": "alpaca", "columns": {"outptu": "a"}},
@@ -147,7 +158,7 @@ def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys, data_modules as d\n"
         f"assert d.check_datasets(d.DataConfig(datasets=[d.DatasetConfig(path={path!r})])) == []\n"
-        "d.PackingConfig(), d.PACKING_METHODS, d.TEMPLATE_NAMES\n"
+        "d.PackingConfig(), d.TEMPLATE_NAMES\n"
         "heavy = {'torch', 'lightning', 'transformers', 'datasets', 'numpy', 'pyarrow', 'jinja2'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )

@@ -15,7 +15,6 @@ from data_modules.template import (
     TEMPLATES_WITH_TOOLS,
     ChatTemplate,
     MaskConfig,
-    check_mask,
 )
 from data_modules.template.named_templates import named_template
 from data_modules.types import (
@@ -136,23 +135,6 @@ def test_stop_tokens_are_learned_as_set(
     stops = {"all": 4, "turn": len(learned), "last": min(len(learned), 1), "none": 0}[eos]
     assert text.count(END) == stops
     assert text.replace(END, "") == "".join(turn.content for turn in learned)
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        (MaskConfig(), ""),
-        (MaskConfig(train_on_eos="never"), "data.train_on_eos=never: expected all, turn, last or"),
-        (MaskConfig(reasoning="drop"), "data.reasoning=drop: expected keep, strip or mask"),
-        (MaskConfig(control_tokens="x"), "data.control_tokens=x: expected keep, escape or error"),
-        (MaskConfig(roles_to_train=["gpt"]), "unknown gpt; use of system, user, assistant, tool"),
-        (MaskConfig(roles_to_train=[]), "nothing of a conversation would be learned"),
-        (MaskConfig(roles_to_train=[], train_on_inputs=True), ""),
-    ],
-)
-def test_settings_are_checked(config: MaskConfig, told: str) -> None:
-    problems = check_mask(config)
-    assert [told in problem for problem in problems] == ([True] if told else [])
 
 
 THINKS = Conversation(

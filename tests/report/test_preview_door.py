@@ -89,7 +89,7 @@ BAD_WORDS = [
     (["trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
     (["trainer.global_batch_size=3", "trainer.devices=2"], "no multiple of micro_batch_size 1 x 2"),
     (["data.audit.ngrams=3"], "did you mean data.audit.ngram?"),
-    (["data.audit.ngram=1"], "data.audit.ngram is 1; give 2 tokens or more"),
+    (["data.audit.ngram=1"], "data.audit.ngram=1: expected 2 or more"),
     (["-m", "preview.rows=2"], "-m: preview runs once"),
     (["data.on_long=cut"], "data.on_long is 'cut'"),
 ]

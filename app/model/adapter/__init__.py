@@ -21,7 +21,6 @@ from app.model.adapter.saved import (
 from app.model.adapter.settings import (
     ADAPTER_FILE,
     DEFAULT_LR,
-    INITS,
     ORIGIN_FILE,
     AdapterConfig,
     FreezeConfig,
@@ -45,7 +44,6 @@ from app.model.adapter.wrap import drop_needless_copies, unfuse_adapters
 __all__ = [
     "ADAPTER_FILE",
     "DEFAULT_LR",
-    "INITS",
     "ORIGIN_FILE",
     "AdapterConfig",
     "FreezeConfig",

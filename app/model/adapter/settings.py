@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_modules import setting
+
 ORIGIN_FILE = "base.json"
 """in an adapter's folder: path, revision and fingerprints of its base"""
 
@@ -25,7 +27,7 @@ INITS = ("default", "gaussian", "pissa", "olora")
 class AdapterConfig:
     name: str = "lora"
     """lora (small matrices are trained), ia3 (vectors), freeze (a part), full (every weight)"""
-    neftune_alpha: float | None = None
+    neftune_alpha: float | None = setting(None, gt=0, note="5 to 15 is usual")
     """noise on the input embeddings while training; 5 to 15 is usual (NEFTune, arXiv 2310.05914)"""
 
 
@@ -34,13 +36,25 @@ class LoraConfig(AdapterConfig):
     name: str = "lora"
     path: str | None = None
     """folder of an adapter to go on with; its own settings are kept"""
-    r: int = 16
+    r: int = setting(
+        16,
+        ge=1,
+        note="8 to 64 is usual",
+        shown=("train",),
+        aliases=("lora_r", "lora_rank", "rank"),
+    )
     """rank; more capacity, more memory"""
-    alpha: float = 32.0
+    alpha: float = setting(
+        32.0,
+        gt=0,
+        note="the rank or twice it is usual",
+        shown=("train",),
+        aliases=("lora_alpha",),
+    )
     """the update is scaled by alpha / r (alpha / sqrt(r) with use_rslora)"""
-    dropout: float = 0.05
+    dropout: float = setting(0.05, ge=0, lt=1, shown=("train",), aliases=("lora_dropout",))
     """share of the adapter's inputs dropped in training"""
-    target_modules: Any = "all-linear"
+    target_modules: Any = setting("all-linear", shown=("train",), aliases=("lora_target_modules",))
     """all-linear, a list of module name endings, or a regular expression over full names"""
     rank_pattern: dict[str, int] = field(default_factory=dict)
     """other ranks by module name ending or regular expression, as {down_proj: 32}"""
@@ -48,7 +62,7 @@ class LoraConfig(AdapterConfig):
     """other alphas by module name ending or regular expression"""
     layers: Any = "all"
     """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
-    init: str = "default"
+    init: str = setting("default", choices=INITS)
     """default, gaussian, pissa (principal components, arXiv 2404.02948), olora (2406.01775)"""
     use_dora: bool = False
     """learn each weight's magnitude apart from its direction (slower; arXiv 2402.09353)"""
@@ -58,9 +72,9 @@ class LoraConfig(AdapterConfig):
     """tokens whose rows of embedding and head are trained too, as [<|im_start|>, <|im_end|>]"""
     modules_to_save: list[str] = field(default_factory=list)
     """modules trained whole and kept with the adapter, as [lm_head] (where it is not tied)"""
-    lora_plus_ratio: float | None = None
+    lora_plus_ratio: float | None = setting(None, gt=0, le=1000, note="16 is usual")
     """learning rate of every B over that of every A; 16 is usual (LoRA+, arXiv 2402.12354)"""
-    lora_plus_weight_decay: float | None = None
+    lora_plus_weight_decay: float | None = setting(None, ge=0, le=10)
     """decay of every B with lora_plus_ratio; null = optimizer.weight_decay"""
 
 

@@ -6,7 +6,6 @@ A model that would not hand them on to its layers is refused by `check_isolation
 """
 
 from app.model.attention.backends import (
-    BACKENDS,
     BY_BOUNDARIES,
     BY_DOCUMENT,
     IN_HALF,
@@ -24,7 +23,6 @@ from app.model.attention.isolation import check_isolation, check_pair_isolation
 from app.model.attention.probes import check_causal, check_reference
 
 __all__ = [
-    "BACKENDS",
     "BY_BOUNDARIES",
     "BY_DOCUMENT",
     "IN_HALF",

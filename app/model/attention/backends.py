@@ -9,12 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.masks import build_mask_rule
+from data_modules import setting
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-BACKENDS = ("auto", "flash2", "flash3", "varlen", "flex", "sdpa", "eager")
 ON_GPU = ("flash2", "flash3", "varlen", "flex")
 """backends that train on NVIDIA GPUs alone"""
 IN_HALF = ("flash2", "flash3", "varlen")
@@ -104,7 +104,9 @@ they take the positions alone, which tell its documents apart where it is the on
 
 @dataclass(kw_only=True, slots=True)
 class AttentionConfig:
-    backend: str = "auto"
+    backend: str = setting(
+        "auto", choices=("auto", "flash2", "flash3", "varlen", "flex", "sdpa", "eager")
+    )
     """auto: the fastest for this device, precision and model; eager: the slow reference"""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from app.preflight.couplings.data_rows import DATA_ROWS
@@ -10,10 +9,10 @@ from app.preflight.couplings.deepspeed_rows import DEEPSPEED_ROWS
 from app.preflight.couplings.device_rows import DEVICE_ROWS
 from app.preflight.couplings.layout import check_devices, check_global_batch, check_layout
 from app.preflight.couplings.model_rows import MODEL_ROWS
-from app.preflight.couplings.ranges import RANGES
 from app.preflight.couplings.sharding_rows import SHARDING_ROWS
 from app.preflight.couplings.situation import find_situation, has_setting
 from app.preflight.couplings.training_rows import TRAINING_ROWS
+from data_modules import check_values
 
 COUPLINGS = (
     *DEVICE_ROWS,
@@ -37,12 +36,7 @@ def check_compatibility(
     if num_gpus is None and not on_this_machine:
         num_gpus = 0
     situation = find_situation(config, num_gpus)
-    problems = [
-        f"{row.key}={value}: expected {row.text}"
-        for row in RANGES
-        if (value := _value(config, row.key)) is not None and not row.holds(value)
-    ]
-    if problems:
+    if problems := check_values(config, skip=("data",)):  # check_datasets has those of the data
         return problems
     problems = [
         f"{row.why(situation)}; type {row.instead(situation)}"
@@ -62,8 +56,3 @@ def check_compatibility(
             config.trainer, situation.num_ranks, situation.num_data_ranks
         )
     return problems
-
-
-def _value(config: Any, key: str) -> Any:
-    """Return the setting `key`; None where the verb or the chosen option has no such setting."""
-    return functools.reduce(getattr, key.split("."), config) if has_setting(config, key) else None

@@ -1,0 +1,209 @@
+"""Every setting states its facts at its field, and what is made from them is complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import conf_files
+from app.config.schema import default_of, list_settings
+from app.config.verbs import PARTS, TYPED_KEYS, VERBS
+from data_modules import check_values, describe_values, facts_of, hints_of, setting, takes
+from tests.door import ask
+from tools import settings as tool
+
+SETTINGS = {verb: list_settings(top, PARTS) for verb, top in VERBS.items()}
+EXPERIMENTS = sorted((conf_files.CONF / "experiment").glob("*.yaml"))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Values:
+    """A setting of each kind."""
+
+    share: float = setting(0.5, ge=0, lt=1, note="0.5 is usual")
+    steps: int | None = setting(None, ge=1)
+    rate: float | None = setting(None, gt=0, le=10)
+    devices: int | str = setting("auto", choices=("auto",), ge=1)
+    mode: str = setting("a", choices=("a", "b", "c"))
+    roles: list[str] = setting(default_factory=list, choices=("a", "b"))
+    stage: int = setting(3, choices=(1, 2, 3))
+    text: str = "any"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Whole:
+    """Settings at every depth."""
+
+    part: Values
+    parts: list[Values]
+
+
+NAN, INF = float("nan"), float("inf")
+FITS: list[tuple[str, str, list[Any], list[Any]]] = [
+    ("share", "0 or more, below 1", [0, 0.99], [1, -0.1, NAN, INF]),
+    ("steps", "1 or more, or null", [None, 1], [0, True]),
+    ("rate", "above 0, at most 10, or null", [None, 10], [0, 10.1]),
+    ("devices", "auto, or a number: 1 or more", ["auto", 8], ["two", 0, 1.5, True]),
+    ("mode", "a, b or c", ["c"], ["d"]),
+    ("roles", "a or b", [[], ["a", "b"]], [["c"]]),
+    ("stage", "1, 2 or 3", [2], [4]),
+    ("text", "", ["x"], []),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "good", "bad"), FITS, ids=[row[0] for row in FITS])
+def test_a_field_tells_which_values_it_takes(
+    name: str, words: str, good: list[Any], bad: list[Any]
+) -> None:
+    (field,) = (field for field in dataclasses.fields(Values) if field.name == name)
+    facts, hint = facts_of(field), hints_of(Values)[name]
+    assert describe_values(facts, hint) == words
+    assert [value for value in good if not takes(facts, hint, value)] == []
+    assert [value for value in bad if takes(facts, hint, value)] == []
+
+
+def test_values_are_checked_at_every_depth() -> None:
+    whole = Whole(part=Values(share=2.0), parts=[Values(), Values(mode="d")])
+    assert check_values(whole, "top") == [
+        "top.part.share=2.0: expected 0 or more, below 1 (0.5 is usual)",
+        "top.parts[1].mode=d: expected a, b or c",
+    ]
+    assert check_values(whole, skip=("part", "parts")) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_setting_is_documented_and_its_default_is_one_of_its_values(verb: str) -> None:
+    assert [one.key for one in SETTINGS[verb] if not one.doc] == []
+    for one in SETTINGS[verb]:
+        if (default := default_of(one.field)) is not dataclasses.MISSING:
+            assert takes(one.facts, one.hint, default), one.key
+
+
+def test_every_setting_says_whether_a_resumed_run_may_change_it() -> None:
+    rules = {one.key: one.resume for one in SETTINGS["train"]}
+    assert [key for key, rule in rules.items() if rule is None and key != "trainer"] == []
+    # One of each: the field's own rule, that of its part, and both in one part.
+    expected = {
+        "adapter.r": "fixed",
+        "data.limits.rows": "free",
+        "data.val_set_size": "data",
+        "data.datasets": "fixed",
+        "data.datasets[].path": "content",
+        "data.datasets[].weight": "data",
+        "model.trust_remote_code": "trust",
+        "optimizer.lr": "lr",
+        "optimizer.momentum": "fixed",
+        "output.dir": "per_start",
+        "schedule.shape": "schedule",
+        "strategy.name": "content",
+        "strategy.stage": "rounding",
+        "trainer.checkpoint.asynchronous": "free",
+        "trainer.max_steps": "epochs",
+    }
+    assert {key: rules[key] for key in expected} == expected
+
+
+def test_no_name_of_another_tool_means_two_settings() -> None:
+    for verb, settings in SETTINGS.items():
+        keys = {one.key.rpartition(".")[2] for one in settings}
+        owners: dict[str, set[str]] = {}
+        for one in settings:
+            for alias in one.facts.aliases:
+                owners.setdefault(alias.partition("=")[0], set()).add(one.key)
+        assert all(len(of) == 1 for of in owners.values()), verb
+        assert not keys & set(owners), "a setting's own name is no other tool's"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("learning_rate=1", "did you mean optimizer.lr?"),
+        ("trainer.save_steps=1", "did you mean trainer.checkpoint.every_steps?"),
+        ("trainer.async=true", "did you mean trainer.checkpoint.async?"),
+        ("gradient_checkpointing=true", "type recompute=full"),
+        ("torch_compile=true", "type trainer.compile=true"),
+        ("fsdp=full_shard", "type strategy=fsdp"),
+    ],
+)
+def test_other_tools_names_are_answered_with_ours(word: str, meant: str) -> None:
+    answer = ask("model=tiny", "data=skills", word)
+    assert answer.code == 2 and meant in answer.said
+
+
+def test_keys_are_typed_as_python_cannot_have_them() -> None:
+    assert TYPED_KEYS == {"trainer.checkpoint.async": "trainer.checkpoint.asynchronous"}
+
+
+def test_docs_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tool.CACHE_VARIABLE, raising=False)
+    assert tool.docs() == tool.DOCS.read_text(encoding="utf-8"), "type `make settings`"
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_the_json_schema_accepts_every_experiment(file: Path) -> None:
+    read = conf_files.read_conf_file(file, package="")
+    assert schema_errors(read.values, tool.schema(), "") == []
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"adapter": {"rr": 4}}, "adapter: unknown rr"),
+        ({"adapter": {"r": 0}}, "adapter.r: 0"),
+        ({"trainer": {"precision": "fp17"}}, "trainer.precision: 'fp17'"),
+        ({"trainer": {"devices": "two"}}, "trainer.devices: 'two'"),
+        ({"data": {"datasets": [{"weight": 0}]}}, "data.datasets[0].weight: 0"),
+        ({"data": {"roles_to_train": ["gpt"]}}, "data.roles_to_train: ['gpt']"),
+        ({"seed": "${trainer.max_steps}", "trainer": {"checkpoint": {"async": True}}}, None),
+        ({"strategy": {"offload_parameters": True}, "model": {"path": None}}, None),
+        ({"trainer": {"devices": "auto", "max_steps": 3}, "optimizer": {"lr": 1}}, None),
+    ],
+)
+def test_the_json_schema_refuses_what_the_checks_refuse(values: Any, error: str | None) -> None:
+    assert schema_errors(values, tool.schema(), "") == ([] if error is None else [error])
+
+
+def schema_errors(value: Any, schema: dict[str, Any], key: str) -> list[str]:
+    """Validate a value by the keywords that our schema uses; jsonschema is no dependency."""
+    if "anyOf" in schema:
+        found = [schema_errors(value, one, key) for one in schema["anyOf"]]
+        return [] if [] in found else [f"{key}: {value!r}"]
+    if "enum" in schema:
+        return [] if value in schema["enum"] else [f"{key}: {value!r}"]
+    kinds = {
+        "object": dict,
+        "array": list,
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "null": type(None),
+    }
+    kind = schema.get("type")
+    if kind and not isinstance(value, kinds[kind]):
+        return [f"{key}: {value!r}"]
+    if isinstance(value, bool) and kind in ("integer", "number"):
+        return [f"{key}: {value!r}"]
+    if kind == "object" and "properties" in schema:
+        known = schema["properties"]
+        errors = [f"{key}: unknown {name}" for name in value if name not in known]
+        for name, part in value.items():
+            inner = f"{key}.{name}" if key else name
+            errors += schema_errors(part, known[name], inner) if name in known else []
+        return errors
+    if kind == "array":
+        items = schema.get("items", {})
+        parts = enumerate(value)
+        return [error for i, part in parts for error in schema_errors(part, items, f"{key}[{i}]")]
+    holds = (
+        ("pattern", lambda limit: re.search(limit, value)),
+        ("minimum", lambda limit: value >= limit),
+        ("maximum", lambda limit: value <= limit),
+        ("exclusiveMinimum", lambda limit: value > limit),
+        ("exclusiveMaximum", lambda limit: value < limit),
+    )
+    return [f"{key}: {value!r}" for word, ok in holds if word in schema and not ok(schema[word])]
