@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.config import check_before_start, check_words, conf_files, load_config
+from app.config import check_before_start, compose, conf_files, load_config
 from app.config.overrides import WORD, quote_value
 from app.process.errors import DONE, INTERRUPTED, UserError
 from app.process.launch import PARENT_VARIABLE, VARIABLES_OF_A_RANK
@@ -99,7 +99,7 @@ def read_overrides(words: Sequence[str], conf: Path = conf_files.CONF) -> list[O
 
 
 def _words_of_file(path: Path) -> list[str]:
-    file = conf_files.read_conf_file(path, package="")
+    file = conf_files.read_conf_file(path, package="", is_global=True)
     params = file.values.get("hydra", {}).get("sweeper", {}).get("params")
     if list(file.values) != ["hydra"] or not isinstance(params, dict):
         raise UserError(
@@ -154,7 +154,7 @@ def check_trials(overrides: Sequence[Override]) -> Any:
     for one in overrides:
         for value in values_of(one)[1:]:
             try:
-                check_words("train", _words(first | {key_of(one): value}))
+                compose("train", _words(first | {key_of(one): value}))
             except UserError as error:
                 problems += error.problems
     try:

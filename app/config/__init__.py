@@ -1,21 +1,23 @@
-"""THE DOOR: what a person types and what conf/ says becomes one typed object, or an error.
+"""Settings: what a person types and what conf/ says becomes one typed object, or an error.
 
-`door` calls Hydra; `of_run` has the settings of a run that is there; `nodes` asks of one value
-what it is; `verbs` says what each verb can be told; `conf_files` reads conf/ and knows its
-lines; `overrides` quotes and refuses words; `schema` and `settings_check` find every wrong key and
-value at once; `help` is the page.
+`dispatch` is a verb's command line, `load` composes and types, `run_config` has the settings of an
+existing run; `overrides` reads words, `conf_files` YAML files; `sources` and `validation` find
+every wrong key and value with its place; `schema` is the tree of names, `verbs` what each verb
+takes, `help` the page.
 """
 
-from app.config.load import check_before_start, check_words, load_config, run_verb, settings_of
-from app.config.run_config import load_run_config, save_config
+from app.config.dispatch import check_before_start, run_verb
+from app.config.load import Config, compose, load_config, load_run_config, settings_of
+from app.config.run_config import save_config
 from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig
 
 __all__ = [
+    "Config",
     "EvaluateConfig",
     "PreviewConfig",
     "TrainConfig",
     "check_before_start",
-    "check_words",
+    "compose",
     "load_config",
     "load_run_config",
     "run_verb",

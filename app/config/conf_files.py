@@ -1,11 +1,12 @@
-"""The YAML files under conf/: which options a group has, which files a command composes, and on
-which line of which file each key stands. Reads them as plain YAML; composing them is Hydra's work.
+"""The YAML files that settings come from: the options of each group under conf/, and one file read
+as plain values with the line of every key. Composing them is Hydra's work.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,26 @@ from app.config.overrides import spell_keys
 from app.config.verbs import TYPED_KEYS
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
+from app.run.folder import expand_home
 
 CONF = ROOT / "conf"
-ADDED_GROUPS = ("experiment", "sweep")
-"""groups outside the defaults list: Hydra wants a plus sign before them, a person need not"""
-
+YAML_SUFFIXES = (".yaml", ".yml")
+FLOAT = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"
 MAX_WORD = 200
 """characters of an option in a defaults list, which is the name of a file"""
+
+
+class HydraLoader(yaml.SafeLoader):
+    """YAML as Hydra reads it: 1e-3 is a number, a date is text."""
+
+
+HydraLoader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
+    for letter, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+HydraLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(FLOAT), list("-+.0123456789")
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,22 +48,21 @@ class ConfFile:
     defaults: list[Any]
     values: dict[str, Any]
     lines: dict[str, int]
-    is_respelled: bool = False
-    """whether keys were written in words that Python keeps for itself; in `values` they are not"""
+
+    def full(self, local: str) -> str:
+        """Return the full key of one in this file, whose keys may lie below a package."""
+        return f"{self.package}.{local}" if self.package else local
+
+    def sets(self, key: str) -> bool:
+        """Tell whether full key `key` stands in this file."""
+        return any(self.full(local) == key for local in self.lines)
 
     def where(self, key: str) -> str:
         """Return `conf/experiment/x.yaml:12`, the place of full key `key` in this file."""
-        local = key.removeprefix(f"{self.package}.") if self.package else key
+        local = key.removeprefix(self.full(""))
         while local and local not in self.lines:
             local = local.rpartition("." if not local.endswith("]") else "[")[0]
         return f"{shown(self.path)}:{self.lines.get(local, 1)}"
-
-    def schema_name(self) -> str | None:
-        """Return `lora` of `- /schema/adapter/lora@_here_`, where there is one."""
-        for entry in self.defaults:
-            if isinstance(entry, str) and entry.startswith("/schema/"):
-                return entry.removeprefix("/schema/").partition("@")[0].rpartition("/")[2]
-        return None
 
 
 def shown(path: Path) -> str:
@@ -115,110 +128,122 @@ NO_PIPELINE = ("pp", "pipeline", "pipeline_parallel")
 
 def groups(conf: Path) -> dict[str, list[str]]:
     """Return the groups of `conf` with their options, sorted."""
-    return {
-        folder.name: sorted(file.stem for file in folder.glob("*.yaml"))
-        for folder in sorted(conf.iterdir())
-        if folder.is_dir() and any(folder.glob("*.yaml"))
-    }
+    found: dict[str, list[str]] = {}
+    for file in sorted(conf.glob("*/*.yaml")):
+        found.setdefault(file.parent.name, []).append(file.stem)
+    return found
 
 
 def find_option(conf: Path, group: str, option: Any) -> Path:
-    """Return the file of `group=option`; UserError with the options there are."""
+    """Return the file of `group=option`; UserError with the options there are.
+
+    An experiment may also be a file of one's own, named by its path.
+    """
     options = groups(conf)[group]
     if isinstance(option, str) and option in options:
         return conf / group / f"{option}.yaml"
-    said = WORDS_ELSEWHERE.get(f"{group}={option}".lower())
-    hint = f"; type {said}" if said else nearest(str(option), options)
+    if group == "experiment" and str(option).endswith(YAML_SUFFIXES):
+        file = expand_home("experiment", str(option))
+        if not file.exists():
+            raise UserError(f"experiment={option}: no such file, looked for from {Path.cwd()}")
+        return file
+    alias = WORDS_ELSEWHERE.get(f"{group}={option}".lower())
+    hint = f"; type {alias}" if alias else nearest(str(option), options)
     if group == "strategy" and str(option).lower() in NO_PIPELINE:
         hint = f"; there is no pipeline parallelism yet{hint}"
     if group == "model" and not hint:
         hint = f"; for a folder or hub id type model.path={option}"
     if group == "data" and not hint:
         hint = f"; for a file type 'data.datasets=[{{path: {option}}}]'"
+    if group == "experiment" and not hint:
+        hint = "; a file of your own: +experiment=PATH.yaml"
     raise UserError(f"{group}={option}: no such option; there are {', '.join(options)}{hint}")
 
 
-def read_conf_file(path: Path, package: str) -> ConfFile:
-    """Read one file; UserError with file:line where it is no YAML mapping, or beyond the limits."""
-    with reading(shown(path), "mend it, or write it anew"):
-        return _read_conf_file(path, package)
+def read_conf_file(
+    path: Path, package: str, *, is_global: bool = False, loader: type = HydraLoader
+) -> ConfFile:
+    """Read one file; UserError with file:line where it is no YAML mapping, or beyond the limits.
 
-
-def _read_conf_file(path: Path, package: str) -> ConfFile:
-    text, problem = read_text(path, "yaml_mib")
-    if problem is not None:
-        raise UserError(problem)
-    lines: dict[str, int] = {}
-    is_experiment = path.parent.name == "experiment"
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is not None and not isinstance(root, yaml.MappingNode):
-            raise UserError(f"{shown(path)}:1: expected `key: value` lines")
-        _check_limits(root, path)
-        for written, line in _key_lines(root, ""):
-            key = TYPED_KEYS.get(written, written) if is_experiment else written
-            if key in lines:
-                raise UserError(f"{shown(path)}:{line}: {key} is set twice, first on {lines[key]}")
-            lines[key] = line
-        values = yaml.safe_load(text) or {}
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
-        raise UserError(f"{shown(path)}:{line}: not valid YAML: {error.problem}") from error
-    except RecursionError as error:
-        raise UserError(over_limit(path, "nested too deep", "yaml_depth")) from error
-    if odd := [key for key in values if not isinstance(key, str)]:
-        raise UserError(f"{shown(path)}: {odd[0]!r} is not the name of a setting")
-    defaults = values.pop("defaults", None) or []
-    if not isinstance(defaults, list) or not all(map(_is_default, defaults)):
-        raise UserError(
-            f"{shown(path)}:{lines['defaults']}: defaults={str(defaults)[:80]}: expected a list of "
-            "`override /GROUP: OPTION` and _self_"
-        )
-    if path.parent.name in ADDED_GROUPS and not text.startswith("# @package _global_"):
-        raise UserError(f"{shown(path)}:1: the first line must be `# @package _global_`")
-    spelled = spell_keys("", values) if is_experiment else values
-    return ConfFile(path, package, defaults, spelled, lines, is_respelled=spelled != values)
+    `is_global`: an experiment or a sweep, whose first line says so and whose keys are full ones.
+    """
+    with reading(shown(path), "correct it, or write it anew"):
+        text, problem = read_text(path, "yaml_mib")
+        if problem is not None:
+            raise UserError(problem)
+        stream = loader(text)
+        try:
+            root = stream.get_single_node()
+            if root is not None and not isinstance(root, yaml.MappingNode):
+                raise UserError(f"{shown(path)}:1: expected `key: value` lines")
+            lines = _lines_of(root, path, TYPED_KEYS if is_global else {})
+            values = stream.construct_document(root) if root is not None else {}
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = mark.line + 1 if mark else 1
+            raise UserError(f"{shown(path)}:{line}: not valid YAML: {error.problem}") from error
+        except RecursionError as error:
+            raise UserError(over_limit(path, "nested too deep", "yaml_depth")) from error
+        if odd := [key for key in values if not isinstance(key, str)]:
+            raise UserError(f"{shown(path)}: {odd[0]!r} is not the name of a setting")
+        defaults = values.pop("defaults", None) or []
+        if not isinstance(defaults, list) or not all(map(_is_default, defaults)):
+            raise UserError(
+                f"{shown(path)}:{lines['defaults']}: defaults={str(defaults)[:80]}: expected a "
+                "list of `override /GROUP: OPTION` and _self_"
+            )
+        if is_global and not text.startswith("# @package _global_"):
+            raise UserError(f"{shown(path)}:1: the first line must be `# @package _global_`")
+        values = spell_keys("", values) if is_global else values
+        return ConfFile(path, package, defaults, values, lines)
 
 
 def _is_default(entry: Any) -> bool:
     """Tell whether an entry of a defaults list is a word, or one `group: option`."""
-    if isinstance(entry, dict):
+    words = [entry]
+    if isinstance(entry, dict) and len(entry) == 1:
         words = [word for pair in entry.items() for word in pair if word is not None]
-        return len(entry) == 1 and all(map(_is_word, words))
-    return _is_word(entry)
+    return all(
+        isinstance(word, str) and 0 < len(word) <= MAX_WORD and word.isprintable() for word in words
+    )
 
 
-def _is_word(entry: Any) -> bool:
-    return isinstance(entry, str) and 0 < len(entry) <= MAX_WORD and entry.isprintable()
+def _lines_of(root: Any, path: Path, spelled: dict[str, str]) -> dict[str, int]:
+    """Return the line of every key; UserError where one is set twice, or beyond the limits.
 
-
-def _check_limits(root: Any, path: Path) -> None:
-    """Refuse a document beyond the limits, each alias counted with all that it stands for."""
+    Each alias counts with all that it stands for.
+    """
     most, seen = limits(), 0
-    waiting = [(root, 0)]
+    lines: dict[str, int] = {}
+    waiting = [("", root, 0)] if root is not None else []
     while waiting:
-        node, depth = waiting.pop()
-        if (seen := seen + 1) > most.yaml_nodes:
+        key, node, depth = waiting.pop()
+        line = node.start_mark.line + 1
+        parts: list[tuple[str, Any, int]] = []
+        seen += 1
+        if isinstance(node, yaml.MappingNode):
+            seen += len(node.value)
+            for name, value in node.value:
+                if not isinstance(name, yaml.ScalarNode):
+                    raise UserError(f"{shown(path)}:{line}: a list or mapping is not a key")
+                full = f"{key}.{name.value}" if key else str(name.value)
+                full, line = spelled.get(full, full), name.start_mark.line + 1
+                if full in lines:
+                    raise UserError(
+                        f"{shown(path)}:{line}: {full} is set twice, first on {lines[full]}"
+                    )
+                lines[full] = line
+                parts.append((full, value, depth + 1))
+        elif isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                lines[f"{key}[{index}]"] = value.start_mark.line + 1
+                parts.append((f"{key}[{index}]", value, depth + 1))
+        if seen > most.yaml_nodes:
             raise UserError(over_limit(path, "too many values, by its aliases", "yaml_nodes"))
         if depth > most.yaml_depth:
             raise UserError(over_limit(path, "nested too deep", "yaml_depth"))
-        if isinstance(node, yaml.MappingNode):
-            waiting += [(part, depth + 1) for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            waiting += [(part, depth + 1) for part in node.value]
-
-
-def _key_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for name, value in node.value:
-            key = f"{prefix}.{name.value}" if prefix else str(name.value)
-            yield key, name.start_mark.line + 1
-            yield from _key_lines(value, key)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield f"{prefix}[{index}]", value.start_mark.line + 1
-            yield from _key_lines(value, f"{prefix}[{index}]")
+        waiting += reversed(parts)
+    return lines
 
 
 def choices_of(file: ConfFile) -> Iterator[tuple[str, Any]]:
@@ -227,50 +252,3 @@ def choices_of(file: ConfFile) -> Iterator[tuple[str, Any]]:
         if isinstance(entry, dict):
             for group, option in entry.items():
                 yield str(group).removeprefix("override ").strip().removeprefix("/"), option
-
-
-def used_files(conf: Path, verb: str, chosen: list[tuple[str, Any]]) -> list[ConfFile]:
-    """Read the files that a command composes: primary, one option a group, experiments.
-
-    `chosen`: (group, option) of the command line, which win over an experiment's choices.
-    """
-    primary = read_conf_file(conf / f"{verb}.yaml", package="")
-    experiments: list[ConfFile] = []
-    choices, problems = dict(choices_of(primary)), []
-    known = {*choices, *ADDED_GROUPS}
-    problems = [
-        f"{group}={option}: {verb} has no {group}; it has {', '.join(choices)}"
-        for group, option in chosen
-        if group not in known
-    ]
-    chosen = [(group, option) for group, option in chosen if group in known]
-    for group, option in chosen:
-        if group in ADDED_GROUPS:
-            try:
-                experiments.append(read_conf_file(find_option(conf, group, option), package=""))
-            except UserError as error:
-                problems += error.problems
-    places: dict[str, str] = {}
-    for file in experiments:
-        for group, option in choices_of(file):
-            place = f"{shown(file.path)}:{file.lines.get('defaults', 1)}: "
-            if group in choices:
-                choices[group], places[group] = option, place
-            else:
-                problems.append(
-                    f"{place}defaults: {verb} has no {group}; it has {', '.join(choices)}"
-                )
-    typed_groups = {group for group, _ in chosen}
-    choices |= {group: option for group, option in chosen if group not in ADDED_GROUPS}
-    files = [primary]
-    for group, option in choices.items():
-        if option is None and (group, option) not in chosen:
-            continue
-        try:
-            files.append(read_conf_file(find_option(conf, group, option), package=group))
-        except UserError as error:
-            place = "" if group in typed_groups else places.get(group, "")
-            problems += [place + problem for problem in error.problems]
-    if problems:
-        raise UserError(problems)
-    return [*files, *experiments]

@@ -7,27 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.config.verbs import TYPED_KEYS
+from app.process.errors import UserError, nearest
 from data_modules import REDACTED, holds_token
 
 WORD = re.compile(r"(?P<prefix>\+\+|\+|~)?(?P<key>[^=\s]+)=(?P<value>.*)", re.DOTALL)
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
 NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
+HYDRAS_OWN = re.compile(r"hydra(\.|$)|.*[/@]", re.DOTALL)
+"""keys that configure Hydra itself, or that it would read as a group in another place"""
+ADDED_GROUPS = ("experiment", "sweep")
+"""groups outside the defaults list: Hydra wants a plus sign before them, a person need not"""
 SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
 
 REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
-"""`${key.of.another.setting}`, whole: one inside another could spell a resolver's name"""
-
-Parse = Callable[[str], tuple[Any, bool]]
-"""`key=value` -> (the value as plain Python, whether it lists several for a sweep); ValueError"""
+"""`${key.of.another.setting}`, whole: one inside another could form a resolver's name"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """One override that a person typed: its key and value, and its spelling for Hydra."""
+    """One override that a person typed: its key and value, and the override in Hydra's grammar."""
 
     key: str
     value: Any
@@ -35,12 +37,12 @@ class Given:
 
 
 def read_words(
-    words: Sequence[str], groups: dict[str, list[str]], added_groups: Sequence[str], parse: Parse
+    words: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> tuple[list[Given], list[str]]:
     """Parse all words; returns what was given, and the problems.
 
     Groups of the defaults list go to Hydra bare, added groups with a plus sign, settings with two
-    (whether they exist is checked here, better than Hydra does), however they were typed.
+    (whether they exist is checked later, better than Hydra does), however they were typed.
     """
     given, problems = [], []
     for word in words:
@@ -63,31 +65,40 @@ def read_words(
         elif NUMBERED_ELEMENT.search(key):
             whole = NUMBERED_ELEMENT.split(key)[0]
             problems.append(f"{word}: elements of a list cannot be set alone; type {whole}=[...]")
+        elif HYDRAS_OWN.match(key):
+            problems.append(f"command line: unknown key {key}={value}{nearest(key, groups)}")
         else:
             prefix = "" if key in groups else "++"
-            prefix = "+" if key in added_groups else prefix
+            prefix = "+" if key in ADDED_GROUPS else prefix
             try:
-                given.append(_read_word(key, value, prefix, parse))
-            except ValueError as error:
-                problems.append(str(error))
+                given.append(_read_word(key, value, prefix))
+            except UserError as error:
+                problems += error.problems
     return given, problems
 
 
-def _read_word(key: str, value: str, prefix: str, parse: Parse) -> Given:
-    for spelling in (value, quote_value(value)):
+def _read_word(key: str, value: str, prefix: str) -> Given:
+    """Parse a word as it stands, else with quotes around what Hydra's grammar does not take."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    for quote in (str, quote_value):
+        spelling = quote(value)
         try:
-            parsed, is_sweep = parse(f"{key}={spelling}")
-        except ValueError:
+            override = OverridesParser.create().parse_override(f"{key}={spelling}")
+            parsed = None if override.is_sweep_override() else override.value()
+        except (HydraException, OmegaConfBaseException):
             continue
-        if is_sweep:
-            raise ValueError(
+        if override.is_sweep_override():
+            raise UserError(
                 f"{key}={value} lists several values: add -m to try each of them, "
                 f"or type '{key}=[{value}]' for a list, \"{key}='{value}'\" for text"
             )
         spelled = spell_keys(key, parsed)
         text = spelling if spelled == parsed else _spell_text(spelling)
         return Given(key, spelled, f"{prefix}{key}={text}")
-    raise ValueError(f"{key}={value}: this value cannot be read; type \"{key}='...'\" around it")
+    raise UserError(f"{key}={value}: this value cannot be read; type \"{key}='...'\" around it")
 
 
 def spell_keys(key: str, value: Any) -> Any:
@@ -112,7 +123,7 @@ def _spell_text(mapping: str) -> str:
     return mapping
 
 
-def _hint_for_word(word: str, groups: dict[str, list[str]]) -> str:
+def _hint_for_word(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     homes = [group for group, options in groups.items() if word in options]
     if homes:
         return f"; did you mean {homes[0]}={word}?"
@@ -165,33 +176,27 @@ def _end_of_quote(value: str, start: int) -> int:
     return min(position + 1, len(value))
 
 
-def refuse(key: str, value: Any) -> str | None:
+def refuse(key: str, value: Any, name: str | None = None) -> str | None:
     """Say why a given key and value are refused unread: secrets, code, the environment.
 
-    The text of a secret is never repeated.
+    The text of a secret is never repeated. `name`: of the part of the value that is looked at.
     """
-    for name, text in _names_and_texts(key, value):
-        if name.lower() in SECRET_NAMES or holds_token(text):
-            return (
-                f"{key}: secrets do not go into settings, where files and process lists show them; "
-                "export HF_TOKEN, or run `hf auth login`"
-            )
-        if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
-            return f"{key}: {name} is refused; settings never name code to run"
-        if "${" in REFERENCE.sub("", text):
-            return (
-                f"{key}={text}: resolvers like ${{oc.env:NAME}} are refused, since their values "
-                "end up in files; type the value (`${key.of.another.setting}` is fine)"
-            )
-    return None
-
-
-def _names_and_texts(key: str, value: Any) -> list[tuple[str, str]]:
-    name = key.rpartition(".")[2]
-    if isinstance(value, dict):
-        return [(name, "")] + [
-            pair for k, v in value.items() for pair in _names_and_texts(str(k), v)
-        ]
-    if isinstance(value, list):
-        return [(name, "")] + [pair for part in value for pair in _names_and_texts("", part)]
-    return [(name, value if isinstance(value, str) else "")]
+    name = key.rpartition(".")[2] if name is None else name
+    text = value if isinstance(value, str) else ""
+    if name.lower() in SECRET_NAMES or holds_token(text):
+        return (
+            f"{key}: secrets do not go into settings, where files and process lists show them; "
+            "export HF_TOKEN, or run `hf auth login`"
+        )
+    if name in ("_target_", "_partial_", "_recursive_", "_convert_"):
+        return f"{key}: {name} is refused; settings never name code to run"
+    if "${" in REFERENCE.sub("", text):
+        return (
+            f"{key}={text}: resolvers like ${{oc.env:NAME}} are refused, since their values "
+            "end up in files; type the value (`${key.of.another.setting}` is fine)"
+        )
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(value, (dict, list)):
+        parts = [*value.items()] if isinstance(value, dict) else [("", part) for part in value]
+    refusals = (refuse(key, part, str(inner)) for inner, part in parts)
+    return next(filter(None, refusals), None)

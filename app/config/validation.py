@@ -1,6 +1,6 @@
-"""Check every key and value that was given, in files and on the command line, against the schemas.
+"""Check every key and value that was given against the schemas: what is wrong with each, in words.
 
-Finds all problems at once, each with the place it comes from. Only names, types and choices are
+Where it came from is looked up in `sources`. Only names, types and choices are
 checked here; numbers and what does not go together in preflight/couplings.
 """
 
@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from app.config import schema
-from app.config.conf_files import ConfFile
-from app.config.overrides import Given, refuse
+from app.config.overrides import refuse
 from app.process.errors import nearest
 from data_modules import expected, facts_of, hints_of, takes
 
@@ -36,10 +35,10 @@ class Settings:
     """groups whose option the command line chose: an experiment's settings for another option of
     the group are then left out instead of refused"""
 
-    def walk(self, values: dict[str, Any], package: str = "") -> Iterator[Any]:
-        """Yield each leaf and each unknown key of `values`, which stand under `package`."""
+    def walk(self, values: dict[str, Any]) -> Iterator[schema.Leaf | schema.Unknown]:
+        """Yield each leaf and each unknown key of `values`."""
         hints = hints_of(self.verb) | self.parts
-        for name, value in ({package: values} if package else values).items():
+        for name, value in values.items():
             if name in hints:
                 yield from schema.walk(value, hints[name], name, self.verb, name)
             else:
@@ -80,18 +79,6 @@ class Settings:
                 return option
         return None
 
-    def left_out(self, file: ConfFile) -> list[str]:
-        """List the keys of an experiment that are settings of an option which was replaced."""
-        if file.path.parent.name != "experiment":
-            return []
-        return [
-            found.key
-            for found in self.walk(file.values, file.package)
-            if isinstance(found, schema.Unknown)
-            and found.key.partition(".")[0] in self.replaced
-            and self.option_with(found.key) is not None
-        ]
-
     def _problem_of_choice(self, leaf: schema.Leaf) -> str | None:
         group, _, name = leaf.key.partition(".")
         if name == "name" and group in self.parts:
@@ -118,47 +105,3 @@ def _is_reference(value: Any) -> bool:
 def _brief(value: Any) -> str:
     text = "null" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def check_file(file: ConfFile, settings: Settings) -> list[str]:
-    """List the problems of a YAML file, each with file:line."""
-    # Where any key may stand (model.architecture), the walk below sees no single ones.
-    problems = [
-        f"{file.where(key)} {refusal}"
-        for key in file.lines
-        if (refusal := refuse(key, None)) is not None
-    ]
-    left_out = settings.left_out(file)
-    for found in settings.walk(file.values, file.package):
-        problem = settings.problem_of(found) if found.key not in left_out else None
-        if problem is not None and f"{file.where(found.key)} {problem}" not in problems:
-            problems.append(f"{file.where(found.key)} {problem}")
-    return problems
-
-
-def check_given(given: Given, settings: Settings) -> list[str]:
-    """List the problems of one override of the command line."""
-    problems = [settings.problem_of(found) for found in _walk_given(given, settings)]
-    return [f"command line: {problem}" for problem in problems if problem]
-
-
-def put_word_in_list(given: Given, settings: Settings) -> Given:
-    """Read a bare word that was typed for a list of text as a list of it alone."""
-    word = given.value
-    if not isinstance(word, str) or not word or _is_reference(word):
-        return given
-    for found in _walk_given(given, settings):
-        if isinstance(found, schema.Leaf):
-            hint = schema.element_of(hints_of(found.owner)[found.field])
-            if hint == list[str]:
-                key, _, spelling = given.override.partition("=")
-                return Given(given.key, [word], f"{key}=[{spelling}]")
-    return given
-
-
-def _walk_given(given: Given, settings: Settings) -> Iterator[schema.Leaf | schema.Unknown]:
-    first, *rest = given.key.split(".")
-    value = given.value
-    for name in reversed(rest):
-        value = {name: value}
-    yield from settings.walk({first: value})

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from app.config import load_config
-from app.config.load import check_before_start
+from app.config import check_before_start, load_config
 from app.process.errors import DONE
 from app.process.reporting import report
 from tests.door import OF_OTHER_RUNS

@@ -18,8 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from transformers import BloomConfig, BloomForCausalLM
 
-from app.config import load_config
-from app.config.load import check_before_start
+from app.config import check_before_start, load_config
 from app.model import compile as compiling
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, apply_adapter
 from app.model.attention import attention_implementation

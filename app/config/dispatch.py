@@ -1,0 +1,156 @@
+"""A verb from its command line to its exit code: help, a sweep, the settings alone, or the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from app.config.conf_files import CONF, groups
+from app.config.load import Config, compose, load_config, load_run_config
+from app.config.sources import print_note
+from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig
+from app.preflight import check_compatibility, check_files, num_ranks
+from app.process.errors import DONE, UserError
+from app.process.faults import check_workers, parse_faults
+from app.process.launch import check_launch, is_child
+from app.process.reporting import report
+from app.run import NEVER, check_resume
+from app.run.folder import UNSET, check_output
+from app.run.ranks import check_supervise
+from data_modules import printable, redact
+
+DEFAULT_EXPERIMENT = "quickstart"
+
+
+def run_verb(
+    verb: str,
+    function: Callable[[Any], object],
+    *,
+    sweep: Callable[[list[str]], int] | None = None,
+    words: Sequence[str] | None = None,
+) -> int:
+    """Run a verb from its command line; returns the exit code, prints at most one error."""
+    typed = list(sys.argv[1:] if words is None else words)
+    try:
+        return _dispatch(verb, function, sweep, typed)
+    except BaseException as error:  # noqa: BLE001  last guard, also of what Rust calls a panic
+        return report(error)
+
+
+def _dispatch(
+    verb: str,
+    function: Callable[[Any], object],
+    sweep: Callable[[list[str]], int] | None,
+    words: list[str],
+) -> int:
+    if "--help" in words or "-h" in words:
+        from app.config.help import help_page
+
+        topic = next((word for word in words if word[0] != "-" and "=" not in word), None)
+        print(help_page(verb, VERBS[verb], PARTS, CONF, topic))
+        return DONE
+    is_sweep = bool({"-m", "--multirun"} & set(words))
+    words = [word for word in words if word not in ("-m", "--multirun")]
+    shows_settings, words = _take_cfg(words)
+    if verb in ("train", "preview") and not words:
+        words = [f"+experiment={DEFAULT_EXPERIMENT}"]
+        print_note(f"no settings typed: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
+    if is_sweep:
+        if sweep is None:
+            raise UserError(f"-m: {verb} runs once; sweeps are for train")
+        if shows_settings:
+            raise UserError("--cfg job shows one run: leave -m and the lists of values out")
+        return sweep(words)
+    if shows_settings:
+        _print_settings(verb, words)
+        return DONE
+    config = load_config(verb, words)
+    if not is_child():
+        check_before_start(config)
+    function(config)
+    return DONE
+
+
+def check_before_start(config: Config) -> None:
+    """Run every check that needs no torch; UserError lists all problems of all rooms.
+
+    A preview may be of a run for another machine, and needs no weights.
+    """
+    resumes = isinstance(config, TrainConfig) and config.resume != NEVER
+    problems = _check_required(config) + check_output(config.output, resumes=resumes)
+    if not config.data.cache_dir.strip():
+        problems.append(f"data.cache_dir is empty; {UNSET}")
+    if problems:
+        raise UserError(problems)
+    if isinstance(config, PreviewConfig):
+        problems += check_launch(None)
+        problems += check_compatibility(config, on_this_machine=False)
+        problems += check_files(config, needs_weights=False)
+    else:
+        problems, is_done = _check_resume(config)
+        if not is_done:  # a run that is done needs neither its data nor its model
+            problems += check_launch(num_ranks(config))
+            problems += check_compatibility(config)
+            problems += check_files(config)
+    if problems:
+        raise UserError(problems)
+
+
+def _check_resume(config: Config) -> tuple[list[str], bool]:
+    """List what is wrong with resume and faults; says whether the run is done already."""
+    if not isinstance(config, TrainConfig):
+        return [], False
+    faults, problems = parse_faults(config.faults)
+    problems += check_workers(faults, config.data.num_workers)
+    problems += check_supervise(config)
+    found, is_done = check_resume(config, load_run_config)
+    return problems + found, is_done and not problems
+
+
+def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
+    """Take `--cfg job` out of the words; says whether it was there."""
+    if "--cfg" not in words:
+        return False, words
+    position = words.index("--cfg")
+    what = words[position + 1 : position + 2]
+    if what != ["job"]:
+        raise UserError(f"--cfg {''.join(what)}: expected --cfg job, which prints the settings")
+    return True, words[:position] + words[position + 2 :]
+
+
+def _print_settings(verb: str, words: list[str]) -> None:
+    """Print the settings that a command would use, as YAML."""
+    settings = dataclasses.asdict(compose(verb, words))
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    print(printable(redact(text), keep="\n"), end="")
+
+
+def _check_required(config: Config) -> list[str]:
+    """List what has no default and was not given: a model, data."""
+    problems = []
+    run = config.run if isinstance(config, EvaluateConfig) else None
+    if isinstance(config, PreviewConfig):
+        if config.resume != NEVER:
+            problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
+        if config.model.path is None and config.model.tokenizer_path is None:
+            problems.append(
+                f"no tokenizer: type model=NAME ({', '.join(groups(CONF)['model'])}), or "
+                "model.path=FOLDER_OR_HUB_ID (its weights are not needed); "
+                "+experiment=quickstart is a whole run"
+            )
+    elif config.model.path is None and not config.model.from_scratch and run is None:
+        problems.append(
+            f"no model: type model=NAME ({', '.join(groups(CONF)['model'])}), or "
+            "model.path=FOLDER_OR_HUB_ID; +experiment=quickstart is a whole run"
+        )
+    tests_only = isinstance(config, EvaluateConfig) and config.data.test_datasets
+    if not config.data.datasets and not tests_only:
+        problems.append(
+            f"no data: type data=NAME ({', '.join(groups(CONF)['data'])}), or "
+            "'data.datasets=[{path: FILE, format: alpaca}]'; +experiment=quickstart is a whole run"
+        )
+    return problems
