@@ -44,7 +44,14 @@ def datamodule() -> Any:
     """The shipped mixture in packs that take about 100 ms a step."""
     from transformers import AutoTokenizer
 
-    from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+    from data_modules import (
+        BatchSpec,
+        DataConfig,
+        DatasetConfig,
+        FinetuneDataModule,
+        ModelSpec,
+        PackingConfig,
+    )
 
     files = {"lists": "lists.json", "orders": "orders.jsonl", "people": "people.json"}
     module = FinetuneDataModule(
@@ -55,11 +62,8 @@ def datamodule() -> Any:
         ),
         PackingConfig(),
         AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
-        context_len=1024,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        num_epochs=1,
-        max_steps=STEPS,
+        ModelSpec(context_len=1024),
+        BatchSpec(max_steps=STEPS),
         seed=42,
     )
     module.setup("fit")

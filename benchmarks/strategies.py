@@ -174,7 +174,14 @@ def datamodule(folder: Path, num_ranks: int, seed: int = 0) -> Any:
     """The rows in packs of 512 tokens."""
     from transformers import AutoTokenizer
 
-    from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+    from data_modules import (
+        BatchSpec,
+        DataConfig,
+        DatasetConfig,
+        FinetuneDataModule,
+        ModelSpec,
+        PackingConfig,
+    )
 
     rows = DatasetConfig(path=str(folder / "rows.jsonl"), format="pretokenized", name="rows")
     return FinetuneDataModule(
@@ -186,14 +193,11 @@ def datamodule(folder: Path, num_ranks: int, seed: int = 0) -> Any:
         ),
         PackingConfig(),
         AutoTokenizer.from_pretrained(folder / "base"),
-        context_len=SEQUENCE_LEN,
-        micro_batch_size=1,
-        accumulation_steps=ACCUMULATION,
-        num_ranks=num_ranks,
-        num_epochs=1,
-        max_steps=STEPS,
+        ModelSpec(context_len=SEQUENCE_LEN),
+        BatchSpec(
+            accumulation_steps=ACCUMULATION, num_ranks=num_ranks, max_steps=STEPS, row_multiple=64
+        ),
         seed=seed,
-        row_multiple=64,
     )
 
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data_modules.audit import Audit as Audit
+    from data_modules.datamodule import BatchSpec as BatchSpec
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
+    from data_modules.datamodule import ModelSpec as ModelSpec
     from data_modules.packing.plan import PACKING_METHODS as PACKING_METHODS
     from data_modules.packing.plan import PackingConfig as PackingConfig
     from data_modules.redaction import REDACTED as REDACTED
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Audit": "audit",
     "Batch": "types",
+    "BatchSpec": "datamodule",
     "DataConfig": "settings",
     "DataError": "types",
     "DataReport": "tokens.report",
@@ -45,6 +48,7 @@ _HOMES = {
     "DecoderInputs": "types",
     "Example": "types",
     "FinetuneDataModule": "datamodule",
+    "ModelSpec": "datamodule",
     "Origin": "types",
     "PACKING_METHODS": "packing.plan",
     "PackingConfig": "packing.plan",

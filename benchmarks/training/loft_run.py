@@ -31,7 +31,14 @@ def main(task: Task) -> None:
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
-    from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+    from data_modules import (
+        BatchSpec,
+        DataConfig,
+        DatasetConfig,
+        FinetuneDataModule,
+        ModelSpec,
+        PackingConfig,
+    )
 
     L.seed_everything(0, verbose=False)
     clock = Clock(task.warm_up)
@@ -47,13 +54,13 @@ def main(task: Task) -> None:
         DataConfig(datasets=[row_file], sequence_len=SEQUENCE_LEN, val_set_size=0),
         PackingConfig(),
         AutoTokenizer.from_pretrained(f"{task.folder}/base"),
-        context_len=SEQUENCE_LEN,
-        micro_batch_size=1,
-        accumulation_steps=placement.accumulation,
-        num_epochs=1,
-        max_steps=task.steps,
+        ModelSpec(context_len=SEQUENCE_LEN),
+        BatchSpec(
+            accumulation_steps=placement.accumulation,
+            max_steps=task.steps,
+            row_multiple=placement.row_multiple,
+        ),
         seed=0,
-        row_multiple=placement.row_multiple,
     )
     data.setup("fit")
 

@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
 from app.evaluation.predictions import Predictions
 from app.model.attention import attention_implementation
-from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig, Prompt
+from data_modules import (
+    BatchSpec,
+    DataConfig,
+    DatasetConfig,
+    FinetuneDataModule,
+    ModelSpec,
+    PackingConfig,
+    Prompt,
+)
 from data_modules.types import Origin
 from tests.tiny import SAMPLES, TINY_BASE, tiny_llama
 
@@ -137,11 +145,8 @@ def prompts(tokenizer: Any) -> list[Prompt]:
         DataConfig(datasets=[DatasetConfig(path=str(SAMPLES / f)) for f in files], val_set_size=4),
         PackingConfig(),
         tokenizer,
-        context_len=1024,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        num_epochs=1,
-        max_steps=None,
+        ModelSpec(context_len=1024),
+        BatchSpec(),
         seed=1,
     )
     datamodule.setup("fit")

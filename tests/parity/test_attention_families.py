@@ -23,7 +23,14 @@ from app.model.attention import (
     choose_backend,
 )
 from app.model.attention.choice import Situation, why_not_here
-from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+from data_modules import (
+    BatchSpec,
+    DataConfig,
+    DatasetConfig,
+    FinetuneDataModule,
+    ModelSpec,
+    PackingConfig,
+)
 from tests.model.test_attention_flex import stand_in
 from tests.model.test_attention_varlen import of_2_13
 from tests.parity.plain import LISTS
@@ -261,13 +268,9 @@ def test_padding_behind_a_pack_leaves_gemma_3n_its_gradients(
         DataConfig(datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=256),
         PackingConfig(),
         tokenizer,
-        context_len=None,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        num_epochs=1,
-        max_steps=1,
+        ModelSpec(context_len=None),
+        BatchSpec(max_steps=1, pad_packs=True),
         seed=0,
-        pad_packs=True,
     )
     datamodule.setup("fit")
     batch = next(iter(datamodule.train_dataloader()))

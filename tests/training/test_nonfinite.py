@@ -31,7 +31,7 @@ from app.training.objective import DatasetSums
 from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig
 from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
-from data_modules import Batch, FinetuneDataModule, Origin, StepRow
+from data_modules import Batch, BatchSpec, FinetuneDataModule, ModelSpec, Origin, StepRow
 from tests.tiny import random_ids, tiny_llama
 from tests.training.test_loss import make_batch
 
@@ -549,11 +549,8 @@ def test_the_rows_of_a_step_are_those_that_its_batches_hold() -> None:
         config.data,
         config.packing,
         AutoTokenizer.from_pretrained(TINY_BASE),
-        context_len=1024,
-        micro_batch_size=2,
-        accumulation_steps=2,
-        num_epochs=1,
-        max_steps=3,
+        ModelSpec(context_len=1024),
+        BatchSpec(micro_batch_size=2, accumulation_steps=2, max_steps=3),
         seed=config.seed,
     )
     datamodule.setup("fit")
