@@ -64,12 +64,12 @@ def train(config: TrainConfig) -> float | None:
     from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, told
     from app.training.callbacks.write_metadata import WriteMetadata
     from app.training.checkpoint.saving import build_checkpoints, build_saver
-    from app.training.learning_rate import resolve_lr
     from app.training.logger import build_loggers, drop_rows_after
     from app.training.metrics import Curves
     from app.training.module import FinetuneModule
     from app.training.nonfinite import StepWatch
     from app.training.optimizers import build_optimizer
+    from app.training.schedule import resolve_lr
     from app.training.trainer import build_trainer, resolve_placement
     from data_modules import FinetuneDataModule
 
@@ -237,7 +237,7 @@ def resolve_strategy(
     build: Callable[[], Any],
 ) -> StrategyConfig:
     """Return the strategy that was typed, or choose one, by what `build` makes without numbers."""
-    from app.strategy.choose import choose_strategy
+    from app.strategy.build import choose_strategy
     from app.training.footprint import gather_facts
 
     if config.strategy.name != "auto":

@@ -124,7 +124,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     import lightning as L
 
     from app.model.adapter import LoraConfig
-    from app.strategy.mixin import OneDevice
+    from app.strategy.ddp import OneDevice
     from app.training.callbacks.progress import ProgressBar
     from app.training.logger import LoggerConfig, build_loggers
     from app.training.metrics import Curves

@@ -22,12 +22,11 @@ from torch import Tensor
 from app.model.adapter import reached_weights, unfuse_adapters
 from app.process.collectives import run_on_ranks
 from app.strategy.deepspeed_config import deepspeed_config
+from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import BuildModel, StrategyMixin
-from app.strategy.operators import prepare_operator
+from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import ZeroConfig
-from app.strategy.shards import ShardedTensor, StateTensor
 
 if TYPE_CHECKING:
     import lightning as L

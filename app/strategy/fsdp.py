@@ -27,10 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from app.model.layers import decoder_layers
 from app.process.errors import UserError
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import BuildModel, StrategyMixin
+from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import FsdpConfig
-from app.strategy.shards import ShardedTensor, StateTensor
 from app.strategy.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)

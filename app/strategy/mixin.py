@@ -9,12 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-
-from app.strategy.rendezvous import meet_on_loopback
-from app.strategy.shards import StateTensor
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +18,20 @@ if TYPE_CHECKING:
 
 BuildModel = Callable[..., Any]
 """makes the model that trains; with `on_meta=True` its shapes alone, without reading a weight"""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """A tensor of which each rank holds a part, or none: known by its shape till it is gathered."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    gather: Callable[[], Tensor]
+    """returns the whole, on every rank; all ranks must call it, in the same order"""
+
+
+StateTensor = Any
+"""a Tensor or a ShardedTensor"""
 
 
 class StrategyMixin:
@@ -146,16 +156,3 @@ class StrategyMixin:
 
 EVERYTHING_HERE = StrategyMixin()
 """for models that no trainer holds"""
-
-
-class OneDevice(StrategyMixin, SingleDeviceStrategy):
-    """One process on one device."""
-
-
-class Replicated(StrategyMixin, DDPStrategy):
-    """DDP: every rank holds all weights, gradients are averaged."""
-
-    def setup_distributed(self) -> None:
-        """Meet the other ranks, on this machine alone where they are all here."""
-        meet_on_loopback(self)
-        super().setup_distributed()

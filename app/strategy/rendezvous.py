@@ -11,9 +11,10 @@ import atexit
 import os
 import socket
 import sys
+from datetime import timedelta
 from typing import Any
 
-from app.process.launch import is_started_here
+from app.process.launch import free_port, is_started_here
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -74,3 +75,30 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def use_new_store_after_restart() -> None:
+    """Let ranks that torchrun has started again meet where nothing is left of those before them.
+
+    It keeps its store over restarts, in which they would find the addresses of dead ranks (seen
+    with torch 2.13; its #135712 was meant to end that). Between machines that restart apart nobody
+    counts the restarts for all: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun helps.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restart == "0" or not is_one_machine or not shares_store:
+        return
+    from torch.distributed import TCPStore
+
+    shared = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(minutes=5),
+    )
+    key = f"port of restart {restart}"
+    if os.environ["RANK"] == "0":
+        shared.set(key, str(free_port()))
+    os.environ["MASTER_PORT"] = shared.get(key).decode()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.quantization import QuantizationConfig
-from app.strategy.choose import STORED, Facts
+from app.strategy.build import STORED, Facts
 from app.training.optimizers import OptimizerConfig
 from app.training.trainer import Placement, TrainerConfig
 

@@ -22,7 +22,9 @@ from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
 from app.process import faults
 from app.process.errors import UserError
-from app.strategy.mixin import Replicated, StrategyMixin
+from app.strategy.ddp import Replicated
+from app.strategy.mixin import StrategyMixin
+from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.documents import (
     MODEL,
@@ -50,7 +52,6 @@ from app.training.objective import DatasetSums, batch_loss
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
 from app.training.schedule import ScheduleConfig, build_schedule
-from app.training.schedule_free import use_averaged_weights, use_training_weights
 from data_modules import Batch
 
 RANDOM_APART = 1_000_003

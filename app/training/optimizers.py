@@ -132,7 +132,7 @@ def _build(
     fused: bool,
 ) -> torch.optim.Optimizer:
     if isinstance(config, AdafactorConfig):
-        from app.training.adafactor import build_adafactor
+        from app.training.algorithms import build_adafactor
 
         return build_adafactor(
             groups, beta2_decay=config.beta2_decay, clip_threshold=config.clip_threshold
@@ -140,7 +140,7 @@ def _build(
     assert isinstance(config, AdamWConfig)
     betas = (config.beta1, config.beta2)
     if isinstance(config, ScheduleFreeConfig):
-        from app.training.schedule_free import build_schedule_free
+        from app.training.algorithms import build_schedule_free
 
         return build_schedule_free(groups, betas=betas, eps=config.eps)
     if isinstance(config, AdamW8bitConfig):
@@ -176,7 +176,7 @@ def _build_muon(
     """Build Muon for matrices and AdamW for the rest, or one of them where that is all there is."""
     import torch
 
-    from app.training.muon import MuonWithAdamW
+    from app.training.algorithms import MuonWithAdamW
 
     vocabulary = {id(parameter) for parameter in vocabulary_weights(model)}
     matrices, others = [], []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import report_trainable, trained_weights
-from app.training.learning_rate import written
+from app.training.schedule import written
 
 if TYPE_CHECKING:
     import torch

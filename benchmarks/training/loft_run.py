@@ -25,7 +25,7 @@ def main(task: Task) -> None:
     from app.model.build import build_model
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
-    from app.strategy.mixin import OneDevice
+    from app.strategy.ddp import OneDevice
     from app.training.metrics import Curves
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer

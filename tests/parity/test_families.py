@@ -22,7 +22,7 @@ from app.model.attention import AttentionConfig, attention_implementation, choos
 from app.model.base import ModelConfig, load_architecture, load_base
 from app.preflight.base_model import BaseModel
 from app.preflight.files import check_packing_of_base
-from app.strategy.mixin import OneDevice
+from app.strategy.ddp import OneDevice
 from app.training.module import FinetuneModule
 from app.training.objective import DatasetSums, batch_loss
 from data_modules import Example, Origin, PackingConfig

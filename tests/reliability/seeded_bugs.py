@@ -116,7 +116,7 @@ BUGS = [
     Bug(
         name="rows of metrics.csv are doubled",
         file="app/training/logger.py",
-        right="        rows.cut_after(last_step)\n",
+        right="        rows.drop_rows_after(last_step)\n",
         wrong="        pass\n",
         test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",
     ),
@@ -233,7 +233,7 @@ BUGS = [
     ),
     Bug(
         name="a save beside the training writes what trains, not a copy",
-        file="app/training/checkpoint/background.py",
+        file="app/training/checkpoint/checkpoint_io.py",
         right="copies[key] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
         wrong="copies[key] = tensor.detach()",
         test="tests/training/checkpoint/test_background.py"

@@ -65,9 +65,9 @@ def import_all() -> None:
     import app.training.callbacks.heartbeat
     import app.training.callbacks.progress
     import app.training.checkpoint.saving
-    import app.training.csv_logger
-    import app.training.learning_rate
+    import app.training.log_files
     import app.training.module
+    import app.training.schedule
     import app.training.trainer  # noqa: F401
     import data_modules.datamodule  # noqa: F401
 

@@ -24,8 +24,8 @@ from app.model.recompute import RecomputeConfig
 from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.loading import Broadcaster, peak_host_bytes
+from app.strategy.mixin import ShardedTensor
 from app.strategy.settings import FsdpConfig
-from app.strategy.shards import ShardedTensor
 from app.training.checkpoint.state import weights_that_train
 from app.training.nonfinite import StepSkipped, hold_back, spread
 from tests.ranks import ready

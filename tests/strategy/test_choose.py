@@ -19,7 +19,7 @@ from app.model.quantization import QuantizationConfig, storage_of
 from app.model.recompute import RecomputeConfig
 from app.preflight import check_compatibility
 from app.process.errors import UserError
-from app.strategy.choose import FOR_STATES, STORED, Facts, choose_strategy
+from app.strategy.build import FOR_STATES, STORED, Facts, choose_strategy
 from app.strategy.settings import FsdpConfig
 from app.train import resolve_strategy
 from app.training import footprint

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.strategy.build import build_strategy
-from app.strategy.compression import WHOLE_STEPS
+from app.strategy.ddp import WHOLE_STEPS
 from app.strategy.settings import DdpConfig
 from tests.ranks import on_ranks, ready
 

@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensorMode
 from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.deepspeed import Zero
-from app.strategy.deepspeed_config import deepspeed_config
-from app.strategy.settings import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, ZeroConfig
+from app.strategy.deepspeed_config import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, deepspeed_config
+from app.strategy.settings import ZeroConfig
 from app.training.nonfinite import hold_back
 from tests.conftest import read_column
 from tests.processes import type_train

@@ -12,7 +12,7 @@ import pytest
 
 from app.process.errors import UserError
 from app.strategy import operators
-from app.strategy.operators import prepare_operator, remove_stale_lock
+from app.strategy.deepspeed_operators import prepare_operator, remove_stale_lock
 
 
 class Builder:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from app.config import load_run_config, run_verb
 from app.process.errors import TrainingFault
 from app.train import train
-from app.training.csv_logger import columns
+from app.training.log_files import columns
 from app.training.metrics import Curves, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
 from data_modules import BatchSpec, FinetuneDataModule, ModelSpec

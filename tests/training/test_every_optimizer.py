@@ -16,6 +16,7 @@ import transformers.optimization
 
 from app.config.verbs import PARTS
 from app.model.adapter import AdapterConfig, FullConfig, Ia3Config, LoraConfig
+from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.eight_bit import AdamW8bit
 from app.training.optimizers import (
     AdafactorConfig,
@@ -30,7 +31,6 @@ from app.training.optimizers import (
 )
 from app.training.parameter_groups import LrPattern
 from app.training.schedule import ScheduleConfig, build_schedule
-from app.training.schedule_free import use_averaged_weights, use_training_weights
 from tests.conftest import TrainRun, read_column
 from tests.tiny import random_ids, small_run, tiny_llama
 

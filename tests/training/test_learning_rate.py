@@ -19,8 +19,8 @@ from app.model.adapter import (
     Ia3Config,
     LoraConfig,
 )
-from app.training.learning_rate import FAR, USUAL_LR, LearningRate, resolve_lr, written
 from app.training.optimizers import AdamWConfig
+from app.training.schedule import FAR, USUAL_LR, LearningRate, resolve_lr, written
 from tests.conftest import read_column
 from tests.tiny import train_into
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.strategy.mixin import OneDevice
+from app.strategy.ddp import OneDevice
 from app.training.callbacks import gradient_check
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.metrics import Curves

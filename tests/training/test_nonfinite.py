@@ -21,7 +21,7 @@ from app.model.adapter import FullConfig
 from app.model.attention import attention_implementation
 from app.process import faults
 from app.process.errors import TrainingFault
-from app.strategy.mixin import OneDevice
+from app.strategy.ddp import OneDevice
 from app.training import nonfinite as bad_numbers
 from app.training.checkpoint.state import model_state, optimizer_state
 from app.training.metrics import Curves, StepRecord

@@ -10,7 +10,7 @@ import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from app.model.adapter import FullConfig, Ia3Config, LoraConfig, apply_adapter
-from app.training.muon import MuonWithAdamW
+from app.training.algorithms import MuonWithAdamW
 from app.training.optimizers import (
     AdamWConfig,
     MuonConfig,

@@ -124,7 +124,7 @@ def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
     if need > free:
         raise SaveError(
             f"{folder}: {copies} checkpoints and the one that is being written need "
-            f"{in_units(need)} ({in_units(checkpoint_bytes)} each), {in_units(free)} are free; "
+            f"{format_bytes(need)} ({format_bytes(checkpoint_bytes)} each), {format_bytes(free)} are free; "
             "make room, type output.dir=FOLDER on another disk, or a smaller "
             "trainer.checkpoint.keep_last"
         )
@@ -136,7 +136,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def in_units(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """Word a number of bytes."""
     gibibytes = num_bytes / (1 << 30)
     return f"{gibibytes:.1f} GiB" if gibibytes >= 1 else f"{num_bytes / MEBIBYTE:.1f} MiB"

@@ -15,10 +15,9 @@ from app.process import faults
 from app.process.errors import Interrupted, TrainingFault, UserError
 from app.process.heartbeat import waiting_for_thread
 from app.process.signals import DataStalled, exit_after_grace, take_handlers, take_time
-from app.strategy.shards import ShardedTensor, StateTensor
-from app.training.checkpoint.background import BackgroundWriter
+from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, check_space
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_of
 from app.training.checkpoint.state import random_state

@@ -21,15 +21,14 @@ from torch import Tensor
 
 from app.model.adapter import start_weights, trained_weights
 from app.process.errors import UserError
-from app.strategy.mixin import EVERYTHING_HERE, StrategyMixin
-from app.strategy.shards import ShardedTensor, StateTensor
+from app.strategy.mixin import EVERYTHING_HERE, ShardedTensor, StateTensor, StrategyMixin
+from app.training.algorithms import MuonWithAdamW
 from app.training.checkpoint.documents import (
     MAX_LISTED,
     listed,
     printable,
 )
 from app.training.checkpoint.expected import bad_values, described, differences, expected_states
-from app.training.muon import MuonWithAdamW
 
 
 def progress_after(fit_loop: Any, step: int, accumulation: int) -> dict[str, Any]:

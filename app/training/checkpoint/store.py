@@ -36,7 +36,7 @@ from app.training.checkpoint.checkpoint import (
     read_manifest,
     versions,
 )
-from app.training.checkpoint.disk import SaveError, free_bytes, in_units
+from app.training.checkpoint.disk import SaveError, format_bytes, free_bytes
 from app.training.checkpoint.tensors import file_bytes, write_tensors
 
 if TYPE_CHECKING:
@@ -305,8 +305,8 @@ class CheckpointStore:
         rest = f"{kept[-1][1].name} is kept" if kept else "there is none before it"
         if error.errno in disk.NO_ROOM:
             return (
-                f"{what}: {error.strerror}; it needs {in_units(need)}, "
-                f"{in_units(free_bytes(self.folder))} are free; {rest}; make room, or type "
+                f"{what}: {error.strerror}; it needs {format_bytes(need)}, "
+                f"{format_bytes(free_bytes(self.folder))} are free; {rest}; make room, or type "
                 "trainer.checkpoint.keep_last=1"
             )
         where = f" ({error.filename})" if error.filename else ""

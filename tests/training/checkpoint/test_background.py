@@ -14,7 +14,7 @@ import torch
 
 from app.process.errors import ROOT
 from app.training.checkpoint import background
-from app.training.checkpoint.background import BackgroundWriter
+from app.training.checkpoint.checkpoint_io import BackgroundWriter
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import read_tensors, write_tensors
 from tests.processes import LONGEST
@@ -157,7 +157,7 @@ def test_a_process_that_ends_by_an_error_ends_the_last_save_first(tmp_path: Path
 import time
 from pathlib import Path
 import torch
-from app.training.checkpoint.background import BackgroundWriter
+from app.training.checkpoint.checkpoint_io import BackgroundWriter
 from app.training.checkpoint.tensors import write_tensors
 writer = BackgroundWriter()
 state = writer.snapshot("model", {{"a": torch.ones(3)}})

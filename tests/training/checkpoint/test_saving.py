@@ -17,12 +17,11 @@ import pytest
 
 from app.process import heartbeat
 from app.process.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
-from app.training.checkpoint.background import BackgroundWriter
-from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, write_file
 from app.training.checkpoint.saving import CheckpointSaver, build_checkpoints, build_saver
 from app.training.checkpoint.store import CheckpointStore
-from app.training.csv_logger import CsvLogger
+from app.training.log_files import CsvLogger
 from app.training.metrics import Curves
 from app.training.trainer import CheckpointConfig, TrainerConfig
 from tests.conftest import ROOT, read_column

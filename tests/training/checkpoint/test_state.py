@@ -14,6 +14,7 @@ import torch
 from app.config.verbs import PARTS
 from app.model.adapter import FullConfig, LoraConfig, apply_adapter
 from app.process.errors import UserError
+from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.checkpoint.state import (
     model_state,
     optimizer_state,
@@ -26,7 +27,6 @@ from app.training.checkpoint.state import (
 from app.training.checkpoint.tensors import read_tensors, write_tensors
 from app.training.optimizers import AdamWConfig, MuonConfig, build_optimizer
 from app.training.schedule import SHAPES, ScheduleConfig, build_schedule
-from app.training.schedule_free import use_averaged_weights, use_training_weights
 from tests.tiny import random_ids, tiny_llama
 
 OPTIMIZERS = [schema() for schema in PARTS["optimizer"].values()]

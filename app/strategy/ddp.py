@@ -6,8 +6,11 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
 from app.process.launch import is_first_rank
-from app.strategy.mixin import Replicated
+from app.strategy.mixin import StrategyMixin
+from app.strategy.rendezvous import meet_on_loopback
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +23,19 @@ log = logging.getLogger(__name__)
 WHOLE_STEPS = 10
 """backward passes of a run whose gradients PowerSGD sends whole: the first are the steepest, and
 DDP lays its buckets out anew behind the very first"""
+
+
+class OneDevice(StrategyMixin, SingleDeviceStrategy):
+    """One process on one device."""
+
+
+class Replicated(StrategyMixin, DDPStrategy):
+    """DDP: every rank holds all weights, gradients are averaged."""
+
+    def setup_distributed(self) -> None:
+        """Meet the other ranks, on this machine alone where they are all here."""
+        meet_on_loopback(self)
+        super().setup_distributed()
 
 
 class Compressed(Replicated):
