@@ -17,7 +17,7 @@ from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
 from app.process.stdio import keep_streams
-from app.run.output import decide_run_dir
+from app.run.folder import decide_run_dir
 from data_modules import printable
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import TrainConfig
 from app.process.collectives import run_on_rank0
 from app.process.files import write_whole
-from app.run.output import METRICS_FILE
+from app.run.folder import METRICS_FILE
 from data_modules import printable
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from app.process.environment import quiet_libraries
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
 from app.process.stdio import keep_streams
-from app.run.output import decide_run_dir
+from app.run.folder import decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig, printable, redact

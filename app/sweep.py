@@ -22,7 +22,7 @@ from app.config.overrides import WORD, quote_value
 from app.process.errors import DONE, INTERRUPTED, UserError
 from app.process.heartbeat import PARENT_VARIABLE
 from app.process.launch import VARIABLES_OF_A_RANK
-from app.run.output import OUTPUTS, expand_home
+from app.run.folder import OUTPUTS, expand_home
 from data_modules import redacted
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from app.process.heartbeat import is_watched, live_with_parent
 from app.process.launch import is_first_rank
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.process.stdio import keep_streams
-from app.run import Start, describe_global_batch, start_run
+from app.run import Run, describe_global_batch, open_run
+from app.run.folder import CONFIG_FILE, METRICS_FILE
 from app.run.manifest import save_manifest
-from app.run.output import CONFIG_FILE, METRICS_FILE
 from app.run.ranks import how_to_go_on, requeue, run_ranks, starts_ranks
 from app.strategy.settings import StrategyConfig
 from app.sweep import run_sweep
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 def train(config: TrainConfig) -> float | None:
     """Fine-tune as `config` says; return the final validation loss, None on ranks above 0."""
     quiet_libraries(offline=is_offline(config.model, config.data))
-    start = start_run(config, load_run_config)
-    if start.is_done:
-        return print_done(start)
-    folder, source = start.folder, start.checkpoint
+    run = open_run(config, load_run_config)
+    if run.is_done:
+        return print_done(run)
+    folder, source = run.folder, run.checkpoint
 
     # Imported here and not above: --help and a config error must not wait for torch.
     import lightning as L
@@ -108,7 +108,7 @@ def train(config: TrainConfig) -> float | None:
         row_multiple=placement.row_multiple,
         pad_packs=config.trainer.compile,  # one size of batch is compiled for, not each that comes
     )
-    datamodule.first_step = start.step
+    datamodule.first_step = run.step
     datamodule.setup("fit")
     prompts = datamodule.prompts(config.evaluation.max_rows)
     if is_first_rank():
@@ -139,7 +139,7 @@ def train(config: TrainConfig) -> float | None:
         "total_steps": datamodule.total_steps,
         **datamodule.fingerprints(),
     }
-    start.check(facts)
+    run.check_unchanged(facts)
     log.info("plan: %s; %s", datamodule.plan.line(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
@@ -173,17 +173,17 @@ def train(config: TrainConfig) -> float | None:
         from app.training.callbacks.compilation import Compilation
 
         watched.append(Compilation())
-    identity = start.identity(facts)
+    identity = run.identity(facts)
     checkpoints = build_checkpoints(config.trainer.checkpoint, folder, source, identity)
     if is_watched():
         watched.append(Heartbeat(folder))
 
     def take_over() -> None:
-        start.take_over()
+        run.discard_later_steps()
         drop_rows_after(last_step, loggers)  # behind it: else rows of a checkpoint could be missing
         save_config(config, folder / CONFIG_FILE)
         datamodule.write_reports(folder)
-        save_manifest(folder, **facts, run=identity, earlier=start.earlier())
+        save_manifest(folder, **facts, run=identity, earlier=run.history())
 
     saver = build_saver(
         config.trainer,
@@ -212,7 +212,7 @@ def train(config: TrainConfig) -> float | None:
         rank=trainer.global_rank,
         num_ranks=placement.num_ranks,
     )
-    trainer.fit(module, datamodule=datamodule, ckpt_path=None if source is None else source.folder)
+    trainer.fit(module, datamodule=datamodule, ckpt_path=run.checkpoint_path)
 
     # What is left of it: saved, reopened and checked, compared with its base.
     return finish(
@@ -269,10 +269,10 @@ def start(config: TrainConfig) -> None:
             train(config)
             return
         quiet_libraries(offline=is_offline(config.model, config.data))
-        started = start_run(config, load_run_config)
-        if started.is_done:
-            print_done(started)
-        elif code := run_ranks(config, started, sys.argv[1:]):
+        run = open_run(config, load_run_config)
+        if run.is_done:
+            print_done(run)
+        elif code := run_ranks(config, run, sys.argv[1:]):
             sys.exit(code)
     except Interrupted as interrupted:
         if interrupted.signum == signal.SIGUSR1:
@@ -282,15 +282,15 @@ def start(config: TrainConfig) -> None:
         raise
 
 
-def print_done(start: Start) -> float | None:
+def print_done(run: Run) -> float | None:
     """Say that nothing is left to train; return the run's final validation loss."""
     if is_first_rank():
-        shown = printable(str(start.folder))
-        print(f"done at step {start.before.get('total_steps')}: {shown} has finished")
+        shown = printable(str(run.folder))
+        print(f"done at step {run.manifest.get('total_steps')}: {shown} has finished")
         where = shlex.quote(shown)
         print(f"to train on: resume={where} trainer.max_steps=N 'resume_allow=[epochs]'")
         print(f"run: {shown}")
-    metrics = json.loads((start.folder / METRICS_FILE).read_text(encoding="utf-8"))
+    metrics = json.loads((run.folder / METRICS_FILE).read_text(encoding="utf-8"))
     return metrics.get("val/loss")
 
 

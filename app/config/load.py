@@ -42,7 +42,7 @@ from app.process.errors import DONE, UserError, report
 from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child, is_first_rank
 from app.run import NEVER, check_resume
-from app.run.output import UNSET, check_output, expand_home
+from app.run.folder import UNSET, check_output, expand_home
 from app.run.ranks import check_supervise
 from data_modules import printable, redact
 
@@ -65,7 +65,7 @@ def load_config(verb: str, words: Sequence[str], conf: Path = conf_files.CONF) -
     resolve_paths(config)
     problems = _check_required(config, conf_files.groups(conf))
     goes_on = isinstance(config, TrainConfig) and config.resume != NEVER
-    problems += check_output(config.output, goes_on=goes_on)
+    problems += check_output(config.output, resumes=goes_on)
     if not config.data.cache_dir.strip():
         problems.append(f"data.cache_dir is empty; {UNSET}")
     if problems:

@@ -25,8 +25,8 @@ from app.model.adapter import Ia3Config, LoraConfig
 from app.process.errors import ROOT, UserError
 from app.process.files import write_whole
 from app.process.untrusted import reading
-from app.run import TRUST_KEYS, find_run_to_resume
-from app.run.output import CONFIG_FILE, find_run
+from app.run import TRUST_KEYS, find_run, find_run_to_resume
+from app.run.folder import CONFIG_FILE
 from data_modules import REDACTED, TEMPLATE_NAMES, redacted, redacted_keys
 
 TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")

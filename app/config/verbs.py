@@ -27,7 +27,8 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.process.supervisor import SuperviseConfig
 from app.report.preview import ShownConfig
-from app.run.output import OutputConfig, saved_folder
+from app.run.find import saved_folder
+from app.run.folder import OutputConfig
 from app.strategy import settings as strategy
 from app.strategy.settings import FAMILIES, StrategyConfig
 from app.training import logger, schedule, trainer

@@ -1,12 +1,13 @@
-"""Going on with a run: which one and from where, who else is at work on it, what changed since.
+"""What a run's folder is, and resuming it: which run, from which checkpoint, and what changed.
 
-`which` finds the run, `changes` compares it with what was typed now, `lock` keeps a second process
-away, `start` puts it together for the verb. Needs no torch, and changes nothing of a run.
+`folder` makes and describes it, `find` finds it again, `changes` and `global_batch` compare it with
+what was typed now, `lock` keeps a second process away, `start` opens it for the verb. No torch.
 """
 
-from app.run.changes import ALLOWED, TRUST_KEYS, describe_global_batch
-from app.run.find import AUTO, MUST, NEVER, checkpoints_of, find_run_to_resume, typed_step
-from app.run.start import Start, check_resume, find_newest_good, start_run
+from app.run.changes import ALLOWED, TRUST_KEYS
+from app.run.find import AUTO, MUST, NEVER, checkpoints_of, find_run, find_run_to_resume, typed_step
+from app.run.global_batch import describe_global_batch
+from app.run.start import Run, check_resume, find_newest_good, open_run
 
 __all__ = [
     "ALLOWED",
@@ -14,12 +15,13 @@ __all__ = [
     "MUST",
     "NEVER",
     "TRUST_KEYS",
-    "Start",
+    "Run",
     "check_resume",
     "checkpoints_of",
     "describe_global_batch",
     "find_newest_good",
+    "find_run",
     "find_run_to_resume",
-    "start_run",
+    "open_run",
     "typed_step",
 ]

@@ -1,4 +1,4 @@
-"""Which run `resume=` means, and which of its checkpoints if one was typed."""
+"""Which run `resume=` and `run=` mean, and which of its checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from app.process.errors import UserError, nearest
 from app.process.launch import is_child, run_dir
-from app.run.output import (
+from app.run.folder import (
     CONFIG_FILE,
     METRICS_FILE,
     OUTPUTS,
@@ -152,3 +152,48 @@ def _started(run: Path) -> tuple[str, int] | tuple[()]:
     """
     match = STARTED.fullmatch(run.name)
     return (match[1], int(match[2] or 0)) if match else ()
+
+
+def find_run(run: str | None, name: str | None = None) -> Path:
+    """Return folder `run`, or the newest finished run under outputs/ (of that name, if given).
+
+    A run is finished when it has written metrics.json.
+    """
+    if run is not None:
+        if not run.strip():
+            raise UserError(f"run is empty; {UNSET}")
+        folder = expand_home("run", run)
+        if not folder.is_dir():
+            raise UserError(f"run={run}: no such folder{_known_runs(name)}")
+        if (folder / CONFIG_FILE).exists():
+            refuse_odd_entries(folder)
+        if not (folder / METRICS_FILE).exists() or not is_training(folder / CONFIG_FILE):
+            raise UserError(
+                f"run={run}: not the folder of a finished training run (metrics.json and its "
+                f"config.yaml){_known_runs(name)}"
+            )
+        return folder
+    finished = finished_runs(name)
+    if not finished:
+        where = OUTPUTS / name if name else OUTPUTS
+        raise UserError(f"no finished run under {where}: train first with python -m app.train")
+    refuse_odd_entries(finished[-1])
+    return finished[-1]
+
+
+def finished_runs(name: str | None = None) -> list[Path]:
+    """List the finished training runs under outputs/, oldest first."""
+    found = (OUTPUTS / name if name else OUTPUTS).rglob(METRICS_FILE)
+    runs = [file.parent for file in found if is_training(file.parent / CONFIG_FILE)]
+    return sorted(runs, key=lambda run: (run / METRICS_FILE).stat().st_mtime_ns)
+
+
+def _known_runs(name: str | None) -> str:
+    known = finished_runs(name)
+    return f"; the newest finished run is run={known[-1]}" if known else ""
+
+
+def saved_folder(run: Path) -> Path:
+    """Return what a run saved: its `adapter/`, or its `model/` where every weight was trained."""
+    adapter = run / "adapter"
+    return adapter if adapter.is_dir() else run / "model"

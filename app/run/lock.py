@@ -13,7 +13,7 @@ from typing import IO
 
 from app.process.errors import UserError
 from app.process.files import open_no_follow
-from app.run.output import into_folder
+from app.run.folder import into_folder
 
 LOCK_FILE = "run.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)

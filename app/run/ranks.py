@@ -15,7 +15,7 @@ from app.preflight import num_ranks
 from app.process.errors import DONE
 from app.process.launch import is_child, is_first_rank, read_launch, run_dir
 from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
-from app.run import NEVER, Start, checkpoints_of, find_newest_good, typed_step
+from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
 from data_modules import printable
 
 BY_HAND = "NODE_RANK"
@@ -56,7 +56,7 @@ def _ranks_here(config: Any) -> int:
     return (num_ranks(config) or 1) // int(config.trainer.num_nodes)
 
 
-def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
+def run_ranks(config: Any, run: Run, words: Sequence[str]) -> int:
     """Start the ranks of this machine by the `words` that were typed; return the exit code."""
     ranks_here, total = _ranks_here(config), num_ranks(config) or 1
     of_rank = [
@@ -68,21 +68,21 @@ def run_ranks(config: Any, start: Start, words: Sequence[str]) -> int:
         for rank in range(ranks_here)
     ]
 
-    left = start.leaves()
+    superseded = run.superseded_checkpoints()
 
     def newest_step() -> int:
-        if start.leaves() & left:  # no rank has come to train: nothing is of the course from here
-            return start.step
-        good, damaged = find_newest_good(start.folder)
+        if run.superseded_checkpoints() & superseded:  # no rank has begun to train
+            return run.step
+        good, damaged = find_newest_good(run.folder)
         for sentence in damaged:
             say(f"RESUME: {sentence}")
         return 0 if good is None else good.step
 
     supervisor = Supervisor(
         command=[sys.executable, "-m", "app.train", *words],
-        folder=start.folder,
+        folder=run.folder,
         config=config.supervise,
-        step=start.step,
+        step=run.step,
         newest_step=newest_step,
         of_rank=of_rank if total > 1 else [{}],
         chooses_port=read_launch().detected_by is None,

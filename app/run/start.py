@@ -1,71 +1,72 @@
-"""How a training starts: anew, from a checkpoint, or not at all because it is done."""
+"""How a training starts: new, from a checkpoint, or not at all because the run has finished."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.preflight import describe_base, num_data_ranks
 from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
-from app.run.changes import (
-    check_allow,
-    check_global_batch,
-    check_stream,
-    compare_facts,
-    compare_settings,
-    describe_global_batch,
-    judge,
-)
+from app.run.changes import check_allow, compare_facts, compare_settings, judge
 from app.run.find import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
+from app.run.folder import CONFIG_FILE, METRICS_FILE, hand_to_ranks, is_training, make_run_dir
+from app.run.global_batch import check_global_batch, check_stream, describe_global_batch
 from app.run.lock import hold_run
 from app.run.manifest import check_own, identity_of, installed_versions, read_manifest
-from app.run.output import CONFIG_FILE, METRICS_FILE, hand_to_ranks, is_training, make_run_dir
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
 
+if TYPE_CHECKING:
+    from app.config import TrainConfig
+
 log = logging.getLogger(__name__)
 
-ReadSettings = Callable[[Path], Any]
-"""reads a run's config.yaml"""
 LENGTHENS = ("epochs", "data")
-"""changes that give a finished run more to do"""
+"""kinds of changes that give a finished run more steps"""
 
 
-@dataclass(kw_only=True, slots=True)
-class Start:
-    """Where a run begins."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """An open run: its folder, held by this process, and where its training starts."""
 
     folder: Path
     checkpoint: Checkpoint | None = None
-    """what it goes on from; None: it starts anew"""
+    """the checkpoint to resume from, None for a new run"""
     is_done: bool = False
-    """the run had finished, and nothing is left to do"""
-    before: Mapping[str, Any] = field(default_factory=dict)
-    """the manifest of the run that it goes on with"""
-    allow: list[str] = field(default_factory=list)
-    """resume_allow"""
-    goes_back: bool = False
-    """whether a person has named the checkpoint, which then need not be the newest"""
+    """whether the run has finished, so that nothing is left to train"""
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    """manifest of the run that is resumed, empty for a new run"""
+    resume_allow: Sequence[str] = ()
+    rewinds: bool = False
+    """whether `resume=` names a checkpoint, which then need not be the newest"""
 
     @property
     def step(self) -> int:
-        """Return how many optimizer steps are done."""
+        """Return the number of optimizer steps done."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
-    def check(self, facts: Mapping[str, Any]) -> None:
-        """Compare what the data became with what it was; UserError where that forbids to go on."""
+    @property
+    def checkpoint_path(self) -> Path | None:
+        """Return the folder of the checkpoint to resume from, None for a new run."""
+        return None if self.checkpoint is None else self.checkpoint.folder
+
+    def check_unchanged(self, facts: Mapping[str, Any]) -> None:
+        """Compare `facts` with the manifest; UserError where they forbid resuming.
+
+        Reads what the settings alone do not tell: rows, tokens, precision, number of steps.
+        """
         if self.checkpoint is None or not is_first_rank():
             return
-        problems, notes = judge(compare_facts(self.before, facts), self.allow)
+        problems, notes = judge(compare_facts(self.manifest, facts), self.resume_allow)
         total = facts["total_steps"]
         if not problems and self.step > total:
             problems = [
-                f"the run has {total} steps now, and goes on from step {self.step}; type "
+                f"the run has {total} steps now, and resumes at step {self.step}; type "
                 "trainer.max_steps or trainer.num_epochs for a longer one, or resume from an "
                 "earlier checkpoint by resume=FOLDER/checkpoints/step-N"
             ]
@@ -75,148 +76,150 @@ class Start:
             log.info("RESUME: %s", note)
         log.info("RESUME: %d of %d steps are done", self.step, total)
 
-    def earlier(self) -> list[dict[str, Any]]:
-        """Return what earlier processes did of this run, for its manifest."""
+    def history(self) -> list[dict[str, Any]]:
+        """Return what earlier processes trained of this run, for its manifest."""
         if self.checkpoint is None:
             return []
-        newest = {name: self.before[name] for name in ("command", "started", "versions")}
-        if "run" in self.before:
-            newest["plan"] = self.before["run"]["plan"]
-        return [*self.before.get("earlier", []), {**newest, "until_step": self.step}]
+        newest = {name: self.manifest[name] for name in ("command", "started", "versions")}
+        if "run" in self.manifest:
+            newest["plan"] = self.manifest["run"]["plan"]
+        return [*self.manifest.get("earlier", []), {**newest, "until_step": self.step}]
 
     def identity(self, facts: Mapping[str, Any]) -> dict[str, str | int]:
-        """Return whose the checkpoints of this run are, for its manifest."""
-        return identity_of(self.before, facts, self.step)
+        """Return the id that the run's checkpoints carry, for its manifest."""
+        return identity_of(self.manifest, facts, self.step)
 
-    def leaves(self) -> set[tuple[Path, int]]:
-        """Name the checkpoints above one that was typed, by when they were written.
+    def superseded_checkpoints(self) -> set[tuple[Path, int]]:
+        """Return the checkpoints after a named one, with their modification times in ns.
 
-        Not by what they hold: the same steps trained again may save the very same bytes.
+        Not their content: the same steps trained again may save the very same bytes.
         """
-        if self.checkpoint is None or not self.goes_back:
+        if self.checkpoint is None or not self.rewinds:
             return set()
-        there = checkpoints_of(self.folder).checkpoints()
-        newer = [one.folder for one in there if one.step > self.step]
+        existing = checkpoints_of(self.folder).checkpoints()
+        newer = [one.folder for one in existing if one.step > self.step]
         return {(folder, (folder / MARKER).stat().st_mtime_ns) for folder in newer}
 
-    def take_over(self) -> None:
-        """Take back what the run has gone beyond its start, on the first rank before it trains.
-
-        What says that it has finished, and the checkpoints of a course that is left by going back.
-        """
+    def discard_later_steps(self) -> None:
+        """Remove metrics.json and the superseded checkpoints, on the first rank before training."""
         (self.folder / METRICS_FILE).unlink(missing_ok=True)
-        if self.checkpoint is not None and self.goes_back:
+        if self.checkpoint is not None and self.rewinds:
             for step in checkpoints_of(self.folder).drop_newer(self.step):
-                log.warning("RESUME: step-%d is removed: it is not of the course from here", step)
+                log.warning(
+                    "RESUME: step-%d is removed: the run goes back to step %d", step, self.step
+                )
 
 
-def check_resume(config: Any, read_settings: ReadSettings) -> tuple[list[str], bool]:
-    """List what forbids to go on with the run in output.dir, before torch is imported.
+def check_resume(
+    config: TrainConfig, read_config: Callable[[Path], TrainConfig]
+) -> tuple[list[str], bool]:
+    """List what forbids resuming the run in output.dir, before torch is imported.
 
-    Returns the problems, and whether there is nothing left to do.
+    Returns the problems, and whether there is nothing left to train.
     """
     problems = check_allow(config.resume_allow)
     if problems or not _is_resumed(config):
         return problems, False
-    found = _compare(config, read_settings)
-    return found.problems, found.is_done and not found.problems
+    existing = _compare(config, read_config)
+    return existing.problems, existing.is_done and not existing.problems
 
 
-def start_run(config: Any, read_settings: ReadSettings) -> Start:
-    """Decide and hold the run's folder, and choose the checkpoint that it goes on from.
+def open_run(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) -> Run:
+    """Decide and lock the run's folder, and choose the checkpoint that it resumes from.
 
-    The first rank checks every byte of the checkpoint, and tells the ranks that it starts.
+    The first rank verifies every byte of the checkpoint, and hands its step to the ranks that it
+    starts. `read_config` reads the config.yaml in a run's folder.
     """
     if is_child() and (decided := run_dir()) is not None:
-        folder = Path(config.output.dir or decided)
-        step = int(os.environ.get(STEP_VARIABLE, 0))
-        start = Start(
-            folder=folder,
-            allow=list(config.resume_allow),
-            goes_back=typed_step(config.resume) is not None,
-        )
-        if step:
-            start.checkpoint = _of_step(folder, step)
-            start.before = read_manifest(folder) if is_first_rank() else {}
-        return start
-    folder = make_run_dir(config.output, goes_on=config.resume != NEVER)
-    start = Start(
-        folder=folder,
-        allow=list(config.resume_allow),
-        goes_back=typed_step(config.resume) is not None,
-    )
-    found = _compare(config, read_settings) if _is_resumed(config) else _Found()
-    if found.problems:
-        raise UserError(found.problems)
-    if found.is_done:
-        start.is_done, start.before = True, found.before
-        return start
+        return _open_as_rank(config, Path(config.output.dir or decided))
+    folder = make_run_dir(config.output, resumes=config.resume != NEVER)
+    existing = _compare(config, read_config) if _is_resumed(config) else _ExistingRun()
+    if existing.problems:
+        raise UserError(existing.problems)
+    if existing.is_done:
+        return Run(folder=folder, is_done=True, manifest=existing.manifest)
     if is_first_rank():
         hold_run(folder)
-    if _is_resumed(config):
-        start.before, start.checkpoint = found.before, _choose(config, folder)
-    if start.checkpoint is not None:
-        check_documents(start.checkpoint)
+    run = Run(
+        folder=folder,
+        checkpoint=_choose_checkpoint(config, folder) if _is_resumed(config) else None,
+        manifest=existing.manifest,
+        resume_allow=config.resume_allow,
+        rewinds=typed_step(config.resume) is not None,
+    )
+    if run.checkpoint is not None:
+        check_documents(run.checkpoint)
         own = check_own(
-            *(start.checkpoint, folder, start.before),
-            is_typed=start.goes_back,
-            allow=start.allow,
+            *(run.checkpoint, folder, run.manifest),
+            is_typed=run.rewinds,
+            allow=run.resume_allow,
         )
-        if own is not None:
-            log.info("RESUME: %s", own)
-        for note in found.notes:
+        for note in [*([] if own is None else [own]), *existing.notes]:
             log.info("RESUME: %s", note)
-        log.info("RESUME: from %s", start.checkpoint.folder)
+        log.info("RESUME: from %s", run.checkpoint.folder)
     elif config.resume != NEVER:
         log.info("RESUME: fresh start, no checkpoint in %s", folder)
     hand_to_ranks(folder)
-    os.environ[STEP_VARIABLE] = str(start.step)
-    return start
+    os.environ[STEP_VARIABLE] = str(run.step)
+    return run
 
 
-@dataclass(kw_only=True, slots=True)
-class _Found:
-    """What a run that is there says of going on with it."""
+def _open_as_rank(config: TrainConfig, folder: Path) -> Run:
+    """Open the run that the process which started this rank has decided on."""
+    step = int(os.environ.get(STEP_VARIABLE, 0))
+    return Run(
+        folder=folder,
+        checkpoint=_checkpoint_of_step(folder, step) if step else None,
+        manifest=read_manifest(folder) if step and is_first_rank() else {},
+        resume_allow=config.resume_allow,
+        rewinds=typed_step(config.resume) is not None,
+    )
 
-    before: Mapping[str, Any] = field(default_factory=dict)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ExistingRun:
+    """Whether the run in output.dir may be resumed, and why not."""
+
+    manifest: Mapping[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_done: bool = False
 
 
-def _is_resumed(config: Any) -> bool:
+def _is_resumed(config: TrainConfig) -> bool:
     """Tell whether the run's folder holds a run that may be resumed."""
     folder = config.output.dir
     return config.resume != NEVER and folder is not None and is_training(Path(folder) / CONFIG_FILE)
 
 
-def _compare(config: Any, read_settings: ReadSettings) -> _Found:
+def _compare(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) -> _ExistingRun:
     """Compare settings, base, versions and ranks with those of the run in output.dir."""
+    assert config.output.dir is not None
     folder = Path(config.output.dir)
     has_finished = (folder / METRICS_FILE).exists()
-    if not has_checkpoints(folder) and not has_finished:  # nothing is there to go on with
+    if not has_checkpoints(folder) and not has_finished:  # nothing to resume from
         missing = f"resume={config.resume}: {folder} has no checkpoint; type resume=auto to start"
-        return _Found(problems=[] if config.resume == AUTO else [f"{missing} it anew"])
-    before = read_manifest(folder)
-    changes = compare_settings(read_settings(folder), config)
+        return _ExistingRun(problems=[] if config.resume == AUTO else [f"{missing} it anew"])
+    manifest = read_manifest(folder)
+    changes = compare_settings(read_config(folder), config)
     now = {"base": describe_base(config.model), "versions": installed_versions()}
-    problems, notes = judge([*changes, *compare_facts(before, now)], config.resume_allow)
-    if "global_batch" in before:
+    problems, notes = judge([*changes, *compare_facts(manifest, now)], config.resume_allow)
+    if "global_batch" in manifest:
         batch = describe_global_batch(config.trainer, num_data_ranks(config) or 1)
-        refused, noted = check_global_batch(before["global_batch"], batch, config.trainer)
+        refused, noted = check_global_batch(manifest["global_batch"], batch, config.trainer)
         if config.data.streaming and not refused:
-            refused = check_stream(changes, before["global_batch"], batch)
+            refused = check_stream(changes, manifest["global_batch"], batch)
         problems, notes = problems + refused, notes + noted
-    goes_back = typed_step(config.resume) is not None
+    rewinds = typed_step(config.resume) is not None
     lengthens = any(change.kind in LENGTHENS for change in changes)
-    is_done = has_finished and not goes_back and not lengthens
+    is_done = has_finished and not rewinds and not lengthens
     if not is_done and not has_checkpoints(folder):
-        problems.append(f"{folder} has finished and has no checkpoint to go on from")
-    return _Found(before=before, problems=problems, notes=notes, is_done=is_done)
+        problems.append(f"{folder} has finished and has no checkpoint to resume from")
+    return _ExistingRun(manifest=manifest, problems=problems, notes=notes, is_done=is_done)
 
 
-def _choose(config: Any, folder: Path) -> Checkpoint | None:
-    """Return the checkpoint that was typed, else the newest good one; None where there is none."""
+def _choose_checkpoint(config: TrainConfig, folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that `resume=` names, else the newest good one, None without any."""
     if (step := typed_step(config.resume)) is not None:
         try:
             return load_checkpoint(Path(config.resume).expanduser(), step)
@@ -233,7 +236,7 @@ def _choose(config: Any, folder: Path) -> Checkpoint | None:
 
 
 def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return a run's newest good checkpoint, and what is wrong with those that were passed over.
+    """Return a run's newest good checkpoint, and what is wrong with the newer ones.
 
     None where there is none at all; UserError where all of them are damaged.
     """
@@ -246,13 +249,13 @@ def find_newest_good(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return good, damaged
 
 
-def _of_step(folder: Path, step: int) -> Checkpoint:
-    """Return the checkpoint that the first rank has checked; UserError where it is not seen."""
+def _checkpoint_of_step(folder: Path, step: int) -> Checkpoint:
+    """Return the checkpoint that the first rank has verified; UserError where it is not visible."""
     store = checkpoints_of(folder)
     for one in store.checkpoints():
         if one.step == step:
             return one
     raise UserError(
-        f"the first rank goes on from step {step}, and this one finds no such checkpoint in "
+        f"the first rank resumes from step {step}, and this one finds no such checkpoint in "
         f"{store.folder}: every machine must see the same files; give all of them one output.dir"
     )

@@ -19,7 +19,7 @@ import pytest
 
 from app.config import load_config, load_run_config
 from app.process.errors import ROOT, UserError
-from app.run import Start, start_run
+from app.run import Run, open_run
 from app.run.lock import LOCK_FILE, hold_run
 from tests.door import ask, make_data, make_model
 from tests.resumed import contents, damage, damage_all, make_run
@@ -46,10 +46,10 @@ def run(words: list[str], tmp_path: Path) -> Path:
     return make_run(tmp_path / "run", *words)
 
 
-def start(*typed: str) -> Start:
+def start(*typed: str) -> Run:
     """Start as the verb does; another start of this process may follow."""
     try:
-        return start_run(load_config("train", typed), load_run_config)
+        return open_run(load_config("train", typed), load_run_config)
     finally:
         for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
             os.environ.pop(name, None)
@@ -268,7 +268,7 @@ def test_a_finished_run_goes_on_where_it_is_made_longer(words: list[str], tmp_pa
     started = start(*longer, "resume_allow=[epochs]")
     assert (started.is_done, started.step) == (False, 4)
     assert (done / "metrics.json").exists()
-    started.take_over()
+    started.discard_later_steps()
     assert not (done / "metrics.json").exists()
 
 
@@ -341,7 +341,7 @@ def test_a_base_that_an_earlier_version_described_is_not_called_another(
     manifest["base"]["weights"] = "0" * 64
     (run / "manifest.json").write_text(json.dumps(manifest))
     caplog.set_level("INFO")
-    start(f"resume={run}").check({"base": base, "total_steps": 4})
+    start(f"resume={run}").check_unchanged({"base": base, "total_steps": 4})
     said = "RESUME: the base model's weights are not compared"
     assert sum(line.startswith(said) for line in caplog.messages) == 1
     manifest["base"]["fingerprint"] = "0" * 64
@@ -389,7 +389,7 @@ FACTS = [
     ({"precision": "bf16"}, "precision", "the precision was fp32 and is bf16"),
     ({"precision": "bf16-pure"}, None, "the precision was fp32 and is bf16-pure: that is another"),
     ({"tokenizer_sha256": "d" * 64}, None, "the tokenizer (sha256) was bbbbbbbbbbbb and is"),
-    ({"total_steps": 3}, None, "the run has 3 steps now, and goes on from step 4"),
+    ({"total_steps": 3}, None, "the run has 3 steps now, and resumes at step 4"),
 ]
 
 
@@ -401,17 +401,17 @@ def test_what_the_data_became_is_compared_once_it_is_read(
     facts = {name: manifest[name] for name in ("data", "precision", "total_steps", "base")}
     facts |= {name: manifest[name] for name in manifest if name.endswith("sha256")}
     started = start(f"resume={run}")
-    started.check(facts)
+    started.check_unchanged(facts)
     with pytest.raises(UserError) as caught:
-        started.check(facts | fact)
+        started.check_unchanged(facts | fact)
     assert said in str(caught.value)
     everything = start(f"resume={run}", "resume_allow=[lr,schedule,epochs,data,precision]")
     if allow is None:
         with pytest.raises(UserError):
-            everything.check(facts | fact)
+            everything.check_unchanged(facts | fact)
     else:
         assert f"type 'resume_allow=[{allow}]'" in str(caught.value)
-        everything.check(facts | fact)
+        everything.check_unchanged(facts | fact)
 
 
 def test_other_versions_of_libraries_are_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from app.config import load_config
 from app.process.errors import UserError
-from app.run import Start
+from app.run import Run
 from app.train import train
 from app.training.module import FinetuneModule
 from tests.conftest import read_column
@@ -113,13 +113,13 @@ def test_a_finished_run_goes_back_to_the_checkpoint_that_is_named(
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     seen: list[list[str]] = []
 
-    def look(start: Start) -> None:
+    def look(start: Run) -> None:
         take_over(start)
         seen.append(sorted(folder.name for folder in (run / "checkpoints").glob("step-*")))
 
-    take_over = Start.take_over
+    take_over = Run.discard_later_steps
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Start, "take_over", look)
+        patch.setattr(Run, "discard_later_steps", look)
         back = ["optimizer.lr=5e-4", "resume_allow=[lr]", f"output.dir={run}"]
         go_on(run / "checkpoints" / "step-2", *back)
     # Should it die now, it must not go on from the course that it has left.

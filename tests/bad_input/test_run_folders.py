@@ -14,7 +14,7 @@ import pytest
 from app.config import run_verb
 from app.evaluate import evaluate
 from app.preview import preview
-from app.run.output import OutputConfig, check_output, decide_run_dir
+from app.run.folder import OutputConfig, check_output, decide_run_dir
 from app.train import train
 from tests.door import Answer, ask, make_data
 from tests.resumed import contents, make_run
@@ -278,7 +278,7 @@ def test_one_other_file_is_enough(name: str, tmp_path: Path) -> None:
     (tmp_path / "one" / name).write_text(FOREIGN[name])
     for goes_on in (False, True):
         config = OutputConfig(dir=str(tmp_path / "one"))
-        (problem,) = check_output(config, goes_on=goes_on)
+        (problem,) = check_output(config, resumes=goes_on)
         assert name.partition("/")[0] in problem
     with pytest.raises(ValueError, match="holds files that are not of a run"):
         decide_run_dir(OutputConfig(dir=str(tmp_path / "one")))

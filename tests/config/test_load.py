@@ -23,7 +23,8 @@ from app.config.overrides import PLAIN_VALUE, quote_value
 from app.config.verbs import PARTS, VERBS, settings_of
 from app.model.adapter import FullConfig
 from app.process.errors import ROOT, UserError
-from app.run.output import OutputConfig, decide_run_dir, find_run
+from app.run import find_run
+from app.run.folder import OutputConfig, decide_run_dir
 from tests.door import ask, make_adapter, make_data, make_model
 from tests.processes import LONGEST
 

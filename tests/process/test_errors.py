@@ -12,7 +12,7 @@ import pytest
 from app.config.overrides import _read_word
 from app.model.base_files import weight_files
 from app.process.errors import Interrupted, TrainingFault, UserError, exit_code
-from app.run.output import OutputConfig, check_output, decide_run_dir
+from app.run.folder import OutputConfig, check_output, decide_run_dir
 from data_modules import DataError
 from tests.door import ask, make_data, make_model
 

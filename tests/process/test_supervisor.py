@@ -22,8 +22,8 @@ from app.process.errors import REASON_FILE
 from app.process.launch import free_port
 from app.process.signals import SAME_PRESS_OF_A_RANK
 from app.process.supervisor import SuperviseConfig, Supervisor
+from app.run import open_run
 from app.run import ranks as run_module
-from app.run import start_run
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.door import make_data, make_model
@@ -199,7 +199,7 @@ def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
     run = make_run(tmp_path / "run", *words)
     typed = (f"resume={run / 'checkpoints' / 'step-2'}", "supervise.max_restarts=3")
     config = load_config("train", typed)
-    start, found = start_run(config, load_run_config), []
+    start, found = open_run(config, load_run_config), []
 
     class Restarts:
         def __init__(self, *, newest_step: Callable[[], int], **_: object) -> None:
@@ -207,7 +207,7 @@ def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
 
         def run(self) -> int:
             found.append(self.newest_step())  # it died while it loaded
-            start.take_over()
+            start.discard_later_steps()
             found.append(self.newest_step())
             store = CheckpointStore(run / "checkpoints")
             store.begin(4)

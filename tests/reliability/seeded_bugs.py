@@ -204,7 +204,7 @@ BUGS = [
     Bug(
         name="a finished run trains again",
         file=START,
-        right="    if found.is_done:\n",
+        right="    if existing.is_done:\n",
         wrong="    if False:\n",
         test=f"{BAD_RESUME}::test_a_finished_run_needs_neither_data_nor_model",
     ),

@@ -14,7 +14,7 @@ from app.config.help import help_page
 from app.config.verbs import PARTS, TrainConfig
 from app.process.errors import UserError
 from app.process.launch import read_launch
-from app.run import ALLOWED, start_run
+from app.run import ALLOWED, open_run
 from app.run.changes import (
     COMPARED,
     HARMLESS,
@@ -192,7 +192,7 @@ def test_the_newest_run_starts_anew_where_it_has_not_saved(
     assert (answer.code, f"{newest} has no checkpoint" in answer.said) == (2, True), answer.said
     config = load_config("train", [*words, "resume=auto"])
     assert config.adapter.r == 4
-    started = start_run(config, load_run_config)
+    started = open_run(config, load_run_config)
     assert (started.folder, started.checkpoint) == (newest, None)
     assert f"RESUME: fresh start, no checkpoint in {newest}" in caplog.messages
 
@@ -234,16 +234,16 @@ def test_ranks_are_told_the_checkpoint(
     run = make_run(tmp_path / "run", *words)
     typed = [f"resume={run / 'checkpoints' / 'step-2'}"]
     monkeypatch.delenv("LOFT_RESUME_STEP", raising=False)
-    assert start_run(load_config("train", typed), load_run_config).step == 2
+    assert open_run(load_config("train", typed), load_run_config).step == 2
     assert os.environ["LOFT_RUN_DIR"] == str(run)
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.get(name, "0"))
     monkeypatch.setenv("LOFT_PARENT", str(os.getppid()))
     read_launch.cache_clear()
     # A rank neither looks for the newest one, nor judges what the data became.
-    rank = start_run(load_config("train", typed), load_run_config)
+    rank = open_run(load_config("train", typed), load_run_config)
     assert (rank.step, rank.folder) == (2, run)
-    rank.check({"total_steps": 0})
+    rank.check_unchanged({"total_steps": 0})
     read_launch.cache_clear()
 
 
@@ -256,15 +256,15 @@ def test_a_rank_that_does_not_see_the_checkpoint_says_so(
     monkeypatch.setenv("LOFT_RESUME_STEP", "6")
     config = load_config("train", [*words, f"output.dir={run}", "resume=must"])
     with pytest.raises(UserError, match=r"from step 6, .* every machine must see the same files"):
-        start_run(config, load_run_config)
+        open_run(config, load_run_config)
 
 
 def test_a_run_remembers_the_processes_before(words: list[str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *words, earlier=[{"until_step": 2}])
-    start = start_run(load_config("train", [f"resume={run}"]), load_run_config)
-    first, second = start.earlier()
+    start = open_run(load_config("train", [f"resume={run}"]), load_run_config)
+    first, second = start.history()
     assert first == {"until_step": 2}
-    assert (second["until_step"], second["versions"]) == (4, start.before["versions"])
+    assert (second["until_step"], second["versions"]) == (4, start.manifest["versions"])
 
 
 def test_help_knows_resume() -> None:

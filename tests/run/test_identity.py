@@ -14,7 +14,7 @@ import pytest
 
 from app.config import load_config, load_run_config
 from app.process.errors import UserError
-from app.run import Start, start_run
+from app.run import Run, open_run
 from app.train import train
 from tests.resumed import seal
 from tests.tiny import small_run, train_into
@@ -47,12 +47,12 @@ def ours(runs: dict[str, Path], tmp_path: Path) -> Path:
     return shutil.copytree(runs["ours"], tmp_path / "moved")
 
 
-def resume(*typed: str) -> Start:
+def resume(*typed: str) -> Run:
     """Start as the verb does; another start of this process may follow."""
     for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
         os.environ.pop(name, None)
     try:
-        return start_run(load_config("train", typed), load_run_config)
+        return open_run(load_config("train", typed), load_run_config)
     finally:
         for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
             os.environ.pop(name, None)

@@ -26,8 +26,8 @@ from app.evaluate import evaluate
 from app.model.adapter import LoraConfig, probe_logits
 from app.process.errors import UserError
 from app.process.files import write_whole
+from app.run.folder import OutputConfig, decide_run_dir
 from app.run.manifest import git_state
-from app.run.output import OutputConfig, decide_run_dir
 from app.train import train
 from tests.conftest import TrainRun, read_column
 from tests.door import ask
@@ -215,7 +215,7 @@ def test_two_runs_of_the_same_second_get_two_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("app.run.output.time.strftime", lambda form: "2026-01-01_00-00-00")
+    monkeypatch.setattr("app.run.folder.time.strftime", lambda form: "2026-01-01_00-00-00")
     folders = []
     for _ in range(3):
         monkeypatch.delenv("LOFT_RUN_DIR", raising=False)

@@ -1,4 +1,4 @@
-"""Where a run's files go: the folder is decided once, and found again by other verbs."""
+"""What a run's folder is: where it is made, what it may hold, and what kind of run it is of."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml  # type: ignore[import-untyped]
+
 from app.process.errors import REASON_FILE, UserError, is_reason
 from app.process.files import odd_entries
 from app.process.launch import hand_down, is_child, is_first_rank, is_one_of_several, run_dir
+from app.process.untrusted import read_text
 
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
@@ -44,10 +47,10 @@ class OutputConfig:
     """folder of this run; null = outputs/<name>/<time>"""
 
 
-def check_output(config: OutputConfig, *, goes_on: bool = False) -> list[str]:
+def check_output(config: OutputConfig, *, resumes: bool = False) -> list[str]:
     """List what forbids writing a run here: a bad name, a folder that holds anything else.
 
-    `goes_on`: a run in that folder may be resumed.
+    `resumes`: a run in that folder may be resumed.
     """
     problems = []
     if config.name is not None and not NAME_PATTERN.fullmatch(config.name):
@@ -56,11 +59,11 @@ def check_output(config: OutputConfig, *, goes_on: bool = False) -> list[str]:
             "underscores, starting with a letter or digit"
         )
     if config.dir is not None and not is_child():
-        problems += _check_folder(config.dir, goes_on=goes_on)
+        problems += _check_folder(config.dir, resumes=resumes)
     return problems
 
 
-def _check_folder(typed: str, *, goes_on: bool) -> list[str]:
+def _check_folder(typed: str, *, resumes: bool) -> list[str]:
     if not typed.strip():
         return [f"output.dir is empty; {UNSET}"]
     folder = expand_home("output.dir", typed)
@@ -73,7 +76,7 @@ def _check_folder(typed: str, *, goes_on: bool) -> list[str]:
         others = [] if CONFIG_FILE in names else _not_of_a_start(folder, names)
         if not others and (odd := check_entries(folder)):
             return odd
-        if not is_first_rank() or (goes_on and CONFIG_FILE in names):
+        if not is_first_rank() or (resumes and CONFIG_FILE in names):
             return []
         if CONFIG_FILE in names and not _ended_at_its_start(folder, names):
             return [
@@ -160,16 +163,16 @@ def decide_run_dir(config: OutputConfig) -> Path:
     return folder
 
 
-def make_run_dir(config: OutputConfig, *, goes_on: bool = False) -> Path:
-    """Make a run's folder; with `goes_on` it may be there, and hold a run."""
-    problems = check_output(config, goes_on=goes_on)
+def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
+    """Make a run's folder; with `resumes` it may be there, and hold a run."""
+    problems = check_output(config, resumes=resumes)
     if problems:
         raise UserError(problems)
     if config.dir is not None:
         folder = expand_home("output.dir", config.dir)
         with into_folder(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            if not goes_on:  # a run that is done already is only read
+            if not resumes:  # a run that is done already is only read
                 tempfile.TemporaryFile(dir=folder, prefix=PROBE).close()
         return folder
     if is_one_of_several():
@@ -212,51 +215,19 @@ def hand_to_ranks(folder: Path) -> None:
     hand_down(folder.resolve())
 
 
-def find_run(run: str | None, name: str | None = None) -> Path:
-    """Return folder `run`, or the newest finished run under outputs/ (of that name, if given).
-
-    A run is finished when it has written metrics.json.
-    """
-    if run is not None:
-        if not run.strip():
-            raise UserError(f"run is empty; {UNSET}")
-        folder = expand_home("run", run)
-        if not folder.is_dir():
-            raise UserError(f"run={run}: no such folder{_known_runs(name)}")
-        if (folder / CONFIG_FILE).exists():
-            refuse_odd_entries(folder)
-        if not (folder / METRICS_FILE).exists() or not is_training(folder / CONFIG_FILE):
-            raise UserError(
-                f"run={run}: not the folder of a finished training run (metrics.json and its "
-                f"config.yaml){_known_runs(name)}"
-            )
-        return folder
-    finished = finished_runs(name)
-    if not finished:
-        where = OUTPUTS / name if name else OUTPUTS
-        raise UserError(f"no finished run under {where}: train first with python -m app.train")
-    refuse_odd_entries(finished[-1])
-    return finished[-1]
-
-
-def finished_runs(name: str | None = None) -> list[Path]:
-    """List the finished training runs under outputs/, oldest first."""
-    found = (OUTPUTS / name if name else OUTPUTS).rglob(METRICS_FILE)
-    runs = [file.parent for file in found if is_training(file.parent / CONFIG_FILE)]
-    return sorted(runs, key=lambda run: (run / METRICS_FILE).stat().st_mtime_ns)
-
-
 def is_training(config: Path) -> bool:
-    """Tell a training run from an evaluation, which leaves metrics.json too."""
-    return config.is_file() and b"optimizer:" in config.read_bytes().splitlines()
+    """Tell a training's config.yaml from an evaluation's or a preview's, by its sections.
 
-
-def _known_runs(name: str | None) -> str:
-    known = finished_runs(name)
-    return f"; the newest finished run is run={known[-1]}" if known else ""
-
-
-def saved_folder(run: Path) -> Path:
-    """Return what a run saved: its `adapter/`, or its `model/` where every weight was trained."""
-    adapter = run / "adapter"
-    return adapter if adapter.is_dir() else run / "model"
+    A damaged file counts as a training's: reading its settings says what is wrong with it.
+    """
+    text, problem = read_text(config, "yaml_mib") if config.is_file() else ("", None)
+    if problem is not None:
+        return True
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return True
+    if not isinstance(root, yaml.MappingNode):
+        return False
+    sections = {key.value for key, _ in root.value}
+    return "optimizer" in sections and "preview" not in sections
