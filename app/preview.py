@@ -19,13 +19,15 @@ from app.process.environment import quiet_libraries
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
 from app.process.stdio import keep_streams
-from app.run.folder import decide_run_dir
+from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig, printable, redact
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from data_modules import ModelSpec
 
 STREAM_ROWS = 2000
 """rows of each data set that stand for a stream"""
@@ -43,72 +45,57 @@ def preview(config: PreviewConfig) -> Path:
     # Imported here and not above: --help and a config error must not wait for torch.
     from rich.console import Console
 
-    from app.model.base import context_len, decoder_start_token_id
-    from app.model.chat import with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows
+    from app.assembly import build_datamodule
+    from app.model.tokenizer import build_tokenizer
     from app.report.preview import collect_preview
-    from app.report.preview_page import preview_page
-    from app.report.preview_text import print_preview
-    from data_modules import FinetuneDataModule
+    from app.report.render import print_preview, render_page
+    from data_modules import BatchSpec
 
-    data = beginning_of(config.data) if config.data.streaming else config.data
     tokenizer = build_tokenizer(config.model)
-    architecture = find_architecture(config.model)
-    # Where nothing is known of the base, each token that its tokenizer has is taken to have a row.
-    rows = num_rows(architecture) if architecture else len(tokenizer)
-    new_ids = new_token_ids(config.model, tokenizer, rows)
+    spec, context_fact = find_model_spec(config, tokenizer)
     num_ranks, accumulation = plan_as_typed(config.trainer, config.strategy)
-    if architecture is None:
-        context, context_fact = context_of_tokenizer(tokenizer, config.data.sequence_len)
-    else:
-        context = context_len(architecture)
-        context_fact = f"the model's context: {context:,}" if context else "no limit is known"
-    datamodule = FinetuneDataModule(
-        with_chat_template(data, config.model, tokenizer),
-        config.packing,
-        tokenizer,
-        context_len=context,
-        vocab_size=architecture and num_rows(architecture, new_ids),
+    batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=accumulation,
         num_ranks=num_ranks,
         num_epochs=config.trainer.num_epochs,
         max_steps=config.trainer.max_steps,
-        seed=config.seed,
-        decoder_start_token_id=architecture and decoder_start_token_id(architecture),
-        first_rows=rows_of_each(config.preview.max_rows, data),
     )
-    datamodule.setup("fit")
-    shown = collect_preview(
+    shown = beginning_of(config.data) if config.data.streaming else config.data
+    data = build_datamodule(
+        replace(config, data=shown),
+        tokenizer,
+        spec,
+        batching,
+        first_rows=rows_of_each(config.preview.max_rows, shown),
+    )
+    data.setup("fit")
+    result = collect_preview(
         config.preview,
-        datamodule,
+        data,
         tokenizer,
         title=f"preview: {(config.output.name or '').removesuffix('-preview')}",
         facts=[
             f"tokenizer: {config.model.tokenizer_path or config.model.path}, "
             f"{len(tokenizer):,} tokens",
-            *([f"turns: {note}"] if (note := datamodule.report.template_note) else []),
-            f"sequence length: {datamodule.sequence_len:,} tokens ({context_fact})",
+            *([f"chat template: {note}"] if (note := data.report.template_note) else []),
+            f"sequence length: {data.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),
-            *describe_sample(
-                {one.name: one.rows for one in datamodule.report.datasets if one.is_cut}
-            ),
+            *describe_sample({one.name: one.rows for one in data.report.datasets if one.is_cut}),
         ],
     )
-    save_config(config, folder / "config.yaml")
-    datamodule.write_reports(folder)
-    write_whole(folder / "preview.html", redact(preview_page(shown)))
+    save_config(config, folder / CONFIG_FILE)
+    data.write_reports(folder)
+    write_whole(folder / "preview.html", redact(render_page(result)))
     # A terminal that cannot write a letter of the data writes its number instead.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    print_preview(shown, Console(highlight=False), config.preview.tokens)
+    print_preview(result, Console(highlight=False), config.preview.tokens)
     where = printable(str(folder))
     print(f"\n{where}/preview.html: the same and more, for a browser")
     print(f"run: {where}")
-    # Last, so that what it complains of can be looked at.
-    datamodule.audit.check()
+    data.audit.check()  # last, so that the rows it names can be looked at
     return folder
 
 
@@ -211,17 +198,31 @@ def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
     return None if folder is None else load_architecture(model)
 
 
-def context_of_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, sequence_len: int | None
-) -> tuple[int | None, str]:
-    """Return the context that a tokenizer alone knows of, and how to say so.
+def find_model_spec(
+    config: PreviewConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[ModelSpec, str]:
+    """Return what the data depends on of the model, and a fact about its context.
 
-    A typed `sequence_len` is taken at its word: only a model could contradict it.
+    With a tokenizer alone, each of its tokens is taken to have a row. A typed `sequence_len` then
+    stands: only a model could contradict it.
     """
+    from app.assembly import model_spec
+    from app.model.tokenizer import new_token_ids
+    from app.model.tokens import num_rows
+    from data_modules import ModelSpec
+
+    architecture = find_architecture(config.model)
+    if architecture is not None:
+        new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))
+        spec = model_spec(architecture, new_ids)
+        context = spec.context_len
+        return spec, f"the model's context: {context:,}" if context else "no limit is known"
     limit = int(tokenizer.model_max_length)
-    if sequence_len is not None or limit > NO_LIMIT:
-        return None, "the model's context is not known: there is no config.json"
-    return limit, f"the tokenizer's model_max_length is {limit:,}; there is no config.json"
+    if config.data.sequence_len is not None or limit > NO_LIMIT:
+        fact = "the model's context is not known: there is no config.json"
+        return ModelSpec(context_len=None), fact
+    fact = f"the tokenizer's model_max_length is {limit:,}; there is no config.json"
+    return ModelSpec(context_len=limit), fact
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 
     class Clock(L.Callback):
         def __init__(self) -> None:
@@ -156,13 +156,13 @@ def our_step_seconds(folder: Path) -> list[float]:
         curves=curves,
     )
     config = TrainerConfig(accelerator="cpu", gradient_accumulation_steps=1, precision="fp32")
-    trainer = build_trainer(
+    trainer = build_lightning_trainer(
         config,
-        placement=resolve_placement(config),
+        env=resolve_environment(config),
         strategy=OneDevice("cpu"),
         total_steps=STEPS,
         loggers=loggers,
-        callbacks=[ProgressBar(curves), clock],
+        callbacks=[ProgressBar(), clock],
         folder=folder,
     )
     trainer.fit(module, datamodule=data)

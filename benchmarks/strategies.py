@@ -224,7 +224,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 
     class Clock(L.Callback):
         def __init__(self) -> None:
@@ -244,9 +244,9 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
         precision="fp32",
         kernels="torch",  # as in the loops by hand
     )
-    placement = resolve_placement(config, settings)
+    env = resolve_environment(config, settings)
     # Two that are alone learn from other rows, as two ranks do.
-    data = datamodule(folder, placement.num_data_ranks, seed=rank if name == "single" else 0)
+    data = datamodule(folder, env.num_data_ranks, seed=rank if name == "single" else 0)
     data.setup("fit")
     clock, curves = Clock(), Curves(data.dataset_names, [], config.log_every_steps)
     module = FinetuneModule(
@@ -261,9 +261,9 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
         curves=curves,
         uses_fused_kernels=False,
     )
-    trainer = build_trainer(
+    trainer = build_lightning_trainer(
         config,
-        placement=placement,
+        env=env,
         strategy=build_strategy(settings, accelerator="cpu", num_ranks=num_ranks),
         total_steps=STEPS,
         loggers=[],

@@ -118,6 +118,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self.dataset_names = dataset_names(config.datasets)
         self.first_step = 0
         self._data: PreparedData | None = None
+        self._prompts: dict[int, dict[str, list[Prompt]]] = {}
 
     def prepare_data(self) -> None:
         """Do nothing: ranks share the cache, where the first one prepares and the others wait."""
@@ -295,8 +296,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return the prompts of the first `max_rows` rows of each data set with answers to ask for.
 
         They come from `test_datasets` when there are any, else from the validation rows. Prompts
-        above `sequence_len` tokens are left out, and logged.
+        above `sequence_len` tokens are left out, and logged once.
         """
+        if max_rows in self._prompts:
+            return self._prompts[max_rows]
         found: dict[str, list[Prompt]] = {}
         for name, items in self._ready.items_to_ask(max_rows):
             prompts = [p for item in items if (p := self.template.prompt(item))]
@@ -310,6 +313,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 )
             if fitting:
                 found[name] = fitting
+        self._prompts[max_rows] = found
         return found
 
     def transfer_batch_to_device(

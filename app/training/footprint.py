@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.quantization import QuantizationConfig
 from app.strategy.build import STORED, Facts
 from app.training.optimizers import OptimizerConfig
-from app.training.trainer import Placement, TrainerConfig
+from app.training.trainer import Environment, TrainerConfig
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def _bytes_of(parameter: torch.nn.Parameter, quantization: QuantizationConfig | 
 
 
 def gather_facts(
-    placement: Placement,
+    env: Environment,
     trainer: TrainerConfig,
     optimizer: OptimizerConfig,
     quantization: QuantizationConfig,
@@ -75,13 +75,13 @@ def gather_facts(
     """
     import torch
 
-    facts = Facts(num_ranks=placement.num_ranks, num_nodes=trainer.num_nodes)
-    if placement.accelerator == "cpu" or placement.num_ranks == 1:
+    facts = Facts(num_ranks=env.num_ranks, num_nodes=trainer.num_nodes)
+    if env.accelerator == "cpu" or env.num_ranks == 1:
         return facts  # the size of the model decides nothing
     if build is None:
         return replace(facts, device_gib=0.0, quantization=STORED)
     footprint = measure_footprint(build(), optimizer.name, quantization)
-    gpus = map(torch.cuda.get_device_properties, range(placement.devices))
+    gpus = map(torch.cuda.get_device_properties, range(env.devices))
     return replace(
         facts,
         device_gib=min(gpu.total_memory for gpu in gpus) / 2**30,

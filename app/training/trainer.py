@@ -80,7 +80,7 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class Environment:
     """Where a run computes, and how precisely: every `auto` resolved."""
 
     accelerator: str
@@ -117,7 +117,9 @@ class Placement:
         return f"{self.num_ranks} x {self.accelerator}{split}, precision {self.precision}"
 
 
-def resolve_placement(config: TrainerConfig, strategy: StrategyConfig | None = None) -> Placement:
+def resolve_environment(
+    config: TrainerConfig, strategy: StrategyConfig | None = None
+) -> Environment:
     """Look at this machine and resolve every `auto`; ValueError when it lacks what was typed."""
     import torch
 
@@ -135,7 +137,7 @@ def resolve_placement(config: TrainerConfig, strategy: StrategyConfig | None = N
     accumulation = config.gradient_accumulation_steps
     if config.global_batch_size is not None:
         accumulation = config.global_batch_size // (config.micro_batch_size * num_data_ranks)
-    return Placement(
+    return Environment(
         accelerator=accelerator,
         devices=devices,
         num_ranks=num_ranks,
@@ -145,11 +147,11 @@ def resolve_placement(config: TrainerConfig, strategy: StrategyConfig | None = N
     )
 
 
-def place_on_one_device(accelerator: str, precision: str) -> Placement:
+def resolve_single_device(accelerator: str, precision: str) -> Environment:
     """Resolve where a model is measured: by one process, without optimizer steps."""
     accelerator = resolve_accelerator(accelerator)
     precision = resolve_precision(precision, accelerator)
-    return Placement(
+    return Environment(
         accelerator=accelerator,
         devices=1,
         num_ranks=1,
@@ -192,10 +194,10 @@ def validation_interval(config: TrainerConfig, total_steps: int) -> int:
     return min(every, total_steps)
 
 
-def build_trainer(
+def build_lightning_trainer(
     config: TrainerConfig,
     *,
-    placement: Placement,
+    env: Environment,
     strategy: Strategy,
     total_steps: int,
     loggers: Sequence[Logger],
@@ -216,18 +218,18 @@ def build_trainer(
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return L.Trainer(
-        accelerator=placement.accelerator,
-        devices=placement.devices,
+        accelerator=env.accelerator,
+        devices=env.devices,
         num_nodes=config.num_nodes,
         strategy=strategy,
         # How weights are kept is the model's business; here only the autocast around a step.
-        precision={"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(placement.precision, "32-true"),
+        precision={"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(env.precision, "32-true"),
         max_epochs=1,
         max_steps=total_steps,
-        accumulate_grad_batches=placement.accumulation,
+        accumulate_grad_batches=env.accumulation,
         gradient_clip_val=config.max_grad_norm,
         num_sanity_val_steps=-1,  # the whole validation set: the curves' step 0
-        val_check_interval=validation_interval(config, total_steps) * placement.accumulation,
+        val_check_interval=validation_interval(config, total_steps) * env.accumulation,
         check_val_every_n_epoch=None,  # by the batches of the whole run, also of a resumed one
         plugins=[checkpoints] if checkpoints is not None else None,
         enable_checkpointing=False,

@@ -30,7 +30,7 @@ def main(task: Task) -> None:
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
     from data_modules import (
         BatchSpec,
         DataConfig,
@@ -48,7 +48,7 @@ def main(task: Task) -> None:
         precision=task.precision,
         log_every_steps=1,
     )
-    placement = resolve_placement(config)
+    env = resolve_environment(config)
     row_file = DatasetConfig(path=f"{task.folder}/rows.jsonl", format="pretokenized", name="rows")
     data = FinetuneDataModule(
         DataConfig(datasets=[row_file], sequence_len=SEQUENCE_LEN, val_set_size=0),
@@ -56,9 +56,9 @@ def main(task: Task) -> None:
         AutoTokenizer.from_pretrained(f"{task.folder}/base"),
         ModelSpec(context_len=SEQUENCE_LEN),
         BatchSpec(
-            accumulation_steps=placement.accumulation,
+            accumulation_steps=env.accumulation,
             max_steps=task.steps,
-            row_multiple=placement.row_multiple,
+            row_multiple=env.row_multiple,
         ),
         seed=0,
     )
@@ -95,9 +95,9 @@ def main(task: Task) -> None:
         curves=curves,
     )
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(
+        trainer = build_lightning_trainer(
             config,
-            placement=placement,
+            env=env,
             strategy=OneDevice("cpu"),
             total_steps=task.steps,
             loggers=[],

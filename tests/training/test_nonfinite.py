@@ -30,7 +30,7 @@ from app.training.nonfinite import StepWatch, check_finite, hold_back, spread
 from app.training.objective import DatasetSums
 from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig
-from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 from data_modules import Batch, BatchSpec, FinetuneDataModule, ModelSpec, Origin, StepRow
 from tests.tiny import random_ids, tiny_llama
 from tests.training.test_loss import make_batch
@@ -160,9 +160,9 @@ def fit(
         gradient_accumulation_steps=accumulation,
         precision=precision,
     )
-    trainer = build_trainer(
+    trainer = build_lightning_trainer(
         config,
-        placement=resolve_placement(config),
+        env=resolve_environment(config),
         strategy=OneDevice("cuda:0" if accelerator == "gpu" else "cpu"),
         total_steps=STEPS,
         loggers=[],

@@ -14,11 +14,11 @@ from app.training.metrics import Curves
 def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:
     """Take the steps of a run as a trainer would: curves write the first and every n-th."""
     curves = Curves(["a"], [], every_steps)
-    bar = ProgressBar(curves)
+    bar = ProgressBar()
     trainer: Any = SimpleNamespace(
         is_global_zero=rank == 0, accumulate_grad_batches=1, max_steps=total, global_step=0
     )
-    module: Any = None
+    module: Any = SimpleNamespace(curves=curves)
     bar.on_fit_start(trainer, module)
     for step in range(1, total + 1):
         trainer.global_step = step
@@ -40,7 +40,7 @@ def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:
         (103, 1, [1, 12, 23, 34, 45, 56, 67, 78, 89, 100, 103]),
     ],
 )
-def test_the_last_step_is_always_said(
+def test_the_last_step_is_always_printed(
     total: int, every: int, steps: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_steps(total, every)
@@ -51,7 +51,7 @@ def test_the_last_step_is_always_said(
     assert all(line.endswith("s left") for line in lines[:-1])
 
 
-def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     run_steps(5, 10, rank=1)
     assert capsys.readouterr().out == ""
 
@@ -62,11 +62,11 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     clock = iter([100.0, 120.0])
     monkeypatch.setattr("app.training.callbacks.progress.time.monotonic", lambda: next(clock))
     curves = Curves(["a"], [], 10)
-    bar = ProgressBar(curves)
+    bar = ProgressBar()
     trainer: Any = SimpleNamespace(
         is_global_zero=True, accumulate_grad_batches=1, max_steps=1000, global_step=0
     )
-    module: Any = None
+    module: Any = SimpleNamespace(curves=curves)
     bar.on_fit_start(trainer, module)
     trainer.global_step = 900
     bar.on_train_start(trainer, module)
