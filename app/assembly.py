@@ -49,7 +49,7 @@ from app.training.callbacks.write_metadata import WriteMetadata
 from app.training.checkpoint.saving import build_checkpoints, build_saver
 from app.training.footprint import gather_facts
 from app.training.logger import build_loggers, drop_rows_after
-from app.training.metrics import Curves
+from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
@@ -316,7 +316,7 @@ def build_module(
         schedule=config.schedule,
         total_steps=data.total_steps,
         is_packed=config.packing.method != "none",
-        curves=Curves(data.dataset_names, loggers, trainer.log_every_steps, watch),
+        curves=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
     )
 

@@ -127,7 +127,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     from app.strategy.ddp import OneDevice
     from app.training.callbacks.progress import ProgressBar
     from app.training.logger import LoggerConfig, build_loggers
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
@@ -143,7 +143,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     folder.mkdir()
     data, clock = datamodule(), Clock()
     loggers = build_loggers(LoggerConfig(name="csv"), folder, data.dataset_names)
-    curves = Curves(data.dataset_names, loggers, every_steps=10)
+    curves = Metrics(data.dataset_names, loggers, every_steps=10)
     module = FinetuneModule(
         builder(),
         backend="sdpa",

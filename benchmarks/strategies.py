@@ -220,7 +220,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     from app.config.verbs import settings_of
     from app.model.adapter import LoraConfig
     from app.strategy.build import build_strategy
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
@@ -248,7 +248,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     # Two that are alone learn from other rows, as two ranks do.
     data = datamodule(folder, env.num_data_ranks, seed=rank if name == "single" else 0)
     data.setup("fit")
-    clock, curves = Clock(), Curves(data.dataset_names, [], config.log_every_steps)
+    clock, curves = Clock(), Metrics(data.dataset_names, [], config.log_every_steps)
     module = FinetuneModule(
         builder(folder),
         backend="sdpa",

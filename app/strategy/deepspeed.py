@@ -247,18 +247,18 @@ class Zero(StrategyMixin, DDPStrategy):
         """Return what was in the groups before the engine put its parts there."""
         return self._weights_by_group
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
         """Return a weight, or how to gather it."""
         if not _is_spread(weight):
             return weight.detach()
         piece = self._piece(weight)
         return self._scattered(weight, piece.flat.dtype, lambda: piece.flat)
 
-    def stepped_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
+    def optimizer_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
         """Return the dtype of this rank's parts."""
         return self._piece(weight).flat.dtype
 
-    def kept_states(
+    def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
         """Return how to gather the states of a weight, and its step."""
@@ -298,7 +298,7 @@ class Zero(StrategyMixin, DDPStrategy):
         piece = self._piece(weight)
         piece.flat.data[piece.at : piece.at + piece.length].copy_(piece.of(value))
 
-    def restore_states(
+    def restore_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
@@ -316,7 +316,7 @@ class Zero(StrategyMixin, DDPStrategy):
                 kept[key] = torch.zeros_like(piece.flat, dtype=value.dtype)
             kept[key][piece.at : piece.at + piece.length].copy_(piece.of(value))
 
-    def whole(self, weight: Tensor) -> Tensor:
+    def full_tensor(self, weight: Tensor) -> Tensor:
         """Gather a weight."""
         if not _is_spread(weight):
             return weight.detach()

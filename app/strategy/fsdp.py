@@ -220,7 +220,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         finally:
             owner.reshard()
 
-    def settle(self, model: Any) -> None:
+    def reshard(self, model: Any) -> None:
         """Let every weight go back to its parts."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -296,15 +296,15 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
 
     # What is kept.
 
-    def whole(self, weight: Tensor) -> Tensor:
+    def full_tensor(self, weight: Tensor) -> Tensor:
         """Return a weight from all its parts."""
         return self._whole(weight.detach(), self._cut.get(weight))
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
         """Return what a checkpoint keeps of a weight: its parts, and how to put them together."""
         return self._kept(weight.detach(), self._cut.get(weight))
 
-    def kept_states(
+    def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
         """Return an optimizer's state of a weight by key."""
@@ -319,7 +319,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         """Copy this rank's part of a whole value into a weight."""
         _local(weight.detach()).copy_(self._part(weight, value))
 
-    def restore_states(
+    def restore_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,

@@ -64,7 +64,7 @@ class StrategyMixin:
         """Return the model as this strategy wants it before the optimizer is made."""
         return build()
 
-    def own_optimizer(self, optimizer: Any) -> torch.optim.Optimizer:
+    def unwrap_optimizer(self, optimizer: Any) -> torch.optim.Optimizer:
         """Return the optimizer that was built, out of what a strategy has put around it."""
         own: torch.optim.Optimizer = optimizer
         return own
@@ -84,15 +84,15 @@ class StrategyMixin:
         """Return this rank's part of a weight's gradient, which `keeps_gradients`; None without."""
         return weight.grad
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
         """Return what a checkpoint keeps of a weight that trains: the precise one, not copied."""
         return weight.detach()
 
-    def stepped_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
+    def optimizer_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
         """Return the dtype of what the optimizer moves for a weight, which its states follow."""
         return weight.dtype
 
-    def kept_states(
+    def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
         """Return an optimizer's state of a weight by key, empty before the first step."""
@@ -102,7 +102,7 @@ class StrategyMixin:
         """Copy a whole value into a weight; called on all ranks for all weights, in one order."""
         weight.data.copy_(value)
 
-    def restore_states(
+    def restore_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
@@ -120,10 +120,10 @@ class StrategyMixin:
         """Have a module's own weights whole, as in its forward; all ranks enter together."""
         return nullcontext()
 
-    def settle(self, model: Any) -> None:
+    def reshard(self, model: Any) -> None:
         """Let every weight go back to where it is kept, after passes that left some whole."""
 
-    def whole(self, weight: Tensor) -> Tensor:
+    def full_tensor(self, weight: Tensor) -> Tensor:
         """Return a weight as it is computed with, whole; all ranks call it, in the same order."""
         return weight.detach()
 
@@ -154,5 +154,5 @@ class StrategyMixin:
         return {}
 
 
-EVERYTHING_HERE = StrategyMixin()
+REPLICATED = StrategyMixin()
 """for models that no trainer holds"""

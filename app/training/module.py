@@ -30,24 +30,23 @@ from app.training.checkpoint.documents import (
     MODEL,
     OPTIMIZER,
     TRAINING,
-    printable,
     random_state_of,
     read_random_state,
     unusable,
 )
+from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
+from app.training.checkpoint.schema import printable
 from app.training.checkpoint.state import (
     StateError,
     check_random_state,
+    loop_state_after,
     model_state,
-    optimizer_state,
-    progress_after,
     restore_model,
-    restore_optimizer,
     restore_random_state,
     restore_schedule,
 )
-from app.training.metrics import Curves, StepRecord
-from app.training.nonfinite import StepSkipped, hold_back, inject, spread
+from app.training.metrics import Metrics, StepRecord
+from app.training.nonfinite import StepSkipped, inject, propagate_nonfinite, skip_nonfinite_step
 from app.training.objective import DatasetSums, batch_loss
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
@@ -73,7 +72,7 @@ class FinetuneModule(L.LightningModule):
         schedule: ScheduleConfig,
         total_steps: int,
         is_packed: bool,
-        curves: Curves,
+        curves: Metrics,
         uses_fused_kernels: bool = True,
     ) -> None:
         super().__init__()
@@ -106,7 +105,7 @@ class FinetuneModule(L.LightningModule):
     @property
     def optimizer(self) -> Any:
         """The optimizer that `build_optimizer` made."""
-        return self.strategy.own_optimizer(self.optimizers(use_pl_optimizer=False))
+        return self.strategy.unwrap_optimizer(self.optimizers(use_pl_optimizer=False))
 
     def configure_model(self) -> None:
         """Build the model once; Lightning calls this before every fit and validate."""
@@ -185,7 +184,7 @@ class FinetuneModule(L.LightningModule):
         if self.source is None:  # else it is a rehearsal
             loss = inject(loss, self.trainer.global_step + 1, batch, self.train_sums)
         self.step_losses.append(loss.detach())
-        loss = spread(loss)
+        loss = propagate_nonfinite(loss)
         # Divided by the accumulation, and averaged over ranks with data: both are undone here.
         return loss * self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks
 
@@ -198,7 +197,7 @@ class FinetuneModule(L.LightningModule):
         """Clip by the global norm, keep it for the curves; no step where it is not finite."""
         assert gradient_clip_val is not None
         self.grad_norm = self.strategy.clip(optimizer, gradient_clip_val)
-        hold_back(optimizer, self.grad_norm, is_scaled=self.is_scaled)
+        skip_nonfinite_step(optimizer, self.grad_norm, is_scaled=self.is_scaled)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any) -> None:
         """Step, then keep the step's row for the curves."""
@@ -293,7 +292,7 @@ class FinetuneModule(L.LightningModule):
         self.curves.load_state_dict(self._resumed["curves"])
         self.owes_validation = self._resumed.get("owes_validation", False)
         trainer = self.trainer
-        progress = progress_after(
+        progress = loop_state_after(
             trainer.fit_loop, self._resumed["step"], trainer.accumulate_grad_batches
         )
         checkpoint["loops"] = {"fit_loop": progress}

@@ -1,6 +1,6 @@
-"""How the learning rate moves over a run: a pure function of the step, the run's length, the shape.
+"""The learning rate of a run: its peak, and its schedule as a pure function of the step.
 
-The momentum of an optimizer is left alone, also by one_cycle.
+Momentum is never scheduled, also not by one_cycle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SHAPES = ("cosine", "linear", "constant", "one_cycle", "wsd")
 USUAL_LR = {
-    # Lowest and highest of what published recipes use: 1e-5 for LoRA on a 70B model (axolotl),
+    # Lowest and highest of published recipes: 1e-5 for LoRA on a 70B model (axolotl),
     # 5e-5 for full fine-tuning (transformers' default), 3e-3 for IA3 (arXiv 2205.05638).
     "lora": (1e-5, 5e-4),
     "ia3": (1e-3, 1e-2),
@@ -25,7 +25,7 @@ USUAL_LR = {
     "full": (1e-6, 5e-5),
 }
 FAR = 10.0
-"""outside the usual range by more than this factor is worth a warning; tiny models need less"""
+"""factor outside the usual range that gives a warning; tiny models train well up to it"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class ScheduleConfig:
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Build the schedule over `total_steps` optimizer steps, the same for any number of ranks."""
+    """Build the schedule over `total_steps` optimizer steps."""
     import torch
 
     return torch.optim.lr_scheduler.LambdaLR(
@@ -56,9 +56,9 @@ def build_schedule(
 
 
 def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
-    """Share of the peak learning rate that optimizer step `step` (from 0) uses.
+    """Return the share of the peak learning rate at optimizer step `step`, counted from 0.
 
-    The first step already moves; the peak is reached with the warm-up's last step.
+    The first step has a rate above 0; the last step of the warm-up reaches the peak.
     """
     warmup = config.warmup_steps
     if warmup is None:
@@ -75,7 +75,7 @@ def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
         "cosine": _half_cosine(progress),
         "linear": 1.0 - progress,
         "constant": 1.0,
-        # The best of the shapes tried by Haegele et al. (arXiv 2405.18392), with a fifth of the
+        # The best of the shapes compared by Haegele et al. (arXiv 2405.18392), with a fifth of the
         # steps as good as a cosine over all of them.
         "wsd": 1.0 - math.sqrt(progress),
     }[config.shape]
@@ -83,9 +83,9 @@ def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
 
 
 def _one_cycle(step: int, warmup: int, total_steps: int, config: ScheduleConfig) -> float:
-    """Rise and fall along half a cosine each, to the end in the last step (arXiv 1708.07120).
+    """Return the factor of a one-cycle schedule: half a cosine up, half a cosine down.
 
-    The same as torch's OneCycleLR, where the peak falls on a whole step.
+    Equals torch's OneCycleLR where the peak falls on a whole step (arXiv 1708.07120).
     """
     peak = max(warmup - 1, 0)
     if step < peak:
@@ -101,11 +101,11 @@ def _half_cosine(progress: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LearningRate:
-    """The peak learning rate, and what is to be said of it."""
+    """The peak learning rate, where it comes from, and a warning if it is unusual."""
 
     value: float
     sentence: str
-    """where the value comes from, with the sum written out where it was scaled"""
+    """where the value comes from, with the arithmetic if it was scaled"""
     warning: str | None
 
 
@@ -118,11 +118,11 @@ def resolve_lr(
 ) -> LearningRate:
     """Resolve the peak learning rate of a run.
 
-    `global_batch_size`: packs (rows when not packing) an optimizer step over all ranks. Models
-    trained from scratch have no usual range here.
+    `global_batch_size`: packs (rows when not packing) per optimizer step over all ranks. Models
+    trained from scratch give no warning.
     """
     start = DEFAULT_LR[adapter.name] if optimizer.lr is None else optimizer.lr
-    value, sentence = start, f"lr {written(start)}"
+    value, sentence = start, f"lr {format_lr(start)}"
     if optimizer.scale_lr != "none":
         ratio = global_batch_size / optimizer.base_batch_size
         factor = f"{global_batch_size} / {optimizer.base_batch_size}"
@@ -130,9 +130,9 @@ def resolve_lr(
             value, factor = start * math.sqrt(ratio), f"sqrt({factor})"
         else:
             value, factor = start * ratio, f"({factor})"
-        sentence = f"lr {written(start)} x {factor} = {written(value)}"
+        sentence = f"lr {format_lr(start)} x {factor} = {format_lr(value)}"
     if optimizer.lr is None:
-        sentence += f" ({written(start)} is the default of adapter={adapter.name})"
+        sentence += f" ({format_lr(start)} is the default of adapter={adapter.name})"
     warning = None if from_scratch else _warning(value, adapter.name, optimizer.scale_lr)
     return LearningRate(value, sentence, warning)
 
@@ -144,14 +144,14 @@ def _warning(value: float, method: str, scale_lr: str) -> str | None:
     factor, where = (value / highest, "above") if value > highest else (lowest / value, "below")
     unscaled = "" if scale_lr == "none" else " optimizer.scale_lr=none"
     return (
-        f"warning: learning rate {written(value)} is {factor:.0f} times {where} what is usual for "
-        f"adapter={method} ({written(lowest)} to {written(highest)}); "
-        f"type optimizer.lr={written(DEFAULT_LR[method])}{unscaled} if that is not on purpose"
+        f"warning: learning rate {format_lr(value)} is {factor:.0f} times {where} the usual range "
+        f"of adapter={method} ({format_lr(lowest)} to {format_lr(highest)}); "
+        f"type optimizer.lr={format_lr(DEFAULT_LR[method])}{unscaled} if that is not intended"
     )
 
 
-def written(lr: float) -> str:
-    """Write a learning rate as people do: 2e-4, 5.66e-4; from 0.01 up as a plain number."""
+def format_lr(lr: float) -> str:
+    """Format a learning rate as 2e-4 or 5.66e-4; from 0.01 up as a plain number."""
     if lr >= 0.01 or lr == 0:
         return f"{lr:.3g}"
     mantissa, exponent = f"{lr:.2e}".split("e")

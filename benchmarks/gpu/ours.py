@@ -28,7 +28,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.model.base import ModelConfig, load_architecture
     from app.strategy.build import build_strategy
     from app.strategy.settings import StrategyConfig
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import build_optimizer
     from app.training.schedule import ScheduleConfig
@@ -49,7 +49,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     attention = choose_backend(AttentionConfig(), architecture, env.accelerator, env.precision)
     backend = attention.backend
     total_steps = part.warm_up + task.steps + 1
-    curves = Curves(NAMES, [], config.log_every_steps)
+    curves = Metrics(NAMES, [], config.log_every_steps)
     module = FinetuneModule(
         partial(build, task, part, adapter, recompute, backend, env.precision),
         backend=backend,

@@ -26,7 +26,7 @@ def main(task: Task) -> None:
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
     from app.strategy.ddp import OneDevice
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
@@ -80,7 +80,7 @@ def main(task: Task) -> None:
             if "train/loss" in metrics:
                 clock.losses.append(metrics["train/loss"])
 
-    curves = Curves(data.dataset_names, [Losses()], config.log_every_steps)
+    curves = Metrics(data.dataset_names, [Losses()], config.log_every_steps)
     adapter = LoraConfig(dropout=0.0) if task.adapter == "lora" else FullConfig()
     parts = (QuantizationConfig(), "sdpa", adapter, RecomputeConfig(), task.precision)
     module = FinetuneModule(

@@ -181,7 +181,7 @@ BUGS = [
     Bug(
         name="the bytes are not checked against the manifest",
         file="app/training/checkpoint/checkpoint.py",
-        right="if disk.read_hash(file) != told.sha256:",
+        right="if disk.read_hash(file) != expected.sha256:",
         wrong="if False:",
         test="tests/training/checkpoint/test_store_damaged.py"
         "::test_every_damage_is_found_and_named",
@@ -189,8 +189,8 @@ BUGS = [
     Bug(
         name="the manifest is not checked against the marker",
         file="app/training/checkpoint/checkpoint.py",
-        right="    if marked != marker_of(hashlib.sha256(text).hexdigest()):\n",
-        wrong="    if not marked:\n",
+        right="    if marker != marker_of(hashlib.sha256(text).hexdigest()):\n",
+        wrong="    if not marker:\n",
         test="tests/training/checkpoint/test_store_damaged.py"
         "::test_every_damage_is_found_and_named",
     ),

@@ -27,7 +27,7 @@ from app.strategy.loading import Broadcaster, peak_host_bytes
 from app.strategy.mixin import ShardedTensor
 from app.strategy.settings import FsdpConfig
 from app.training.checkpoint.state import weights_that_train
-from app.training.nonfinite import StepSkipped, hold_back, spread
+from app.training.nonfinite import StepSkipped, skip_nonfinite_step, spread
 from tests.ranks import ready
 from tests.tiny import TINY_BASE
 
@@ -125,7 +125,7 @@ def train(
     share, place = (1, 0) if strategy is None else (strategy.num_data_ranks, strategy.data_rank)
     weights = weights_that_train(model)
     optimizer = optimizer or optimizer_of(model)
-    whole = (lambda tensor: tensor.detach()) if strategy is None else strategy.whole
+    whole = (lambda tensor: tensor.detach()) if strategy is None else strategy.full_tensor
     found: dict[str, Any] = {"losses": [], "norms": [], "validations": []}
     for step in range(begins, steps):
         ids, loss_weights = rows_of(step)
@@ -153,7 +153,7 @@ def train(
             found["gradients"] = {
                 name: gradient(strategy, weight).clone() for name, weight in weights.items()
             }
-        hold_back(optimizer, norm, is_scaled=False)
+        skip_nonfinite_step(optimizer, norm, is_scaled=False)
         with suppress(StepSkipped):
             optimizer.step()
         optimizer.zero_grad()
@@ -242,8 +242,8 @@ def halves(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
     train(model, strategy, steps=2, optimizer=optimizer)
     kept = {
         name: (
-            _put_together({"": strategy.kept_weight(weight)})[""],
-            _put_together(strategy.kept_states(optimizer, weight)),
+            _put_together({"": strategy.weight_state(weight)})[""],
+            _put_together(strategy.optimizer_state_of(optimizer, weight)),
         )
         for name, weight in weights_that_train(model).items()
     }
@@ -253,7 +253,9 @@ def halves(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
         for name, weight in weights_that_train(model).items():
             value, states = kept[name]
             strategy.restore_weight(weight, value)
-            strategy.restore_states(optimizer, weight, states, lambda _, v: torch.empty_like(v))
+            strategy.restore_optimizer_state(
+                optimizer, weight, states, lambda _, v: torch.empty_like(v)
+            )
     return train(model, strategy, begins=2, optimizer=optimizer)
 
 

@@ -15,7 +15,7 @@ from app.strategy.build import build_strategy
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, deepspeed_config
 from app.strategy.settings import ZeroConfig
-from app.training.nonfinite import hold_back
+from app.training.nonfinite import skip_nonfinite_step
 from tests.conftest import read_column
 from tests.processes import type_train
 from tests.ranks import on_ranks, ready
@@ -132,7 +132,7 @@ def test_the_norm_is_where_the_parts_are_stepped(one_rank: None, home: str, wher
         strategy = Offloaded(home, "cuda:0")
         optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)], fused=True)
         norm = strategy.clip(optimizer, 1.0)
-        hold_back(optimizer, norm, is_scaled=False)
+        skip_nonfinite_step(optimizer, norm, is_scaled=False)
         assert norm.device.type == where
         assert optimizer.found_inf.device.type == where  # type: ignore[attr-defined]
 

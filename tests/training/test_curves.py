@@ -17,7 +17,7 @@ from app.config import load_run_config, run_verb
 from app.process.errors import TrainingFault
 from app.train import train
 from app.training.log_files import columns
-from app.training.metrics import Curves, StepRecord
+from app.training.metrics import Metrics, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
 from data_modules import BatchSpec, FinetuneDataModule, ModelSpec
 from tests.conftest import TrainRun, read_column
@@ -258,7 +258,7 @@ def test_steps_are_reduced_and_written_in_blocks_and_the_first_at_once() -> None
         reduced.append(tensor.shape[0])
         return tensor * 2
 
-    curves = Curves(["a", "b"], [kept], every_steps=3)
+    curves = Metrics(["a", "b"], [kept], every_steps=3)
     for step in range(1, 6):
         curves.add(record(step, loss=float(step)), twice)
     assert [step for step, _ in kept.rows] == [1, 2, 3]
@@ -285,7 +285,7 @@ def test_steps_are_reduced_and_written_in_blocks_and_the_first_at_once() -> None
 )
 def test_the_first_bad_step_of_a_block_is_named(bad: dict[str, Any]) -> None:
     kept = Kept()
-    curves = Curves(["a", "b"], [kept], every_steps=9)
+    curves = Metrics(["a", "b"], [kept], every_steps=9)
     for step in (1, 2):
         curves.add(record(step), lambda tensor: tensor)
     for step in (3, 4):
@@ -297,7 +297,7 @@ def test_the_first_bad_step_of_a_block_is_named(bad: dict[str, Any]) -> None:
 
 def test_a_norm_that_a_loss_scaler_has_seen_to_is_no_fault() -> None:
     kept = Kept()
-    curves = Curves(["a", "b"], [kept], every_steps=9)
+    curves = Metrics(["a", "b"], [kept], every_steps=9)
     for step in (1, 2):
         curves.add(record(step, norm=math.inf, is_scaled=True), lambda tensor: tensor)
     curves.flush(lambda tensor: tensor)

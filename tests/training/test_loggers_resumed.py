@@ -16,7 +16,7 @@ from app.process.errors import ENVIRONMENT_ERROR, UserError, exit_code
 from app.training.checkpoint.disk import SaveError
 from app.training.log_files import CsvLogger, TensorBoardLogger
 from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
-from app.training.metrics import Curves
+from app.training.metrics import Metrics
 
 
 def rows_in(file: Path) -> list[tuple[str, str]]:
@@ -89,9 +89,9 @@ def test_no_point_is_shown_twice(tmp_path: Path, last_step: int | None, kept: in
 
 
 def test_curves_of_other_data_sets_are_refused() -> None:
-    state = Curves(["a", "b"], [], 10).state_dict()
-    with pytest.raises(UserError, match=r"the data sets a, b, these are named a, c; give them"):
-        Curves(["a", "c"], [], 10).load_state_dict(state)
+    state = Metrics(["a", "b"], [], 10).state_dict()
+    with pytest.raises(UserError, match=r"were named a, b, now they are a, c; restore the names"):
+        Metrics(["a", "c"], [], 10).load_state_dict(state)
 
 
 def test_a_run_that_starts_anew_has_its_own_columns(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_disk_that_fails_ends_tensorboard_and_not_the_run(
             logger.save()
         logger.finalize("success")
     (message,) = caplog.messages
-    assert "tensorboard could not be written: No space left on device; its curves end" in message
+    assert "tensorboard could not be written: No space left on device; logging continues" in message
     assert points_in(tmp_path / "tensorboard")[0] == (1, 1.0)
 
 
@@ -155,5 +155,5 @@ def test_rows_that_find_no_room_are_told_in_words(
         logger.save()
     said = str(caught.value)
     assert "metrics.csv could not be written: No space left on device; it needs " in said
-    assert "iB are free; make room, and go on by resume=" in said
+    assert "iB are free; make room, then type resume=" in said
     assert exit_code(caught.value) == ENVIRONMENT_ERROR

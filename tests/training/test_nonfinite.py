@@ -23,10 +23,11 @@ from app.process import faults
 from app.process.errors import TrainingFault
 from app.strategy.ddp import OneDevice
 from app.training import nonfinite as bad_numbers
-from app.training.checkpoint.state import model_state, optimizer_state
-from app.training.metrics import Curves, StepRecord
+from app.training.checkpoint.optimizer_state import optimizer_state
+from app.training.checkpoint.state import model_state
+from app.training.metrics import Metrics, StepRecord
 from app.training.module import FinetuneModule
-from app.training.nonfinite import StepWatch, check_finite, hold_back, spread
+from app.training.nonfinite import StepWatch, check_finite, propagate_nonfinite, skip_nonfinite_step
 from app.training.objective import DatasetSums
 from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig
@@ -135,7 +136,7 @@ def fit(
 ) -> Fit:
     """Train five steps with `faults=[texts]`; `change` is called before the third."""
     found = Fit()
-    found.curves = Curves(NAMES, [found], every, watch)
+    found.curves = Metrics(NAMES, [found], every, watch)
     parsed, problems = faults.parse_faults(texts)
     assert problems == []
     faults.arm(parsed, folder)
@@ -237,8 +238,8 @@ def test_steps_that_are_judged_are_those_that_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     judged = fit(tmp_path, optimizer, accumulation=accumulation, precision=precision)
-    monkeypatch.setattr("app.training.module.hold_back", lambda *args, **settings: None)
-    monkeypatch.setattr("app.training.module.spread", lambda loss: loss)
+    monkeypatch.setattr("app.training.module.skip_nonfinite_step", lambda *args, **settings: None)
+    monkeypatch.setattr("app.training.module.propagate_nonfinite", lambda loss: loss)
     plain = fit(tmp_path, optimizer, accumulation=accumulation, precision=precision)
     for (weights, moments, numbers), (others, other_moments, other_numbers) in zip(
         judged.states, plain.states, strict=True
@@ -251,18 +252,18 @@ def test_steps_that_are_judged_are_those_that_are_not(
 def test_without_the_check_a_bad_step_would_be_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.training.module.hold_back", lambda *args, **settings: None)
+    monkeypatch.setattr("app.training.module.skip_nonfinite_step", lambda *args, **settings: None)
     found = fit(tmp_path, "adamw", f"nan@{BAD}")
     assert not any(weight.isfinite().all() for weight in found.states[BAD][0].values())
 
 
 def test_an_infinite_loss_with_finite_gradients_spoils_them() -> None:
     loss = torch.tensor(math.inf, requires_grad=True)
-    spread(loss).backward()
+    propagate_nonfinite(loss).backward()
     assert loss.grad is not None and math.isnan(loss.grad.item())
     for value in (0.0, -2.5, 2.0**100):
         sound = torch.tensor(value, requires_grad=True)
-        after = spread(sound)
+        after = propagate_nonfinite(sound)
         after.backward()
         assert after.item() == value and sound.grad is not None and sound.grad.item() == 1
 
@@ -302,7 +303,7 @@ def test_skipped_steps_are_warned_of_and_one_too_many_ends_the_run(
     assert warnings[0].endswith("1 of trainer.max_skipped_steps=2")
     assert warnings[1].startswith("step 3: loss ")
     assert str(found.fault).startswith("step 5: loss inf (of lists, orders), gradient norm nan; ")
-    assert "after 2 that trainer.max_skipped_steps=2 let pass" in str(found.fault)
+    assert "after 2 that trainer.max_skipped_steps=2 allows" in str(found.fault)
     assert "trainer.max_skipped_steps=3" in str(found.fault)
 
 
@@ -312,7 +313,7 @@ def test_skipped_steps_count_through_a_resume_and_stand_in_the_figures(tmp_path:
     assert found.curves.summary()["train/skipped_steps"] == 1.0
     state = found.curves.state_dict()
     assert all(math.isfinite(value) for value in state["latest"].values())
-    resumed = Curves(NAMES, [], 1, StepWatch(max_skipped_steps=1))
+    resumed = Metrics(NAMES, [], 1, StepWatch(max_skipped_steps=1))
     resumed.load_state_dict(state)
     with pytest.raises(TrainingFault, match="step 6: "):
         resumed.add(bad_record(6), lambda tensor: tensor)
@@ -355,7 +356,7 @@ def rows_of(step: int) -> Iterator[StepRow]:
 
 
 def test_the_rows_of_the_bad_data_set_in_the_bad_micro_batch_are_named() -> None:
-    curves = Curves(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    curves = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
     other_rank = torch.zeros(2, 2)
 
     def reduce(tensor: Tensor) -> Tensor:
@@ -375,7 +376,7 @@ def test_the_rows_of_the_bad_data_set_in_the_bad_micro_batch_are_named() -> None
 
 
 def test_a_bad_gradient_alone_names_all_rows_of_the_step() -> None:
-    curves = Curves(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    curves = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
     with pytest.raises(TrainingFault) as caught:
         curves.add(bad_record(7, (1.0, 1.0), num_ranks=2), lambda tensor: tensor)
     assert "rows lists-00:0, lists-00:1, lists-00:2, orders-00:0, orders-00:1 and 19 more" in str(
@@ -384,8 +385,8 @@ def test_a_bad_gradient_alone_names_all_rows_of_the_step() -> None:
 
 
 def test_of_a_stream_the_rows_are_not_known() -> None:
-    with pytest.raises(TrainingFault, match="the rows of a stream are not known by line"):
-        Curves(NAMES, [], 1).add(bad_record(7), lambda tensor: tensor)
+    with pytest.raises(TrainingFault, match="the rows of a stream have no line numbers"):
+        Metrics(NAMES, [], 1).add(bad_record(7), lambda tensor: tensor)
 
 
 # Spikes.
@@ -394,7 +395,7 @@ def test_of_a_stream_the_rows_are_not_known() -> None:
 def spike_warnings(
     losses: list[float], caplog: pytest.LogCaptureFixture, is_scaled: bool = False
 ) -> list[str]:
-    curves = Curves(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    curves = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for step, loss in enumerate(losses, start=1):
@@ -454,10 +455,10 @@ def test_a_loss_scaler_skips_what_is_bad_by_itself(
     # Infinite by what is added: its gradients are finite.
     loss = loss + 0.0 if loss_factor == 1.0 else loss + loss_factor
     loss.register_hook(lambda grad: grad * grad_factor)
-    scaler.scale(spread(loss)).backward()
+    scaler.scale(propagate_nonfinite(loss)).backward()
     scaler.unscale_(own)
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
-    hold_back(own, norm, is_scaled=True)
+    skip_nonfinite_step(own, norm, is_scaled=True)
     scaler.step(own)
     scaler.update()
     assert scaler.get_scale() == (4.0 if steps else 2.0)
@@ -477,17 +478,17 @@ def test_a_kernel_is_held_back_by_what_its_group_says(fused: bool) -> None:
         weight.grad = torch.zeros_like(weight)
     bad, good = torch.tensor(math.nan), torch.tensor(1.0)
     if fused:
-        hold_back(own, bad, is_scaled=False)
+        skip_nonfinite_step(own, bad, is_scaled=False)
         assert float(own.found_inf) == 1.0  # type: ignore[attr-defined]
     else:
         with pytest.raises(bad_numbers.StepSkipped):
-            hold_back(own, bad, is_scaled=False)
-    hold_back(own, good, is_scaled=False)
+            skip_nonfinite_step(own, bad, is_scaled=False)
+    skip_nonfinite_step(own, good, is_scaled=False)
     own.step()
 
 
 def test_a_scaler_that_never_takes_a_step_ends_the_run() -> None:
-    curves = Curves(NAMES, [], 1)
+    curves = Metrics(NAMES, [], 1)
 
     def overflow(step: int) -> None:
         record = bad_record(step, (1.0, 1.0))
@@ -533,7 +534,7 @@ def test_a_spoilt_loss_is_of_the_data_sets_of_its_micro_batch() -> None:
     sums = DatasetSums(3)
     ids = torch.tensor([0, 1, 2])
     sums.add(torch.ones(3), torch.ones(3), ids)
-    sums.spoil(torch.tensor([1]), math.nan)
+    sums.scale_losses(torch.tensor([1]), math.nan)
     taken = sums.take()
     assert taken.isnan().tolist() == [[False, True, False], [False] * 3, [False] * 3]
 

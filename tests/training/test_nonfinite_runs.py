@@ -141,7 +141,7 @@ def test_what_went_bad_after_its_step_is_not_kept(
 def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
     code, said = run(tmp_path / "run", *STREAM, "faults=[nan@3]")
     assert code == 4, said
-    assert "step 3: loss nan (of " in said and "the rows of a stream are not known by line" in said
+    assert "step 3: loss nan (of " in said and "the rows of a stream have no line numbers" in said
 
 
 @pytest.mark.slow

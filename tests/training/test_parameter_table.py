@@ -30,8 +30,8 @@ from app.training.parameter_table import (
     MAX_ROWS,
     TrainedPattern,
     print_parameter_table,
+    trainable_table,
     trained_patterns,
-    what_trains_table,
 )
 from tests.tiny import tiny_llama
 
@@ -107,10 +107,10 @@ def test_rates_and_decays_of_their_own_are_rows_of_their_own() -> None:
     patterns = patterns_of(model, adapter, AdamWConfig(weight_decay=0.1))
     got = [(*p.kinds, p.lr, p.weight_decay) for p in patterns]
     assert got == [("lora A", 1e-3, 0.1), ("lora B", 16e-3, 0.0), ("magnitude", 1e-3, 0.0)]
-    table = what_trains_table(patterns)
+    table = trainable_table(patterns)
     assert [str(column.header) for column in table.columns][-2:] == ["lr", "decay"]
     assert list(table.columns[-2].cells) == ["1e-3", "0.016", "1e-3"]
-    assert str(table.title) == "what trains, dtype float32"
+    assert str(table.title) == "trainable parameters, dtype float32"
 
 
 def test_ia3_says_vector() -> None:
@@ -132,8 +132,8 @@ def test_a_full_model_lists_each_module_and_a_tied_head_once(tied: bool) -> None
 
 def test_what_is_alike_in_all_rows_is_said_once() -> None:
     model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
-    table = what_trains_table(patterns_of(model, LoraConfig(), AdamWConfig(weight_decay=0.1)))
-    assert str(table.title) == "what trains, dtype float32, lr 1e-3, decay 0.1"
+    table = trainable_table(patterns_of(model, LoraConfig(), AdamWConfig(weight_decay=0.1)))
+    assert str(table.title) == "trainable parameters, dtype float32, lr 1e-3, decay 0.1"
     headings = ["module", "part", "number", "shapes", "weights", "share"]
     assert [str(column.header) for column in table.columns] == headings
     shares = [float(cell.rstrip("%")) for cell in table.columns[-1].cells]
@@ -143,7 +143,7 @@ def test_what_is_alike_in_all_rows_is_said_once() -> None:
 def test_more_patterns_than_rows_are_summed_up_in_the_last_row() -> None:
     patterns = patterns_of(many_layers(), FullConfig())
     assert len(patterns) > MAX_ROWS
-    table = what_trains_table(patterns)
+    table = trainable_table(patterns)
     assert table.row_count == MAX_ROWS
     shown, weights = list(table.columns[0].cells), list(table.columns[4].cells)
     assert shown[-1] == f"{len(patterns) - MAX_ROWS + 1} smaller ones"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from app.training.callbacks.progress import ProgressBar
-from app.training.metrics import Curves
+from app.training.metrics import Metrics
 
 
 def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:
     """Take the steps of a run as a trainer would: curves write the first and every n-th."""
-    curves = Curves(["a"], [], every_steps)
+    curves = Metrics(["a"], [], every_steps)
     bar = ProgressBar()
     trainer: Any = SimpleNamespace(
         is_global_zero=rank == 0, accumulate_grad_batches=1, max_steps=total, global_step=0
@@ -61,7 +61,7 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
 ) -> None:
     clock = iter([100.0, 120.0])
     monkeypatch.setattr("app.training.callbacks.progress.time.monotonic", lambda: next(clock))
-    curves = Curves(["a"], [], 10)
+    curves = Metrics(["a"], [], 10)
     bar = ProgressBar()
     trainer: Any = SimpleNamespace(
         is_global_zero=True, accumulate_grad_batches=1, max_steps=1000, global_step=0

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
 
 LINES_PER_RUN = 10
 FIGURES = {
@@ -92,7 +92,7 @@ class ProgressBar(L.Callback):
         """Give the terminal back before an error is printed."""
         self._close()
 
-    def _print(self, step: int, total: int, curves: Curves) -> None:
+    def _print(self, step: int, total: int, curves: Metrics) -> None:
         seconds = time.monotonic() - self.started
         a_step = seconds / max(1, step - self.first_step)
         left = f"{a_step * (total - step):.0f} s left" if step < total else "done"
@@ -105,7 +105,7 @@ class ProgressBar(L.Callback):
             self.progress = None
 
 
-def figures(curves: Curves) -> str:
+def figures(curves: Metrics) -> str:
     """Return the latest figures in one line."""
     shown = ((curves.latest.get(name), form) for name, form in FIGURES.items())
     return "  ".join(form.format(value) for value, form in shown if value is not None)

@@ -15,12 +15,11 @@ from app.config.verbs import PARTS
 from app.model.adapter import FullConfig, LoraConfig, apply_adapter
 from app.process.errors import UserError
 from app.training.algorithms import use_averaged_weights, use_training_weights
+from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
 from app.training.checkpoint.state import (
     model_state,
-    optimizer_state,
     random_state,
     restore_model,
-    restore_optimizer,
     restore_random_state,
     restore_schedule,
 )

@@ -184,14 +184,14 @@ def test_a_file_outside_the_checkpoint_is_refused(folder: Path, tmp_path: Path) 
     sealed_again(
         folder / "step-80", lambda manifest: manifest["files"].update({name: told_of(outside)})
     )
-    assert "'../../outside.json' is no name of a file of a checkpoint" in what_is_told(folder)
+    assert "'../../outside.json' is not a valid file name" in what_is_told(folder)
 
 
 def test_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
     file = folder / "step-80" / "trainer.json"
     moved = file.rename(tmp_path / "trainer.json")
     file.symlink_to(moved)
-    assert "trainer.json is no file" in what_is_told(folder)
+    assert "trainer.json is not a file" in what_is_told(folder)
 
 
 class Trap:

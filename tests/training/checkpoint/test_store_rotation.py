@@ -180,9 +180,9 @@ def test_floats_of_a_document_keep_every_bit(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     checkpoint = save(make_store(tmp_path), 10)
-    with pytest.raises(KeyError, match=r"holds no scaler\.safetensors; it holds model, optimizer"):
+    with pytest.raises(KeyError, match=r"has no scaler\.safetensors; it has model, optimizer"):
         checkpoint.tensors("scaler")
-    with pytest.raises(ValueError, match="no name of a file"):
+    with pytest.raises(ValueError, match="not a valid file name"):
         make_store(tmp_path).add_document(10, "../outside", {})
 
 
