@@ -78,7 +78,7 @@ def preview(config: PreviewConfig) -> Path:
         facts=[
             f"tokenizer: {config.model.tokenizer_path or config.model.path}, "
             f"{len(tokenizer):,} tokens",
-            *([f"chat template: {note}"] if (note := data.report.template_note) else []),
+            *([note] if (note := data.report.template_note) else []),
             f"sequence length: {data.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data_modules.audit import Audit
-from data_modules.collator import Collator
+from data_modules.collator import Batch, Collator
+from data_modules.messages import DataError, Origin, redacted
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,
@@ -36,22 +38,37 @@ from data_modules.packing.plan import (
     pack_documents,
     shard_packs,
 )
-from data_modules.redaction import redacted
 from data_modules.settings import DataConfig, dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate
+from data_modules.template.template import Prompt
 from data_modules.tokens.datasets import PreparedData
 from data_modules.tokens.encode import ChunkEncoder
 from data_modules.tokens.prepare import hash_of
 from data_modules.tokens.rows import chunks_of, find_format
 from data_modules.tokens.store import Examples
-from data_modules.types import Batch, DataError, Prompt, StepRow
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     import transformers
 
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Name a row of a global step, and the rank that trains on it; numbers from 0."""
+
+    rank: int
+    micro_batch: int
+    dataset: str
+    origin: Origin
+
+
 DEFAULT_SEQUENCE_LEN = 2048
+
+
 PROBE_TOKENS = 64
+
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +181,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @property
     def audit(self) -> Audit:
-        """Return what will be learned and what is wrong with it; `setup` must have run."""
+        """Return what will be trained on and what is wrong with it; `setup` must have run."""
         return self._ready.audit
 
     @property
@@ -173,7 +190,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self.template.hash
 
     def fingerprints(self) -> dict[str, str]:
-        """Return hashes of template and tokenizer and, but for a stream, of all that is learned."""
+        """Return hashes of template, tokenizer and, except for a stream, of all trained tokens."""
         found = {
             "template_sha256": self.template_hash,
             "tokenizer_sha256": hash_of(self._tokenizer),
@@ -280,7 +297,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._loader(self.val_examples, batches)
 
     def rows_of_step(self, step: int) -> Iterator[StepRow]:
-        """Yield what all ranks learn from in global step `step`, counted from 1.
+        """Yield the rows that all ranks train on in global step `step`, counted from 1.
 
         None of a stream, of which nobody keeps a plan.
         """
@@ -301,14 +318,14 @@ class FinetuneDataModule(lightning.LightningDataModule):
         if max_rows in self._prompts:
             return self._prompts[max_rows]
         found: dict[str, list[Prompt]] = {}
-        for name, items in self._ready.items_to_ask(max_rows):
+        for name, items in self._ready.prompt_items(max_rows):
             prompts = [p for item in items if (p := self.template.prompt(item))]
             fitting = [p for p in prompts if len(p.input_ids) <= self.sequence_len]
             if len(fitting) < len(prompts):
                 longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
                 log.warning(
                     f"data: {name}: {len(prompts) - len(fitting):,} of {len(prompts):,} prompts "
-                    f"are longer than {self.sequence_len:,} tokens and are not asked; the longest, "
+                    f"are longer than {self.sequence_len:,} tokens and are left out; the longest, "
                     f"{longest.origin}, has {len(longest.input_ids):,}; raise data.sequence_len"
                 )
             if fitting:
@@ -342,15 +359,15 @@ class FinetuneDataModule(lightning.LightningDataModule):
             batch_size=None,
             num_workers=self._config.num_workers,
             persistent_workers=self._config.num_workers > 0,
-            worker_init_fn=_obey_the_trainer_alone,
-            pin_memory=self._goes_to_a_gpu,
+            worker_init_fn=_ignore_group_sigterm,
+            pin_memory=self._pins_memory,
             # A loader without its own generator draws a number from the global one, so that a
             # validation pass would change the dropout of the steps after it.
             generator=torch.Generator(),
         )
 
     @property
-    def _goes_to_a_gpu(self) -> bool:
+    def _pins_memory(self) -> bool:
         if not self.trainer:
             return torch.cuda.is_available()
         device: torch.device = self.trainer.strategy.root_device
@@ -452,17 +469,17 @@ def choose_sequence_len(sequence_len: int | None, context_len: int | None) -> in
     return sequence_len
 
 
-def _obey_the_trainer_alone(worker_id: int) -> None:
+def _ignore_group_sigterm(worker_id: int) -> None:
     """Outlive a SIGTERM that all processes of a run get: the step under way still needs batches.
 
     Called in a loader's worker. The training process ends it, by a SIGTERM too.
     """
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_wait_for_its_sigterm, daemon=True).start()
+        threading.Thread(target=_exit_on_parent_sigterm, daemon=True).start()
 
 
-def _wait_for_its_sigterm() -> None:
+def _exit_on_parent_sigterm() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

@@ -1,18 +1,18 @@
-"""Say before training what will be learned, and what is wrong with it."""
+"""Say before training what will be trained on, and what is wrong with it."""
 
 from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit
 from data_modules.audit.overlap import Columns
-from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts, check_audit
+from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, check_audit
 
 __all__ = [
-    "Asked",
     "Audit",
     "AuditConfig",
     "BenchmarkAudit",
     "Columns",
     "DatasetAudit",
     "DatasetFacts",
+    "RunSettings",
     "audit_documents",
     "check_audit",
 ]

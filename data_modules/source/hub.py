@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from data_modules.source.chunks import BadRow, BatchChunk, Chunk, grouped, too_large
+from data_modules.messages import DataError, Origin, RemoteError, reason_of
+from data_modules.source.arrow import BatchChunk
+from data_modules.source.chunks import BadRow, Chunk, grouped, too_large
 from data_modules.source.limits import Limits
-from data_modules.source.opening import reason_of
-from data_modules.source.splits import Part, rows_of, take
-from data_modules.types import DataError, Origin, RemoteError, Row
+from data_modules.source.locating import Part, rows_of, take
+from data_modules.types import Row
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = (None, "main")
@@ -75,10 +76,10 @@ def read_hub(
         raise
     except _errors(ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
         cause = e.__cause__ if isinstance(e, datasets.exceptions.DatasetGenerationError) else None
-        asked = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
+        options = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
         raise DataError(
             f"{path}: no such file here, and the hub gave no data set of that name "
-            f"({asked}): {reason_of(cause if isinstance(cause, Exception) else e)}"
+            f"({options}): {reason_of(cause if isinstance(cause, Exception) else e)}"
         ) from e
 
 
@@ -123,10 +124,10 @@ def _builder_of(path: str, revision: str | None) -> Any:
         return _copy_instead(path, revision, error)
     builder = datasets.load_dataset_builder(path, revision=revision)
     # It takes what was downloaded before, of any commit, where the network breaks off.
-    asked = commit or (builder.hash if revision in _NEWEST else revision)
-    if builder.hash != asked:
+    options = commit or (builder.hash if revision in _NEWEST else revision)
+    if builder.hash != options:
         raise DataError(
-            f"{path}: commit {builder.hash} was given where {asked} is asked for; start again"
+            f"{path}: commit {builder.hash} was given where {options} is asked for; start again"
         )
     return builder
 

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from data_modules.messages import shown
 from data_modules.template.marks import CALL_PARTS, TOOLS, Mark, holds_content, marks_in, unmarked
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
-from data_modules.types import Turn, shown
+from data_modules.types import Turn
 
 MAX_PLACES = 4096
-_ASKS, _SAYS = Turn("user", "\ue0f1c0\ue0f2"), Turn("assistant", "\ue0f1c1\ue0f2")
+_QUESTION, _ANSWER = Turn("user", "\ue0f1c0\ue0f2"), Turn("assistant", "\ue0f1c1\ue0f2")
 
 
 Tails = list[tuple[tuple[str, int], str]]
@@ -63,7 +64,7 @@ class _Ending(NamedTuple):
     suffix: str = ""
 
 
-class _Manners(NamedTuple):
+class _Style(NamedTuple):
     """Say how a template writes a small chat.
 
     `header` is what an answer has in front of it although no generation prompt ends in that,
@@ -98,7 +99,7 @@ class BoundFinder:
         self._starts: dict[object, int] = {}
         self._endings: dict[object, _Ending] = {}
         self._framing = frozenset(framing)
-        self._found_manners: _Manners | None = None
+        self._known_style: _Style | None = None
 
     def find(self, chat: Chat, text: str, marks: Sequence[Mark]) -> Bounds:
         """Return where the answers of `chat` stand in its `text`.
@@ -165,10 +166,10 @@ class BoundFinder:
         """Return how many characters of `before` the template writes as generation prompt."""
         asked = Chat(chat.turns[:number], chat.tools)
         prompt, plain = (self._renderer.render([asked], adds)[0] for adds in (True, False))
-        manners = self._manners()
+        style = self._style()
         if isinstance(prompt, RowRefusedError) or isinstance(plain, RowRefusedError):
             # It is never asked for an answer there, for one that nothing stands in front of.
-            return self._aligned(before, manners.added)
+            return self._aligned(before, style.added)
         marks = marks_in(prompt, chat) or []
         last = marks[-1] if marks else None
         if _whose(last, number) != _whose(run.before, number):
@@ -178,12 +179,12 @@ class BoundFinder:
                 "the chat template writes other texts in front of this answer than in front of the "
                 "generation prompt, so where it begins cannot be told",
             )
-        asks = prompt[last.end if last else 0 :] + manners.header
+        asks = prompt[last.end if last else 0 :] + style.header
         shared = _shared(asks, before)
         if shared in (len(asks), len(before)):
             return shared
         # What comes before the answers may differ, by a count of turns or thoughts left out.
-        added = prompt[_shared(prompt, plain) :] + manners.header
+        added = prompt[_shared(prompt, plain) :] + style.header
         return max(self._border(before, shared), self._aligned(before, added))
 
     def _aligned(self, before: str, added: str) -> int:
@@ -234,13 +235,13 @@ class BoundFinder:
         `there` is what follows it in other renders: first at the end of a conversation, where
         `is_closed`, then in front of a next message. `is_last`: nothing comes next `here`.
         """
-        manners = self._manners()
-        if manners.usual_stop is not None:
-            return self._open_stop(here, there, manners.usual_stop, is_last)
+        style = self._style()
+        if style.usual_stop is not None:
+            return self._open_stop(here, there, style.usual_stop, is_last)
         controls = [list(self.special.finditer(one)) for one in (here, *there)]
         shared = _shared(*([control[0] for control in one] for one in controls))
         # Some write the header of the next answer behind each conversation, asked for or not.
-        headers = (n for n in range(1, shared) if controls[0][n][0] in manners.openers)
+        headers = (n for n in range(1, shared) if controls[0][n][0] in style.openers)
         shared = next(headers, shared)
         if shared:
             # Where the end alone cannot be rendered, the next header may be shared as well.
@@ -301,28 +302,28 @@ class BoundFinder:
             for mark, border in zip(run.marks, borders, strict=True)
         ]
 
-    def _manners(self) -> _Manners:
-        if self._found_manners is None:
-            self._found_manners = self._find_manners()
-        return self._found_manners
+    def _style(self) -> _Style:
+        if self._known_style is None:
+            self._known_style = self._find_style()
+        return self._known_style
 
-    def _find_manners(self) -> _Manners:
-        asked, said = Chat((_ASKS,)), Chat((_ASKS, _SAYS))
+    def _find_style(self) -> _Style:
+        asked, said = Chat((_QUESTION,)), Chat((_QUESTION, _ANSWER))
         texts = [self._renderer.render([asked], adds)[0] for adds in (False, True)]
         plain, prompt, whole = *texts, self._renderer.render([said], False)[0]
         if not (isinstance(plain, str) and isinstance(prompt, str) and isinstance(whole, str)):
-            return _Manners()
+            return _Style()
         marks = marks_in(whole, said) or []
         own = [mark for mark in marks if mark.turn == 1]
         if not own:
-            return _Manners()
+            return _Style()
         header = ""
         if plain == prompt:
             asks = plain[plain.rfind("\ue0f2") + 1 :]
             before = whole[whole.find("\ue0f2") + 1 : own[0].start]
             header = before[_shared(asks, before) :]
         header = header if header.strip() else ""
-        return _Manners(
+        return _Style(
             header,
             prompt[_shared(plain, prompt) :] or header,
             self._usual_stop(said, whole[own[-1].end :]),

@@ -6,15 +6,19 @@ renders: that is the renderer's.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_modules.types import DataError
+from data_modules.messages import DataError
+from data_modules.template.rendering import Chat, Renderer
+from data_modules.types import ToolCall, Turn
 
 if TYPE_CHECKING:
     import transformers
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
+
 _NEEDED = {
     "plain": (),
     "chatml": _CHATML,
@@ -30,10 +34,17 @@ _NEEDED = {
     "zephyr": (),
 }
 """the control tokens that each template writes; without any it ends answers with the EOS"""
+
+
 TEMPLATE_NAMES = tuple(_NEEDED)
+
+
 TEMPLATES_WITH_TOOLS = ("plain", "qwen3")
 """those that write tools, the calls of an answer and what the tools gave back"""
+
+
 MAX_TEMPLATE_BYTES = 1 << 20
+
 _FOLDER = Path(__file__).parent / "named"
 
 
@@ -80,13 +91,43 @@ def read_template(name: str) -> str:
         ) from error
 
 
-def default_of(template: str | dict[str, str]) -> str:
-    """Return the default of a tokenizer's template; some ship several by name."""
-    if isinstance(template, str):
-        return template
-    if "default" in template:
-        return template["default"]
-    raise DataError(
-        f"the tokenizer has the chat templates {', '.join(template)} but no default; save one of "
-        "them as a file and set data.chat_template=FILE.jinja"
-    )
+_QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")
+
+_CALL = Turn("assistant", "", tool_calls=(ToolCall("f", {}),))
+
+_TOOL = {"type": "function", "function": {"name": "f", "description": "c", "parameters": {}}}
+
+_PROBES = (
+    Chat((_QUESTION,)),
+    Chat((_QUESTION, _ANSWER)),
+    Chat((_QUESTION, _ANSWER, _QUESTION, _ANSWER)),
+    Chat((Turn("system", "d"), _QUESTION, _ANSWER)),
+    Chat((_QUESTION, _CALL, Turn("tool", "e"), _ANSWER), (_TOOL,)),
+    Chat((Turn("system", "d"), _QUESTION), (_TOOL,)),
+)
+
+
+# Blanks before a block are taken out at the beginning of a line only, which this is no longer.
+_BLANKS = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))")
+
+_LAST_NEWLINE = re.compile(r"(?:\r\n|\r|\n)\Z")
+
+
+def add_bos(text: str, bos: str, renderer: Renderer) -> str:
+    """Return the template `text` so that it begins every chat with `bos`, once.
+
+    `renderer` renders `text` itself. A template that begins all chats so is returned as it is; one
+    that does so for some chats is asked for its chat first.
+    """
+    rendered = [one for prompt in (False, True) for one in renderer.render(_PROBES, prompt)]
+    begins = [one.lstrip().startswith(bos) for one in rendered if isinstance(one, str)]
+    if begins and all(begins):
+        return text
+    if any(begins) or "bos_token" in text or bos in text:
+        # Its own line, so that blanks and newlines at both ends mean what they meant before.
+        return (
+            "{% set chat_of_template %}\n" + _LAST_NEWLINE.sub("", text) + "{%+ endset %}"
+            "{% if not chat_of_template.lstrip().startswith(bos_token) %}{{ bos_token }}{% endif %}"
+            "{{ chat_of_template }}"
+        )
+    return "{{ bos_token }}" + _BLANKS.sub("", text)

@@ -3,7 +3,7 @@
 Decides which texts may be spelled so: those whose tokenizer is byte-level BPE with a well-known
 way to split words, and whose characters are split alike by every Unicode version. A word's tokens
 never depend on its neighbours there, so the ids are those of the tokenizer itself, several times
-faster: splitting and merging the same words again is what tokenising costs. All else is left to
+faster: splitting and merging the same words again is what tokenizing costs. All else is left to
 the tokenizer (`ids` returns None).
 """
 
@@ -33,7 +33,7 @@ _KNOWN = {_GPT2, _CL100K % "{1,3}", _CL100K % ""}
 """how GPT-2, Llama 3 and Qwen split words"""
 
 
-class WordSpeller:
+class WordTokenizer:
     """Spell texts with `backend`, a byte-level BPE that splits words by `pattern`."""
 
     def __init__(self, backend: Any, pattern: str) -> None:
@@ -48,7 +48,7 @@ class WordSpeller:
         ]
 
     @classmethod
-    def of(cls, backend: Any) -> WordSpeller | None:
+    def of(cls, backend: Any) -> WordTokenizer | None:
         """Return a speller for the tokenizer, None where its words cannot be told apart here."""
         pattern = _pattern_of(backend.pre_tokenizer)
         added = backend.get_added_tokens_decoder().values()
@@ -97,8 +97,8 @@ class _Words(dict[str, tuple[int, ...]]):
         self._bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        ((spelled, _),) = self._bytes.pre_tokenize_str(word)
-        ids = tuple(token.id for token in self._model.tokenize(spelled))
+        ((tokenized, _),) = self._bytes.pre_tokenize_str(word)
+        ids = tuple(token.id for token in self._model.tokenize(tokenized))
         if len(word) <= MAX_WORD and len(self) < MAX_WORDS:
             self[word] = ids
         return ids

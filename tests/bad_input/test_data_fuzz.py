@@ -33,7 +33,7 @@ from tests.bad_input.asking import chat, named, prepare
 
 NUM_MUTATIONS = 300
 NUM_PREPARED = 4
-"""mutations of each kind that are tokenised too"""
+"""mutations of each kind that are tokenized too"""
 MAX_SECONDS = 20
 ROOT = Path(__file__).parents[2]
 

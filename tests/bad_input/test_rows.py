@@ -79,7 +79,7 @@ CASES = {
     ),
     "D8 image": Case(
         parts({"type": "image", "image": "a.png"}),
-        r":3 messages\[0\].content\[1\] is image: not supported; only text is learned",
+        r":3 messages\[0\].content\[1\] is image: not supported; only text is trained on",
         parts({"type": "text", "value": "a.png"}),
     ),
     "D9 no turns": Case(chat(), ":3 messages is empty; give at least a user and", GOOD),
@@ -105,7 +105,7 @@ CASES = {
     ),
     "D13 empty answer": Case(
         chat(ASK, ("assistant", " \n")),
-        r":3 messages\[1\] is an empty answer: there is nothing to learn; drop the row, or set",
+        r":3 messages\[1\] is an empty answer: there is nothing to train on; drop the row, or set",
         GOOD,
     ),
     "D13 thinks only": Case(
@@ -232,7 +232,7 @@ def test_a_bad_row_is_named_or_put_aside(name: str, tmp_path: Path, base: Any) -
     [
         (
             {"input_ids": [5, 99_999], "labels": [5, 99_999]},
-            r":2 input_ids has 99,999, but the tokenizer has the ids 0 to 767; tokenise the row",
+            r":2 input_ids has 99,999, but the tokenizer has the ids 0 to 767; tokenize the row",
             {"input_ids": [5, 99], "labels": [5, 99]},
         ),
         (
@@ -299,7 +299,7 @@ def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> 
     assert (counts.rows, counts.kept, counts.empty) == (3, 2, 1)
     assert counts.empty_origins == [f"{file}:2"]
     assert problems_of(file, base) == [
-        "data.jsonl:2 messages[1] is an empty answer: there is nothing to learn; drop the row, or "
+        "data.jsonl:2 messages[1] is an empty answer: there is nothing to train on; drop the row, or "
         "set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
         "data.on_bad_row=quarantine"
     ]

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from data_modules.collator import Collator
-from data_modules.types import Batch, Example, Origin
+from data_modules.collator import Batch, Collator
+from data_modules.messages import Origin
+from data_modules.types import Example
 
 
 def make_example(ids: list[int], weights: list[float], dataset: int = 0) -> Example:

@@ -237,10 +237,10 @@ def test_prompts_come_from_validation_or_test_rows(
     assert [prompt.answer[:2] for prompt in prompts["pairs"]] == ["3 "] * 3
     module = build(files, tokenizer, data={"val_set_size": 4})
     held_out = {str(example.origin) for example in module.val_examples}
-    asked = [str(prompt.origin) for rows in module.prompts(9).values() for prompt in rows]
-    assert len(asked) == 12 and set(asked) == held_out
-    asked = tokenizer.decode(prompts["chats"][0].input_ids)
-    assert asked.endswith("no</s>") is False and asked.endswith("yes?\n\n### Assistant:\n")
+    requested = [str(prompt.origin) for rows in module.prompts(9).values() for prompt in rows]
+    assert len(requested) == 12 and set(requested) == held_out
+    requested = tokenizer.decode(prompts["chats"][0].input_ids)
+    assert requested.endswith("no</s>") is False and requested.endswith("yes?\n\n### Assistant:\n")
     (tmp_path / "test.json").write_text('[{"instruction": "q", "output": "a"}]')
     test = DatasetConfig(path=str(tmp_path / "test.json"), name="lists")
     prompts = build(files, tokenizer, data={"test_datasets": [test]}).prompts(3)
@@ -278,7 +278,7 @@ def test_prompts_above_the_sequence_length_are_left_out_aloud(
     Path(test.path).write_text(json.dumps(rows))
     module = build(files, tokenizer, data={"test_datasets": [test]})
     assert len(module.prompts(9)["test"]) == 2
-    assert "test: 2 of 4 prompts are longer than 128 tokens and are not asked" in caplog.text
+    assert "test: 2 of 4 prompts are longer than 128 tokens and are left out" in caplog.text
     Path(test.path).write_text(json.dumps(rows[1:2]))
     assert build(files, tokenizer, data={"test_datasets": [test]}).prompts(9) == {}
 
@@ -329,11 +329,13 @@ def test_batch_is_moved_without_a_wait_for_a_gpu_only(
     batch = next(iter(module.train_dataloader()))
     moved = module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
     assert torch.equal(moved.labels, batch.labels)
-    asked = []
-    monkeypatch.setattr(Batch, "to", lambda self, device, non_blocking: asked.append(non_blocking))
+    requested = []
+    monkeypatch.setattr(
+        Batch, "to", lambda self, device, non_blocking: requested.append(non_blocking)
+    )
     for name in ("cuda:0", "cpu"):
         module.transfer_batch_to_device(batch, torch.device(name), 0)
-    assert asked == [True, False]
+    assert requested == [True, False]
 
 
 def test_report_says_it_aloud(files: list[DatasetConfig], tokenizer: Any) -> None:
@@ -415,8 +417,8 @@ def test_prompts_are_of_rows_held_out_wherever_they_stand(tmp_path: Path, tokeni
         [DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data={"val_set_size": 6}
     )
     held_out = {tokenizer.decode(e.input_ids).split("\n")[1] for e in module.val_examples}
-    asked = {tokenizer.decode(p.input_ids).split("\n")[1] for p in module.prompts(9)["d"]}
-    assert asked == held_out and len(asked) == 6
+    requested = {tokenizer.decode(p.input_ids).split("\n")[1] for p in module.prompts(9)["d"]}
+    assert requested == held_out and len(requested) == 6
 
 
 def test_what_the_template_loses_is_said(

@@ -16,11 +16,11 @@ from data_modules import (
     PackingConfig,
     check_datasets,
 )
+from data_modules.messages import DataError, Origin
 from data_modules.source import Limits, opening, read_chunks
 from data_modules.template import ChatTemplate
 from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
 from data_modules.tokens.rows import BadRows, FirstRows, Rejected
-from data_modules.types import DataError, Origin
 
 
 def write(file: Path, num_rows: int) -> Path:

@@ -19,7 +19,8 @@ from data_modules.format import (
     convert_row,
     guess_format,
 )
-from data_modules.types import Conversation, Document, Origin, Row
+from data_modules.messages import Origin
+from data_modules.types import Conversation, Document, Row
 
 ORIGIN = Origin("rows.json", 7)
 ASK = {"role": "user", "content": "q"}

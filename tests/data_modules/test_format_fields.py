@@ -19,7 +19,8 @@ from data_modules.format.fields import (
     read_path,
     read_weight,
 )
-from data_modules.types import Origin, Row
+from data_modules.messages import Origin
+from data_modules.types import Row
 
 KEYS = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=5)
 NESTED = st.recursive(

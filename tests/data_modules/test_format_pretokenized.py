@@ -1,4 +1,4 @@
-"""Rows that are tokenised already."""
+"""Rows that are tokenized already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_modules.format import MissingColumnError, RowError, convert_row, guess_format
-from data_modules.types import Origin, Row, Tokens
+from data_modules.messages import Origin
+from data_modules.types import Row, Tokens
 
 ORIGIN = Origin("rows.parquet", 3)
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=20)

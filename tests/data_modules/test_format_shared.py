@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from data_modules.format import apply_columns, convert_row, guess_format
-from data_modules.types import Conversation, Item, Origin, Row
+from data_modules.messages import Origin
+from data_modules.types import Conversation, Item, Row
 from tests.data_modules.conftest import SHARED
 
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")

@@ -1,4 +1,4 @@
-"""Trees of replies: which conversations they are, and that no answer is learned twice."""
+"""Trees of replies: which conversations they are, and that no answer is trained on twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_modules.format import EmptyAnswerError, RowError, convert_row, guess_format
-from data_modules.types import Conversation, Origin, Row
+from data_modules.messages import Origin
+from data_modules.types import Conversation, Row
 
 ORIGIN = Origin("trees.jsonl", 1)
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_modules.format import RowError, convert_row, guess_format
-from data_modules.types import Conversation, Origin, Row, ToolCall, Turn
+from data_modules.messages import Origin
+from data_modules.types import Conversation, Row, ToolCall, Turn
 
 ORIGIN = Origin("rows.jsonl", 7)
 ASK = {"role": "user", "content": "q"}

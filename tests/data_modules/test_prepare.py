@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import DataError
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
 from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
-from data_modules.types import DataError, Example
+from data_modules.types import Example
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +142,7 @@ def test_each_piece_of_a_split_row_has_one_bos(
     assert len(pieces) > 1 and max(sizes) <= 8 and max(sizes) - min(sizes) <= 1
     bos = tokenizer.bos_token_id
     assert all(piece[0] == bos and bos not in piece[1:] for piece in pieces)
-    # Without loss: each token but the BOS is learned in one piece.
+    # Without loss: each token but the BOS is trained on in one piece.
     assert "".join(learned(prepared, tokenizer)) == text + "</s>"
 
 
@@ -261,7 +262,7 @@ def test_many_rows_come_the_same_from_several_processes(
 
 def test_what_changes_the_tokens_is_prepared_again(tmp_path: Path, tokenizer: Any) -> None:
     config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
-    assert prepare(config, tokenizer, 99).how == "prepared (not in the cache yet)"
+    assert prepare(config, tokenizer, 99).how == "tokenized (now cached)"
     assert prepare(config, tokenizer, 99).how == "found in the cache"
     assert "settings changed: sequence_len" in prepare(config, tokenizer, 98).how
     again = prepare(config, tokenizer, 99, train_on_inputs=True)

@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_modules.messages import DataError
 from data_modules.source import opening
 from data_modules.source.chunks import BadRow, Chunk
 from data_modules.source.opening import Budget
-from data_modules.source.readers import count_rows, read_file
-from data_modules.types import DataError, Row
+from data_modules.source.source import count_rows, read_file
+from data_modules.types import Row
 
 ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from app.process.errors import ENVIRONMENT_ERROR, exit_code, report
+from data_modules.messages import DataError, RemoteError
 from data_modules.source import Limits, fingerprint, read_chunks
-from data_modules.types import DataError, RemoteError
 
 ROW = b'{"a": 1}\n'
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"

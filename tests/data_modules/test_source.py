@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_modules.messages import DataError, reason_of
 from data_modules.source import (
     BadRow,
     Budget,
@@ -35,7 +36,7 @@ from data_modules.source import (
     resolved_revision,
     source,
 )
-from data_modules.types import DataError, Row
+from data_modules.types import Row
 from tests.data_modules.conftest import read_rows
 
 
@@ -773,7 +774,7 @@ def test_host_that_cannot_be_reached_is_named() -> None:
 def test_url_never_tells_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     address = "https://user:word@host/data/d.jsonl.gz?token=secret"
     assert str(opening.Url(address)) == "https://host/data/d.jsonl.gz"
-    said = opening.reason_of(ValueError(f"403, url='{address}'. What now? ..."))
+    said = reason_of(ValueError(f"403, url='{address}'. What now? ..."))
     assert said == (
         "403, url='https://<redacted>@host/data/d.jsonl.gz?token=<redacted>'. What now? ..."
     )
@@ -822,7 +823,7 @@ class Hub:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: Any, num_shards: int = 1) -> None:
         self.rows, self.num_shards = rows, num_shards
         self.commit = self.given = COMMIT
-        self.asked: list[tuple[Any, ...]] = []
+        self.options: list[tuple[Any, ...]] = []
         monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", self.dataset_info)
         monkeypatch.setattr("datasets.load_dataset_builder", self.load_dataset_builder)
 
@@ -832,7 +833,7 @@ class Hub:
 
     def load_dataset_builder(self, path: str, *, revision: str | None) -> Any:
         """Return what gives the rows."""
-        self.asked.append((path, revision))
+        self.options.append((path, revision))
         return SimpleNamespace(
             hash=self.given,
             download_and_prepare=lambda: None,
@@ -874,7 +875,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, streaming: bool, num_shar
     hub = Hub(monkeypatch, counted(2500), num_shards)
     settings: dict[str, Any] = {"revision": "v1", "streaming": streaming}
     assert numbers("owner/name", **settings) == list(range(2500))
-    assert hub.asked == [("owner/name", "v1")]
+    assert hub.options == [("owner/name", "v1")]
     assert numbers("owner/name", "train[2400:]", **settings) == list(range(2400, 2500))
     assert origins("owner/name", split="train[5:7]+test[:1]", **settings) == [
         "owner/name (train):6",

@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate, Limits, MaskConfig, RowProblem
+from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import named_template
-from data_modules.types import (
-    Conversation,
-    DataError,
-    Document,
-    Encoded,
-    Item,
-    Origin,
-    Segment,
-    Turn,
-)
+from data_modules.types import Conversation, Document, Item, Segment, Turn
 from tests.data_modules.conftest import SHARED
 
 ORIGIN = Origin("rows.json", 7)
@@ -460,7 +453,7 @@ def test_prompt_is_a_prefix_of_what_training_sees(
 
 def test_tokenizer_without_template_gets_plain_and_says_so(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
-    assert "plain" in template.note and "no chat template" in template.note
+    assert "plain" in template.note and "because the tokenizer has none" in template.note
     assert tokenizer.chat_template == PLAIN
     assert text_of(template, chat("q", "a", "r", "b")) == (
         "### User:\nq\n\n### Assistant:\na</s>\n\n### User:\nr\n\n### Assistant:\nb</s>"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_modules.messages import Origin
 from data_modules.template import (
     TEMPLATE_NAMES,
     TEMPLATES_WITH_TOOLS,
@@ -17,18 +18,9 @@ from data_modules.template import (
     MaskConfig,
     check_mask,
 )
+from data_modules.template.masking import Encoded, Note
 from data_modules.template.named_templates import named_template
-from data_modules.types import (
-    Conversation,
-    Document,
-    Encoded,
-    Note,
-    Origin,
-    Segment,
-    Tokens,
-    ToolCall,
-    Turn,
-)
+from data_modules.types import Conversation, Document, Segment, Tokens, ToolCall, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
 
@@ -93,7 +85,7 @@ def test_a_turns_own_weight_goes_before_its_role() -> None:
     )
     learned = [(w, t) for w, t in by_weight(template_of(), Conversation(turns, ORIGIN)) if w]
     assert learned == [(0.5, "one" + END), (1.0, "four" + END)]
-    # The last answer is not to be learned, and last_turn_only does not take another for it.
+    # The last answer is not to be trained on, and last_turn_only does not take another for it.
     quiet = Conversation((*turns[:3], Turn("assistant", "four", 0.0)), ORIGIN)
     assert runs(template_of(last_turn_only=True), quiet) == []
 
@@ -146,7 +138,7 @@ def test_stop_tokens_are_learned_as_set(
         (MaskConfig(reasoning="drop"), "data.reasoning=drop: expected keep, strip or mask"),
         (MaskConfig(control_tokens="x"), "data.control_tokens=x: expected keep, escape or error"),
         (MaskConfig(roles_to_train=["gpt"]), "unknown gpt; use of system, user, assistant, tool"),
-        (MaskConfig(roles_to_train=[]), "nothing of a conversation would be learned"),
+        (MaskConfig(roles_to_train=[]), "nothing of a conversation would be trained on"),
         (MaskConfig(roles_to_train=[], train_on_inputs=True), ""),
     ],
 )

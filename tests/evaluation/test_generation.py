@@ -20,7 +20,7 @@ from data_modules import (
     PackingConfig,
     Prompt,
 )
-from data_modules.types import Origin
+from data_modules.messages import Origin
 from tests.tiny import SAMPLES, TINY_BASE, tiny_llama
 
 STOP, PAD = 2, 0

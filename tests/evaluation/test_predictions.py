@@ -13,7 +13,7 @@ from app.evaluation import predictions as room
 from app.evaluation.generation import Answer, EvaluationConfig
 from app.evaluation.predictions import Predictions
 from data_modules import Prompt
-from data_modules.types import Origin
+from data_modules.messages import Origin
 
 PROMPTS = {
     "sums": [

@@ -187,7 +187,7 @@ def test_what_the_audit_complains_of_is_shown_before_it_stops(
     words = [f"model.path={TINY_BASE}", f"output.dir={folder}"]
     words += [f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
     words += ["data.on_long=truncate_right", "data.sequence_len=24"]
-    with pytest.raises(DataError, match="no stop token is learned"):
+    with pytest.raises(DataError, match="no stop token is trained on"):
         preview(load_config("preview", [*words, f"data.cache_dir={tmp_path / 'cache'}"]))
     assert "problem: " in capsys.readouterr().out
     assert 'class="problem"' in (folder / "preview.html").read_text(encoding="utf-8")
