@@ -316,7 +316,7 @@ def build_module(
         schedule=config.schedule,
         total_steps=data.total_steps,
         is_packed=config.packing.method != "none",
-        curves=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
+        metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
     )
 

@@ -111,11 +111,11 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
             evaluator,
             model,
             config.adapter,
-            module.curves.validations,
+            module.metrics.validations,
             None if config.model.from_scratch else base.load,
             is_as_trained=model is module.model,
         )
-    metrics |= module.curves.summary()
+    metrics |= module.metrics.summary()
 
     def write() -> None:
         base.tokenizer.save_pretrained(saved)

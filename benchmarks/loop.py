@@ -143,7 +143,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     folder.mkdir()
     data, clock = datamodule(), Clock()
     loggers = build_loggers(LoggerConfig(name="csv"), folder, data.dataset_names)
-    curves = Metrics(data.dataset_names, loggers, every_steps=10)
+    metrics = Metrics(data.dataset_names, loggers, every_steps=10)
     module = FinetuneModule(
         builder(),
         backend="sdpa",
@@ -153,7 +153,7 @@ def our_step_seconds(folder: Path) -> list[float]:
         schedule=ScheduleConfig(shape="constant"),
         total_steps=STEPS,
         is_packed=True,
-        curves=curves,
+        metrics=metrics,
     )
     config = TrainerConfig(accelerator="cpu", gradient_accumulation_steps=1, precision="fp32")
     trainer = build_lightning_trainer(

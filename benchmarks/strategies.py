@@ -248,7 +248,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     # Two that are alone learn from other rows, as two ranks do.
     data = datamodule(folder, env.num_data_ranks, seed=rank if name == "single" else 0)
     data.setup("fit")
-    clock, curves = Clock(), Metrics(data.dataset_names, [], config.log_every_steps)
+    clock, metrics = Clock(), Metrics(data.dataset_names, [], config.log_every_steps)
     module = FinetuneModule(
         builder(folder),
         backend="sdpa",
@@ -258,7 +258,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
         schedule=ScheduleConfig(shape="constant", warmup_steps=0),
         total_steps=STEPS,
         is_packed=True,
-        curves=curves,
+        metrics=metrics,
         uses_fused_kernels=False,
     )
     trainer = build_lightning_trainer(

@@ -49,7 +49,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     attention = choose_backend(AttentionConfig(), architecture, env.accelerator, env.precision)
     backend = attention.backend
     total_steps = part.warm_up + task.steps + 1
-    curves = Metrics(NAMES, [], config.log_every_steps)
+    metrics = Metrics(NAMES, [], config.log_every_steps)
     module = FinetuneModule(
         partial(build, task, part, adapter, recompute, backend, env.precision),
         backend=backend,
@@ -59,7 +59,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
         schedule=ScheduleConfig(shape="constant", warmup_steps=0),
         total_steps=total_steps,
         is_packed=True,
-        curves=curves,
+        metrics=metrics,
         uses_fused_kernels=not part.is_compiled,
     )
     with tempfile.TemporaryDirectory() as folder:

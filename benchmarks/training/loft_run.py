@@ -80,7 +80,7 @@ def main(task: Task) -> None:
             if "train/loss" in metrics:
                 clock.losses.append(metrics["train/loss"])
 
-    curves = Metrics(data.dataset_names, [Losses()], config.log_every_steps)
+    metrics = Metrics(data.dataset_names, [Losses()], config.log_every_steps)
     adapter = LoraConfig(dropout=0.0) if task.adapter == "lora" else FullConfig()
     parts = (QuantizationConfig(), "sdpa", adapter, RecomputeConfig(), task.precision)
     module = FinetuneModule(
@@ -92,7 +92,7 @@ def main(task: Task) -> None:
         schedule=ScheduleConfig(shape="constant", warmup_steps=0),
         total_steps=task.steps,
         is_packed=True,
-        curves=curves,
+        metrics=metrics,
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_lightning_trainer(

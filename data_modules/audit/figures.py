@@ -239,7 +239,7 @@ class Audit:
             counts["trained_share"] = round(dataset.trained_share, 6)
             counts["lost_share"] = round(dataset.lost_share, 6)
         values["longest"] = [{"tokens": t, "origin": origin} for t, origin in self.longest]
-        del values["warned"]
+        del values["findings"]
         return values | {"warnings": self.warnings}
 
     def write(self, folder: Path) -> None:

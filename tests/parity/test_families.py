@@ -91,8 +91,10 @@ def our_step(folder: Path, packing: str = "multipack", attention: str = "auto") 
 def module_of(model: Any, backend: str) -> FinetuneModule:
     """Make what Lightning's trainer would call, with what it asks of a trainer."""
     built: Any = {"build": None, "build_optimizer": None, "schedule": None}
-    curves: Any = SimpleNamespace(dataset_names=["rows"])
-    module = FinetuneModule(**built, backend=backend, total_steps=1, is_packed=True, curves=curves)
+    metrics: Any = SimpleNamespace(dataset_names=["rows"])
+    module = FinetuneModule(
+        **built, backend=backend, total_steps=1, is_packed=True, metrics=metrics
+    )
     module.model = model.train()
     plugin = SimpleNamespace(forward_context=nullcontext)
     trainer: Any = SimpleNamespace(strategy=OneDevice("cpu"), precision_plugin=plugin, world_size=1)

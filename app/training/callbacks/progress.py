@@ -71,11 +71,11 @@ class ProgressBar(L.Callback):
             return
         step, total = trainer.global_step, trainer.max_steps
         if self.progress is not None:
-            shown = figures(pl_module.curves)
+            shown = figures(pl_module.metrics)
             self.progress.update(self.task, completed=step, what="train", figures=shown)
-        elif pl_module.curves.latest_step == step and self.next_line <= step < total:
+        elif pl_module.metrics.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / LINES_PER_RUN
-            self._print(step, total, pl_module.curves)
+            self._print(step, total, pl_module.metrics)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Show that a validation runs."""
@@ -85,18 +85,18 @@ class ProgressBar(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Close the bar; in a file, print the last step with its validation."""
         if trainer.is_global_zero and self.progress is None and trainer.global_step:
-            self._print(trainer.global_step, trainer.max_steps, pl_module.curves)
+            self._print(trainer.global_step, trainer.max_steps, pl_module.metrics)
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Give the terminal back before an error is printed."""
         self._close()
 
-    def _print(self, step: int, total: int, curves: Metrics) -> None:
+    def _print(self, step: int, total: int, metrics: Metrics) -> None:
         seconds = time.monotonic() - self.started
         a_step = seconds / max(1, step - self.first_step)
         left = f"{a_step * (total - step):.0f} s left" if step < total else "done"
-        print(f"step {step}/{total}  {figures(curves)}  {left}", flush=True)
+        print(f"step {step}/{total}  {figures(metrics)}  {left}", flush=True)
 
     def _close(self) -> None:
         if self.progress is not None:
@@ -105,7 +105,7 @@ class ProgressBar(L.Callback):
             self.progress = None
 
 
-def figures(curves: Metrics) -> str:
+def figures(metrics: Metrics) -> str:
     """Return the latest figures in one line."""
-    shown = ((curves.latest.get(name), form) for name, form in FIGURES.items())
+    shown = ((metrics.latest.get(name), form) for name, form in FIGURES.items())
     return "  ".join(form.format(value) for value, form in shown if value is not None)
