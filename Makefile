@@ -36,7 +36,7 @@ preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
 
 eval: $(STAMP)  ## base vs tuned of RUN=FOLDER, or of the newest run; trains the default first
 	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
-		"import sys; from app.run.output import finished_runs; sys.exit(not finished_runs())" \
+		"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
 		|| $(BIN)/python -m app.train)
 	$(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN)) $(ARGS)
 

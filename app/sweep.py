@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from app.config import check_before_start, check_words, conf_files, load_config
 from app.config.overrides import WORD, quote_value
 from app.process.errors import DONE, INTERRUPTED, UserError
-from app.process.heartbeat import PARENT_VARIABLE
-from app.process.launch import VARIABLES_OF_A_RANK
+from app.process.launch import PARENT_VARIABLE, VARIABLES_OF_A_RANK
 from app.run.folder import OUTPUTS, expand_home
 from data_modules import redacted
 

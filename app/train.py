@@ -15,8 +15,7 @@ from app.model.hub import is_offline
 from app.process.environment import quiet_libraries
 from app.process.errors import Interrupted
 from app.process.files import write_whole
-from app.process.heartbeat import live_with_parent
-from app.process.launch import is_first_rank
+from app.process.launch import is_first_rank, live_with_parent
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.process.stdio import keep_streams
 from app.run import Run, open_run

@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 from app.config import run_verb
-from app.process.errors import TRACEBACK_VARIABLE
 from app.process.launch import VARIABLES_OF_A_RANK, read_launch
+from app.process.reporting import TRACEBACK_VARIABLE
 
 OF_OTHER_RUNS = (*VARIABLES_OF_A_RANK, TRACEBACK_VARIABLE)
 

@@ -38,9 +38,10 @@ from app.config.verbs import (
     TrainConfig,
 )
 from app.preflight import check_compatibility, check_files, num_ranks
-from app.process.errors import DONE, UserError, report
+from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child, is_first_rank
+from app.process.reporting import report
 from app.run import NEVER, check_resume
 from app.run.folder import UNSET, check_output, expand_home
 from app.run.ranks import check_supervise

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from app.model.layers import decoder_layers, why_not_compiled
+from app.process.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class CompiledLayers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         if problem := why_not_compiled(model.config.to_dict()):
-            raise ValueError(problem)
+            raise UserError(problem)
         self.failure: str | None = None
         self.for_attention: dict[str, Any] = {}
         self._attention = {name: ALL_ATTENTION_FUNCTIONS[name] for name in _attentions_of(model)}

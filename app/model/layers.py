@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from app.process.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,7 +30,7 @@ def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") 
         if is_numbered and not is_inside and of_layer:
             layers.append(name)
     if not layers:
-        raise ValueError(
+        raise UserError(
             f"{instead.partition('=')[0]}: {model.config.model_type} models do not say which of "
             f"their modules are layers; type {instead}"
         )
@@ -62,7 +64,7 @@ def layer_numbers(setting: Any, num_layers: int) -> Sequence[int]:
     if isinstance(setting, str) and (top := TOP.fullmatch(setting.strip())):
         count = int(top[1])
         if not 1 <= count <= num_layers:
-            raise ValueError(
+            raise UserError(
                 f"adapter.layers={setting!r}, but the model has {num_layers} layers; "
                 f"type a number from 1 to {num_layers}, as 'adapter.layers=top {num_layers}'"
             )
@@ -70,17 +72,17 @@ def layer_numbers(setting: Any, num_layers: int) -> Sequence[int]:
     if isinstance(setting, (list, tuple)) and setting and all(type(n) is int for n in setting):
         missing = [number for number in setting if number not in numbers]
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"adapter.layers={list(setting)}: the model has no layer {missing[0]}; "
                 f"its {num_layers} layers have the numbers 0 to {num_layers - 1}"
             )
         return sorted(set(setting))
     if type(setting) is int:
-        raise ValueError(
+        raise UserError(
             f"adapter.layers={setting} could mean a number of layers or one layer; "
             f"type 'adapter.layers=top {setting}' or adapter.layers=[{setting}]"
         )
-    raise ValueError(
+    raise UserError(
         f"adapter.layers={setting!r} is not understood; type all, 'adapter.layers=top 8' for the "
         "last eight, or their numbers as adapter.layers=[0,1]"
     )

@@ -30,7 +30,7 @@ def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     path, tokenizer = _path(config), _load(config)
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer in {path} has no eos_token, so no answer could ever end: "
             f"{_how_to_end(path, tokenizer)}"
         )
@@ -58,7 +58,7 @@ def new_token_ids(
     last = max(new, default=0)
     without = sorted(t for t, index in ids.items() if vocab_size <= index < last)
     if without := [token for token in without if token not in config.added_tokens]:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer in {_path(config)} has {without[0]!r} with id {ids[without[0]]:,}, the "
             f"model's embedding has {vocab_size:,} rows; name it in model.added_tokens too, or set "
             "model.tokenizer_path to the tokenizer that the model was made with"
@@ -100,12 +100,12 @@ def _try(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         ids = tokenizer(probe)["input_ids"]
         text = tokenizer.decode(ids)
         if not isinstance(text, str) or not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer in {path}: its ids are not numbers from 0 up; {ANOTHER}"
             )
     for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         if token is not None and type(token) is not int:
-            raise ValueError(f"the tokenizer in {path}: a special id is {token!r}; {ANOTHER}")
+            raise UserError(f"the tokenizer in {path}: a special id is {token!r}; {ANOTHER}")
 
 
 def _blame_file(folder: Path, error: BaseException) -> None:
@@ -139,7 +139,7 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     bare = _bare_model(path)
     if bare == _LLAMA:
         # AutoTokenizer takes it for another kind, and spells other tokens without a word.
-        raise ValueError(
+        raise UserError(
             f"the tokenizer in {path} cannot be read: {_LLAMA} alone does not say how a text is "
             f"cut into tokens; {ANOTHER}"
         )

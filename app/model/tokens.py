@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from app.model.adapter import AdapterConfig, LoraConfig
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ def trained_token_ids(
     known = tokenizer.get_vocab()
     unknown = [token for token in named if token not in known]
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"adapter.trainable_tokens: {', '.join(map(repr, unknown))} is no token of this "
             f"tokenizer; type 'model.added_tokens=[{','.join(unknown)}]' to add it"
         )

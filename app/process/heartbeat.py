@@ -1,68 +1,41 @@
-"""What a rank tells the process that started it, and that it does not outlive that process.
+"""What a rank reports to the process that started it, one line a message over a pipe.
 
-A line a word, over a pipe: neither the run's disk nor a clock that is set comes between them.
+Neither through the run's folder, since a disk may hang, nor by the time of day, which may be set.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from app.process.files import open_no_follow
+from app.process.launch import PIPE_VARIABLE, read_launch
 
-PIPE_VARIABLE = "LOFT_HEARTBEAT"
-"""hands a rank its end of the pipe"""
-PARENT_VARIABLE = "LOFT_PARENT"
-"""hands a child the process that it is not to outlive"""
 BEAT, ENDED, LOST, PORT_TAKEN = "beat", "ended", "lost", "port"
-"""it works; it waits for nobody any more; another rank is gone; the port of the run is not free"""
+"""a step is done; the training loop has ended; another rank is lost; the run's port is not free"""
 STACKS_FILE = "stacks-rank-{}.txt"
-"""in a run's folder: where each thread of a rank stood when it was found to hang"""
-PR_SET_PDEATHSIG = 1
+"""in a run's folder: the stack of each thread of a rank that hangs"""
 
 _pipe: int | None = None
 _num_beats = 0
 _step: int | None = None
 _waits_for_thread = False
 _stacks: IO[str] | None = None
-_has_launcher = False
-
-
-def live_with_parent() -> None:
-    """Be killed when the process that started this one is, however that ends."""
-    global _has_launcher
-    _has_launcher = has_launcher()
-    parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it has ended in the meantime
-        os._exit(128 + signal.SIGKILL)
-
-
-def has_launcher() -> bool:
-    """Say whether a process of this program has started this one.
-
-    It has named itself; what a shell or a grandparent left in the environment names another.
-    """
-    return _has_launcher or os.environ.get(PARENT_VARIABLE) == str(os.getppid())
 
 
 def is_watched() -> bool:
-    """Say whether a process watches over this one."""
-    return PIPE_VARIABLE in os.environ and has_launcher()
+    """Say whether a supervisor watches this process."""
+    return PIPE_VARIABLE in os.environ and read_launch().has_parent
 
 
-def begin_to_beat(folder: Path, rank: int) -> None:
-    """Let the watching process have the stacks of this one in run `folder` when it wants them."""
+def start_heartbeat(folder: Path, rank: int) -> None:
+    """Dump the stacks of all threads into run `folder` whenever the supervisor sends SIGUSR2."""
     global _stacks
     if _stacks is not None:
         return
@@ -71,17 +44,17 @@ def begin_to_beat(folder: Path, rank: int) -> None:
 
 
 def beat(step: int) -> None:
-    """Say that this rank works, after `step` optimizer steps."""
+    """Report progress: `step` optimizer steps are done."""
     global _num_beats, _step
     _num_beats, _step = _num_beats + 1, step
     tell(f"{BEAT} {_num_beats} {step}")
 
 
 def beat_again() -> None:
-    """Say that this rank still works since its last beat, which may be long ago in a save.
+    """Refresh liveness without advancing the counter, as during a long save.
 
-    It is no beat that counts: ranks differ in how much they write. Before the first beat nothing is
-    said, nor in a thread beside the training, which may hang nonetheless, unless that waits for it.
+    The counter tells which rank came less far, and ranks differ in how much they write. Silent
+    before the first step, and in a thread beside the training unless the training waits for it.
     """
     is_of_training = _waits_for_thread or threading.current_thread() is threading.main_thread()
     if _step is not None and is_of_training:
@@ -90,7 +63,7 @@ def beat_again() -> None:
 
 @contextlib.contextmanager
 def waiting_for_thread() -> Iterator[None]:
-    """Let another thread beat again for the one that trains, which waits for it in here."""
+    """Let another thread call `beat_again` for the training thread, which waits for it in here."""
     global _waits_for_thread
     _waits_for_thread = True
     try:
@@ -100,7 +73,7 @@ def waiting_for_thread() -> Iterator[None]:
 
 
 def tell(words: str) -> bool:
-    """Send one line to the watching process; says whether there is one that will read it."""
+    """Send one line to the supervisor; returns whether there is one that will read it."""
     global _pipe
     if not is_watched():
         return False

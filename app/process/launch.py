@@ -1,22 +1,28 @@
-"""Which of a run's processes this one is, as torchrun, srun or our own launcher tell it.
+"""Which process of a run this one is, by the variables of torchrun, srun or our own launcher.
 
-The only place that reads their variables: a run whose ranks read them differently hangs.
+The only place that reads them: a run whose ranks read them differently hangs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import signal
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.process.heartbeat import PARENT_VARIABLE, PIPE_VARIABLE, has_launcher
-
 RUN_DIR_VARIABLE = "LOFT_RUN_DIR"
-"""hands the run's folder to the ranks that are started by the same command line"""
+"""passes the run's folder to the ranks that are started by the same command line"""
 STEP_VARIABLE = "LOFT_RESUME_STEP"
-"""hands them the step of the checkpoint that the run goes on from, 0 where it starts anew"""
+"""passes them the step of the checkpoint to resume from, 0 for a new run"""
+PIPE_VARIABLE = "LOFT_HEARTBEAT"
+"""passes a rank its end of the heartbeat pipe"""
+PARENT_VARIABLE = "LOFT_PARENT"
+"""passes a child the id of the process that it must not outlive"""
+PR_SET_PDEATHSIG = 1
 VARIABLES_OF_A_RANK = (
     RUN_DIR_VARIABLE,
     STEP_VARIABLE,
@@ -31,90 +37,115 @@ VARIABLES_OF_A_RANK = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""what ranks find in their environment, and a run of its own must not inherit"""
+"""set for ranks; a run of its own must not inherit them"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launcher:
-    """One way in which ranks are started, and the variables that come with it."""
+    """One way to start ranks, and the variables that it sets."""
 
     detected_by: str
     ranks: tuple[str, ...]
-    """all of them are 0 on the first rank"""
-    beside: tuple[str, ...]
+    """variables that are all 0 on the first rank"""
+    required: tuple[str, ...]
+    """variables that it sets too"""
     world_size: str | None
 
 
-WAYS = (
+LAUNCHERS = (
     Launcher(  # srun
         detected_by="SLURM_NTASKS",
         ranks=("SLURM_PROCID",),
-        beside=("SLURM_PROCID", "SLURM_LOCALID"),
+        required=("SLURM_PROCID", "SLURM_LOCALID"),
         world_size="SLURM_NTASKS",
     ),
     Launcher(  # torchrun
         detected_by="RANK",
         ranks=("RANK",),
-        beside=("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        required=("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
     Launcher(  # our own launcher, by Lightning's names
         detected_by="LOCAL_RANK",
         ranks=("NODE_RANK", "LOCAL_RANK"),
-        beside=("WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        required=("WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
-    Launcher(  # by hand on each machine, where this program starts the ranks
+    Launcher(  # one command on each machine, by hand; this program starts the ranks there
         detected_by="NODE_RANK",
         ranks=("NODE_RANK",),
-        beside=("MASTER_ADDR", "MASTER_PORT"),
+        required=("MASTER_ADDR", "MASTER_PORT"),
         world_size=None,
     ),
-    Launcher(  # nobody says only this
+    Launcher(  # no launcher sets only this
         detected_by="WORLD_SIZE",
         ranks=("RANK",),
-        beside=("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        required=("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
     ),
 )
-"""in the order in which Lightning looks for them"""
+"""in the order in which Lightning detects them"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What the environment says of this process."""
+    """How this process was started, as its environment says."""
 
+    has_parent: bool = False
+    """whether a process of this program started this one, as a rank or as a trial of a sweep"""
+    is_child: bool = False
+    """whether it is a rank that our own launcher started, after all checks had passed"""
     detected_by: str | None = None
+    """the variable by which the launcher was detected"""
     is_first: bool = True
     num_ranks: int | None = None
     """ranks that were started; None where this program is to start them"""
     problems: tuple[str, ...] = ()
 
+    @property
+    def starts_own_ranks(self) -> bool:
+        """Whether this program is to start the ranks of this machine."""
+        return not self.is_child and self.detected_by in (None, "NODE_RANK")
+
+    @property
+    def is_started_here(self) -> bool:
+        """Whether this program started the ranks, or is the only one; not torchrun or srun."""
+        return self.detected_by in (None, "LOCAL_RANK")
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether ranks were started from outside, so that none of them can decide for all."""
+        return self.detected_by == "NODE_RANK" or (self.num_ranks or 1) > 1
+
 
 @functools.cache
 def read_launch() -> Launch:
-    """Read the environment; half a set of variables makes no rank, and is a problem.
+    """Read the environment; an incomplete set of variables makes no rank, and is a problem.
 
     Once, as the process found it: Lightning sets these variables for its children, and removes some
-    of them when it has finished.
+    of them when it has finished; `live_with_parent` removes the parent's.
     """
-    way = next((way for way in WAYS if _is_taken(way.detected_by)), None)
-    if way is None:
-        return Launch()
-    problems = _problems_of(way)
-    if problems:
-        return Launch(detected_by=way.detected_by, problems=tuple(problems))
+    has_parent = os.environ.get(PARENT_VARIABLE) == str(os.getppid())
+    is_child = has_parent and bool(os.environ.get(RUN_DIR_VARIABLE))
+    launcher = next((one for one in LAUNCHERS if _is_detected(one.detected_by)), None)
+    if launcher is None:
+        return Launch(has_parent=has_parent, is_child=is_child)
+    problems = tuple(_problems_of(launcher))
+    names, world_size = launcher.ranks, launcher.world_size
     return Launch(
-        detected_by=way.detected_by,
-        is_first=all(int(os.environ[name]) == 0 for name in way.ranks),
-        num_ranks=None if way.world_size is None else int(os.environ[way.world_size]),
+        has_parent=has_parent,
+        is_child=is_child,
+        detected_by=launcher.detected_by,
+        is_first=bool(problems) or all(int(os.environ[name]) == 0 for name in names),
+        num_ranks=None if problems or world_size is None else int(os.environ[world_size]),
+        problems=problems,
     )
 
 
-def _is_taken(detected_by: str) -> bool:
+def _is_detected(detected_by: str) -> bool:
     value = os.environ.get(detected_by)
     if detected_by == "SLURM_NTASKS":
-        # A shell on a node has it, and torchrun within srun; Lightning draws the same lines.
+        # Also set in a shell on a node, and under torchrun within srun; Lightning's own rules.
         is_shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
         return value is not None and not is_shell and "TORCHELASTIC_RUN_ID" not in os.environ
     if detected_by == "NODE_RANK":
@@ -124,19 +155,20 @@ def _is_taken(detected_by: str) -> bool:
     return value is not None
 
 
-def _problems_of(way: Launcher) -> list[str]:
-    numbers = {way.detected_by, *way.ranks, way.world_size or way.detected_by} & set(os.environ)
+def _problems_of(launcher: Launcher) -> list[str]:
+    detected_by = launcher.detected_by
+    numbers = {detected_by, *launcher.ranks, launcher.world_size or detected_by} & set(os.environ)
     problems = [
         f"{name}={os.environ[name]}: expected a whole number"
         for name in sorted(numbers)
         if not os.environ[name].isdecimal()
     ]
-    missing = [name for name in way.beside if name not in os.environ]
+    missing = [name for name in launcher.required if name not in os.environ]
     if missing:
         problems.append(
-            f"{way.detected_by}={os.environ[way.detected_by]} says that this is one of several "
+            f"{detected_by}={os.environ[detected_by]} says that this is one of several "
             f"ranks, but {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set; "
-            f"start the ranks with torchrun or srun, or type: unset {way.detected_by}"
+            f"start the ranks with torchrun or srun, or type: unset {detected_by}"
         )
     return problems
 
@@ -146,8 +178,24 @@ def is_first_rank() -> bool:
     return read_launch().is_first
 
 
+def is_child() -> bool:
+    """Say whether our own launcher started this process, after it had checked everything."""
+    return read_launch().is_child
+
+
+def live_with_parent() -> None:
+    """Have this process killed when the process that started it ends."""
+    read_launch()
+    parent = os.environ.pop(PARENT_VARIABLE, None)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it has ended in the meantime
+        os._exit(128 + signal.SIGKILL)
+
+
 _decided: str | None = None
-"""the folder that this process has decided on, as it stands in the environment"""
+"""the folder that this process has decided on, as in the environment"""
 
 
 def run_dir() -> Path | None:
@@ -156,31 +204,13 @@ def run_dir() -> Path | None:
     Only theirs: a shell, or the process of another run, may have left one in the environment.
     """
     folder = os.environ.get(RUN_DIR_VARIABLE)
-    if not folder or not (folder == _decided or has_launcher()):
-        return None
-    return Path(folder)
+    return Path(folder) if folder and (folder == _decided or is_child()) else None
 
 
-def hand_down(folder: Path) -> None:
-    """Let this process, and the ranks that it starts, know the run's folder."""
+def set_run_dir(folder: Path) -> None:
+    """Set the run's folder for this process and the ranks that it starts."""
     global _decided
     _decided = os.environ[RUN_DIR_VARIABLE] = str(folder)
-
-
-def is_child() -> bool:
-    """Say whether the run's own launcher started this process, after it had checked everything."""
-    return bool(os.environ.get(RUN_DIR_VARIABLE)) and has_launcher()
-
-
-def is_started_here() -> bool:
-    """Say whether this program has started the ranks, or is the only one; not torchrun or srun."""
-    return read_launch().detected_by in (None, "LOCAL_RANK")
-
-
-def is_one_of_several() -> bool:
-    """Say whether ranks were started from outside, so that none of them can decide for all."""
-    launch = read_launch()
-    return launch.detected_by == "NODE_RANK" or (launch.num_ranks or 1) > 1
 
 
 def check_launch(num_ranks: int | None) -> list[str]:
@@ -202,17 +232,17 @@ def check_launch(num_ranks: int | None) -> list[str]:
 
 
 def _fitting(launch: Launch) -> str:
-    """Word the settings that fit the ranks that were started."""
+    """Return the settings to type for the ranks that were started."""
     total = launch.num_ranks or 1
     names = ("SLURM_NTASKS_PER_NODE", "LOCAL_WORLD_SIZE")
-    told = os.environ.get(names[0] if launch.detected_by == "SLURM_NTASKS" else names[1], "")
-    per_node = int(told) if told.isdecimal() and int(told) else total
+    per = os.environ.get(names[0] if launch.detected_by == "SLURM_NTASKS" else names[1], "")
+    per_node = int(per) if per.isdecimal() and int(per) else total
     nodes = f" trainer.num_nodes={total // per_node}" if per_node != total else ""
     return f"type trainer.devices={per_node}{nodes}"
 
 
 def free_port() -> int:
-    """Return a port that the system has found free; another program may take it before us."""
+    """Return a port that is free now; another program may take it before us."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

@@ -14,15 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from app.process.heartbeat import (
-    BEAT,
-    ENDED,
-    LOST,
-    PARENT_VARIABLE,
-    PIPE_VARIABLE,
-    PORT_TAKEN,
-    STACKS_FILE,
-)
+from app.process.heartbeat import BEAT, ENDED, LOST, PORT_TAKEN, STACKS_FILE
+from app.process.launch import PARENT_VARIABLE, PIPE_VARIABLE
 
 LAST_LINES = 8
 """of what a rank has printed on stderr, kept for when it dies"""

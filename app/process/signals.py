@@ -1,9 +1,9 @@
-"""What SIGTERM, SIGINT, SIGHUP and SLURM's SIGUSR1 do: noted in a step, acted on behind it.
+"""What SIGTERM, SIGINT, SIGHUP and SLURM's SIGUSR1 do: recorded in a step, acted on after it.
 
-The handler only notes; outside of the training loop it also ends the program where it stands, as
-it does where the loop waits for data that does not come. A thread hears of signals apart from it,
-since a handler waits for as long as a library computes. Where nothing is saved first, the program
-is gone LEAVES_WITHIN seconds after a signal.
+The handler only records the signal; outside of the training loop, or where the loop waits for data
+that does not come, it also ends the program at once. A thread receives signals as well, since a
+handler waits for as long as a library computes. Where nothing is saved first, the program has ended
+EXITS_WITHIN seconds after a signal.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from app.process.launch import is_child
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 WAKES = signal.SIGURG
-"""has the main thread look again, out of a system call that it waits in; ignored by default"""
-# A terminal and a launcher from outside may send the same signal at one moment. A rank of our own
-# gets the terminal's, and behind it the one that its supervisor passes on, which looks every 0.1 s.
+"""interrupts a system call that the main thread waits in; ignored by default"""
+# A terminal and an external launcher may send the same signal at one moment. A rank of our own gets
+# the terminal's, and after it the one that its supervisor passes on, which polls every 0.1 s.
 SAME_PRESS = 0.1
-"""seconds within which signals are one"""
+"""seconds within which two signals count as one"""
 SAME_PRESS_OF_A_RANK = 0.5
 """the same for a rank that this program's supervisor has started"""
-LOOK_EVERY = 0.25
-"""seconds between two looks at the time; a signal is seen when it comes"""
-TIME_TO_LEAVE = 2.5
-"""seconds that the program has to end by itself where nothing is saved first"""
-TIME_FOR_WORKERS = 1.0
-"""of these, seconds that the processes which work for it have"""
-TIME_FOR_DATA = 1.5
-"""seconds that a training step which has to end first is given to get its data"""
-LEAVES_WITHIN = TIME_FOR_DATA + TIME_TO_LEAVE
+POLL_SECONDS = 0.25
+"""between two checks of the deadlines; a signal is received when it comes"""
+EXIT_SECONDS = 2.5
+"""that the program has to end by itself where nothing is saved first"""
+WORKER_SECONDS = 1.0
+"""of these, before its worker processes are killed"""
+DATA_SECONDS = 1.5
+"""that a training step which has to end first may wait for its data"""
+EXITS_WITHIN = DATA_SECONDS + EXIT_SECONDS
 """seconds from a signal to the end of the program where nothing is saved"""
 
 
 @dataclass(slots=True)
-class _Heard:
+class _State:
     is_rank: bool
     """whether this program's supervisor has started this process"""
     signum: int | None = None
-    """the first signal that came"""
+    """the first signal received"""
     waits_for_step: bool = False
-    """whether the training loop asks for it"""
+    """whether the training loop polls for signals between steps"""
     reads_since: float | None = None
     """since when the training loop waits for data, by the monotonic clock; None if it does not"""
     is_overdue: bool = False
-    """whether the data has not come in the time that it is given after a signal"""
-    left_at: float | None = None
-    """when the program was told to end where it stands, by the monotonic clock"""
+    """whether the data has not come within DATA_SECONDS of a signal"""
+    exits_since: float | None = None
+    """when the program began to end, by the monotonic clock"""
 
 
-_received: _Heard | None = None
+_state: _State | None = None
 
 
 class DataStalled(Interrupted):
@@ -70,21 +70,21 @@ class DataStalled(Interrupted):
 
 def install_signal_handlers() -> None:
     """Handle the signals of this process from now on; called in its main thread."""
-    global _received
-    if _received is not None:
+    global _state
+    if _state is not None:
         return
-    _received = _Heard(is_rank=is_child())  # later it has told its own ranks
-    heard_by_thread, told = socket.socketpair()
-    told.setblocking(False)
-    signal.set_wakeup_fd(told.detach(), warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(heard_by_thread, _received), daemon=True).start()
+    _state = _State(is_rank=is_child())
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    signal.set_wakeup_fd(sender.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(receiver, _state), daemon=True).start()
     os.register_at_fork(after_in_child=_forget)
     take_handlers()
 
 
 def take_handlers() -> None:
-    """Handle the signals here again, where a library has put its own handlers."""
-    if _received is not None:
+    """Restore our handlers after a library has installed its own."""
+    if _state is not None:
         for signum in HANDLED:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup wants it
                 signal.signal(signum, _handle)
@@ -92,40 +92,40 @@ def take_handlers() -> None:
 
 
 def wait_for_step(waits: bool) -> None:
-    """Begin or cease to ask for signals between steps; Interrupted if one came in the meantime."""
-    if _received is None:
+    """Start or stop polling for signals between steps; Interrupted if one came in the meantime."""
+    if _state is None:
         return
-    if not waits and _received.signum is not None:
-        _leave(_received)
-    _received.waits_for_step = waits
-    if not waits and _received.signum is not None:  # it came between the two
-        _leave(_received)
+    if not waits and _state.signum is not None:
+        _raise_interrupted(_state)
+    _state.waits_for_step = waits
+    if not waits and _state.signum is not None:  # it came between the two
+        _raise_interrupted(_state)
 
 
 def wait_for_data(waits: bool) -> None:
-    """Note that the training loop begins or ceases to wait for data."""
-    if _received is not None:
-        _received.reads_since = time.monotonic() if waits else None
+    """Record that the training loop starts or stops waiting for data."""
+    if _state is not None:
+        _state.reads_since = time.monotonic() if waits else None
 
 
 def take_time() -> None:
-    """Let this process save before it ends, however long that takes; `exit_after_grace` follows."""
-    if _received is not None:
-        _received.left_at = None
+    """Suspend the deadline while this process saves; `exit_after_grace` follows."""
+    if _state is not None:
+        _state.exits_since = None
 
 
 def exit_after_grace() -> None:
-    """Have this process ended in a few seconds if it does not end by itself: all is saved."""
-    if _received is not None:
-        _received.left_at = time.monotonic()
+    """Kill this process in EXIT_SECONDS if it has not ended by then: all is saved."""
+    if _state is not None:
+        _state.exits_since = time.monotonic()
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with `code`; after a signal without taking apart what it has imported.
+    """End this process with `code`; after a signal without finalizing the interpreter.
 
-    That takes seconds, in which no thread runs any more that could cut it short.
+    That takes seconds, in which no thread runs any more that could enforce the deadline.
     """
-    if _received is None or _received.signum is None:
+    if _state is None or _state.signum is None:
         sys.exit(code)
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
@@ -135,93 +135,92 @@ def end_process(code: int) -> NoReturn:
 
 
 def signal_received() -> int | None:
-    """Return the first signal that came, None as long as there was none."""
-    return None if _received is None else _received.signum
+    """Return the first signal received, None while there was none."""
+    return None if _state is None else _state.signum
 
 
 def _handle(signum: int, frame: FrameType | None) -> None:
-    if _received is None:
+    if _state is None:
         return
-    if _received.signum is None:
-        _received.signum = signum
-    if not _received.waits_for_step and _received.left_at is None:
-        _leave(_received)
+    if _state.signum is None:
+        _state.signum = signum
+    if not _state.waits_for_step and _state.exits_since is None:
+        _raise_interrupted(_state)
 
 
 def _handle_stall(signum: int, frame: FrameType | None) -> None:
-    if _received is None or not _received.is_overdue or _received.left_at is not None:
+    if _state is None or not _state.is_overdue or _state.exits_since is not None:
         return
-    if _received.reads_since is not None:
-        _received.left_at = time.monotonic()
-        raise DataStalled(
-            _received.signum or signal.SIGTERM, "the data of the next step did not come"
-        )
+    if _state.reads_since is not None:
+        _state.exits_since = time.monotonic()
+        raise DataStalled(_state.signum or signal.SIGTERM, "the data of the next step did not come")
 
 
-def _leave(heard: _Heard) -> None:
-    heard.left_at = time.monotonic()
-    assert heard.signum is not None
-    raise Interrupted(heard.signum, "outside of the training steps")
+def _raise_interrupted(state: _State) -> None:
+    state.exits_since = time.monotonic()
+    assert state.signum is not None
+    raise Interrupted(state.signum, "not during a training step")
 
 
-def _watch(signals: socket.socket, heard: _Heard) -> None:
-    """Leave at once on a second signal, and in a few seconds on one outside of training."""
+def _watch(receiver: socket.socket, state: _State) -> None:
+    """Exit now on a second signal, and within EXIT_SECONDS on one outside of training."""
     first: float | None = None
     overdue_at: float | None = None
     number, main = int(signal.SIGTERM), threading.main_thread().ident
     assert main is not None
     while True:
-        if heard.reads_since is None:  # it came after all
-            overdue_at, heard.is_overdue = None, False
-        left_at = heard.left_at or overdue_at or (None if heard.waits_for_step else first)
-        if left_at is not None and time.monotonic() - left_at > TIME_FOR_WORKERS:
+        if state.reads_since is None:  # it came after all
+            overdue_at, state.is_overdue = None, False
+        exits_since = state.exits_since or overdue_at or (None if state.waits_for_step else first)
+        if exits_since is not None and time.monotonic() - exits_since > WORKER_SECONDS:
             _kill_workers()
-        if left_at is not None and time.monotonic() - left_at > TIME_TO_LEAVE:
-            _leave_at_once(heard.signum or number, "did not end by itself")
-        if overdue_at is None and _stalls(heard, first):
-            overdue_at, heard.is_overdue = time.monotonic(), True
+        if exits_since is not None and time.monotonic() - exits_since > EXIT_SECONDS:
+            _exit_now(state.signum or number, "did not end by itself")
+        if overdue_at is None and _stalls(state, first):
+            overdue_at, state.is_overdue = time.monotonic(), True
             signal.pthread_kill(main, WAKES)
-        signals.settimeout(LOOK_EVERY)  # it may have to leave without a signal of its own
+        receiver.settimeout(POLL_SECONDS)  # a deadline may pass without a signal
         try:
-            numbers = set(signals.recv(64)) & set(HANDLED)
+            numbers = set(receiver.recv(64)) & set(HANDLED)
         except TimeoutError:
             continue
         if not numbers:
             continue
         if first is None:
             first, number = time.monotonic(), min(numbers)
-        elif time.monotonic() - first > (SAME_PRESS_OF_A_RANK if heard.is_rank else SAME_PRESS):
-            _leave_at_once(min(numbers), "a second signal")
+            state.signum = state.signum or number  # before any handler that a library may have
+        elif time.monotonic() - first > (SAME_PRESS_OF_A_RANK if state.is_rank else SAME_PRESS):
+            _exit_now(min(numbers), "a second signal")
 
 
-def _stalls(heard: _Heard, first: float | None) -> bool:
-    """Tell whether the data of a step has not come in its time after the signal."""
-    since = heard.reads_since
-    if first is None or since is None or not heard.waits_for_step:
+def _stalls(state: _State, first: float | None) -> bool:
+    """Tell whether a step has waited DATA_SECONDS for its data after the signal."""
+    since = state.reads_since
+    if first is None or since is None or not state.waits_for_step:
         return False
-    return time.monotonic() - max(first, since) > TIME_FOR_DATA
+    return time.monotonic() - max(first, since) > DATA_SECONDS
 
 
 def _kill_workers() -> None:
-    """End the processes that work for this one, which waits for them before it ends."""
+    """Kill the worker processes, which this one would wait for before it ends."""
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
-def _leave_at_once(signum: int, why: str) -> None:
+def _exit_now(signum: int, why: str) -> None:
     _kill_workers()
     name = signal.Signals(signum).name
     with contextlib.suppress(OSError):
-        os.write(2, f"{name}: left at once ({why})\n".encode())
+        os.write(2, f"{name}: exited at once ({why})\n".encode())
     os._exit(128 + signum)
 
 
 def _forget() -> None:
-    """Leave signals to the process that forked this one, which ends it in time."""
-    global _received
-    if _received is None:
+    """Ignore signals in a forked process, which its parent ends in time."""
+    global _state
+    if _state is None:
         return
-    _received = None
+    _state = None
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, WAKES):
         signal.signal(signum, signal.SIG_DFL)

@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.process.errors import DONE, ENVIRONMENT_ERROR, REASON_FILE, TRAINING_FAULT, USER_ERROR
+from app.process.errors import DONE, ENVIRONMENT_ERROR, TRAINING_FAULT, USER_ERROR
 from app.process.files import open_no_follow
 from app.process.heartbeat import STACKS_FILE
 from app.process.launch import STEP_VARIABLE, free_port
 from app.process.ranks import GRACE, Rank, Ranks
-from app.process.signals import HANDLED, LEAVES_WITHIN, signal_received, wait_for_step
+from app.process.reporting import REASON_FILE
+from app.process.signals import EXITS_WITHIN, HANDLED, signal_received, wait_for_step
 from data_modules import redact
 
 
@@ -135,7 +136,7 @@ class Supervisor:
             if sent is None and (sent := signal_received()) is not None:
                 ranks.send(sent)
                 sent_at = time.monotonic()
-            is_late = sent is not None and time.monotonic() - sent_at > LEAVES_WITHIN
+            is_late = sent is not None and time.monotonic() - sent_at > EXITS_WITHIN
             if is_late and not ranks.train():  # they should have ended by themselves
                 grace = 0.0
                 break

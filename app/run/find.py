@@ -42,8 +42,9 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
     """
     if resume == NEVER:
         return None
-    if is_child() and (started := run_dir()) is not None:  # the first rank has found it
-        return started if is_training(started / CONFIG_FILE) else None
+    if is_child():  # its launcher has found it
+        started = run_dir()
+        return started if started and is_training(started / CONFIG_FILE) else None
     if not resume.strip():
         raise UserError(f"resume is empty; {UNSET}")
     if resume not in (AUTO, MUST):

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import yaml  # type: ignore[import-untyped]
 
-from app.process.errors import REASON_FILE, UserError, is_reason
+from app.process.errors import UserError
 from app.process.files import odd_entries
-from app.process.launch import hand_down, is_child, is_first_rank, is_one_of_several, run_dir
+from app.process.launch import is_child, is_first_rank, read_launch, run_dir, set_run_dir
+from app.process.reporting import REASON_FILE, is_reason
 from app.process.untrusted import read_text
 
 OUTPUTS = Path("outputs")
@@ -175,7 +176,7 @@ def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
             if not resumes:  # a run that is done already is only read
                 tempfile.TemporaryFile(dir=folder, prefix=PROBE).close()
         return folder
-    if is_one_of_several():
+    if read_launch().is_one_of_several:
         raise UserError(
             "ranks that were started from outside (torchrun, slurm) cannot agree on a new folder: "
             "type output.dir=FOLDER"
@@ -212,7 +213,7 @@ def hand_to_ranks(folder: Path) -> None:
     """Tell this run's folder to the ranks that this process starts, and to its own errors."""
     if is_first_rank():
         (folder / REASON_FILE).unlink(missing_ok=True)  # why an earlier process stopped
-    hand_down(folder.resolve())
+    set_run_dir(folder.resolve())
 
 
 def is_training(config: Path) -> bool:

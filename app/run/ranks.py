@@ -13,13 +13,10 @@ from typing import Any
 
 from app.preflight import num_ranks
 from app.process.errors import DONE
-from app.process.launch import is_child, is_first_rank, read_launch, run_dir
+from app.process.launch import is_first_rank, read_launch, run_dir
 from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
 from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
 from data_modules import printable
-
-BY_HAND = "NODE_RANK"
-"""tells a process started on each of several machines, which starts the ranks there"""
 
 
 def check_supervise(config: Any) -> list[str]:
@@ -47,7 +44,7 @@ def check_supervise(config: Any) -> list[str]:
 
 def starts_ranks(config: Any) -> bool:
     """Tell whether this process is to start the ranks and to watch over them."""
-    if is_child() or read_launch().detected_by not in (None, BY_HAND):
+    if not read_launch().starts_own_ranks:
         return False
     return _ranks_here(config) > 1 or config.supervise.max_restarts > 0
 
@@ -101,7 +98,8 @@ def how_to_go_on() -> str:
     if not checkpoints_of(folder).checkpoints():
         return "nothing is saved yet"
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    by = "python" if read_launch().detected_by in (None, BY_HAND, "LOCAL_RANK") else "torchrun ..."
+    launch = read_launch()
+    by = "python" if launch.starts_own_ranks or launch.is_started_here else "torchrun ..."
     return f"to go on: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
 
 

@@ -131,8 +131,8 @@ def open_run(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) ->
     The first rank verifies every byte of the checkpoint, and hands its step to the ranks that it
     starts. `read_config` reads the config.yaml in a run's folder.
     """
-    if is_child() and (decided := run_dir()) is not None:
-        return _open_as_rank(config, Path(config.output.dir or decided))
+    if is_child():
+        return _open_as_rank(config)
     folder = make_run_dir(config.output, resumes=config.resume != NEVER)
     existing = _compare(config, read_config) if _is_resumed(config) else _ExistingRun()
     if existing.problems:
@@ -166,8 +166,9 @@ def open_run(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) ->
     return run
 
 
-def _open_as_rank(config: TrainConfig, folder: Path) -> Run:
+def _open_as_rank(config: TrainConfig) -> Run:
     """Open the run that the process which started this rank has decided on."""
+    folder = Path(config.output.dir or run_dir() or "")
     step = int(os.environ.get(STEP_VARIABLE, 0))
     return Run(
         config=config,

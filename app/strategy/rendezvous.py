@@ -14,7 +14,7 @@ import sys
 from datetime import timedelta
 from typing import Any
 
-from app.process.launch import free_port, is_started_here
+from app.process.launch import free_port, read_launch
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
@@ -30,7 +30,7 @@ def meet_on_loopback(strategy: Any) -> None:
     """
     import torch.distributed as dist
 
-    if strategy.num_nodes > 1 or not is_started_here() or dist.is_initialized():
+    if strategy.num_nodes > 1 or not read_launch().is_started_here or dist.is_initialized():
         return
     strategy.set_world_ranks()
     backend = strategy._get_process_group_backend()

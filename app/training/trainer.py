@@ -181,7 +181,7 @@ def resolve_precision(precision: str, accelerator: str) -> str:
     if precision == "auto":
         return "bf16" if has_bf16 else "fp32"
     if precision.startswith("bf16") and accelerator == "gpu" and not has_bf16:
-        raise ValueError(
+        raise UserError(
             f"trainer.precision={precision}: {torch.cuda.get_device_name()} has no bf16 of its own "
             "(GPUs have it from compute capability 8.0 on); type trainer.precision=fp16 or fp32"
         )

@@ -199,7 +199,7 @@ class Mixture:
             for weight, size in zip(weights, sizes, strict=True)
         ]
         if not sum(parts):
-            raise ValueError("no data set has both rows and a weight above 0")
+            raise DataError("no data set has both rows and a weight above 0")
         shares = [part / sum(parts) for part in parts]
         whole = [size / share for size, share in zip(sizes, shares, strict=True) if share]
         total = max(whole) if stop == "all" else min(whole)

@@ -17,7 +17,8 @@ from unittest import mock
 
 from app.config import load_config
 from app.config.load import check_before_start
-from app.process.errors import DONE, report
+from app.process.errors import DONE
+from app.process.reporting import report
 from tests.door import OF_OTHER_RUNS
 
 LONGEST_SECONDS = 20

@@ -211,7 +211,7 @@ def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
 
 def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path) -> None:
     from app.process.files import write_whole
-    from app.process.heartbeat import begin_to_beat
+    from app.process.heartbeat import start_heartbeat
     from app.run.lock import hold_run
     from app.training.log_files import CsvLogger
 
@@ -228,7 +228,7 @@ def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path
     with pytest.raises((OSError, RuntimeError), match=r"metrics\.csv"):
         rows.log_metrics({}, 3)
     with pytest.raises(OSError, match="stacks-rank-0"):
-        begin_to_beat(folder, 0)
+        start_heartbeat(folder, 0)
     write_whole(folder / "config.yaml", "seed: 1\n")
     assert victim.read_text() == "step\n1\n2\n"
     assert (folder / "config.yaml").read_text() == "seed: 1\n"

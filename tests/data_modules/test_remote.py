@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.process.errors import ENVIRONMENT_ERROR, exit_code, report
+from app.process.errors import ENVIRONMENT_ERROR, exit_code
+from app.process.reporting import report
 from data_modules.messages import DataError, RemoteError
 from data_modules.source import Limits, fingerprint, read_chunks
 

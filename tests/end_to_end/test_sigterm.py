@@ -154,7 +154,7 @@ def test_what_is_done_is_saved_where_the_next_data_does_not_come(tmp_path: Path,
         assert saved is not None and saved.step == 2
         assert "the data of the next step did not come; step 2 is saved" in said
     else:
-        assert saved is None and "left at once" in said
+        assert saved is None and "exited at once" in said
 
 
 @pytest.mark.slow

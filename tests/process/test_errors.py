@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from app.config.overrides import _read_word
-from app.model.base_files import weight_files
 from app.process.errors import Interrupted, TrainingFault, UserError, exit_code
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from data_modules import DataError
@@ -72,16 +70,6 @@ def test_exit_codes(words: list[str], error: BaseException, code: int, fragment:
     assert "Traceback" not in answer.said
 
 
-def test_a_value_error_is_the_users_only_where_we_raise_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="add -m") as refused:
-        _read_word("seed", "1,2", "", lambda word: (None, True))
-    assert exit_code(refused.value) == 2
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ValueError, match="Expecting property name") as stumbled:
-        weight_files(tmp_path)
-    assert exit_code(stumbled.value) == 4
-
-
 def test_a_traceback_is_shown_when_asked_for() -> None:
     answer = ask("oops=1", environment={"LOFT_TRACEBACK": "1"})
     assert answer.code == 2
@@ -140,14 +128,13 @@ def test_a_message_that_cannot_be_left_in_the_folder_is_said(
     assert ask(*words, error=TrainingFault("nan"), environment=of_run | SECOND_RANK).said == ""
 
 
-def test_the_end_by_a_signal_is_no_fault(words: list[str]) -> None:
-    def _sigterm_notifier_fn() -> None:  # Lightning's handler has this name
-        raise GLOO
-
-    with pytest.raises(RuntimeError) as caught:
-        _sigterm_notifier_fn()
-    answer = ask(*words, error=caught.value)
-    assert (answer.code, answer.said) == (143, "")
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (None, 3)])
+def test_a_lost_peer_after_a_signal_is_no_fault(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, signum: int | None, code: int
+) -> None:
+    monkeypatch.setattr("app.process.reporting.signal_received", lambda: signum)
+    answer = ask(*words, error=GLOO)
+    assert (answer.code, answer.said == "") == (code, code == 143)
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_operations_are_counted_from_the_beginning_of_a_save(tmp_path: Path) -> 
 
 def test_a_hanging_rank_hangs(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from app import faults\n"
+        "import sys; from pathlib import Path; from app.process import faults\n"
         "faults.arm(faults.parse_faults(['hang@2'])[0], Path(sys.argv[1]))\n"
         "faults.reach('step', 1); print('one', flush=True); faults.reach('step', 2); print('two')"
     )

@@ -16,7 +16,6 @@ from app.process.launch import (
     check_launch,
     is_child,
     is_first_rank,
-    is_one_of_several,
     read_launch,
 )
 from tests.door import ask, make_data, make_model
@@ -68,7 +67,7 @@ def test_each_launcher_is_understood(
 ) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
-    assert (is_first_rank(), is_child(), is_one_of_several()) == (first, child, several)
+    assert (is_first_rank(), is_child(), read_launch().is_one_of_several) == (first, child, several)
     assert check_launch(read_launch().num_ranks or 1) == []
     # Lightning takes it away when it has finished; what rank this is does not change by that.
     environment.delenv("WORLD_SIZE", raising=False)

@@ -18,8 +18,8 @@ from tests.processes import AT_ONCE, ENDS_WITHIN, LONGEST
 
 BEGIN = """
 import os, signal, sys, time
-from app import signals
-from app.process.errors import report
+from app.process import signals
+from app.process.reporting import report
 def say(word):
     os.write(1, f"{word}\\n".encode())
 signals.install_signal_handlers()
@@ -93,7 +93,7 @@ def test_outside_of_a_step_the_program_ends_where_it_stands(
 ) -> None:
     process = Process(OUTSIDE)
     process.send(signum)
-    assert process.end() == (code, f"\nstopped by {signum.name}: outside of the training steps\n")
+    assert process.end() == (code, f"\nstopped by {signum.name}: not during a training step\n")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_step_is_ended_first_and_the_rest_is_left(name: str, environment: dict
     process.send(signal.SIGTERM)  # a launcher sends it on: the same one
     code, said = process.end()
     assert code == 143
-    assert "Interrupted" not in said and "left at once" not in said
+    assert "Interrupted" not in said and "exited at once" not in said
 
 
 @pytest.mark.parametrize("environment", [{}, A_RANK])
@@ -127,13 +127,13 @@ def test_a_second_signal_is_obeyed_at_once_whatever_the_program_does(
     time.sleep(2 * signals.SAME_PRESS_OF_A_RANK)
     before = time.monotonic()
     process.send(signal.SIGINT)
-    assert process.end() == (130, "SIGINT: left at once (a second signal)\n")
+    assert process.end() == (130, "SIGINT: exited at once (a second signal)\n")
     assert time.monotonic() - before < AT_ONCE
 
 
 def test_a_library_that_keeps_the_program_from_ending_is_left_behind() -> None:
     stuck = """
-signals.TIME_TO_LEAVE = 0.5
+signals.EXIT_SECONDS = 0.5
 is_ready = False
 while True:
     try:
@@ -146,7 +146,7 @@ while True:
 """
     process = Process(stuck)
     process.send(signal.SIGTERM)
-    assert process.end() == (143, "SIGTERM: left at once (did not end by itself)\n")
+    assert process.end() == (143, "SIGTERM: exited at once (did not end by itself)\n")
 
 
 STUCK = """
@@ -167,7 +167,7 @@ listens, tells = os.pipe()
     ("read", "said"),
     [
         ("os.read(listens, 1)", "\nstopped by SIGTERM: the data of the next step did not come\n"),
-        ("hang()", "SIGTERM: left at once (did not end by itself)\n"),
+        ("hang()", "SIGTERM: exited at once (did not end by itself)\n"),
     ],
     ids=["a slow reader", "a library"],
 )
@@ -231,7 +231,7 @@ def test_ctrl_c_pressed_twice_ends_a_step_at_once() -> None:
     time.sleep(0.3)
     before = time.monotonic()
     process.send(signal.SIGINT)
-    assert process.end() == (130, "SIGINT: left at once (a second signal)\n")
+    assert process.end() == (130, "SIGINT: exited at once (a second signal)\n")
     assert time.monotonic() - before < 2.0
 
 
@@ -266,7 +266,7 @@ def test_handlers_are_taken_back_from_a_library() -> None:
     library = "signal.signal(signal.SIGTERM, lambda *_: say('the library heard'))"
     process = Process(library, "signals.take_handlers()", OUTSIDE)
     process.send(signal.SIGTERM)
-    assert process.end() == (143, "\nstopped by SIGTERM: outside of the training steps\n")
+    assert process.end() == (143, "\nstopped by SIGTERM: not during a training step\n")
 
 
 def test_a_process_that_hears_no_signals_is_left_as_it_is() -> None:

@@ -18,8 +18,8 @@ import pytest
 
 from app.config import load_config, load_run_config
 from app.process import supervisor as supervisor_module
-from app.process.errors import REASON_FILE
 from app.process.launch import free_port
+from app.process.reporting import REASON_FILE
 from app.process.signals import SAME_PRESS_OF_A_RANK
 from app.process.supervisor import SuperviseConfig, Supervisor
 from app.run import open_run
@@ -33,15 +33,17 @@ from tests.resumed import make_run
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from app.process.errors import UserError, TrainingFault, report
-from app.process.heartbeat import ENDED, beat, beat_again, begin_to_beat, live_with_parent, tell
+from app.process.errors import UserError, TrainingFault
+from app.process.reporting import report
+from app.process.heartbeat import ENDED, beat, beat_again, start_heartbeat, tell
+from app.process.launch import live_with_parent
 live_with_parent()
 folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
 first = int(os.environ["LOFT_RESUME_STEP"])
 os.environ["LOFT_RUN_DIR"] = str(folder)
 with (folder / f"started-{rank}").open("a") as file:
     file.write(f"{os.getpid()} {first} {os.environ['MASTER_PORT']}\\n")
-begin_to_beat(folder, rank)
+start_heartbeat(folder, rank)
 beat(first)
 def is_first_time(what):
     try:
@@ -437,7 +439,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
 
 
 def test_a_child_whose_parent_is_gone_ends_itself() -> None:
-    code = "from app.process.heartbeat import live_with_parent; live_with_parent(); print('alive')"
+    code = "from app.process.launch import live_with_parent; live_with_parent(); print('alive')"
     environment = os.environ | {"LOFT_PARENT": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.process.heartbeat import PARENT_VARIABLE
+from app.process.launch import PARENT_VARIABLE
 from tests.conftest import ROOT
 from tests.processes import GONE_WITHIN, LONGEST, environment_of_a_person
 

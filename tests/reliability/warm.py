@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from app.process.heartbeat import PARENT_VARIABLE, live_with_parent
+from app.process.launch import PARENT_VARIABLE, live_with_parent
 
 MOST_BYTES = 1 << 16
 """of a rank's words and variables"""

@@ -20,6 +20,7 @@ from app.model.adapter.settings import (
     goes_on,
 )
 from app.model.layers import choose_layers, decoder_layers
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import peft
@@ -42,7 +43,7 @@ def apply_freeze(
     """
     chosen = _layers(model, config) + _modules(model, config.modules)
     if not chosen:
-        raise ValueError(
+        raise UserError(
             "adapter=freeze: nothing would train; type 'adapter.layers=top 2', or name modules as "
             "adapter.modules=[lm_head]"
         )
@@ -50,7 +51,7 @@ def apply_freeze(
     for name in chosen:
         module = model.get_submodule(name)
         if targets.is_quantized(module):
-            raise ValueError(
+            raise UserError(
                 f"adapter=freeze: {name} is quantized and cannot train; type quantization=none, "
                 "or adapter=lora"
             )
@@ -90,7 +91,7 @@ def _check_rows_train(model: PreTrainedModel) -> None:
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if not module.weight.requires_grad:
             name = targets.name_of(model, module)
-            raise ValueError(
+            raise UserError(
                 f"model.added_tokens: with adapter=freeze the rows of new tokens in {name} would "
                 f"stay what they started as; type {KEY}=[{name.rpartition('.')[2]}] (with what it "
                 "already names), or adapter=lora"
@@ -113,7 +114,7 @@ def apply_adapter(
 
     dtype = model.dtype if half_precision else torch.float32
     if isinstance(config, Ia3Config) and token_ids:
-        raise ValueError(
+        raise UserError(
             "adapter=ia3 cannot train the rows of new tokens (model.added_tokens); "
             "type adapter=lora or adapter=full"
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter import targets
 from app.model.adapter.settings import Ia3Config
 from app.model.adapter.wrap import wrap
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import peft
@@ -84,7 +85,7 @@ def target_modules(
         return patterns, chosen, []
     scaled_inside = targets.match(inner, names, "adapter.feedforward_modules")
     if outside := [name for name in scaled_inside if name not in chosen]:
-        raise ValueError(
+        raise UserError(
             f"adapter.feedforward_modules={inner} means {outside[0]} as well, which is not among "
             f"adapter.target_modules={patterns}; name it in both, or in neither"
         )
@@ -103,7 +104,7 @@ def _by_architecture(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
         attention = [[FUSED[model_type]]]
     feed_forward = [ending for ending in FEED_FORWARD if exists(ending)]
     if not attention or not feed_forward:
-        raise ValueError(
+        raise UserError(
             f"adapter=ia3: which modules of {model_type} models are keys, values and feed-forward "
             "is not known; type adapter.target_modules=[...] and adapter.feedforward_modules="
             f"[...]; the model has {', '.join(targets.endings(names))}"

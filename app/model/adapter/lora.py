@@ -15,6 +15,7 @@ from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
 from app.model.adapter.wrap import wrap
 from app.model.patterns import check_patterns, ending
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import peft
@@ -219,7 +220,7 @@ def target_modules(
         _refuse_embeddings(model, config.target_modules)
         chosen = targets.match(config.target_modules, names, "adapter.target_modules")
     if targets.is_tied(model) and any(linear[name] is head for name in chosen):
-        raise ValueError(
+        raise UserError(
             f"adapter.target_modules: {targets.name_of(model, head)} is also this base's "
             "embedding, and a change of one would change both; type "
             "adapter.trainable_tokens=[...] to train the rows of some tokens"
@@ -233,7 +234,7 @@ def check_ranks(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> N
     both = {f"adapter.rank_pattern: {pattern}": [ending(pattern)] for pattern in ranks}
     both |= {f"adapter.alpha_pattern: {pattern}": [ending(pattern)] for pattern in alphas}
     if problems := check_patterns(both, modules):
-        raise ValueError(problems[0])
+        raise UserError(problems[0])
     for key, patterns in (("adapter.rank_pattern", ranks), ("adapter.alpha_pattern", alphas)):
         for pattern in patterns:
             if not any(targets.matches_as_peft(pattern, name) for name in modules):
@@ -246,7 +247,7 @@ def check_ranks(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> N
                 break
         inputs, outputs = targets.matrix_shape(module)
         if not 1 <= rank <= min(inputs, outputs):
-            raise ValueError(
+            raise UserError(
                 f"{key}={rank}, but {name} is a matrix of {inputs} x {outputs}, whose rank is at "
                 f"most {min(inputs, outputs)}; type {key}={min(inputs, outputs)} or less"
             )
@@ -279,7 +280,7 @@ def _refuse_embeddings(model: PreTrainedModel, patterns: Any) -> None:
     embedding = targets.name_of(model, model.get_input_embeddings())
     for pattern in patterns if isinstance(patterns, list) else []:
         if isinstance(pattern, str) and targets.is_ending(pattern)(embedding):
-            raise ValueError(
+            raise UserError(
                 f"adapter.target_modules: {pattern!r} is the embedding, which has no inputs to "
                 "multiply; type adapter.trainable_tokens=[...] to train some of its rows, or "
                 f"adapter.modules_to_save=[{pattern}] for all of them"
@@ -290,17 +291,17 @@ def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> N
     from transformers.pytorch_utils import Conv1D
 
     if config.init not in INITS:
-        raise ValueError(f"adapter.init={config.init!r}: expected one of {', '.join(INITS)}")
+        raise UserError(f"adapter.init={config.init!r}: expected one of {', '.join(INITS)}")
     if config.init not in ("pissa", "olora"):
         return
     for name, module in modules.items():
         if targets.is_quantized(module):
-            raise ValueError(
+            raise UserError(
                 f"adapter.init={config.init} takes its start out of the base's weights, and {name} "
                 "is quantized; type adapter.init=default or quantization=none"
             )
         if config.init == "olora" and isinstance(module, Conv1D):
-            raise ValueError(
+            raise UserError(
                 f"adapter.init=olora: {name} is a Conv1D, which peft cannot start from; "
                 "type adapter.init=pissa"
             )

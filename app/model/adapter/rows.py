@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import peft
@@ -43,12 +44,12 @@ def modules_to_save(model: PreTrainedModel, patterns: Sequence[str]) -> list[str
     sharing = sharing_embedding(model)
     for name in names:
         if next(modules[name].parameters(), None) is None:
-            raise ValueError(f"{KEY}: {name} has no weights")
+            raise UserError(f"{KEY}: {name} has no weights")
         if targets.is_quantized(modules[name]):
-            raise ValueError(f"{KEY}: {name} is quantized and cannot train; leave it out")
+            raise UserError(f"{KEY}: {name} is quantized and cannot train; leave it out")
         if len(sharing) > 1 and any(targets.is_inside(one, [name]) for one in sharing):
             # peft ties copies of some models' modules, and forgets to when it reads them again.
-            raise ValueError(
+            raise UserError(
                 f"{KEY}: {name} shares one weight with {', '.join(set(sharing) - {name})}, and "
                 "peft would train it apart from them; type adapter.trainable_tokens=[...] to "
                 "train the rows of some tokens, or adapter=full"
@@ -68,7 +69,7 @@ def rows_to_train(
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     num_rows = embedding.num_embeddings
     if not (min(token_ids) >= 0 and max(token_ids) < num_rows):
-        raise ValueError(
+        raise UserError(
             f"token {max(token_ids)} has no row: the embedding has {num_rows}; "
             "name new tokens in model.added_tokens"
         )
@@ -76,7 +77,7 @@ def rows_to_train(
     names = [targets.name_of(model, module) for module in modules]
     rows = {name: list(token_ids) for name in names if name not in whole}
     if rows and head.bias is not None and targets.name_of(model, head) not in whole:
-        raise ValueError(
+        raise UserError(
             "model.added_tokens, adapter.trainable_tokens: the head of this base has a bias, which "
             f"peft would lose; type {KEY}=[{','.join(names)}] to train all rows"
         )
@@ -93,7 +94,7 @@ def check_rows(model: peft.PeftModel) -> None:
     weights = {id(wrapper.original_module.weight) for wrapper in wrappers}
     for name, module in base.named_modules():
         if id(_own_weight(module)) in weights and id(module) not in wrapped:
-            raise ValueError(
+            raise UserError(
                 f"model.added_tokens, adapter.trainable_tokens: {name} shares the embedding's "
                 "weight, and peft does not train its rows; type adapter=full"
             )
@@ -109,7 +110,7 @@ def check_rows_train(model: peft.PeftModel, token_ids: Sequence[int]) -> None:
     is_partly = isinstance(embedding, peft.utils.other.TrainableTokensWrapper)
     trained = embedding.token_adapter.token_indices["default"] if is_partly else []
     if missing := sorted(set(token_ids) - set(trained)):
-        raise ValueError(
+        raise UserError(
             f"model.added_tokens: the adapter of adapter.path trains no rows for tokens {missing}; "
             "start without adapter.path"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.layers import choose_layers, decoder_layers
 from app.model.patterns import check_patterns, ending
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -67,18 +68,18 @@ def in_layers(model: PreTrainedModel, setting: Any, names: Iterable[str]) -> lis
 def match(patterns: Any, names: Sequence[str], key: str) -> list[str]:
     """Return the names that `patterns` mean: a list of name endings, or one regular expression.
 
-    ValueError, naming the setting `key`, for every pattern that matches nothing.
+    UserError, naming the setting `key`, for every pattern that matches nothing.
     """
     if isinstance(patterns, str):
         if problems := check_patterns({f"{key}: {patterns}": [patterns]}, names):
-            raise ValueError(problems[0])
+            raise UserError(problems[0])
         matched = {name for name in names if re.fullmatch(patterns, name)}
         if not matched:
             hint = f"; type {key}=[{patterns}]" if any(map(is_ending(patterns), names)) else ""
             raise nothing_matches(key, [patterns], names, f"; it is matched to full names{hint}")
         return [name for name in names if name in matched]
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"{key}={patterns}: expected names, as [q_proj, v_proj]")
+        raise UserError(f"{key}={patterns}: expected names, as [q_proj, v_proj]")
     unmatched = [pattern for pattern in patterns if not any(map(is_ending(pattern), names))]
     if unmatched:
         raise nothing_matches(key, unmatched, names)
@@ -123,11 +124,11 @@ def pattern_without(kept: Sequence[str], left_out: Sequence[str]) -> str | None:
 
 def nothing_matches(
     key: str, patterns: Sequence[str], names: Collection[str], hint: str = ""
-) -> ValueError:
+) -> UserError:
     """Return the error for patterns without a module; it lists the names that there are."""
     said = ", ".join(map(repr, patterns))
     verb = "matches" if len(patterns) == 1 else "match"
-    return ValueError(
+    return UserError(
         f"{key}: {said} {verb} no module{hint}; the model has {', '.join(endings(names))}"
     )
 

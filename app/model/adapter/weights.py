@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.model.quantization import storage_of
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ def report_trainable(model: torch.nn.Module) -> TrainableReport:
         num_bytes += storage.num_bytes
         trainable += storage.num_weights if parameter.requires_grad else 0
     if not trainable:
-        raise ValueError("no weight would be trained: look at adapter.target_modules")
+        raise UserError("no weight would be trained: look at adapter.target_modules")
     return TrainableReport(trainable, sum(dtypes.values()), dtypes, num_bytes)
 
 

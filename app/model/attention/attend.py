@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.attention.documents import DocumentGroups, place_documents, stack_documents
 from app.model.attention.masks import MaskRule
 from app.model.attention.pairs import PairGroups
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -34,18 +35,18 @@ def attend_by_document(
     [rows, tokens, heads, head_dim]. ValueError for variants and masks that only `eager` computes.
     """
     if not (attention_mask is None or isinstance(attention_mask, MaskRule)):
-        raise ValueError(
+        raise UserError(
             f"attention=sdpa cannot cut the mask that {type(module).__name__} computed of whole "
             "rows into documents: type attention=eager"
         )
     if isinstance(documents, DocumentGroups) and position_bias is not None:
-        raise ValueError(
+        raise UserError(
             "attention=sdpa cannot cut this model's position_bias, which is of whole rows, into "
             "documents: type packing=none"
         )
     for variant in ("softcap", "s_aux"):
         if unsupported.get(variant) is not None:
-            raise ValueError(
+            raise UserError(
                 f"attention=sdpa cannot compute this model's {variant}: type attention=eager"
             )
     # A mask says all that the window does, which layers are told for the sake of other kernels.
@@ -98,7 +99,7 @@ def _attend_to_pairs(
         return _attend_causally(parts, documents.decoder, attend)
     # Layers without the attribute mix their two sides (T5Gemma2).
     if getattr(module, "is_decoder", None) is None:
-        raise ValueError(
+        raise UserError(
             f"attention=sdpa cannot tell encoder from decoder in {type(module).__name__}: "
             "type attention=eager packing=none"
         )

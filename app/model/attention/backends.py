@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.masks import build_mask_rule
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +144,7 @@ def check_implementation(model: PreTrainedModel, implementation: str) -> None:
             continue
         given = part.config._attn_implementation
         if given != implementation:
-            raise ValueError(
+            raise UserError(
                 f"{type(part).__name__} was to run {implementation}, but transformers gave it "
                 f"{given}: type attention=sdpa or attention=eager"
             )

@@ -16,6 +16,7 @@ from app.model.attention.backends import (
     PACKAGES,
     AttentionConfig,
 )
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -91,7 +92,7 @@ def choose_backend(
     if config.backend == "auto":
         return _fastest(situation)
     if reason := why_not_here(config.backend, situation):
-        raise ValueError(f"attention={config.backend}: {reason}; type {_instead(situation)}")
+        raise UserError(f"attention={config.backend}: {reason}; type {_instead(situation)}")
     if fault := find_fault(config.backend):
         raise ImportError(f"attention={config.backend}: {fault}; type {_instead(situation)}")
     return Choice(config.backend, f"{_describe(config.backend)}, as typed")

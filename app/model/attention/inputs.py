@@ -10,6 +10,7 @@ from app.model.attention.backends import BY_CLASS, why_not_packed
 from app.model.attention.documents import group_documents
 from app.model.attention.flex import block_mask
 from app.model.attention.pairs import Lengths, group_pairs
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ def attention_inputs(
             "documents": group_documents(document_lengths, shape, device),
         }
     if is_packed and len(document_lengths) > 1 and backend in BY_CLASS.get(kind, ()):
-        raise ValueError(
+        raise UserError(
             f"attention={backend} of {kind} models would let the documents of a pack see each "
             "other where a batch has several: type trainer.micro_batch_size=1, or attention=eager"
         )
@@ -59,7 +60,7 @@ def _check_packed(model: PreTrainedModel) -> None:
         "alibi": getattr(model.config, "alibi", None),
     }
     if reason := why_not_packed(numbers):
-        raise ValueError(reason)
+        raise UserError(reason)
 
 
 def _whole_rows(ids: torch.Tensor) -> torch.Tensor:
@@ -93,7 +94,7 @@ def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -
     if not kinds <= windows.keys():
         if backend == "eager":
             return None  # the model builds its own, and finds the documents in the positions
-        raise ValueError(
+        raise UserError(
             f"attention={backend} has no mask for "
             f"{', '.join(sorted(kinds - windows.keys()))} layers: type attention=sdpa"
         )
@@ -163,9 +164,9 @@ def pair_inputs(
     """
     if any(len(lengths) > 1 for lengths in source_lengths):
         if reason := why_not_packed({"model_type": model.config.model_type}):
-            raise ValueError(reason)
+            raise UserError(reason)
         if backend != "sdpa":
-            raise ValueError(
+            raise UserError(
                 f"attention={backend} gives an encoder and what looks at it one mask, which cannot "
                 "keep the documents of a pack apart: type packing=none"
             )

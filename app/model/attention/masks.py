@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from app.process.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -50,7 +52,7 @@ def build_mask_rule(
     Registered beside our attention functions. ValueError for masks that are not of positions alone.
     """
     if use_vmap:
-        raise ValueError(
+        raise UserError(
             "this model's attention mask depends on more than the positions of tokens, which only "
             "eager attention computes: type attention=eager packing=none"
         )

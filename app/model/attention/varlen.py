@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.attention.attend import in_one_dtype
 from app.model.attention.masks import MaskRule
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,7 @@ class VarlenKernel:
             query = query if math.isclose(factor, 1.0) else query * factor
         if not self.takes_window:
             if window is not None:
-                raise ValueError(
+                raise UserError(
                     "attention=varlen has no sliding window before PyTorch 2.11: "
                     "type attention=sdpa"
                 )
@@ -107,13 +108,13 @@ def attend_by_boundaries(
     import torch
 
     if dropout:
-        raise ValueError(
+        raise UserError(
             "attention=varlen cannot drop attention out, as this model's config asks: "
             "type attention=sdpa"
         )
     for variant in ("softcap", "s_aux", "position_bias"):
         if unsupported.get(variant) is not None:
-            raise ValueError(
+            raise UserError(
                 f"attention=varlen cannot compute this model's {variant}: type attention=eager"
             )
     rows, _, tokens, width = query.shape
@@ -150,7 +151,7 @@ def _check_mask(
         return
     if isinstance(mask, MaskRule) and (mask.size == window or mask.size >= longest):
         return
-    raise ValueError(
+    raise UserError(
         f"attention=varlen knows sliding windows that a layer names, and {type(module).__name__} "
         "has a mask of another kind: type attention=sdpa"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from app.process.heartbeat import ENDED, beat, begin_to_beat, tell
+from app.process.heartbeat import ENDED, beat, start_heartbeat, tell
 
 
 class Heartbeat(L.Callback):
@@ -18,14 +18,14 @@ class Heartbeat(L.Callback):
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Begin before the first validation."""
-        begin_to_beat(self.folder, trainer.global_rank)
+        start_heartbeat(self.folder, trainer.global_rank)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Begin where a resumed run has no first validation.
 
         Without a beat, from which on pauses count: a stream is read up to its step before a batch.
         """
-        begin_to_beat(self.folder, trainer.global_rank)
+        start_heartbeat(self.folder, trainer.global_rank)
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Beat."""

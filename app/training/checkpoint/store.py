@@ -62,7 +62,7 @@ class CheckpointStore:
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
         if keep_last < 1 or keep_best < 0:
-            raise ValueError(
+            raise UserError(
                 f"keep_last={keep_last}, keep_best={keep_best}: a run needs at least its last "
                 "checkpoint; type trainer.checkpoint.keep_last=1 or more"
             )
