@@ -11,10 +11,10 @@ from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroCon
 if TYPE_CHECKING:
     from app.strategy.mixin import StrategyMixin
 
-FOR_STATES = 0.75
+STATES_SHARE = 0.75
 """share of a device's memory that weights, gradients and optimizer states may take"""
 STORED = "stored"
-"""how a base is quantized whose files hold few bits already, whichever they are"""
+"""quantization of a base whose files are already quantized, by whatever method"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,9 @@ class Facts:
     device_gib: float | None = None
     """memory of the smallest GPU; None on a CPU"""
     weights_gib: float = 0.0
-    """all weights, as they are kept while training"""
+    """all weights, in their training dtype"""
     states_gib: float = 0.0
-    """gradients and optimizer states of what trains"""
+    """gradients and optimizer states of the trainable parameters"""
     quantization: str = "none"
     """a method's name, or STORED"""
     has_fast_links: bool = False
@@ -37,74 +37,84 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A strategy by its name, and why."""
+class StrategyChoice:
+    """A strategy by its name, and why it was chosen."""
 
     name: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name}, because {self.reason}"
+        return f"{self.name} ({self.reason})"
 
 
-def choose_strategy(facts: Facts) -> Choice:
-    """Choose a strategy that holds what the facts say, with as little traffic as it can."""
+def choose_strategy(facts: Facts) -> StrategyChoice:
+    """Choose the strategy with the least communication that fits the model into memory.
+
+    Rules of thumb: activations are given the rest of a device's memory, whatever they need.
+    """
     if facts.num_ranks == 1:
-        return Choice("single", "there is one rank")
+        return StrategyChoice("single", "1 process")
     if facts.device_gib is None:
-        return Choice("ddp", f"{facts.num_ranks} ranks on a CPU share its memory")
+        return StrategyChoice("ddp", f"{facts.num_ranks} processes on a CPU share its memory")
     if facts.quantization == STORED:
-        return Choice("ddp", "the base's files are quantized, and what they hold cannot be spread")
-    room = FOR_STATES * facts.device_gib
-    kept = facts.weights_gib + facts.states_gib
+        return StrategyChoice(
+            "ddp", "the base's files are quantized, and such weights cannot be sharded"
+        )
+    room = STATES_SHARE * facts.device_gib
+    needed = facts.weights_gib + facts.states_gib
     per_node = facts.num_ranks // facts.num_nodes
     size = (
-        f"weights, gradients and optimizer states take {kept:.1f} GiB, and {room:.0f} of a GPU's "
-        f"{facts.device_gib:.0f} GiB are for them"
+        f"weights, gradients and optimizer states take {needed:.1f} GiB, and {room:.0f} of a GPU's "
+        f"{facts.device_gib:.0f} GiB are available for them"
     )
-    if kept <= room:
-        return Choice("ddp", f"each GPU holds all: {size}")
+    if needed <= room:
+        return StrategyChoice("ddp", f"each GPU holds all: {size}")
     if facts.quantization == "int8":
         return _choose_for_int8(facts, size)
-    if kept > room * facts.num_ranks:
+    if needed > room * facts.num_ranks:
         return _choose_beyond_all(facts, size)
     if facts.num_nodes > 1 and not facts.has_fast_links:
         slow = "the links between nodes are slow (no InfiniBand was found)"
-        if kept <= room * per_node:
-            return Choice("fsdp_hybrid", f"a node's {per_node} GPUs hold all, and {slow}: {size}")
-        # A second copy of the weights is spread inside each node, and serves the backward pass.
-        beside = facts.weights_gib / per_node + kept / facts.num_ranks
-        if beside <= room and facts.has_deepspeed and facts.quantization == "none":
-            return Choice(
+        if needed <= room * per_node:
+            return StrategyChoice(
+                "fsdp_hybrid", f"a node's {per_node} GPUs hold all, and {slow}: {size}"
+            )
+        # hpZ shards a second copy of the weights within each node, for the backward pass.
+        with_copy = facts.weights_gib / per_node + needed / facts.num_ranks
+        if with_copy <= room and facts.has_deepspeed and facts.quantization == "none":
+            return StrategyChoice(
                 "zero3_hpz", f"no node holds all, though each holds the weights, and {slow}: {size}"
             )
-        return Choice("fsdp", f"it takes all {facts.num_ranks} GPUs to hold it: {size}")
-    spread = facts.weights_gib + facts.states_gib / facts.num_ranks
-    if spread <= room and facts.quantization == "none":
-        return Choice(
-            "fsdp_grad_op", f"a GPU holds the weights, not all of their states beside them: {size}"
+        return StrategyChoice("fsdp", f"it takes all {facts.num_ranks} GPUs to hold it: {size}")
+    states_sharded = facts.weights_gib + facts.states_gib / facts.num_ranks
+    if states_sharded <= room and facts.quantization == "none":
+        return StrategyChoice(
+            "fsdp_grad_op",
+            f"a GPU holds the weights, but not their optimizer states as well: {size}",
         )
     where = "a node" if facts.num_nodes == 1 else f"{facts.num_nodes} nodes with fast links"
-    return Choice("fsdp", f"no GPU holds all, and the {facts.num_ranks} of {where} do: {size}")
+    return StrategyChoice(
+        "fsdp", f"no GPU holds all, and the {facts.num_ranks} of {where} do: {size}"
+    )
 
 
-def _choose_for_int8(facts: Facts, size: str) -> Choice:
-    why = f"weights in int8 cannot be spread (those of quantization=nf4 can): {size}"
+def _choose_for_int8(facts: Facts, size: str) -> StrategyChoice:
+    why = f"weights in int8 cannot be sharded (those of quantization=nf4 can): {size}"
     if facts.has_deepspeed:
-        return Choice("zero2", f"only optimizer states can be spread; {why}")
-    return Choice("ddp", why)
+        return StrategyChoice("zero2", f"only optimizer states can be sharded; {why}")
+    return StrategyChoice("ddp", why)
 
 
-def _choose_beyond_all(facts: Facts, size: str) -> Choice:
+def _choose_beyond_all(facts: Facts, size: str) -> StrategyChoice:
     if facts.quantization == "none":
-        return Choice(
+        return StrategyChoice(
             "fsdp_offload", f"not even all {facts.num_ranks} GPUs hold it, host memory may: {size}"
         )
-    return Choice("fsdp", f"nothing spreads more, though it will be tight: {size}")
+    return StrategyChoice("fsdp", f"nothing shards more, though memory will be tight: {size}")
 
 
 def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
-    """Build the strategy that `num_ranks` processes train under; `auto` is resolved before."""
+    """Build the strategy of `num_ranks` processes; `auto` must be resolved before."""
     from app.strategy.ddp import Compressed, OneDevice, Replicated
 
     use_new_store_after_restart()

@@ -1,4 +1,8 @@
-"""The config that DeepSpeed is given: made from our settings alone, so that none is said twice."""
+"""The DeepSpeed config of a run, made from our settings, and the keys that DeepSpeed has.
+
+The keys are listed here so that a wrong one is refused before torch is imported; a test compares
+them with DeepSpeed's own config model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_BUCKET = 500_000_000
-"""numbers that travel at once, as many as DeepSpeed itself would take"""
+"""elements per message, DeepSpeed's default"""
 
 
 DEEPSPEED_KEYS = {
@@ -41,8 +45,8 @@ DEEPSPEED_KEYS = {
     "zero_optimization.zero_quantized_nontrainable_weights": "strategy.quantized_weights",
     "zero_optimization.zero_quantized_gradients": "strategy.quantized_gradients",
 }
-"""keys of a DeepSpeed config that are said by another setting, and which; all that is below them"""
-OF_STAGE_3 = (
+"""keys of a DeepSpeed config, with all below them, and the setting of ours that decides each"""
+STAGE_3_KEYS = (
     "allgather_sequential",
     "gather_16bit_weights_on_model_save",
     "max_live_parameters",
@@ -53,8 +57,8 @@ OF_STAGE_3 = (
     "prefetch_bucket_size",
     "use_all_reduce_for_fetch_params",
 )
-"""keys of zero_optimization that DeepSpeed takes with `stage3_` before them, and without"""
-OF_ZERO = (
+"""keys of zero_optimization that DeepSpeed accepts with and without the prefix `stage3_`"""
+ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",
     "compute_grad_norm",
@@ -118,9 +122,9 @@ FURTHER_DEEPSPEED_KEYS = (
     "wall_clock_breakdown",
     "wandb",
     "weight_quantization",
-    *(f"zero_optimization.{name}" for name in OF_ZERO),
-    *(f"zero_optimization.{name}" for name in OF_STAGE_3),
-    *(f"zero_optimization.stage3_{name}" for name in OF_STAGE_3),
+    *(f"zero_optimization.{name}" for name in ZERO_KEYS),
+    *(f"zero_optimization.{name}" for name in STAGE_3_KEYS),
+    *(f"zero_optimization.stage3_{name}" for name in STAGE_3_KEYS),
 )
 """the other keys of a DeepSpeed 0.19 config, at its top and in zero_optimization"""
 
@@ -135,13 +139,13 @@ def deepspeed_config(
     accumulation: int,
     max_norm: float,
 ) -> dict[str, Any]:
-    """Return the DeepSpeed config of a run: ours, and under it what `config.config` adds.
+    """Return the DeepSpeed config of a run, merged with the further keys of `config.config`.
 
-    `dtype` is that of the weights that train, `num_trained` counts their elements.
+    `dtype` and `num_trained`: dtype and number of elements of the trainable parameters.
     """
     import torch
 
-    # What is given space for it beforehand need not be larger than all there is to send.
+    # Buckets are allocated up front: no larger than all there is to send.
     bucket = min(MAX_BUCKET, num_trained + num_trained % 2)
     zero: dict[str, Any] = {
         "stage": config.stage,
@@ -161,16 +165,16 @@ def deepspeed_config(
     if config.quantized_gradients:
         zero["zero_quantized_gradients"] = True
     made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # only its own figures of speed go by it
+        "train_micro_batch_size_per_gpu": 1,  # only its speed figures depend on it
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": max_norm,
-        # PyTorch's fused AdamW: as fast as DeepSpeed's own on a CPU, and nothing is compiled.
+        # PyTorch's fused AdamW is as fast as DeepSpeed's on a CPU, and needs no compiler.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
     if dtype == torch.bfloat16:
-        # All in bf16, as under DDP: no second, precise copy of the weights.
+        # All in bf16, as under DDP: no fp32 master weights.
         made["bf16"] = {
             "enabled": True,
             "bf16_master_weights_and_grads": True,
@@ -181,7 +185,7 @@ def deepspeed_config(
 
 
 def _merged(made: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Add keys to a config, at any depth; which of them may be given is checked before a run."""
+    """Merge keys into a config at any depth; preflight has checked that they are allowed."""
     merged = dict(made)
     for key, value in further.items():
         known = merged.get(key)

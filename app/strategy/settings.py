@@ -1,4 +1,4 @@
-"""What can be said of where a run computes, by family of strategies. Imports nothing heavy."""
+"""Settings of the strategies, by family; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
 HOMES = ("none", "cpu")
-"""where states may be kept besides the device: nowhere, in host memory"""
+"""where states may be offloaded: nowhere, to host memory"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,16 +87,16 @@ FAMILIES: dict[str, type[StrategyConfig]] = {
     "tp": FsdpConfig,
     "fsdp_tp": FsdpConfig,
 }
-"""what each name can be told; its values stand in conf/strategy"""
+"""settings class of each name; values are in conf/strategy"""
 
 
 def is_sharding(config: StrategyConfig) -> bool:
-    """Say whether ranks hold parts of weights or of optimizer states."""
+    """Return whether weights or optimizer states are sharded."""
     return isinstance(config, (ZeroConfig, FsdpConfig))
 
 
 def tensor_parallel_size(config: StrategyConfig, ranks_per_node: int) -> int:
-    """Return how many ranks split each layer's matrices, and see the same data."""
+    """Return the number of ranks that split each layer's matrices and see the same data."""
     if not isinstance(config, FsdpConfig):
         return 1
     return config.tensor_parallel_size or ranks_per_node

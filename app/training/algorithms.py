@@ -1,4 +1,7 @@
-"""Optimizers that torch does not have as they are needed here, apart from those of 8 bits."""
+"""Optimizers beyond torch's: Adafactor, Muon with AdamW, schedule-free AdamW.
+
+Their own `state_dict` is never used: `checkpoint/optimizer_state.py` saves and restores by name.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,15 @@ import torch
 import transformers.optimization
 
 
-class Adafactor(transformers.optimization.Adafactor):
-    """Transformers' Adafactor, whose state stays in fp32 when it is restored.
+def build_adafactor(
+    groups: list[dict[str, Any]], *, beta2_decay: float, clip_threshold: float
+) -> torch.optim.Optimizer:
+    """Build Adafactor over parameter groups, with an absolute `lr` as AdamW's.
 
     Not torch's: its learning rate is relative to each weight's norm, so that LoRA's B, which starts
     at zero, hardly moves, and it reads the norm of every weight on the host in every step.
     """
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state in its own dtype; torch alone would cast it to the weights'."""
-        super().load_state_dict(state_dict)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, state in state_dict["state"].items():
-            parameter = parameters[number]
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
-
-
-def build_adafactor(
-    groups: list[dict[str, Any]], *, beta2_decay: float, clip_threshold: float
-) -> torch.optim.Optimizer:
-    """Build Adafactor over parameter groups, with an absolute `lr` as AdamW's."""
-    return Adafactor(
+    return transformers.optimization.Adafactor(
         groups,
         decay_rate=beta2_decay,
         clip_threshold=clip_threshold,
@@ -63,16 +52,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
         return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return both parts' states."""
-        return {"muon": self.parts[0].state_dict(), "adamw": self.parts[1].state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both parts' states."""
-        for part, name in zip(self.parts, ("muon", "adamw"), strict=True):
-            part.load_state_dict(state_dict[name])
-        self.param_groups = [*self.parts[0].param_groups, *self.parts[1].param_groups]
 
 
 def build_schedule_free(

@@ -25,7 +25,7 @@ USUAL_LR = {
     "full": (1e-6, 5e-5),
 }
 FAR = 10.0
-"""factor outside the usual range that gives a warning; tiny models train well up to it"""
+"""factor outside the usual range from which on a run gets a warning"""
 
 
 @dataclass(kw_only=True, slots=True)

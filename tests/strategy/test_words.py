@@ -14,7 +14,7 @@ from app.preflight.files import WITHOUT_PLAN, check_tensor_parallel
 from app.preflight.shapes import _FAMILIES
 from app.process.errors import UserError
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from app.strategy.tensor_parallel import _kinds_by_path
+from app.strategy.tensor_parallel import layer_plan
 from app.training.trainer import TrainerConfig, resolve_environment
 from tests.door import ask, make_data, make_model
 
@@ -89,7 +89,7 @@ def test_what_is_refused_has_no_plan_and_what_is_not_has_one() -> None:
                 in check_tensor_parallel(2, BaseModel("base", {"model_type": kind}))[0]
             )
             with pytest.raises(UserError):
-                _kinds_by_path(holder)
+                layer_plan(holder)
         else:
-            assert _kinds_by_path(holder)
+            assert layer_plan(holder)
         assert check_tensor_parallel(1, BaseModel("base", {"model_type": kind})) == []

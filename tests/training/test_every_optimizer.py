@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -181,8 +180,8 @@ def test_ten_steps_are_those_of_the_library(name: str) -> None:
 # Groups.
 
 
-def adapted(config: peft.PeftConfig) -> Any:
-    return peft.get_peft_model(tiny_llama(tie_word_embeddings=False), config)
+def adapted(config: peft.PeftConfig, **llama: Any) -> Any:
+    return peft.get_peft_model(tiny_llama(**llama), config)
 
 
 MODELS: dict[str, tuple[Callable[[], Any], AdapterConfig]] = {
@@ -282,49 +281,6 @@ def test_a_run_learns_and_says_its_groups(
     said = capsys.readouterr().out
     assert "parameter groups of" in said
     assert ("there is nowhere to page to" in said) is (name == "paged_adamw8bit")
-
-
-# Going on.
-
-
-@every_optimizer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_averaged", [False, True])
-def test_a_restored_state_goes_on_to_the_bit(
-    config: OptimizerConfig, dtype: torch.dtype, is_averaged: bool
-) -> None:
-    """Six steps are three, a file, and three more; `is_averaged`: written by a validation."""
-    config = type(config)(lr_by_pattern=[LrPattern(pattern="*.embed_tokens.*", ratio=0.5)])
-
-    def build(model: Any) -> tuple[Any, Any]:
-        optimizer = optimizer_of(model, config)
-        return optimizer, build_schedule(optimizer, ScheduleConfig(warmup_steps=2), total_steps=6)
-
-    model = wide_llama().to(dtype)
-    optimizer, schedule = build(model)
-    for seed in range(3):
-        take_step(model, optimizer, seed=seed)
-        schedule.step()
-    if is_averaged:
-        use_averaged_weights(optimizer)
-    file = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), schedule.state_dict()], file)
-
-    file.seek(0)
-    states = torch.load(file, weights_only=True)
-    resumed = wide_llama(seed=8).to(dtype)
-    resumed_optimizer, resumed_schedule = build(resumed)
-    for part, state in zip((resumed, resumed_optimizer, resumed_schedule), states, strict=True):
-        part.load_state_dict(state)
-    pairs = ((model, optimizer, schedule), (resumed, resumed_optimizer, resumed_schedule))
-    for each_model, each_optimizer, each_schedule in pairs:
-        for seed in range(3, 6):
-            take_step(each_model, each_optimizer, seed=seed)
-            each_schedule.step()
-        use_averaged_weights(each_optimizer)
-    check_same(resumed, model)
-    rates = [[group["lr"] for group in o.param_groups] for o in (optimizer, resumed_optimizer)]
-    assert rates[0] == rates[1]
 
 
 # What is kept in how many bits.

@@ -215,11 +215,11 @@ class _OrderedGather:
     def _gather(self, name: str) -> Tensor:
         while self._remaining:
             key, tensor = self._remaining.pop()
-            whole = tensor.gather()
+            full = tensor.gather()
             beat_again()
             if key == name:
-                self._check({name: whole})
-                return whole
+                self._check({name: full})
+                return full
         raise RuntimeError(f"{name} was gathered before")
 
     def finish(self) -> None:
