@@ -1,4 +1,4 @@
-"""Offer the data path by name; each name is imported when it is first asked for.
+"""Offer the data path by name; each name is imported when it is first used.
 
 The settings and `check_datasets` need neither torch nor lightning, so importing this must not.
 """

@@ -1,4 +1,4 @@
-"""Lay the documents of a micro-batch out as tensors, packed in one row or padded.
+"""Make tensors of the documents of a micro-batch, packed in one row or padded.
 
 Decides positions, labels and padding. Never decides which documents come together.
 """
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+IGNORED = -100
+Row = list[Example]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Batch:
     input_ids        int64 [rows, tokens]
     position_ids     int64 [rows, tokens], from 0 in each document
     labels           int64 [rows, tokens], already shifted: the token that this position must
-                     predict, -100 where nothing is trained on
+                     predict, -100 where masked
     loss_weights     float32 [rows, tokens], weight of that label, 0 where it is -100
     dataset_ids      int64 [rows, tokens], index of the data set, 0 in padding
     trained_columns  int64 [k], columns in which any row has a label; column 0 when there is none
@@ -98,15 +102,6 @@ class Batch:
     def _tensors(self) -> dict[str, Any]:
         plain = ("document_lengths", "step_weight", "num_tokens", "decoder")
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
-
-
-IGNORED = -100
-
-
-Row = list[Example]
-
-
-Ints = npt.NDArray[np.int64]
 
 
 class Collator:
@@ -180,7 +175,7 @@ class Collator:
 
 
 class _Side:
-    """Lay token arrays side by side: `documents[row][document]`, each [tokens].
+    """Concatenate token arrays: `documents[row][document]`, each [tokens].
 
     Rows have `row_len` tokens, or as many as the longest of them needs, rounded up to `multiple`.
     """

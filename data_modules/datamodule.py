@@ -53,6 +53,10 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
+DEFAULT_SEQUENCE_LEN = 2048
+PROBE_TOKENS = 64
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
@@ -64,18 +68,9 @@ class StepRow:
     origin: Origin
 
 
-DEFAULT_SEQUENCE_LEN = 2048
-
-
-PROBE_TOKENS = 64
-
-
-log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """What the data depends on of the model that learns from it."""
+    """What the data depends on of the model that is trained on it."""
 
     context_len: int | None
     """tokens of the longest document; None: no limit is known"""
@@ -85,7 +80,7 @@ class ModelSpec:
     """of an encoder-decoder model; None for a causal one"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSpec:
     """How rows become the optimizer steps of a run."""
 
@@ -148,8 +143,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         is_encoder_decoder = self._decoder_start is not None
         if is_encoder_decoder and config.on_long == "split":
             raise DataError(
-                "data.on_long=split: the answer of an encoder-decoder model cannot be told without "
-                "its question; use drop, truncate_left or truncate_right"
+                "data.on_long=split: an encoder-decoder model needs question and answer "
+                "together; use drop, truncate_left or truncate_right"
             )
         self.template = ChatTemplate.resolve(
             self._tokenizer,

@@ -14,43 +14,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     pass
 
-
 REDACTED = "<redacted>"
 """stands where a secret stood"""
-
 _SECRET_NAMES = (
     r"[\w.~%-]*(?:token|secret|passw|pwd|signature|credential|session|jwt|auth(?!or)"
     r"|api[_-]?key|access[_-]?key|subscription[_-]?key|key[_-]?pair|accessid)[\w.~%-]*"
     r"|sig|sas|hmac|key|code|policy"
 )
-
 _VALUE = r"[^\s&#'\"<>]*[^\s&#'\"<>)}\],.;:]"
-
-
 # Lengths are bounded where a text of the right letters would else take the square of its length.
 _USER_INFO = re.compile(r"(?<=://)(?:[^/\s?#]*|[^/\s:@]{0,200}:(?!\d+/)[^\s@?#]{0,200})@")
-
 _PARAMETER = re.compile(rf"([?&;#](?:{_SECRET_NAMES})=){_VALUE}", re.IGNORECASE)
-
 _LONG_PARAMETER = re.compile(r"([?&;#][\w.~%-]+=)(?=[^\s&#'\"<>]{20})" + _VALUE)
 """a name that is not known to be of a secret, and a value as long as one"""
-
 _URL = re.compile(r"(?<![\w+.-])[A-Za-z][\w+.-]*://\S+")
-
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[a-z]-[A-Za-z0-9-]{8,}|xapp-[A-Za-z0-9-]{8,}|hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}"
     r"|npm_[A-Za-z0-9]{30,}|AIza[\w-]{30,}|(?:AKIA|ASIA)[A-Z0-9]{16}"
     r"|eyJ[\w-]{8,400}\.[\w-]{8,4000}\.[\w-]*)"
 )
-
 _AUTHORIZATION = re.compile(
     r"(\bauthorization['\"]?\s*[:=]\s*['\"]?(?:\w+\s+)?|\bbearer\s+(?=\S*\d))"
     r"[A-Za-z0-9._~+/=-]{8,}",
     re.IGNORECASE,
 )
-
 _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL)
+MAX_PROBLEMS = 20
+MAX_SHOWN = 80
+MAX_LISTED = 20
 
 
 def redact(text: str) -> str:
@@ -94,25 +86,16 @@ def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def reason_of(error: Exception) -> str:
-    """Return in one line what an error of a library says."""
+    """Return the message of a library's error in one line."""
     strerror = error.strerror if isinstance(error, OSError) else None
-    said = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
+    message = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
     # A library may quote an address, with the password or the token in it.
-    return redact(said)
+    return redact(message)
 
 
 def unreadable(file: object, error: Exception) -> str:
     """Say that a file cannot be read, and why."""
     return f"{file}: cannot be read: {reason_of(error)}"
-
-
-MAX_PROBLEMS = 20
-
-
-MAX_SHOWN = 80
-
-
-MAX_LISTED = 20
 
 
 def printable(text: str, *, keep: str = "") -> str:

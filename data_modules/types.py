@@ -35,7 +35,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Hold one turn; `weight` None means that the role decides whether it is trained on.
+    """Hold one turn; `weight` None means that the role decides its weight.
 
     `role` is system, user, assistant or tool. `reasoning` is what an answer thinks before it
     speaks; `name` and `tool_call_id` say which call a tool turn answers.

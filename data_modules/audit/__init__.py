@@ -1,4 +1,4 @@
-"""Say before training what will be trained on, and what is wrong with it."""
+"""Audit before training which tokens are trained on, and what is wrong with the data."""
 
 from data_modules.audit.audit import audit_documents
 from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit

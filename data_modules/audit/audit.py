@@ -1,4 +1,4 @@
-"""Say before training what will be trained on: counts per data set, and what is wrong with them.
+"""Audit before training: counts per data set of what is trained on, and what is wrong with it.
 
 Compares the two sides and hands the counts to the rules. Never changes a row, and never raises by
 itself: `Audit.check` does, so that a preview can show what it complains of.
@@ -127,7 +127,7 @@ def _longest(
 def _find_duplicates(audit: Audit, train: Columns) -> None:
     """Count documents of training that stand there already, to the token.
 
-    Pieces of one row that was split may be alike: they are no duplicates of each other.
+    Pieces of one row that was split may be alike: they are not duplicates of each other.
     """
     import numpy as np
 

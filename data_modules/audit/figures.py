@@ -37,7 +37,7 @@ def short_file(file: str) -> str:
 def short_paths(places: Iterable[str]) -> list[str]:
     """Return places, `file:line` and what follows, short; a file that was just named only `:line`.
 
-    What is no place stays as it is.
+    Other texts stay as they are.
     """
     named, shown = "", []
     for place in places:

@@ -1,11 +1,11 @@
 """Find documents that share a run of tokens with documents of training.
 
-Decides what counts as the same words: n-grams of token ids that are no boilerplate (a system
+Decides what counts as the same words: n-grams of token ids that are not boilerplate (a system
 prompt, a template's header), and how many of them. One alone says little: of unrelated real data
 up to nine documents in ten share one, two or three in a hundred share a fifth of theirs. Never
 decides what it means for a run. Compares `input_ids`; a decoder's labels are not searched.
 
-Boilerplate is told by counting: it stands in many documents. Of few documents the count says
+Boilerplate is found by counting: it occurs in many documents. Of few documents the count says
 little, so there the loss mask helps: what is trained on was written for its row, while a prompt's
 words are boilerplate as soon as two rows share them (or there is one row alone).
 """

@@ -1,4 +1,4 @@
-"""Judge what an audit has counted: what stops a run, what is only said, and what to do about it.
+"""Judge what an audit has counted: what stops a run, what is a warning, and the fix.
 
 Holds the audit's settings. Never counts.
 """
@@ -139,10 +139,10 @@ class DatasetFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Hold what a run asked for that would else be taken for a mistake.
+    """Hold settings of a run that would otherwise be taken for a mistake.
 
     `trains_prompts`: data.train_on_inputs, or data.roles_to_train beyond the assistant.
-    `sequence_len`: the tokens that a document may have; None = not said.
+    `sequence_len`: the tokens that a document may have; None = not known.
     """
 
     trains_prompts: bool = False
@@ -154,8 +154,8 @@ class RunSettings:
 def judge(
     audit: Audit, facts: Sequence[DatasetFacts], config: AuditConfig, run: RunSettings
 ) -> None:
-    """Add to `audit` what is to be said of its counts, and what stops the run."""
-    # What costs most is said first.
+    """Add to `audit` the warnings about its counts, and what stops the run."""
+    # What costs most comes first.
     long = [_warn_of_long(*pair, run) for pair in zip(audit.datasets, facts, strict=True)]
     audit.findings[:0] = [findings for findings in long if findings is not None]
     for dataset, fact in zip(audit.datasets, facts, strict=True):

@@ -165,7 +165,7 @@ def row_weight(values: Mapping[str, Any]) -> float:
         except ValueError as error:
             raise RowError(
                 f"weight is {quoted(value)}, not a number from 0 up; rename the column if it "
-                "is no weight"
+                "is not a weight"
             ) from error
     return read_weight(value, "weight")
 

@@ -1,4 +1,4 @@
-"""Turn a row into what is trained on from it, by the name of its format.
+"""Turn a row into conversations, documents or tokens, by the name of its format.
 
 Decides which columns a format reads and what they become: a conversation, raw text or tokens.
 Never tokenizes and never reads files.
@@ -201,9 +201,9 @@ def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[I
     prompt = values["prompt"]
     name, answer = _first(values, _COMPLETIONS)
     if _is_turns(prompt) or _is_turns(answer):
-        return [_read_asked_turns(prompt, answer, name, values, origin)]
-    asked = Segment(read_text(prompt, "prompt"), 0.0)
-    return [Document((asked, Segment(read_answer(answer, name), row_weight(values))), origin)]
+        return [_read_prompt_turns(prompt, answer, name, values, origin)]
+    question = Segment(read_text(prompt, "prompt"), 0.0)
+    return [Document((question, Segment(read_answer(answer, name), row_weight(values))), origin)]
 
 
 def _is_turns(value: Any) -> bool:
@@ -211,19 +211,19 @@ def _is_turns(value: Any) -> bool:
     return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
-def _read_asked_turns(
+def _read_prompt_turns(
     prompt: Any, answer: Any, name: str, values: Mapping[str, Any], origin: Origin
 ) -> Conversation:
     """Return prompt and completion as one conversation; answers in the prompt are masked."""
     if not (_is_turns(prompt) and _is_turns(answer)):
         raise RowError(f"prompt is {kind(prompt)} and {name} {kind(answer)}; give turns in both")
-    asked = [
+    prompt_turns = [
         Turn(turn.role, turn.content, 0.0, turn.reasoning, turn.tool_calls)
         if turn.role == "assistant"
         else turn
         for turn in read_turns(prompt, "prompt")
     ]
-    turns = arrange(asked + read_turns(answer, name), f"prompt + {name}")
+    turns = arrange(prompt_turns + read_turns(answer, name), f"prompt + {name}")
     return Conversation(turns, origin, read_tools(values), row_weight(values))
 
 

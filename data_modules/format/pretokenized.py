@@ -44,7 +44,7 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
 
 
 def _visible(values: Mapping[str, Any], count: int) -> tuple[int, int]:
-    """Return where the tokens begin and end that are no padding."""
+    """Return where the tokens begin and end that are not padding."""
     if values.get("attention_mask") is None:
         return 0, count
     mask = _integers(values["attention_mask"], "attention_mask")
@@ -54,7 +54,7 @@ def _visible(values: Mapping[str, Any], count: int) -> tuple[int, int]:
     first, end = mask.index(1), count - mask[::-1].index(1)
     if any(mask[:first]) or any(mask[end:]) or mask[first:end] != [1] * (end - first):
         raise RowError(
-            "attention_mask is no run of 1 with 0 at its ends; give one document a row, for "
+            "attention_mask is not one run of 1 with 0 at its ends; give one document a row, for "
             "documents are packed here"
         )
     return first, end

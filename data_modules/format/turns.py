@@ -33,6 +33,31 @@ from data_modules.format.fields import (
 from data_modules.messages import listed, shown
 from data_modules.types import ToolCall, Turn
 
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+}
+_CONTENT_FIELDS = ("content", "value", "text")
+_CALL_ROLES = ("function_call", "tool_call")
+_REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
+_REASONING_PARTS = ("reasoning", "thinking")
+# Calls written into the text of an answer, as Hermes, Mistral, Glaive and Llama write them.
+_CALLS_IN_TEXT = ("<tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>")
+
 
 def read_tools(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Return the tools of `tools` or `functions`, all in the form {type, function}.
@@ -119,38 +144,6 @@ def _read_call(value: Any, where: str) -> ToolCall:
     return ToolCall(
         check_text(name, f"{where}.name"), arguments, read_optional_string(value, "id", where)
     )
-
-
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "tool_response": "tool",
-}
-
-_CONTENT_FIELDS = ("content", "value", "text")
-
-_CALL_ROLES = ("function_call", "tool_call")
-
-_REASONING_FIELDS = ("reasoning", "reasoning_content", "thinking")
-
-_REASONING_PARTS = ("reasoning", "thinking")
-
-
-# Calls written into the text of an answer, as Hermes, Mistral, Glaive and Llama write them.
-_CALLS_IN_TEXT = ("<tool_call", "<function", "[TOOL_CALLS]", "<|python_tag|>")
 
 
 def read_turns(items: Any, name: str) -> list[Turn]:
@@ -260,10 +253,10 @@ def _read_full_turn(item: dict[str, Any], name: str, field: str | None, where: s
 def _read_reasoning(item: dict[str, Any], thought: str, where: str) -> str:
     for field in _REASONING_FIELDS:
         if item.get(field):
-            told = read_text(item[field], f"{where}.{field}")
-            if thought and thought != told:
+            found = read_text(item[field], f"{where}.{field}")
+            if thought and thought != found:
                 raise RowError(f"{where} thinks twice, in its parts and in {field}; keep one")
-            return told
+            return found
     return thought
 
 

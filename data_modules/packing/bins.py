@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int64]
 
+LIKE_LENGTH_WINDOW = 2000
+"""documents of the shuffled order among which like lengths are brought together"""
+BLOCK_PACKS = 256
+"""so many packs are a stretch of the epoch in which every data set has its share"""
+SHORT_SHARE = 1.1
+"""tokens of short documents kept back to fill the packs, over the room that is expected there"""
+WELL_FILLED = 0.995
+"""how full packs must be on average for no tighter, less mixed way to be tried"""
+WORTH_IT = 0.995
+"""a tighter way is taken when it needs at most this share of the packs"""
+
 
 def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
     """Return a generator that depends on `seed` and `keys` only, on every machine."""
@@ -23,26 +34,6 @@ def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
 
     digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
-
-
-LIKE_LENGTH_WINDOW = 2000
-"""documents of the shuffled order among which like lengths are brought together"""
-
-
-BLOCK_PACKS = 256
-"""so many packs are a stretch of the epoch in which every data set has its share"""
-
-
-SHORT_SHARE = 1.1
-"""tokens of short documents kept back to fill the packs, over the room that is expected there"""
-
-
-WELL_FILLED = 0.995
-"""how full packs must be on average for no tighter, less mixed way to be tried"""
-
-
-WORTH_IT = 0.995
-"""a tighter way is taken when it needs at most this share of the packs"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,8 @@ if TYPE_CHECKING:
 
     Mask = npt.NDArray[np.bool_]
 
-
 WEIGHT_KINDS = ("epochs", "rows", "tokens")
-
-
 STOPS = ("all", "first")
-
-
 MANY_EPOCHS = 4
 """times that a row may be seen in an epoch by the choice of others' sizes"""
 

@@ -20,6 +20,8 @@ from data_modules.source.limits import Limits, too_deep, why_names, why_nested
 from data_modules.source.opening import File, check_expansion, open_seekable
 from data_modules.types import Row
 
+_MOST_ROWS = 4000
+
 
 @dataclass(frozen=True, slots=True)
 class BatchChunk(Chunk):
@@ -130,7 +132,7 @@ def json_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
 
 
 def _holds_json(kind: Any) -> bool:
-    """Tell whether a type of `datasets` holds JSON text; raises TypeError where it is none."""
+    """Tell whether a type of `datasets` holds JSON text; raises TypeError for anything else."""
     if isinstance(kind, list):  # how lists were described in older versions
         return _holds_json(kind[0])
     if not isinstance(kind, dict):
@@ -158,9 +160,6 @@ def _decode_json(value: Any, feature: Any) -> Any:
     return value
 
 
-_MOST_ROWS = 4000
-
-
 @contextmanager
 def _arrow_errors(file: File, kind: str) -> Iterator[None]:
     import pyarrow
@@ -170,12 +169,11 @@ def _arrow_errors(file: File, kind: str) -> Iterator[None]:
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
-        raise DataError(
-            f"{file}: is no {kind} file that can be read: {reason_of(error)}"
-        ) from error
+        raise DataError(f"{file}: not a readable {kind} file: {reason_of(error)}") from error
 
 
-def _read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a parquet file."""
     import pyarrow.parquet
 
     with open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
@@ -197,7 +195,16 @@ def _read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
             )
 
 
-def _read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def count_parquet_rows(file: File, limits: Limits) -> int:
+    """Return how many rows a parquet file says it has."""
+    import pyarrow.parquet
+
+    with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
+        return int(pyarrow.parquet.read_metadata(source).num_rows)
+
+
+def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of an arrow file or stream."""
     import pyarrow
 
     with open_seekable(file, options.limits) as source, _arrow_errors(file, "arrow"):
@@ -214,7 +221,7 @@ def _read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
 
 
 def _check_schema(file: File, schema: Any, limits: Limits) -> None:
-    """Raise DataError where the columns of a file go beyond a limit, or cannot be told apart."""
+    """Raise DataError where the columns of a file go beyond a limit, or have the same name."""
     if problem := why_names(schema.names, limits):
         raise DataError(f"{file}: {problem}")
     times = Counter(schema.names)

@@ -1,6 +1,6 @@
-"""Hold some rows of a file, not parsed yet where that can wait, and parse them where asked.
+"""Hold some rows of a file, parsed only when they are needed, in any process.
 
-Decides what one readable row is and what is said of one that is not; a bad row stays a bad row in
+Decides what a readable row is and how another one is reported; a bad row stays a bad row in
 its place. Never opens a file, and never looks at what a row means.
 """
 
@@ -18,7 +18,6 @@ from data_modules.types import Row
 
 MAX_RAW = 2000
 """characters of a bad row's text that are kept"""
-
 _CHUNK_ROWS = 1000
 
 
@@ -26,7 +25,7 @@ _CHUNK_ROWS = 1000
 class BadRow:
     """Stand in place of a row that cannot be read.
 
-    `reason` is said without the place; `raw` is at most 2,000 characters of the row's text.
+    `reason` is without the origin; `raw` is at most 2,000 characters of the row's text.
     """
 
     origin: Origin
@@ -95,7 +94,7 @@ def grouped(rows: Iterator[tuple[int, Row | BadRow]], file: str) -> Iterator[Row
                 yield RowChunk(file, total, tuple(group))
                 group, total = [], 0
     except DataError:
-        # What was read before the break is said too.
+        # What was read before the break counts too.
         if group:
             yield RowChunk(file, total, tuple(group))
         raise

@@ -67,12 +67,14 @@ class _CsvLines:
         return self._lines.pop()
 
 
-def _read_csv(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_csv(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a csv file."""
     with open_text(file, options.budget, options.limits) as data:
         yield from grouped(_csv_rows(data, ",", options), str(file))
 
 
-def _read_tsv(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_tsv(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a tsv file."""
     with open_text(file, options.budget, options.limits) as data:
         yield from grouped(_csv_rows(data, "\t", options), str(file))
 

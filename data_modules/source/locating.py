@@ -1,6 +1,6 @@
 """Find the files that a path means, on disk or remote, and what tells that one has changed.
 
-Decides which files belong to a split and what is said where there is none. Never reads a row.
+Decides which files belong to a split and how a missing one is reported. Never reads a row.
 """
 
 from __future__ import annotations
@@ -14,26 +14,31 @@ from fractions import Fraction
 from pathlib import Path
 
 from data_modules.messages import DataError, Problems, reason_of
-from data_modules.samples.corpus import CORPORA
-from data_modules.source.arrow import _read_arrow, _read_parquet
+from data_modules.source.arrow import read_arrow, read_parquet
 from data_modules.source.chunks import Chunk, ReadOptions
-from data_modules.source.delimited import _read_csv, _read_tsv
+from data_modules.source.corpus import CORPORA, SAMPLES
+from data_modules.source.delimited import read_csv, read_tsv
 from data_modules.source.limits import Limits
 from data_modules.source.opening import File, special_file, stem_of, suffix_of
-from data_modules.source.remote import _REMOTE_MARKS, Url, _addresses, _fresh_info, _remote
-from data_modules.source.text import _read_json, _read_jsonl, _read_txt
+from data_modules.source.remote import REMOTE_MARKS, Url, fresh_info, list_urls, query_remote
+from data_modules.source.text import read_json, read_jsonl, read_txt
 
 SAMPLE_PREFIX = "sample:"
-
-
-SAMPLES = Path(__file__).parent.parent / "samples"
-
-
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
-
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
 _SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
+_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
+_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
+READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
+    ".json": read_json,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".txt": read_txt,
+}
 
 
 def name_of(path: str) -> str:
@@ -109,8 +114,8 @@ def stamp_of(file: File) -> object:
         except OSError as error:
             return str(error)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
-    info = _remote(file, _fresh_info)
-    marks = [str(info[key]) for key in _REMOTE_MARKS if info.get(key)]
+    info = query_remote(file, fresh_info)
+    marks = [str(info[key]) for key in REMOTE_MARKS if info.get(key)]
     return (info.get("size"), *marks) if marks else None
 
 
@@ -118,7 +123,7 @@ def size_of(file: File) -> int:
     """Return the bytes of a file as it is stored; 0 where that is not known."""
     if isinstance(file, Path):
         return file.stat().st_size
-    info = _remote(file, lambda fs, place: fs.info(place))
+    info = query_remote(file, lambda fs, place: fs.info(place))
     return int(info.get("size") or 0)
 
 
@@ -131,18 +136,18 @@ def _check_readable(path: str, name: str) -> None:
 
 def _remote_files(url: Url, split: str) -> list[File]:
     if "*" in url.address:
-        found = _remote(url, lambda fs, place: _addresses(url, fs, fs.glob(place)))
+        found = query_remote(url, lambda fs, place: list_urls(url, fs, fs.glob(place)))
         files = [file for file in found if is_readable(file.name)]
         if not files:
             raise DataError(f"{url}: no file matches")
         return _named_by_split(str(url), files, split)
     if is_readable(url.name):
-        # That its package is there is asked here, before anything is read.
-        _remote(url, lambda fs, place: None)
+        # Checks that its package is installed before anything is read.
+        query_remote(url, lambda fs, place: None)
         return _named_by_split(str(url), [url], split)
-    if not _remote(url, lambda fs, place: fs.isdir(place)):
+    if not query_remote(url, lambda fs, place: fs.isdir(place)):
         _check_readable(str(url), url.name)
-    listed = _remote(url, lambda fs, place: _addresses(url, fs, fs.ls(place, detail=False)))
+    listed = query_remote(url, lambda fs, place: list_urls(url, fs, fs.ls(place, detail=False)))
     files = _of_split([file for file in listed if is_readable(file.name)], split)
     if not files:
         raise DataError(_no_split(str(url), split, [file.name for file in listed]))
@@ -174,7 +179,7 @@ def _files_in(folder: Path, split: str) -> list[File]:
 
 
 def _regular(files: Sequence[Path]) -> list[File]:
-    """Return files that a folder or a pattern has; raises DataError where one is no file.
+    """Return files that a folder or a pattern has; raises DataError for one that is not a file.
 
     Left out in silence, it would be a part of the data that nobody misses.
     """
@@ -210,7 +215,7 @@ def _named_by_split(path: str, files: Sequence[File], split: str) -> list[File]:
 
 
 def only_train(path: str, split: str) -> str:
-    """Say that what is no folder has no split but train."""
+    """Say that a single file, or files named one by one, have no split but train."""
     return (
         f"{path}: no split '{split}' in what is one file, or files named one by one: their split "
         "is train; give a folder, or the file of that split"
@@ -247,11 +252,6 @@ def _nearest(file: Path) -> str:
     if not close:
         return "; check data.datasets[].path"
     return f"; did you mean {' or '.join(str(folder / name) for name in close)}?"
-
-
-_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
-
-_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,15 +384,3 @@ def _parse_bound(text: str, whole: str) -> _Bound:
 def is_readable(name: str) -> bool:
     """Tell whether a file of this name can be read."""
     return suffix_of(name) in READERS
-
-
-READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
-    ".json": _read_json,
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".csv": _read_csv,
-    ".tsv": _read_tsv,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-    ".txt": _read_txt,
-}

@@ -22,17 +22,11 @@ from data_modules.source.limits import Limits, too_many
 from data_modules.source.remote import BLOCK_BYTES, RemoteStream, Url
 
 CHUNK_BYTES = 1 << 20
-
 _SNIFFED_BYTES = 1 << 16
-
 _UTF8_MARK = b"\xef\xbb\xbf"
-
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-
 _COMPRESSIONS = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
-
 _COMPRESSION_NAMES = {".gz": "gzip-compressed", ".zst": "zstd-compressed"}
-
 _NO_TEXT = {
     b"PAR1": "a parquet file; name it .parquet",
     b"ARROW1": "an arrow file; name it .arrow",
@@ -43,11 +37,8 @@ _NO_TEXT = {
     b"Rar!": "a rar archive; unpack it",
     b"SQLite format 3\0": "a SQLite data base; export its rows",
 }
-
-
 FREE_EXPANSION = 16 << 20
 """bytes that every compressed file may grow to"""
-
 _SPECIAL_FILES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe (FIFO)",
@@ -55,6 +46,7 @@ _SPECIAL_FILES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+File = Path | Url
 
 
 @dataclass(slots=True)
@@ -67,9 +59,6 @@ class Budget:
     def spent(self) -> bool:
         """Tell whether nothing more may be read."""
         return self.left <= 0
-
-
-File = Path | Url
 
 
 @dataclass(slots=True)

@@ -20,6 +20,24 @@ from urllib.parse import urlsplit
 from data_modules.messages import DataError, RemoteError, printable, reason_of, unreadable
 from data_modules.source.limits import Limits, too_many
 
+BLOCK_BYTES = 1 << 20
+"""bytes over which the rate of a server is counted"""
+_WHAT_TO_DO = "try again later, download the file and give its path, or raise the limit"
+Answer = TypeVar("Answer")
+REMOTE_MARKS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "sha256",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+    "blob_id",
+    "last_commit",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Url:
@@ -58,15 +76,6 @@ class Url:
 
     def __str__(self) -> str:
         return re.sub(r"(?<=://)[^/@]*@", "", self.address).split("?")[0].split("#")[0]
-
-
-BLOCK_BYTES = 1 << 20
-"""bytes over which the rate of a server is counted"""
-
-_WHAT_TO_DO = "try again later, download the file and give its path, or raise the limit"
-
-
-Answer = TypeVar("Answer")
 
 
 def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
@@ -168,29 +177,15 @@ class RemoteStream(io.RawIOBase):
         super().close()
 
 
-_REMOTE_MARKS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "sha256",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-    "blob_id",
-    "last_commit",
-)
-
-
-def _fresh_info(file_system: Any, place: str) -> dict[str, Any]:
+def fresh_info(file_system: Any, place: str) -> dict[str, Any]:
+    """Return the present facts of a remote file, not those remembered."""
     file_system.invalidate_cache(place)
     info: dict[str, Any] = file_system.info(place)
     return info
 
 
-def _remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
-    """Ask the file system of an address; raises DataError with what it says."""
+def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
+    """Query the file system of an address; raises DataError with its answer."""
     import fsspec
 
     def answer() -> Any:
@@ -236,5 +231,6 @@ def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
     return DataError(f"{url}: no such file")
 
 
-def _addresses(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:
+def list_urls(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:
+    """Return the addresses of files that a remote folder or glob has, sorted."""
     return [Url(file_system.unstrip_protocol(place), folder.limits) for place in sorted(places)]

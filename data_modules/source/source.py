@@ -23,15 +23,15 @@ from data_modules.messages import (
     reason_of,
     unreadable,
 )
-from data_modules.samples.corpus import CORPORA, read_corpus
-from data_modules.source.arrow import _arrow_errors
+from data_modules.source import corpus
+from data_modules.source.arrow import count_parquet_rows
 from data_modules.source.chunks import Chunk, ReadOptions, grouped
+from data_modules.source.corpus import CORPORA, WORDS_FILE, read_corpus
 from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
     READERS,
     SAMPLE_PREFIX,
-    SAMPLES,
     Part,
     check_split,
     files_of,
@@ -44,12 +44,11 @@ from data_modules.source.locating import (
     stamp_of,
     take,
 )
-from data_modules.source.opening import Budget, File, open_seekable, open_stored, suffix_of
+from data_modules.source.opening import Budget, File, open_stored, suffix_of
 from data_modules.source.remote import Url
 from data_modules.types import Row
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
-
 _SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
 
 
@@ -137,8 +136,8 @@ def fingerprint(
         return commit_of(path, revision) or ""
     digest = hashlib.sha256()
     if is_generated(path):
-        for code in sorted(SAMPLES.glob("*.py")):
-            digest.update(repr((code.name, _sha256_of(code))).encode())
+        for made_by in (Path(corpus.__file__), WORDS_FILE):
+            digest.update(repr((made_by.name, _sha256_of(made_by))).encode())
         return digest.hexdigest()
     files = find_files(path, split, limits)
     if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
@@ -287,8 +286,5 @@ def count_rows(file: File, max_row_bytes: int = MAX_ROW_BYTES, limits: Limits | 
     """Return how many rows `read_file` yields, good and bad."""
     limits = limits or Limits()
     if file.suffix.lower() == ".parquet":
-        import pyarrow.parquet
-
-        with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
-            return int(pyarrow.parquet.read_metadata(source).num_rows)
+        return count_parquet_rows(file, limits)
     return sum(chunk.count() for chunk in read_file(file, None, max_row_bytes, limits))

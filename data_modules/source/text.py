@@ -1,6 +1,6 @@
 """Read text files in bounded memory: JSON lines, JSON arrays, lines and paragraphs.
 
-Decides where a row begins and ends, and what is said of one that cannot be parsed.
+Decides where a row begins and ends, and how one that cannot be parsed is reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from data_modules.source.opening import Budget, Content, File, open_text
 from data_modules.types import Row
 
 _BLANKS = " \t\r\n\v\f"  # what bytes.strip takes away
-
 _JSON_KINDS = {
     "list": "a list",
     "str": "a string",
@@ -39,6 +38,11 @@ _JSON_KINDS = {
     "bool": "true or false",
     "NoneType": "null",
 }
+_LENIENT_DECODER = json.JSONDecoder(parse_int=str)
+_GAP_BYTES = 64
+_BLANK = re.compile(r"[ \t\r\n]*")
+_LINE_END = re.compile(rb"\n")
+_PARAGRAPH_END = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
 class _RefusedObjectError(ValueError):
@@ -49,7 +53,7 @@ class _RefusedObjectError(ValueError):
 class TextChunk(Chunk):
     """Hold whole lines of a file as bytes; `kind` is json, line or paragraph.
 
-    `kept` are the numbers, from 0, of the chunk's rows that are asked for; None = all.
+    `kept` are the numbers, from 0, of the chunk's rows that are kept; None = all.
     """
 
     first_line: int
@@ -151,7 +155,7 @@ def parse_element(
 ) -> tuple[Row | BadRow, int]:
     """Return the row that begins at `start` of an array, and where it ends.
 
-    Raises JSONDecodeError, or DataError, where that cannot be told.
+    Raises JSONDecodeError, or DataError, where its end cannot be found.
     """
     try:
         values, end = _decoder(limits.columns, limits.key_chars).raw_decode(text, start)
@@ -160,7 +164,7 @@ def parse_element(
     except RecursionError as error:
         raise DataError(f"{origin} {too_deep(limits)}") from error
     except ValueError as error:
-        # Its end can be told all the same.
+        # Its end can be found all the same.
         _, end = _LENIENT_DECODER.raw_decode(text, start)
         return BadRow(origin, _unreadable(error, limits), text[start:end][:MAX_RAW]), end
     if (end - start) * 4 > max_row_bytes:
@@ -196,9 +200,6 @@ def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
     return json.JSONDecoder(object_pairs_hook=check)
 
 
-_LENIENT_DECODER = json.JSONDecoder(parse_int=str)
-
-
 def invalid_json(what: str, text: str, position: int) -> str:
     """Say what is wrong at `position` of `text`, and quote what stands there."""
     return f"invalid JSON: {what}, near `{shown(text[max(0, position - 20) : position + 20])}`"
@@ -219,15 +220,6 @@ def _not_an_object(value: Any) -> str:
     of_objects = isinstance(value, list) and value and isinstance(value[0], dict)
     hint = " (a file that is one array of rows is named .json)" if of_objects else ""
     return f'is {kind}, not an object; a row is {{"column": value, ...}}{hint}'
-
-
-_GAP_BYTES = 64
-
-_BLANK = re.compile(r"[ \t\r\n]*")
-
-_LINE_END = re.compile(rb"\n")
-
-_PARAGRAPH_END = re.compile(rb"\n[ \t\r\v\f]*\n")
 
 
 def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chunk]:
@@ -288,14 +280,16 @@ def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tupl
         rest = tail + block
 
 
-def _read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a file of JSON lines."""
     with open_text(file, options.budget, options.limits) as data:
         if data.head.lstrip().split(b"\n", 1)[0].strip() == b"[":
             raise DataError(f"{file}: holds a JSON array, not one row a line; name it .json")
         yield from _split_rows(data, "json", options)
 
 
-def _read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a JSON array, or JSON lines."""
     with open_text(file, options.budget, options.limits) as data:
         head = data.head.lstrip()
         if head.startswith(b"["):
@@ -351,7 +345,7 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
         except json.JSONDecodeError as error:
             if data.cut:
                 return
-            # What follows cannot be told apart any more: this is the file's problem, not a row's.
+            # Rows after it cannot be delimited any more: this is the file's problem, not a row's.
             reason = invalid_json(error.msg, text, error.pos)
             raise DataError(f"{file}:{error.lineno}:{error.colno} {reason}") from error
         yield end - start, row
@@ -372,7 +366,7 @@ def _skip_blank(text: str, position: int) -> int:
     return match.end() if match else position
 
 
-def _read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
+def read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
     """Yield a row a paragraph, or a row a line where the beginning has no blank line."""
     with open_text(file, options.budget, options.limits) as data:
         kind = "paragraph" if _PARAGRAPH_END.search(data.head.strip()) else "line"

@@ -104,7 +104,7 @@ class BoundFinder:
     def find(self, chat: Chat, text: str, marks: Sequence[Mark]) -> Bounds:
         """Return where the answers of `chat` stand in its `text`.
 
-        RowRefusedError where an answer cannot be told apart, with its turn and the reason.
+        RowRefusedError, with turn and reason, where the span of an answer cannot be determined.
         """
         runs = _runs(marks)
         spans: list[TurnSpan] = []
@@ -164,11 +164,11 @@ class BoundFinder:
 
     def _find_start(self, chat: Chat, number: int, run: _Run, before: str) -> int:
         """Return how many characters of `before` the template writes as generation prompt."""
-        asked = Chat(chat.turns[:number], chat.tools)
-        prompt, plain = (self._renderer.render([asked], adds)[0] for adds in (True, False))
+        before_answer = Chat(chat.turns[:number], chat.tools)
+        prompt, plain = (self._renderer.render([before_answer], adds)[0] for adds in (True, False))
         style = self._style()
         if isinstance(prompt, RowRefusedError) or isinstance(plain, RowRefusedError):
-            # It is never asked for an answer there, for one that nothing stands in front of.
+            # Nothing stands in front of this answer: no prompt is ever generated from there.
             return self._aligned(before, style.added)
         marks = marks_in(prompt, chat) or []
         last = marks[-1] if marks else None
@@ -177,7 +177,7 @@ class BoundFinder:
                 number,
                 chat.turns[number],
                 "the chat template writes other texts in front of this answer than in front of the "
-                "generation prompt, so where it begins cannot be told",
+                "generation prompt, so where it begins cannot be determined",
             )
         asks = prompt[last.end if last else 0 :] + style.header
         shared = _shared(asks, before)
@@ -240,7 +240,7 @@ class BoundFinder:
             return self._open_stop(here, there, style.usual_stop, is_last)
         controls = [list(self.special.finditer(one)) for one in (here, *there)]
         shared = _shared(*([control[0] for control in one] for one in controls))
-        # Some write the header of the next answer behind each conversation, asked for or not.
+        # Some write the header of the next answer behind each conversation, with or without prompt.
         headers = (n for n in range(1, shared) if controls[0][n][0] in style.openers)
         shared = next(headers, shared)
         if shared:
@@ -308,12 +308,12 @@ class BoundFinder:
         return self._known_style
 
     def _find_style(self) -> _Style:
-        asked, said = Chat((_QUESTION,)), Chat((_QUESTION, _ANSWER))
-        texts = [self._renderer.render([asked], adds)[0] for adds in (False, True)]
-        plain, prompt, whole = *texts, self._renderer.render([said], False)[0]
+        question, dialog = Chat((_QUESTION,)), Chat((_QUESTION, _ANSWER))
+        texts = [self._renderer.render([question], adds)[0] for adds in (False, True)]
+        plain, prompt, whole = *texts, self._renderer.render([dialog], False)[0]
         if not (isinstance(plain, str) and isinstance(prompt, str) and isinstance(whole, str)):
             return _Style()
-        marks = marks_in(whole, said) or []
+        marks = marks_in(whole, dialog) or []
         own = [mark for mark in marks if mark.turn == 1]
         if not own:
             return _Style()
@@ -326,14 +326,14 @@ class BoundFinder:
         return _Style(
             header,
             prompt[_shared(plain, prompt) :] or header,
-            self._usual_stop(said, whole[own[-1].end :]),
+            self._usual_stop(dialog, whole[own[-1].end :]),
             frozenset(self._openers(plain)),
         )
 
-    def _usual_stop(self, said: Chat, end: str) -> str | None:
+    def _usual_stop(self, dialog: Chat, end: str) -> str | None:
         if self.special.search(end):
             return None
-        tails = self._tails(Chat((*said.turns, *_following(said.turns[-1]))), 1)
+        tails = self._tails(Chat((*dialog.turns, *_following(dialog.turns[-1]))), 1)
         stop = self._follows.match(tails[-1][1], _shared(end, tails[-1][1])) if tails else None
         return stop[1] if stop else ""
 
@@ -407,7 +407,7 @@ def _check_alone(span: TurnSpan, marks: Sequence[Mark]) -> None:
         if mark.turn != span.turn:
             raise RowRefusedError(
                 f"turn {span.turn + 1} (assistant): the chat template writes turn {mark.turn + 1} "
-                "inside it, so it cannot be told apart; set data.chat_template=plain"
+                "inside it, so its span cannot be determined; set data.chat_template=plain"
             )
 
 

@@ -1,6 +1,6 @@
 """Make the encoder's and the decoder's tokens of a row, for models that have both.
 
-Decides what is asked (all before the last answer) and what is answered. Both sides get the special
+Decides what is source (all before the last answer) and what is target. Both sides get the special
 tokens that the tokenizer itself adds, and a target always ends in the EOS.
 """
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 class Pair(NamedTuple):
-    """Hold what is asked and what is answered, as text; the first `num_masked` characters of the
-    answer are not trained on."""
+    """Hold source and target as text; `num_masked` characters of the target come first, masked."""
 
     source: str
     target: str
@@ -69,8 +68,8 @@ class PairEncoder:
     def _pairs(self, items: Sequence[Item]) -> list[Pair | RowRefusedError]:
         """Return the texts of both sides of each item, all sources rendered together."""
         given = [self._given(item) for item in items]
-        asked = [Chat(one.turns[:-1], one.tools) for one in given if isinstance(one, Chat)]
-        sources = iter(self._renderer.render(asked, True))
+        prompts = [Chat(one.turns[:-1], one.tools) for one in given if isinstance(one, Chat)]
+        sources = iter(self._renderer.render(prompts, True))
         pairs: list[Pair | RowRefusedError] = []
         for item, one in zip(items, given, strict=True):
             pair = self._pair_of_chat(item, one, next(sources)) if isinstance(one, Chat) else one

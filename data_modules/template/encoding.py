@@ -1,7 +1,7 @@
 """Turn texts into token ids, and characters into tokens.
 
 Decides which token holds a character: one that lies over a border belongs to what comes after it.
-Never renders, and never adds a token that the text does not spell.
+Never renders, and never adds a token that is not in the text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TokenizedText(Protocol):
 
 
 class TextTokenizer:
-    """Spell many texts at once with a fast tokenizer, as they are: no token is added.
+    """Tokenize many texts at once with a fast tokenizer; no special token is added.
 
     Byte-level tokenizers are asked for ids only: the bytes of each token say which characters it
     holds, and asking for the offsets costs more than the rest of the mask.
@@ -114,7 +114,7 @@ class TextTokenizer:
         return [self._backend.encode(text, add_special_tokens=False) for text in texts]
 
     def _agrees(self, texts: Sequence[str], ids: Sequence[list[int] | None]) -> bool:
-        """Ask the tokenizer for one text of each batch: what is spelled here must never differ."""
+        """Compare one text of each batch with the tokenizer: the ids here must never differ."""
         known = next((pair for pair in zip(texts, ids, strict=True) if pair[1] is not None), None)
         if known is None:
             return True

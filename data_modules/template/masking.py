@@ -1,4 +1,4 @@
-"""Choose what of a rendered conversation is trained on.
+"""Weigh the text of a row in the loss: which stretches are trained on, which are masked.
 
 Decides the weight of each stretch of text from the settings and the turns. Never renders and
 never tokenizes.
@@ -22,10 +22,18 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+ROLES = ("system", "user", "assistant", "tool")
+EOS_MODES = ("all", "turn", "last", "none")
+REASONING_MODES = ("keep", "strip", "mask")
+CONTROL_MODES = ("keep", "escape", "error")
+_AFTER_THOUGHT = re.compile(r"</think>\s*")
+Plain = tuple[tuple[int, int], ...]
+"""stretches of a text that hold control tokens, to be tokenized as plain text"""
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Say something about a row that is no error: a kind to count by, and what was seen."""
+    """Note a fact about a row that is not an error: a kind to count by, and what was seen."""
 
     kind: str
     seen: str = ""
@@ -44,20 +52,6 @@ class Encoded:
     weights: npt.NDArray[np.float32]
     target_ids: npt.NDArray[np.int32] | None = None
     notes: tuple[Note, ...] = ()
-
-
-ROLES = ("system", "user", "assistant", "tool")
-
-
-EOS_MODES = ("all", "turn", "last", "none")
-
-
-REASONING_MODES = ("keep", "strip", "mask")
-
-
-CONTROL_MODES = ("keep", "escape", "error")
-
-_AFTER_THOUGHT = re.compile(r"</think>\s*")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,7 +122,7 @@ class LossWeights(NamedTuple):
 def chat_loss_weights(
     chat: Conversation, given: Sequence[Turn], placed: RenderedChat, mask: MaskConfig
 ) -> LossWeights:
-    """Return what is trained on of a rendered conversation; `given` are its turns as rendered."""
+    """Return the loss weights of a rendered conversation; `given` are its turns as rendered."""
     weights = [
         _turn_weight(chat.turns[span.turn], given[span.turn], mask)
         # A call that the template does not write leaves nothing to say.
@@ -168,7 +162,7 @@ def chat_loss_weights(
 
 
 def document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
-    """Return what is trained on of a document: its segments by their weights."""
+    """Return the loss weights of a document: those of its segments."""
     stretches, start = [], 0
     for segment in document.segments:
         end = start + len(segment.text)
@@ -240,13 +234,9 @@ def _thought(turn: Turn, span: TurnSpan, text: str) -> list[Stretch]:
     return [Stretch(found, found + len(thought), 0.0)] if found >= 0 else []
 
 
-Plain = tuple[tuple[int, int], ...]
-"""stretches of a text that hold control tokens, to be tokenized as plain text"""
-
-
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Hold one item as text: what is trained on of it, and which stretches spell control tokens."""
+    """Hold the text of an item, its loss weights, and the stretches that are control tokens."""
 
     text: str
     loss_weights: LossWeights
@@ -256,7 +246,7 @@ class Layout:
 
 
 class LayoutBuilder:
-    """Lay out conversations and documents; `seen_stops` are the texts found to end answers."""
+    """Build layouts of conversations and documents; `seen_stops` are texts found to end answers."""
 
     def __init__(
         self,
@@ -270,7 +260,7 @@ class LayoutBuilder:
         self.seen_stops: set[str] = set()
 
     def build(self, items: Sequence[Conversation | Document]) -> list[Layout | RowRefusedError]:
-        """Render what is to be rendered, and choose what is trained on of each item."""
+        """Return the layout of each item; conversations are rendered, documents are not."""
         mask = self._mask
         chats = [item for item in items if isinstance(item, Conversation)]
         given = [self._renderer.given(chat, mask.reasoning) for chat in chats]

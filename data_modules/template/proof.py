@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from data_modules.template.encoding import TokenizedText
 
-
 FORMS = {
     "one answer": "u a",
     "two answers": "u a u a",
@@ -60,10 +59,9 @@ FORMS = {
 }
 """form -> its turns: s system, u user, t result, e an empty answer, and of answers r reasoning, a
 words, c a call, x words after a thought in tags; T declares a tool"""
-
 _ORIGIN = Origin("proof", 1)
-
 _WORD = re.compile(r"([a-z])(\d+)vq(\d)")
+T = TypeVar("T")
 
 
 class Traced(NamedTuple):
@@ -184,9 +182,6 @@ def _tool() -> dict[str, object]:
 
 
 _TOOLS: tuple[dict[str, object], ...] = (_tool(),)
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,15 @@ from data_modules.template.marks import (
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
 
 _GAPS = "kt"
+MAX_SKELETONS = 1024
+MAX_TRIED_TURNS = 64
+LOST = {
+    "system": "lost_system",
+    "user": "lost_user",
+    "assistant": "lost_content",
+    "tool": "lost_tool_turn",
+}
+"""role -> the note on a row whose template does not write the content of such a turn"""
 
 
 class RenderedChat(NamedTuple):
@@ -219,21 +228,6 @@ def _forms(value: str) -> Iterable[str]:
     yield json.dumps(value, ensure_ascii=False)[1:-1]  # results that are written as JSON strings
 
 
-MAX_SKELETONS = 1024
-
-
-MAX_TRIED_TURNS = 64
-
-
-LOST = {
-    "system": "lost_system",
-    "user": "lost_user",
-    "assistant": "lost_content",
-    "tool": "lost_tool_turn",
-}
-"""role -> the note on a row whose template does not write the content of such a turn"""
-
-
 class SpanFinder:
     """Render conversations and find their turns.
 
@@ -284,7 +278,7 @@ class SpanFinder:
                 return placed
         raise refused or RowRefusedError(
             "the chat template writes its turns otherwise when one of their texts is another, so "
-            "its answers cannot be told apart; set data.chat_template=plain"
+            "its answers cannot be located; set data.chat_template=plain"
         )
 
     def _searched(self, chat: Chat, wraps: Sequence[Wrap | None], text: str) -> RenderedChat | None:
@@ -323,7 +317,7 @@ class SpanFinder:
             else:
                 raise RowRefusedError(
                     f"turn {number + 1} ({turn.role}): the chat template writes the row otherwise "
-                    "when this text is another, so it cannot be told apart; set "
+                    "when this text is another, so it cannot be located; set "
                     "data.chat_template=plain"
                 )
         return [*wraps, *[WRAPS[0]] * (len(chat.turns) - len(wraps))]
@@ -359,7 +353,7 @@ class SpanFinder:
     def _with_others(
         self, chat: Chat, text: str, marks: Sequence[Mark], bounds: Bounds
     ) -> list[TurnSpan]:
-        """Add the spans of the turns that are no answers, each where its content stands first."""
+        """Add the spans of the turns other than answers, each where its content first occurs."""
         stops = {span.stop for span in bounds.spans if span.stop}
         spans = {}
         for mark in marks:

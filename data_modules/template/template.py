@@ -40,21 +40,18 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import transformers
 
+CHUNK_ROWS = 256
+_SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
+_proven: set[bytes] = set()
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Hold what a model is asked (all tokens before the last answer) and the answer expected."""
+    """Hold a prompt (all tokens before the last answer) and the expected answer."""
 
     input_ids: list[int]
     answer: str
     origin: Origin
-
-
-CHUNK_ROWS = 256
-
-_SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
-
-_proven: set[bytes] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +185,8 @@ class ChatTemplate:
         """Return what comes before the last answer, and that answer; None where nothing does.
 
         Its tokens are those that training sees there: the whole item is tokenized and cut where
-        the last answer begins. Only where the template's generation prompt is no beginning of the
-        whole conversation, it is tokenized alone, as anybody who asks the model will do it.
+        the last answer begins. Only where the template's generation prompt is not a prefix of the
+        whole conversation, it is tokenized alone, as whoever serves the model does.
         """
         if isinstance(item, Tokens):
             return None
@@ -253,7 +250,7 @@ class ChatTemplate:
         return is_changed
 
     def _check_on_forms(self, name: str, limits: Limits) -> None:
-        """Prove the masks of the template; DataError where it is none, takes too much, or lies."""
+        """Prove the masks of the template; DataError where one is wrong, or it takes too much."""
         backend = self._tokenizer.backend_tokenizer.to_str()
         whole = repr((name, self.text, backend, self._tokenizer.special_tokens_map, limits))
         key = hashlib.sha256(whole.encode()).digest()
@@ -279,7 +276,7 @@ class ChatTemplate:
             self._renderer.apply([_SMALL_CHAT], False, MessageFormat())
         except jinja2.TemplateSyntaxError as error:
             return [
-                f"{name} is no valid template: line {error.lineno}: {shown(str(error.message))}"
+                f"{name} is not a valid template: line {error.lineno}: {shown(str(error.message))}"
                 "; mend it, or set data.chat_template=plain"
             ]
         except MemoryError:

@@ -1,4 +1,4 @@
-"""Hold all data sets of a run: tokens on disk, split into what is trained on and what is held out.
+"""Hold all data sets of a run: tokens on disk, split into training and validation.
 
 Composes prepare, holdout and audit. Of a stream it has the rows held out for validation. Never
 plans a step.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class DatasetReport:
-    """Say what a data set is and what is trained on of it; tokens are those of training."""
+    """Describe a data set; tokens are those of training."""
 
     name: str
     path: str

@@ -31,6 +31,20 @@ if TYPE_CHECKING:
 
     from data_modules.settings import DataConfig
 
+_SUMMED = (
+    "rows",
+    "kept",
+    "chats",
+    "dropped",
+    "truncated",
+    "split",
+    "lost_tokens",
+    "empty",
+    "rejected",
+)
+CHUNKS_IN_PROCESS = 4
+"""data sets of no more chunks are tokenized by this process: others would start for nothing"""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -77,19 +91,6 @@ class Counts:
             self.add_note(kind, seen, count)
         self.stop_token_ids = sorted({*self.stop_token_ids, *other.stop_token_ids})
         self.largest_token = max(self.largest_token, other.largest_token)
-
-
-_SUMMED = (
-    "rows",
-    "kept",
-    "chats",
-    "dropped",
-    "truncated",
-    "split",
-    "lost_tokens",
-    "empty",
-    "rejected",
-)
 
 
 def _by_length(row: tuple[int, str]) -> int:
@@ -276,10 +277,6 @@ def _digest(one: Encoded) -> int:
     if one.target_ids is not None:
         content.update(one.target_ids.tobytes())
     return int.from_bytes(content.digest(), "little")
-
-
-CHUNKS_IN_PROCESS = 4
-"""data sets of no more chunks are tokenized by this process: others would start for nothing"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,7 +284,7 @@ def _guess(dataset: DatasetConfig, first: Sequence[Row]) -> str:
             suggestion = formats.suggest_settings(row.values)
             example = "as in {instruction: question, output: answer}"
             unknown[number] = (
-                f"{row.origin} columns {listed(row.values)} are of no known format"
+                f"{row.origin} columns {listed(row.values)}: format not recognized"
                 f"{formats.near_field(columns)}; set data.datasets[].format to one of "
                 f"{', '.join(formats.FORMATS)}, and name the columns by data.datasets[].columns"
                 + (f"; try {suggestion}" if suggestion else f", {example}")

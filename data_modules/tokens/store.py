@@ -1,6 +1,6 @@
 """Keep tokenized documents on disk in one Arrow file, and read them without loading them.
 
-Decides how documents lie on disk. Never decides which ones are trained on, or when.
+Decides how documents are stored. Never decides which ones are trained on, or when.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StoreWriter:
 
 
 class TokenStore:
-    """Read one prepared data set; the tokens stay on disk until they are asked for."""
+    """Read one prepared data set; the tokens stay on disk until they are used."""
 
     def __init__(self, folder: Path) -> None:
         self._open(folder)

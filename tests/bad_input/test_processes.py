@@ -68,7 +68,7 @@ def test_two_runs_prepare_the_same_data_at_once(large: Path, base: Any) -> None:
         found = [results.get(timeout=LONGEST) for _ in range(2)]
     assert sorted(how for how, _, _ in found) == [
         "tokenized (now cached)",
-        "prepared by another process",
+        "tokenized by another process",
     ]
     assert found[0][1:] == found[1][1:]
     alone = prepare(large, base, num_proc=1, cache_dir=str(large.parent / "alone"))

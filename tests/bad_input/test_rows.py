@@ -299,8 +299,8 @@ def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> 
     assert (counts.rows, counts.kept, counts.empty) == (3, 2, 1)
     assert counts.empty_origins == [f"{file}:2"]
     assert problems_of(file, base) == [
-        "data.jsonl:2 messages[1] is an empty answer: there is nothing to train on; drop the row, or "
-        "set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
+        "data.jsonl:2 messages[1] is an empty answer: there is nothing to train on; drop the row, "
+        "or set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
         "data.on_bad_row=quarantine"
     ]
 
@@ -330,14 +330,14 @@ def test_a_first_row_like_no_other_hides_no_format(tmp_path: Path, base: Any) ->
     assert (rest.format, rest.counts.kept, rest.counts.rejected) == ("messages", 2, 1)
     # Most rows are of no format: then one row that is of some says nothing of the file.
     (problem,) = problems_of(write(tmp_path, bad, bad, bad, GOOD), base)
-    assert "data.jsonl:1 columns ['msgs'] are of no known format; set" in problem
+    assert "data.jsonl:1 columns ['msgs']: format not recognized; set" in problem
 
 
 def test_a_slip_in_every_row_is_seen(tmp_path: Path, base: Any) -> None:
     bad = GOOD.replace('"messages"', '"message"')
     (problem,) = problems_of(write(tmp_path, bad, bad), base)
     assert problem.startswith(
-        "data.jsonl:1 columns ['message'] are of no known format; 'message' is near: did you mean "
+        "data.jsonl:1 columns ['message']: format not recognized; 'message' is near: did you mean "
         "'messages'?; set data.datasets[].format to one of messages, sharegpt, alpaca,"
     )
     assert problem.endswith("columns; try format: messages, columns: {messages: message}")

@@ -115,7 +115,7 @@ def test_clean_data_says_nothing_and_shows_a_small_table() -> None:
     assert (found.problems, found.warnings, found.facts) == ([], [], [])
     found.check()
     heading, row, longest = found.lines()
-    assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "learned"]
+    assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "trained"]
     assert row.split() == ["a", "8", "6", "2", "180", "120", "(67%)"]
     assert longest == "longest rows, in tokens: train.jsonl:1 30, :2 30, :3 30, :4 30, :5 30"
 
@@ -132,7 +132,7 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
     columns = [" ".join(c.split()) for c in table[0] if c]
     rows = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in table[1:]}
     assert columns[1:] == [
-        *("rows", "train", "validation", "tokens", "learned", "bad", "too long", "truncated"),
+        *("rows", "train", "validation", "tokens", "trained", "bad", "too long", "truncated"),
         *("nothing to train on", "two BOS", "duplicates", "in both", "overlap", "lost system"),
     ]
     of_a = ["10", "3", "0", "90", "60 (67%)", "-", "2", "-", "1", "-", "1", "-", "-", "-"]
@@ -188,13 +188,13 @@ def test_a_mask_that_cannot_be_meant_stops_the_run(docs: list[Doc], problem: str
         assert run_audit(docs, [chat()], datasets=[raw]).problems == []
 
 
-def test_what_was_asked_for_is_no_mistake() -> None:
+def test_what_was_requested_is_not_a_mistake() -> None:
     everything, no_stop = chat(weights=[1.0] * 30), chat(weights=[0.0] * 10 + [1.0] * 19 + [0.0])
     assert run_audit([everything], run=RunSettings(trains_prompts=True)).problems == []
     assert run_audit([everything], run=RunSettings(is_encoder_decoder=True)).problems == []
     found = run_audit([no_stop], run=RunSettings(train_on_eos="none"))
     assert found.problems == []
-    assert "no stop token is learned (data.train_on_eos=none)" in found.warnings[0]
+    assert "no stop token is trained on (data.train_on_eos=none)" in found.warnings[0]
     some = run_audit([no_stop, chat()])
     assert some.problems == []
     assert "in 1 of 2 documents the last trained token is no stop token" in some.warnings[0]
@@ -496,7 +496,7 @@ LOST: list[tuple[DatasetFacts, bool, str]] = [
 @pytest.mark.parametrize(
     ("lost", "is_pair", "said"), LOST, ids=["text", "chat", "cut", "encoder-decoder"]
 )
-def test_tokens_lost_with_long_rows_are_said_first(
+def test_tokens_lost_with_long_rows_are_reported_first(
     lost: DatasetFacts, is_pair: bool, said: str
 ) -> None:
     noted = replace(lost, notes={"lost_system": (3, "a.jsonl:2")})
@@ -586,7 +586,7 @@ def test_of_nothing_there_is_no_table() -> None:
     assert audit.Audit(datasets=[]).lines() == audit.Audit(datasets=[]).full_lines() == []
 
 
-def test_too_many_tokens_are_searched_in_part_and_this_is_said() -> None:
+def test_too_many_tokens_are_searched_in_part_and_this_is_reported() -> None:
     train = [chat(50) for _ in range(40)]
     with mock.patch.object(audit, "MAX_TRAIN_TOKENS", 1000):
         near = [replace(doc, ids=[7, *doc.ids[1:]]) for doc in train[:2]]

@@ -66,7 +66,7 @@ def test_the_second_call_finds_it(tmp_path: Path) -> None:
 def test_a_miss_says_what_changed(tmp_path: Path, key: Key, why: str) -> None:
     open_or_make(tmp_path, KEY, make)
     _, how = open_or_make(tmp_path, key, make)
-    assert how == f"prepared ({why})"
+    assert how == f"tokenized ({why})"
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path) -> None:
             (folder / "tokens").write_text("who")
         else:
             (folder / ("tokens" if damage == "gone" else "key.json")).unlink()
-        assert open_or_make(tmp_path, KEY, make) == (folder, "prepared (the entry was damaged)")
+        assert open_or_make(tmp_path, KEY, make) == (folder, "tokenized (the entry was damaged)")
         assert (folder / "tokens").read_text() == "whole"
 
 

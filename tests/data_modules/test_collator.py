@@ -47,7 +47,7 @@ def test_padded_rows() -> None:
     assert batch.num_tokens == 7
 
 
-def test_end_token_that_is_also_the_pad_token_is_learned() -> None:
+def test_end_token_that_is_also_the_pad_token_is_trained_on() -> None:
     ended = make_example([1, 2, 99], [0, 1, 1])
     batch = Collator(99, packed=False)([[ended], [SECOND]], 1.0)
     assert batch.labels[0].tolist() == [2, 99, -100, -100]

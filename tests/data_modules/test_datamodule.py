@@ -136,9 +136,7 @@ def test_step_weight_leaves_the_first_token_of_a_document_out(
         assert {batch.step_weight for batch in batches} == {total}
 
 
-def test_packed_and_padded_learn_the_same_labels(
-    files: list[DatasetConfig], tokenizer: Any
-) -> None:
+def test_packed_and_padded_have_the_same_labels(files: list[DatasetConfig], tokenizer: Any) -> None:
     found = []
     for method in ("multipack", "none"):
         batches = list(build(files, tokenizer, method=method).train_dataloader())
@@ -260,7 +258,7 @@ def test_test_rows_are_read_before_the_training(
     assert len(module.prompts(9)["test"]) == 1
 
 
-def test_test_rows_can_be_asked_without_any_to_learn(tokenizer: Any, tmp_path: Path) -> None:
+def test_test_rows_can_be_used_without_any_to_train_on(tokenizer: Any, tmp_path: Path) -> None:
     test = DatasetConfig(path=str(tmp_path / "test.json"))
     Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
     module = build([], tokenizer, data={"test_datasets": [test]}, model={"vocab_size": 999})
@@ -270,7 +268,7 @@ def test_test_rows_can_be_asked_without_any_to_learn(tokenizer: Any, tmp_path: P
     assert module.report.datasets == []
 
 
-def test_prompts_above_the_sequence_length_are_left_out_aloud(
+def test_prompts_above_the_sequence_length_are_left_out_with_a_warning(
     files: list[DatasetConfig], tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"instruction": q, "output": "one"} for q in ("q", "two " * 500, "three", "q" * 999)]
@@ -338,11 +336,11 @@ def test_batch_is_moved_without_a_wait_for_a_gpu_only(
     assert requested == [True, False]
 
 
-def test_report_says_it_aloud(files: list[DatasetConfig], tokenizer: Any) -> None:
+def test_report_has_a_line_a_data_set(files: list[DatasetConfig], tokenizer: Any) -> None:
     module = build(files, tokenizer)
     lines = module.report.lines()
     assert lines[0].startswith("lists: 40 rows (alpaca, guessed), 38 train + 2 validation, ")
-    assert "no chat template" in lines[-1]
+    assert "because the tokenizer has none" in lines[-1]
     kept = json.loads(json.dumps([asdict(report) for report in module.report.datasets]))
     assert [one["name"] for one in kept] == module.dataset_names == ["lists", "chats", "pairs"]
     assert kept[0]["train_rows"] == 38
@@ -419,23 +417,6 @@ def test_prompts_are_of_rows_held_out_wherever_they_stand(tmp_path: Path, tokeni
     held_out = {tokenizer.decode(e.input_ids).split("\n")[1] for e in module.val_examples}
     requested = {tokenizer.decode(p.input_ids).split("\n")[1] for p in module.prompts(9)["d"]}
     assert requested == held_out and len(requested) == 6
-
-
-def test_what_the_template_loses_is_said(
-    tmp_path: Path, make_tokenizer: Callable[..., Any]
-) -> None:
-    rows = [{"instruction": f"q {i}", "output": "a", "system": "brief"} for i in range(10)]
-    (tmp_path / "d.json").write_text(json.dumps(rows))
-    template = tmp_path / "t.jinja"
-    template.write_text(
-        "{% for m in messages if m.role != 'system' %}{{ m.role }} {{ m.content }}"
-        "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
-    )
-    tokenizer = make_tokenizer(["</s>"], eos="</s>")
-    data = {"val_set_size": 3, "chat_template": str(template)}
-    module = build([DatasetConfig(path=str(tmp_path / "d.json"))], tokenizer, data=data)
-    told = [line for line in module.audit.lines() if "system turn" in line]
-    assert len(told) == 1 and "10 of 10 rows" in told[0] and "d.json:1" in told[0]
 
 
 def test_the_audit_and_the_quarantine_are_written_beside_the_run(

@@ -56,7 +56,7 @@ def test_masks_and_weights_multiply() -> None:
     assert convert(row).weights == (0.0, 1.5, 6.0)
 
 
-def test_all_is_learned_when_the_labels_are_the_ids() -> None:
+def test_all_is_trained_on_when_the_labels_are_the_ids() -> None:
     assert convert({"input_ids": [5, 6]}, input_ids="input_ids", labels="input_ids") == Tokens(
         (5, 6), (1.0, 1.0), ORIGIN
     )
@@ -85,13 +85,13 @@ def test_all_is_learned_when_the_labels_are_the_ids() -> None:
         ({"loss_mask": [1]}, "loss_mask has 1 numbers"),
     ],
 )
-def test_what_is_told_about_tokens(values: dict[str, Any], told: str) -> None:
+def test_problems_of_tokens(values: dict[str, Any], told: str) -> None:
     row = {"input_ids": [5, 6], **values}
     row.setdefault("labels", row["input_ids"])
     with pytest.raises(RowError, match=told):
         convert(row)
 
 
-def test_ids_alone_do_not_say_what_is_learned() -> None:
+def test_ids_alone_do_not_say_what_is_trained_on() -> None:
     with pytest.raises(MissingColumnError, match="missing 'labels'; found"):
         convert({"input_ids": [5, 6]})

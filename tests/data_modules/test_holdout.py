@@ -74,7 +74,7 @@ def test_rows_all_alike_hold_none_out() -> None:
     assert not side.validation.any() and side.training.all()
 
 
-def test_a_row_of_another_data_set_that_is_held_out_is_not_learned() -> None:
+def test_a_row_of_another_data_set_that_is_held_out_is_masked() -> None:
     sides = sides_of(store(list(range(20))), store(list(range(20))), size=4)
     repeated = [side.repeated_rows for side in sides]
     assert all(side.validation.sum() == 4 for side in sides)

@@ -64,7 +64,7 @@ def test_epochs_depend_on_the_seed_only() -> None:
     st.integers(0, 3),
     st.integers(1, 6),
 )
-def test_shares_are_those_asked_for(
+def test_shares_are_those_requested(
     sizes: list[int], kind: str, stop: str, temperature: float | None, seed: int, epochs: int
 ) -> None:
     """Within the rounding to whole documents, which later epochs make good."""
@@ -184,8 +184,8 @@ def test_report_is_a_table() -> None:
     mixture = Mixture(GROUPS, [1, 3], 0, MixtureConfig(weights="tokens"), lengths=lengths)
     assert describe_mixture(mixture.report(["lists", "orders"])) == [
         "data set  rows  tokens  epochs  rows seen  of rows  of tokens  requested",
-        "lists       10   1,000       1         10   25.00%     25.00%  25.00%",
-        "orders      21   2,100    1.43         30   75.00%     75.00%  75.00%",
+        "lists       10   1,000       1         10   25.00%     25.00%     25.00%",
+        "orders      21   2,100    1.43         30   75.00%     75.00%     75.00%",
     ]
 
 

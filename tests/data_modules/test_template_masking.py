@@ -98,7 +98,7 @@ def test_a_rows_weight_multiplies_all_others() -> None:
     assert [weight for weight, _ in everything] == [0.5, 0.25, 0.5]
 
 
-def test_train_on_inputs_leaves_out_what_is_said_to_be_left_out() -> None:
+def test_train_on_inputs_leaves_out_what_is_reported_to_be_left_out() -> None:
     turns = (Turn("user", "one", 0.0), Turn("assistant", "<think>hm</think>two"))
     chat = Conversation(turns, ORIGIN)
     template = template_of(train_on_inputs=True, reasoning="mask")
@@ -229,7 +229,7 @@ def calling(content: str = "", tools: tuple[Any, ...] = (WEATHER,)) -> Conversat
 
 
 @pytest.mark.parametrize("content", ["", "let me look", f"it may hold {END} too"])
-def test_a_tool_call_is_learned_whole(content: str) -> None:
+def test_a_tool_call_is_trained_on_whole(content: str) -> None:
     template = template_of("qwen3")
     item = calling(content)
     said = f"{content}\n{CALL}" if content else CALL
@@ -417,7 +417,7 @@ def test_what_the_template_drops_is_noted() -> None:
     assert encode(template_of(), TALK).notes == ()
 
 
-def test_an_answer_whose_calls_are_lost_is_not_learned() -> None:
+def test_an_answer_whose_calls_are_lost_is_masked() -> None:
     assert runs(template_of("chatml"), calling()) == ["it is sun" + END]
 
 

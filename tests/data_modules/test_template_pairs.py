@@ -174,7 +174,7 @@ def test_a_lost_system_turn_is_noted() -> None:
     assert encode(resolve(tokenizer), chat).notes == (Note("lost_system"),)
 
 
-def test_a_blank_answer_is_not_learned() -> None:
+def test_a_blank_answer_is_masked() -> None:
     chat = Conversation((Turn("user", "q"), Turn("assistant", " ")), ORIGIN)
     assert not encode(resolve(t5_like()), chat).weights.any()
 
