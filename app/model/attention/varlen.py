@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.attend import in_one_dtype
-from app.model.attention.masks import MaskRule
+from app.model.attention.attend import MaskRule, in_one_dtype
 
 if TYPE_CHECKING:
     import torch
