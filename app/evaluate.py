@@ -45,9 +45,13 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     from app.model.attention import attention_implementation, choose_backend
     from app.model.base import context_len, decoder_start_token_id, load_architecture, load_base
     from app.model.build import load_tuned, weight_dtype
-    from app.model.chat import stop_token_ids, with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows
+    from app.model.tokenizer import (
+        build_tokenizer,
+        new_token_ids,
+        num_rows,
+        stop_token_ids,
+        with_chat_template,
+    )
     from app.training.objective import validate
     from app.training.trainer import place_on_one_device
     from data_modules import FinetuneDataModule

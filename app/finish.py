@@ -55,8 +55,8 @@ def finish(
     from app.model.attention import attention_implementation
     from app.model.base import load_base
     from app.model.build import weight_dtype
-    from app.model.chat import keep_stop_tokens, save_stop_tokens
     from app.model.save import save_model
+    from app.model.tokenizer import keep_stop_tokens, save_stop_tokens
     from app.training.objective import validate
 
     trainer, strategy, backend = module.trainer, module.strategy, module.backend

@@ -44,9 +44,7 @@ def preview(config: PreviewConfig) -> Path:
     from rich.console import Console
 
     from app.model.base import context_len, decoder_start_token_id
-    from app.model.chat import with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows
+    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows, with_chat_template
     from app.report.preview import collect_preview
     from app.report.preview_page import preview_page
     from app.report.preview_text import print_preview

@@ -54,9 +54,14 @@ def train(config: TrainConfig) -> float | None:
     from app.model.attention import choose_backend
     from app.model.base import context_len, decoder_start_token_id, load_architecture
     from app.model.build import build_model
-    from app.model.chat import stop_token_ids, with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows, trained_token_ids
+    from app.model.tokenizer import (
+        build_tokenizer,
+        new_token_ids,
+        num_rows,
+        stop_token_ids,
+        trained_token_ids,
+        with_chat_template,
+    )
     from app.strategy.build import build_strategy
     from app.training.callbacks.gradient_check import GradientCheck
     from app.training.callbacks.heartbeat import Heartbeat

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from app.model.layers import decoder_layers, why_not_compiled
+from app.process.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +42,13 @@ class CompiledLayers:
     """The compiled layers of one model, which `remove` turns back into plain ones.
 
     Names of modules and weights stay what they are. A layer that cannot be compiled is said once;
-    it and all that come behind it run as they are. ValueError for a model of two
+    it and all that come behind it run as they are. UserError for a model of two
     sides, or one whose layers are not known.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         if problem := why_not_compiled(model.config.to_dict()):
-            raise ValueError(problem)
+            raise UserError(problem)
         self.failure: str | None = None
         self.for_attention: dict[str, Any] = {}
         self._attention = {name: ALL_ATTENTION_FUNCTIONS[name] for name in _attentions_of(model)}

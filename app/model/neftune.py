@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from app.process.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -13,13 +15,13 @@ def apply_neftune(model: torch.nn.Module, alpha: float | None) -> None:
     """Add uniform noise of size alpha / sqrt(tokens * width) to every document's embeddings.
 
     Call it when the adapter is on, which may replace the embedding module; what is saved knows
-    nothing of it. Evaluation stays without noise. None changes nothing; ValueError for
+    nothing of it. Evaluation stays without noise. None changes nothing; UserError for
     encoder-decoder models.
     """
     if alpha is None:
         return
     if problem := why_no_noise(alpha, model.config.to_dict()):
-        raise ValueError(problem)
+        raise UserError(problem)
     noise = _EmbeddingNoise(alpha)
     model.register_forward_pre_hook(noise.see_documents, with_kwargs=True)
     model.get_input_embeddings().register_forward_hook(noise.add)

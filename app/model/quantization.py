@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.process.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     import transformers
@@ -212,7 +214,7 @@ def _check_share(model: PreTrainedModel) -> None:
             quantized += num_weights * isinstance(parameter, (Int8Params, Params4bit))
     kind = model.config.model_type
     if not quantized:
-        raise ValueError(f"no layer of a {kind} model can be quantized; type quantization=none")
+        raise UserError(f"no layer of a {kind} model can be quantized; type quantization=none")
     if quantized < matrices / 2:
         log.warning(
             "quantization: %.0f %% of the weights alone (the loader reaches no others of a %s "

@@ -13,6 +13,7 @@ from app.model.attention.documents import (
     place_documents,
     stack_documents,
 )
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +53,10 @@ def build_mask_rule(
 ) -> MaskRule | None:
     """Return what transformers passes to layers as their mask; None where all of the past is seen.
 
-    Registered beside our attention functions. ValueError for masks of more than positions.
+    Registered beside our attention functions. UserError for masks of more than positions.
     """
     if use_vmap:
-        raise ValueError(
+        raise UserError(
             "this model's attention mask depends on more than the positions of tokens, which only "
             "eager attention computes: type attention=eager packing=none"
         )
@@ -79,21 +80,21 @@ def attend_by_document(
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
     position_bias [1, heads, query tokens, key tokens], by distance. Returns
-    [rows, tokens, heads, head_dim]. ValueError for variants and masks that only `eager` computes.
+    [rows, tokens, heads, head_dim]. UserError for variants and masks that only `eager` computes.
     """
     if not (attention_mask is None or isinstance(attention_mask, MaskRule)):
-        raise ValueError(
+        raise UserError(
             f"attention=sdpa cannot cut the mask that {type(module).__name__} computed of whole "
             "rows into documents: type attention=eager"
         )
     if isinstance(documents, DocumentGroups) and position_bias is not None:
-        raise ValueError(
+        raise UserError(
             "attention=sdpa cannot cut this model's position_bias, which is of whole rows, into "
             "documents: type packing=none"
         )
     for variant in ("softcap", "s_aux"):
         if unsupported.get(variant) is not None:
-            raise ValueError(
+            raise UserError(
                 f"attention=sdpa cannot compute this model's {variant}: type attention=eager"
             )
     # A mask says all that the window does, which layers are told for the sake of other kernels.
@@ -146,7 +147,7 @@ def _attend_to_pairs(
         return _attend_causally(parts, documents.decoder, attend)
     # Layers without the attribute mix their two sides (T5Gemma2).
     if getattr(module, "is_decoder", None) is None:
-        raise ValueError(
+        raise UserError(
             f"attention=sdpa cannot tell encoder from decoder in {type(module).__name__}: "
             "type attention=eager packing=none"
         )

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from app.process.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -141,7 +143,7 @@ def attention_implementation(backend: str) -> str:
 
 
 def check_implementation(model: PreTrainedModel, implementation: str) -> None:
-    """Raise ValueError where a part of `model` runs another attention than `implementation`.
+    """Raise UserError where a part of `model` runs another attention than `implementation`.
 
     transformers silently replaces an attention that a model does not support.
     """
@@ -152,7 +154,7 @@ def check_implementation(model: PreTrainedModel, implementation: str) -> None:
             continue
         given = part.config._attn_implementation
         if given != implementation:
-            raise ValueError(
+            raise UserError(
                 f"{type(part).__name__} was to run {implementation}, but transformers gave it "
                 f"{given}: type attention=sdpa or attention=eager"
             )

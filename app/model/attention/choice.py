@@ -17,6 +17,7 @@ from app.model.attention.backends import (
     SELECTED_TOKENS,
     AttentionConfig,
 )
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -88,14 +89,14 @@ def choose_backend(
 ) -> AttentionChoice:
     """Resolve `auto` to the fastest backend that can run; `precision` is a resolved name.
 
-    ValueError when the typed one cannot compute this model, here and so precisely; ImportError when
+    UserError when the typed one cannot compute this model, here and so precisely; ImportError when
     its package is not there, or does not import.
     """
     model = ModelOnDevice(architecture, accelerator, precision)
     if config.backend == "auto":
         return _fastest(model)
     if reason := why_not_here(config.backend, model):
-        raise ValueError(f"attention={config.backend}: {reason}; type {_instead(model)}")
+        raise UserError(f"attention={config.backend}: {reason}; type {_instead(model)}")
     if fault := find_fault(config.backend):
         raise ImportError(f"attention={config.backend}: {fault}; type {_instead(model)}")
     return AttentionChoice(config.backend, f"{_describe(config.backend)}, as typed")

@@ -36,7 +36,7 @@ def attention_inputs(
             "documents": group_documents(document_lengths, shape, device),
         }
     if is_packed and len(document_lengths) > 1 and backend in BY_CLASS.get(kind, ()):
-        raise ValueError(
+        raise UserError(
             f"attention={backend} of {kind} models would let the documents of a pack see each "
             "other where a batch has several: type trainer.micro_batch_size=1, or attention=eager"
         )
@@ -103,7 +103,7 @@ def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -
     if not kinds <= windows.keys():
         if backend == "eager":
             return None  # the model builds its own, and finds the documents in the positions
-        raise ValueError(
+        raise UserError(
             f"attention={backend} has no mask for "
             f"{', '.join(sorted(kinds - windows.keys()))} layers: type attention=sdpa"
         )
@@ -168,12 +168,12 @@ def pair_inputs(
 ) -> dict[str, Any]:
     """Compute what an encoder-decoder model's forward needs, once per batch.
 
-    ids are what encoder and decoder are given, [rows, tokens] each; ValueError where the documents
+    ids are what encoder and decoder are given, [rows, tokens] each; UserError where the documents
     of a pack cannot be kept apart.
     """
     _check_batch(model, source_lengths, target_lengths)
     if backend != "sdpa" and any(len(lengths) > 1 for lengths in source_lengths):
-        raise ValueError(
+        raise UserError(
             f"attention={backend} gives encoder and cross-attention one mask, which cannot "
             "keep the documents of a pack apart: type packing=none"
         )

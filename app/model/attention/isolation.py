@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from app.model.attention.backends import running
 from app.model.attention.inputs import attention_inputs, pair_inputs
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ TF32_EPS = 2**-10
 def check_isolation(
     model: PreTrainedModel, backend: str, device: torch.device | None = None
 ) -> None:
-    """Raise ValueError if editing one document of a pack changes another one's logits.
+    """Raise UserError if editing one document of a pack changes another one's logits.
 
     Costs three forward passes of eight tokens, on `device` or where the model is; run before
     training, since models differ in what they hand on to their layers and libraries change.
@@ -37,7 +38,7 @@ def check_isolation(
             )
         if not others > limit:  # also where weights are NaN, which is no fault of attention
             return
-    raise ValueError(
+    raise UserError(
         f"attention={backend}: documents packed together see each other "
         f"(editing one changes another one's logits by {others / own:.1%} of its own change): "
         f"type {'attention=eager, or ' if _eager_isolates(model, backend, device) else ''}"
@@ -89,7 +90,7 @@ def _effects_of_edit(
 def check_pair_isolation(
     model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
 ) -> None:
-    """Raise ValueError if a document's logits depend on what it shares a batch with.
+    """Raise UserError if a document's logits depend on what it shares a batch with.
 
     For encoder-decoder models; costs two forward passes of nine and five tokens, on `device` or
     where the model is. Packed, a document comes behind another neighbour than it had before: if it
@@ -99,7 +100,7 @@ def check_pair_isolation(
     device = device or model.device
     difference, limit = _pair_difference(model, backend, device, is_packed=is_packed)
     if difference > limit:
-        raise ValueError(
+        raise UserError(
             f"attention={backend}: {_fault(is_packed)} (logits differ by {difference:.2g}): "
             f"type {_instead_of_pairs(model, backend, device, is_packed=is_packed)}"
         )

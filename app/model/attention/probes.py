@@ -70,7 +70,7 @@ NOT_TAKEN = (TypeError, AttributeError, IndexError)
 def check_reference(
     model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
 ) -> None:
-    """Raise ValueError if a document's logits are not those of the model's own eager attention.
+    """Raise UserError if a document's logits are not those of the model's own eager attention.
 
     Packed it comes behind another document, padded before padding; for the reference it is alone.
     Windows and chunks are shortened meanwhile, so that it is longer. For causal models; costs two
@@ -87,7 +87,7 @@ def check_reference(
         others["packing=none"] = (backend, False)
     agree = (words for words, other in others.items() if operator.le(*probe(*other)))
     instead = next(agree, "model.path=ANOTHER_BASE")
-    raise ValueError(
+    raise UserError(
         f"attention={backend}: {model.config.model_type} models compute other logits for a "
         f"document in a {'pack' if is_packed else 'padded row'} than for the same document alone "
         f"with their own eager attention (difference {difference:.2g}, rounding {limit:.2g}): "
@@ -133,7 +133,7 @@ def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> t
     except NOT_TAKEN as error:
         if backend == "eager":
             raise
-        raise ValueError(
+        raise UserError(
             f"attention={backend}: {model.config.model_type} models read the attention mask as "
             f"only eager attention builds it ({type(error).__name__}: {error}): "
             "type attention=eager"

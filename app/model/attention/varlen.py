@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.attend import MaskRule, in_one_dtype
+from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +71,7 @@ class VarlenKernel:
             query = query if math.isclose(factor, 1.0) else query * factor
         if not self.takes_window:
             if window is not None:
-                raise ValueError(
+                raise UserError(
                     "attention=varlen has no sliding window before PyTorch 2.11: "
                     "type attention=sdpa"
                 )
@@ -100,19 +101,19 @@ def attend_by_boundaries(
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
     cu_seq_lens_q int32 [documents + 1] counts through all rows. Returns
-    [rows, tokens, heads, head_dim]. ValueError for variants and masks that the kernel does not
+    [rows, tokens, heads, head_dim]. UserError for variants and masks that the kernel does not
     compute.
     """
     import torch
 
     if dropout:
-        raise ValueError(
+        raise UserError(
             "attention=varlen cannot drop attention out, as this model's config asks: "
             "type attention=sdpa"
         )
     for variant in ("softcap", "s_aux", "position_bias"):
         if unsupported.get(variant) is not None:
-            raise ValueError(
+            raise UserError(
                 f"attention=varlen cannot compute this model's {variant}: type attention=eager"
             )
     rows, _, tokens, width = query.shape
@@ -144,12 +145,12 @@ def attend_by_boundaries(
 def _check_mask(
     module: torch.nn.Module, mask: MaskRule | torch.Tensor | None, window: int | None, longest: int
 ) -> None:
-    """Raise ValueError for a mask that is not the sliding window of which the layer tells."""
+    """Raise UserError for a mask that is not the sliding window of which the layer tells."""
     if mask is None:
         return
     if isinstance(mask, MaskRule) and (mask.size == window or mask.size >= longest):
         return
-    raise ValueError(
+    raise UserError(
         f"attention=varlen knows sliding windows that a layer names, and {type(module).__name__} "
         "has a mask of another kind: type attention=sdpa"
     )
