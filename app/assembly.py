@@ -27,10 +27,15 @@ from app.model.base import (
     load_base,
 )
 from app.model.build import build_model, load_tuned, weight_dtype
-from app.model.chat import stop_token_ids, with_chat_template
 from app.model.quantization import QuantizationConfig, stored_settings
-from app.model.tokenizer import build_tokenizer, new_token_ids
-from app.model.tokens import num_rows, trained_token_ids
+from app.model.tokenizer import (
+    build_tokenizer,
+    new_token_ids,
+    num_rows,
+    stop_token_ids,
+    trained_token_ids,
+    with_chat_template,
+)
 from app.preflight import check_compatibility, describe_base
 from app.process.errors import UserError
 from app.process.faults import arm, parse_faults

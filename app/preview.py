@@ -207,8 +207,7 @@ def find_model_spec(
     stands: only a model could contradict it.
     """
     from app.assembly import model_spec
-    from app.model.tokenizer import new_token_ids
-    from app.model.tokens import num_rows
+    from app.model.tokenizer import new_token_ids, num_rows
     from data_modules import ModelSpec
 
     architecture = find_architecture(config.model)

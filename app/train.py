@@ -74,8 +74,8 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
     """
     from app.evaluation.comparison import Evaluator, compare_trained, print_comparison
     from app.model.adapter import saves_whole_model
-    from app.model.chat import keep_stop_tokens, save_stop_tokens
     from app.model.save import save_model
+    from app.model.tokenizer import keep_stop_tokens, save_stop_tokens
     from app.process.collectives import run_on_rank0
 
     config, trainer = run.config, module.trainer

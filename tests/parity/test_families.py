@@ -30,7 +30,7 @@ from data_modules.collator import Collator
 from tests.families import tiny_family
 
 LENGTHS = [5, 9, 3, 30, 20]
-EQUAL = ["bert", "diffllama", "gemma2", "gpt2", "mixtral", "qwen3"]
+EQUAL = ["bert", "diffllama", "gemma2", "gpt2", "mixtral", "nemotron", "qwen3", "stablelm"]
 REFUSED = [
     *("bamba", "bloom", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba"),
     *("mamba2", "nemotron_h", "openai-gpt", "qwen3_5_text", "qwen3_next", "roberta", "trocr"),

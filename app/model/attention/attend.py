@@ -1,18 +1,66 @@
-"""The attention function that transformers calls in every layer, document by document."""
+"""The attention function that transformers calls in every layer, and its mask: by document."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.documents import DocumentGroups, place_documents, stack_documents
-from app.model.attention.masks import MaskRule
-from app.model.attention.pairs import PairGroups
+from app.model.attention.documents import (
+    DocumentGroups,
+    PairGroups,
+    place_documents,
+    stack_documents,
+)
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(slots=True)
+class MaskRule:
+    """A window or chunk: which keys a query sees, by their positions in the document.
+
+    transformers describes a mask by such a function of row, head, query and key. Kept as a function
+    instead of a matrix over whole rows, it holds inside each document of a pack. It has no effect
+    on documents up to `size` tokens.
+    """
+
+    function: Callable[..., torch.Tensor]
+    size: int
+    _visible: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def visible(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """Return the mask of a document, bool [1, 1, tokens, tokens]; cached for all layers."""
+        import torch
+
+        if tokens not in self._visible:
+            zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+            position = torch.arange(tokens, device=device)
+            seen = self.function(zero, zero, position.view(1, 1, -1, 1), position.view(1, 1, 1, -1))
+            self._visible[tokens] = seen.expand(1, 1, tokens, tokens)
+        return self._visible[tokens]
+
+
+def build_mask_rule(
+    *,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> MaskRule | None:
+    """Return what transformers passes to layers as their mask; None where all of the past is seen.
+
+    Registered beside our attention functions. UserError for masks of more than positions.
+    """
+    if use_vmap:
+        raise UserError(
+            "this model's attention mask depends on more than the positions of tokens, which only "
+            "eager attention computes: type attention=eager packing=none"
+        )
+    return None if local_size is None else MaskRule(mask_function, local_size)
 
 
 def attend_by_document(
@@ -32,7 +80,7 @@ def attend_by_document(
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
     position_bias [1, heads, query tokens, key tokens], by distance. Returns
-    [rows, tokens, heads, head_dim]. ValueError for variants and masks that only `eager` computes.
+    [rows, tokens, heads, head_dim]. UserError for variants and masks that only `eager` computes.
     """
     if not (attention_mask is None or isinstance(attention_mask, MaskRule)):
         raise UserError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.attend import in_one_dtype
+from app.model.attention.documents import Lengths
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def attend_by_blocks(
 
 
 def block_mask(
-    document_lengths: Sequence[Sequence[int]],
+    document_lengths: Lengths,
     shape: tuple[int, int],
     device: torch.device,
     *,
@@ -84,7 +84,7 @@ def block_mask(
 
 
 def _first_seen(
-    document_lengths: Sequence[Sequence[int]], shape: tuple[int, int], window: int | None
+    document_lengths: Lengths, shape: tuple[int, int], window: int | None
 ) -> torch.Tensor:
     """Column of the first key that each query sees, [rows, tokens up to a whole block].
 

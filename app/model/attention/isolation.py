@@ -22,7 +22,7 @@ TF32_EPS = 2**-10
 def check_isolation(
     model: PreTrainedModel, backend: str, device: torch.device | None = None
 ) -> None:
-    """Raise ValueError if editing one document of a pack changes another one's logits.
+    """Raise UserError if editing one document of a pack changes another one's logits.
 
     Costs three forward passes of eight tokens, on `device` or where the model is; run before
     training, since models differ in what they hand on to their layers and libraries change.
@@ -90,7 +90,7 @@ def _effects_of_edit(
 def check_pair_isolation(
     model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
 ) -> None:
-    """Raise ValueError if a document's logits depend on what it shares a batch with.
+    """Raise UserError if a document's logits depend on what it shares a batch with.
 
     For encoder-decoder models; costs two forward passes of nine and five tokens, on `device` or
     where the model is. Packed, a document comes behind another neighbour than it had before: if it

@@ -70,7 +70,7 @@ NOT_TAKEN = (TypeError, AttributeError, IndexError)
 def check_reference(
     model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
 ) -> None:
-    """Raise ValueError if a document's logits are not those of the model's own eager attention.
+    """Raise UserError if a document's logits are not those of the model's own eager attention.
 
     Packed it comes behind another document, padded before padding; for the reference it is alone.
     Windows and chunks are shortened meanwhile, so that it is longer. For causal models; costs two

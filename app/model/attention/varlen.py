@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.attend import in_one_dtype
-from app.model.attention.masks import MaskRule
+from app.model.attention.attend import MaskRule, in_one_dtype
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def attend_by_boundaries(
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
     cu_seq_lens_q int32 [documents + 1] counts through all rows. Returns
-    [rows, tokens, heads, head_dim]. ValueError for variants and masks that the kernel does not
+    [rows, tokens, heads, head_dim]. UserError for variants and masks that the kernel does not
     compute.
     """
     import torch
@@ -146,7 +145,7 @@ def attend_by_boundaries(
 def _check_mask(
     module: torch.nn.Module, mask: MaskRule | torch.Tensor | None, window: int | None, longest: int
 ) -> None:
-    """Raise ValueError for a mask that is not the sliding window of which the layer tells."""
+    """Raise UserError for a mask that is not the sliding window of which the layer tells."""
     if mask is None:
         return
     if isinstance(mask, MaskRule) and (mask.size == window or mask.size >= longest):
