@@ -1,4 +1,4 @@
-"""Preview: what a run would learn from, seen before it is paid for; a tokenizer is enough.
+"""Preview: what a run would train on: text, tokens, loss mask, packs; a tokenizer is enough.
 
 `python -m app.preview +experiment=NAME`, or `model.path=TOKENIZER_FOLDER data=...`.
 """
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from data_modules import ModelSpec
 
 STREAM_ROWS = 2000
-"""rows of each data set that stand for a stream"""
+"""rows of each data set that are read of a stream"""
 NO_LIMIT = 1_000_000
-"""tokenizers that know no context say a number far above this"""
+"""tokenizers without a context length state a number far above this"""
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def preview(config: PreviewConfig) -> Path:
     save_config(config, folder / CONFIG_FILE)
     data.write_reports(folder)
     write_whole(folder / "preview.html", redact(render_page(result)))
-    # A terminal that cannot write a letter of the data writes its number instead.
+    # A terminal that cannot encode a character prints its escape instead.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     print_preview(result, Console(highlight=False), config.preview.tokens)
@@ -100,10 +100,7 @@ def preview(config: PreviewConfig) -> Path:
 
 
 def plan_as_typed(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int, int]:
-    """Return ranks with data of their own, and accumulation steps.
-
-    `auto` devices are one such rank, whatever this machine has.
-    """
+    """Return data ranks and accumulation steps as typed; `auto` devices count as one rank."""
     num_ranks = trainer.num_nodes
     if isinstance(trainer.devices, int):
         all_ranks = trainer.devices * trainer.num_nodes
@@ -114,11 +111,11 @@ def plan_as_typed(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int
 
 
 def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: int) -> str:
-    """Say for how many ranks the steps are planned, and who said so."""
+    """Return for how many ranks the steps are planned, and by which settings."""
     if isinstance(trainer.devices, int):
         typed = f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes}"
         if (together := tensor_parallel_size(strategy, trainer.devices)) > 1:
-            typed += f"; strategy={strategy.name}: {together} ranks split the same data"
+            typed += f"; strategy={strategy.name}: tensor parallel {together}"
         return f"ranks: {num_ranks}, as typed ({typed})"
     return (
         f"ranks: {num_ranks}, with trainer.devices={trainer.devices} taken as 1; type the number "
@@ -129,25 +126,25 @@ def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: 
 def beginning_of(data: DataConfig) -> DataConfig:
     """Return settings that read the first rows of what training would stream.
 
-    Held out are those that the run holds out, the first of each data set: here they stand beside
-    the test data, so that the audit compares them with the rows after them.
+    The rows that the run holds out become test data here, so that the audit compares them with the
+    rows after them.
     """
     held_out = int(data.val_set_size)
     first = [
         replace(dataset, split=f"{dataset.split}[{held_out}:{held_out + STREAM_ROWS}]")
         for dataset in data.datasets
     ]
-    asked = [
+    held_out_sets = [
         replace(dataset, split=f"{dataset.split}[:{held_out}]", max_rows=None)
         for dataset in data.datasets
         if held_out
     ]
-    tests = [*data.test_datasets, *asked]
+    tests = [*data.test_datasets, *held_out_sets]
     return replace(data, datasets=first, test_datasets=tests, val_set_size=0, streaming=False)
 
 
 def describe_stream(data: DataConfig) -> list[str]:
-    """Say how little of a stream is shown."""
+    """Return how much of a stream is shown."""
     if not data.streaming:
         return []
     held_out = int(data.val_set_size)
@@ -159,7 +156,7 @@ def describe_stream(data: DataConfig) -> list[str]:
 
 
 def rows_of_each(max_rows: int | None, data: DataConfig) -> int | None:
-    """Return how many rows of each data set are read, None for all; some are left to train on."""
+    """Return how many rows of each data set are read, None for all; enough to train on some."""
     if max_rows is None:
         return None
     share = max_rows // max(1, len(data.datasets))
@@ -167,7 +164,7 @@ def rows_of_each(max_rows: int | None, data: DataConfig) -> int | None:
 
 
 def describe_sample(rows: dict[str, int]) -> list[str]:
-    """Say which data sets were read in part: name -> rows."""
+    """Return which data sets were read in part; `rows`: data set -> rows read."""
     if not rows:
         return []
     parts = ", ".join(f"{name} ({number:,})" for name, number in rows.items())
@@ -178,15 +175,15 @@ def describe_sample(rows: dict[str, int]) -> list[str]:
 
 
 def _files_read(model: ModelConfig) -> ModelConfig:
-    """Leave out the base where its numbers and its tokenizer are known without it."""
+    """Return `model` without its path where config and tokenizer are known without it."""
     is_known = "model_type" in model.architecture and model.tokenizer_path is not None
     return replace(model, path=None) if is_known else model
 
 
 def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
-    """Read or make the base's numbers; None where there is a tokenizer and nothing else.
+    """Return the config of the base; None where there is only a tokenizer.
 
-    Numbers that stand in the settings are taken at their word: nothing has to be downloaded.
+    `model.architecture` is used where it is set: nothing is downloaded.
     """
     from app.model.base import load_architecture
 

@@ -30,7 +30,7 @@ MEASURES = {
 
 
 class Evaluator:
-    """Measure models on the same held-out rows: loss per data set, and exact match where asked for.
+    """Measure models on the same held-out rows: loss per data set, and exact match if configured.
 
     `shards` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
     ranks measure together, each its share of the validation rows.
@@ -66,7 +66,7 @@ class Evaluator:
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
         """Return the exact match of every data set, named by `who`; nothing without prompts."""
-        return self.predictions.ask(who, model, self.shards) if self.prompts else {}
+        return self.predictions.answer(who, model, self.shards) if self.prompts else {}
 
     def measure(self, who: str, model: Any) -> dict[str, float]:
         """Return all figures of a model, named by `who`: base or tuned."""
@@ -91,7 +91,7 @@ def compare_trained(
     is_whole = saves_whole_model(adapter)
     metrics: dict[str, float] = {}
     if validations:
-        # Saving rounds a full model to its base's dtype: its last validation was another model's.
+        # Saving rounds a full model to its base's dtype: its last validation was before that.
         tuned = validations[-1] if is_as_trained and not is_whole else evaluator.losses(model)
         if is_whole or (is_as_trained and not goes_on(adapter)):
             base = validations[0]

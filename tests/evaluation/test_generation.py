@@ -118,7 +118,7 @@ def test_exact_match_is_the_share_of_right_answers_of_each_data_set() -> None:
     }
     config = EvaluationConfig(max_new_tokens=8)
     predictions = Predictions(Spelled(), prompts, {STOP}, config)
-    assert predictions.ask("tuned", chain_model(CHAIN)) == {
+    assert predictions.answer("tuned", chain_model(CHAIN)) == {
         "tuned/exact_match/mixed": 0.5,
         "tuned/exact_match/right": 1.0,
         "tuned/exact_match/capital": 0.0,

@@ -42,7 +42,7 @@ def test_a_global_step_is_shared_by_the_ranks_with_data_of_their_own(
     assert (env.num_ranks, env.num_data_ranks) == (4, data_ranks)
     assert env.accumulation == accumulation
     assert config.micro_batch_size * accumulation * data_ranks == config.global_batch_size
-    split = "(2 split each matrix)" if data_ranks == 2 else ""
+    split = "(tensor parallel 2)" if data_ranks == 2 else ""
     assert split in str(env)
 
 
