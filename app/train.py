@@ -22,6 +22,7 @@ from app.process.errors import Interrupted, UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank, live_with_parent
+from app.process.memory import keep_memory
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.process.stdio import keep_streams
 from app.run import Run, describe_global_batch, open_run
@@ -296,5 +297,6 @@ def print_done(run: Run) -> float | None:
 
 if __name__ == "__main__":
     live_with_parent()
+    keep_memory()
     keep_streams()
     end_process(run_verb("train", start, sweep=run_sweep))
