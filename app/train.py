@@ -16,6 +16,7 @@ from app.process.environment import quiet_libraries
 from app.process.errors import Interrupted
 from app.process.files import write_whole
 from app.process.launch import is_first_rank, live_with_parent
+from app.process.memory import keep_memory
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.process.stdio import keep_streams
 from app.run import Run, open_run
@@ -181,5 +182,6 @@ def start(config: TrainConfig) -> None:
 
 if __name__ == "__main__":
     live_with_parent()
+    keep_memory()
     keep_streams()
     end_process(run_verb("train", start, sweep=run_sweep))

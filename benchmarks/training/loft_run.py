@@ -109,7 +109,7 @@ def main(task: Task) -> None:
 
 
 if __name__ == "__main__":
-    from app.process.hugepages import take_large_pages
+    from app.process.memory import keep_memory
 
-    take_large_pages("benchmarks.training.loft_run")  # as a training on a CPU does
+    keep_memory()  # as a training on a CPU does
     main(Task.read(sys.argv[1]))
