@@ -155,7 +155,7 @@ def test_a_package_that_transformers_does_not_take(
 
 MODELS = [
     # what only some of them compute, and what is left with flash-attn and without it
-    (GPT2Config(), "flash2", "sdpa", "varlen drops no attention out, and this model asks for 0.1"),
+    (GPT2Config(), "flash2", "sdpa", "varlen has no attention dropout, and this model has 0.1"),
     (Gemma2Config(head_dim=256), "flash2", "eager", "compute their attention themselves"),
     (LlamaConfig(head_dim=512), "sdpa", "sdpa", "heads up to 256 wide, not 512"),
     (LlamaConfig(head_dim=100), "flash2", "sdpa", "a multiple of 8, not 100"),
@@ -193,8 +193,8 @@ def test_a_window_needs_a_pytorch_that_has_one(
         ("flex", {"accelerator": "cpu"}, "needs an NVIDIA GPU; type attention=sdpa"),
         ("flash2", {"precision": "fp32"}, "half precision only"),
         ("flash3", {}, "for Hopper GPUs; type attention=varlen"),
-        ("varlen", {"model": GPT2Config()}, "drops no attention out"),
-        ("flex", {"model": LlamaConfig(attention_dropout=0.1)}, "drops no attention out"),
+        ("varlen", {"model": GPT2Config()}, "has no attention dropout"),
+        ("flex", {"model": LlamaConfig(attention_dropout=0.1)}, "has no attention dropout"),
         ("flex", {"model": GPT2Config()}, "transformers has no flex for gpt2 models"),
         ("sdpa", {"model": Gemma2Config()}, "type attention=eager"),
         ("flash2", {"model": GptOssConfig()}, "type attention=eager"),

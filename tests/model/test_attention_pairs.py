@@ -278,7 +278,7 @@ def test_the_probe_refuses_a_leak_of_any_kind(
     if lost == "decoder" and not is_packed:
         check_pair_isolation(model, "sdpa", is_packed=False)  # a decoder sees no padding anyway
         return
-    with pytest.raises(ValueError, match="packing=none" if is_packed else "the padding behind"):
+    with pytest.raises(ValueError, match="packing=none" if is_packed else "the padding after"):
         check_pair_isolation(model, "sdpa", is_packed=is_packed)
 
 

@@ -147,5 +147,5 @@ def test_what_a_refusal_says_is_typed_and_runs(saved: Path) -> None:
 @pytest.mark.parametrize("family", ["bert", "electra"])
 def test_a_model_that_sees_what_comes_is_refused(family: str, packing: str, tmp_path: Path) -> None:
     tiny_family(family, is_decoder=False).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{family} models let a token see those behind it"):
+    with pytest.raises(ValueError, match=f"{family} models let a token see those after it"):
         our_step(tmp_path, packing)

@@ -1,8 +1,8 @@
 """Which attention runs, and how the documents of a batch are kept apart from each other.
 
-A packed batch holds many documents in one row. Here is decided how no token sees another
-document; boundaries come from the batch, are turned into indices once, and every layer gets them.
-A model that would not hand them on to its layers is refused by `check_isolation`, not trusted.
+A packed batch holds many documents in one row, and no token may attend to another document. The
+boundaries of a batch become indices once, which every layer gets. Whether a model passes them on to
+its layers is checked before training (`check_isolation`).
 """
 
 from app.model.attention.backends import (

@@ -1,4 +1,4 @@
-"""What a model's forward is given, so that its layers keep the documents of a batch apart."""
+"""Arguments of a model's forward by which its layers keep the documents of a batch apart."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def attention_inputs(
 ) -> dict[str, Any]:
     """Compute what a model's forward needs to keep documents apart, once per batch.
 
-    `ids` [rows, tokens] are what it is given; the result is passed on as keyword arguments.
+    `ids` [rows, tokens] are its input; the result is passed to it as keyword arguments.
     """
-    # Not the model's device: between two passes its weights may be in host memory.
+    # Not the model's device: its weights may be in host memory between two passes.
     shape, device = _shape(ids), ids.device
     kind, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
     _check_batch(model, document_lengths)
@@ -75,10 +75,9 @@ def _config_numbers(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _whole_rows(ids: torch.Tensor) -> torch.Tensor:
-    """Mask [rows, tokens] of ones: all that transformers is to know of a batch.
+    """Return a mask [rows, tokens] of ones: documents and padding are up to our attention.
 
-    Without one it looks for documents in the positions and waits for the device. Documents, and
-    padding, are then told apart by our attention alone.
+    Without a mask, transformers looks for documents in the positions, and waits for the device.
     """
     import torch
 
@@ -93,7 +92,7 @@ def _dense_masks(model: PreTrainedModel, document_lengths: Lengths, ids: torch.T
 
 
 def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -> Any:
-    """Masks as the model's layers want them: one, or one a kind of layer where these differ."""
+    """Return one mask, or one by layer type where these differ."""
     numbers = model.config.get_text_config().to_dict()
     window, layer_types = numbers.get("sliding_window"), numbers.get("layer_types")
     if layer_types is None:
@@ -102,7 +101,7 @@ def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -
     kinds = set(layer_types)
     if not kinds <= windows.keys():
         if backend == "eager":
-            return None  # the model builds its own, and finds the documents in the positions
+            return None  # the model builds its own from the positions
         raise UserError(
             f"attention={backend} has no mask for "
             f"{', '.join(sorted(kinds - windows.keys()))} layers: type attention=sdpa"
@@ -138,11 +137,10 @@ def _dense_mask(
 def _boundaries(
     document_lengths: Lengths, shape: tuple[int, int], device: torch.device
 ) -> dict[str, Any]:
-    """Where documents begin, counted through all rows, by transformers' names for them.
+    """Return the boundaries of documents, counted through all rows, by transformers' names.
 
-    What lies beyond a row's documents is padding and counts as one more document of that row. Rows
-    of one document have boundaries, too: else transformers looks for some in every layer, and
-    waits for the device.
+    The padding of a row counts as one more document. Rows of one document have boundaries, too:
+    else transformers looks for some in every layer, and waits for the device.
     """
     import torch
 
@@ -168,8 +166,8 @@ def pair_inputs(
 ) -> dict[str, Any]:
     """Compute what an encoder-decoder model's forward needs, once per batch.
 
-    ids are what encoder and decoder are given, [rows, tokens] each; UserError where the documents
-    of a pack cannot be kept apart.
+    ids [rows, tokens]: the input of encoder and decoder. UserError where the documents of a pack
+    cannot be kept apart.
     """
     _check_batch(model, source_lengths, target_lengths)
     if backend != "sdpa" and any(len(lengths) > 1 for lengths in source_lengths):
