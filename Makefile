@@ -34,7 +34,7 @@ train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" 
 preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
 	$(BIN)/python -m app.preview $(ARGS)
 
-eval: $(STAMP)  ## base against tuned of RUN=FOLDER, or of the newest run; trains the default first
+eval: $(STAMP)  ## base vs tuned of RUN=FOLDER, or of the newest run; trains the default first
 	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
 		"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
 		|| $(BIN)/python -m app.train)

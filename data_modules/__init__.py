@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from data_modules.audit import Audit as Audit
     from data_modules.collator import Batch as Batch
     from data_modules.collator import DecoderInputs as DecoderInputs
+    from data_modules.datamodule import BatchSpec as BatchSpec
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
+    from data_modules.datamodule import ModelSpec as ModelSpec
     from data_modules.datamodule import StepRow as StepRow
     from data_modules.facts import Facts as Facts
     from data_modules.facts import ResumeRule as ResumeRule
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Audit": "audit",
+    "BatchSpec": "datamodule",
     "Batch": "collator",
     "DataConfig": "settings",
     "DataError": "messages",
@@ -55,6 +58,7 @@ _HOMES = {
     "Example": "types",
     "Facts": "facts",
     "FinetuneDataModule": "datamodule",
+    "ModelSpec": "datamodule",
     "Origin": "messages",
     "PackingConfig": "packing.plan",
     "Prompt": "template",

@@ -67,19 +67,42 @@ class StepRow:
     origin: Origin
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """What the data depends on of the model that is trained on it."""
+
+    context_len: int | None
+    """tokens of the longest document; None: no limit is known"""
+    vocab_size: int | None = None
+    """rows of the embedding: a token id beyond them is an error"""
+    decoder_start_token_id: int | None = None
+    """of an encoder-decoder model; None for a causal one"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSpec:
+    """How rows become the optimizer steps of a run."""
+
+    micro_batch_size: int = 1
+    accumulation_steps: int = 1
+    num_ranks: int = 1
+    """ranks with data of their own; the trainer must have as many"""
+    num_epochs: int = 1
+    max_steps: int | None = None
+    row_multiple: int = 1
+    """tokens of a packed row are rounded up to a multiple of this"""
+    pad_packs: bool = False
+    """give all packed rows of a causal model the size of a full one"""
+
+
 class FinetuneDataModule(lightning.LightningDataModule):
     """Serve the training steps and the validation pass of a run.
 
     After `setup`: `dataset_names`, `sequence_len`, `train_examples`, `val_examples`, `report`,
     `template`, `template_hash`, `total_steps` and `plan`. `first_step` is the global step that the
-    training loader begins with. Which share of the steps a loader serves, the trainer's rank says.
-    The trainer must have `num_ranks` ranks with data of their own and
-    `use_distributed_sampler=False`. `vocab_size` is
-    the number of rows of the model's embedding: token ids beyond it are an error.
-    `decoder_start_token_id` is given for encoder-decoder models, and None for causal ones.
-    `pad_packs` gives all packed rows of a causal model the size of a full one; `row_multiple` is
-    what the number of their tokens is rounded up to otherwise. With `first_rows` only so many rows
-    of each data set are read.
+    training loader begins with. Which share of the steps a loader serves follows from the trainer's
+    rank; the trainer must be made with `use_distributed_sampler=False`. With `first_rows` only that
+    many rows of each data set are read.
     """
 
     def __init__(
@@ -87,31 +110,25 @@ class FinetuneDataModule(lightning.LightningDataModule):
         config: DataConfig,
         packing: PackingConfig,
         tokenizer: transformers.PreTrainedTokenizerBase,
+        model: ModelSpec,
+        batching: BatchSpec,
         *,
-        context_len: int | None,
-        micro_batch_size: int,
-        accumulation_steps: int,
-        num_epochs: int,
-        max_steps: int | None,
         seed: int,
-        num_ranks: int = 1,
-        vocab_size: int | None = None,
-        decoder_start_token_id: int | None = None,
-        pad_packs: bool = False,
-        row_multiple: int = 1,
         first_rows: int | None = None,
     ) -> None:
         super().__init__()
         self._config, self._packing, self._tokenizer = config, packing, tokenizer
-        self._micro_batch_size, self._accumulation_steps = micro_batch_size, accumulation_steps
-        self._num_epochs, self._max_steps, self._seed = num_epochs, max_steps, seed
-        self._num_ranks, self._vocab_size = num_ranks, vocab_size
-        self._decoder_start, self._pad_packs = decoder_start_token_id, pad_packs
-        self._row_multiple, self._first_rows = row_multiple, first_rows
-        self.sequence_len = choose_sequence_len(config.sequence_len, context_len)
+        self._micro_batch_size = batching.micro_batch_size
+        self._accumulation_steps, self._num_ranks = batching.accumulation_steps, batching.num_ranks
+        self._num_epochs, self._max_steps = batching.num_epochs, batching.max_steps
+        self._row_multiple, self._pad_packs = batching.row_multiple, batching.pad_packs
+        self._vocab_size, self._decoder_start = model.vocab_size, model.decoder_start_token_id
+        self._seed, self._first_rows = seed, first_rows
+        self.sequence_len = choose_sequence_len(config.sequence_len, model.context_len)
         self.dataset_names = dataset_names(config.datasets)
         self.first_step = 0
         self._data: PreparedData | None = None
+        self._prompts: dict[int, dict[str, list[Prompt]]] = {}
 
     def prepare_data(self) -> None:
         """Do nothing: ranks share the cache, where the first one prepares and the others wait."""
@@ -289,8 +306,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return the prompts of the first `max_rows` rows of each data set with answers to ask for.
 
         They come from `test_datasets` when there are any, else from the validation rows. Prompts
-        above `sequence_len` tokens are left out, and logged.
+        above `sequence_len` tokens are left out, and logged once.
         """
+        if max_rows in self._prompts:
+            return self._prompts[max_rows]
         found: dict[str, list[Prompt]] = {}
         for name, items in self._ready.prompt_items(max_rows):
             prompts = [p for item in items if (p := self.template.prompt(item))]
@@ -304,6 +323,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 )
             if fitting:
                 found[name] = fitting
+        self._prompts[max_rows] = found
         return found
 
     def transfer_batch_to_device(

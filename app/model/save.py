@@ -74,7 +74,7 @@ def save_model(
             write_origin(saved, base)
     except ValueError as error:
         raise TrainingFault(f"what was saved does not read back: {error}") from error
-    log.info("saved and reopened: logits differ by at most %.1e", difference)
+    log.info("%s verified: reloaded logits match (max difference %.1g)", saved.name, difference)
     return saved, model
 
 

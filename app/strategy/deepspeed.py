@@ -223,6 +223,7 @@ class Zero(StrategyMixin, DDPStrategy):
         assert module is not None
         assert engine is not None
         result = closure()
+        # As Lightning 2.6's own DeepSpeed plugin does: it calls the hooks around gradient clipping.
         self.precision_plugin._after_closure(module, optimizer)
         engine.step()
         return result

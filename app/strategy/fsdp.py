@@ -159,7 +159,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         self._shard(model)
         if parallel:
             self._split_dims = {
-                split.module._parameters[split.name]: split.dim for split in parallel.splits
+                getattr(split.module, split.name): split.dim for split in parallel.splits
             }
             self._partial_grads = {w for m in parallel.partial_grads for w in m.parameters()}
         # Counted here, where quantized weights are packed on every rank: all ranks must agree.

@@ -71,19 +71,18 @@ class Broadcaster:
         """Put the full tensors of `modules` on this rank's device; shared ones stay shared."""
         arrived: dict[int, torch.nn.Parameter] = {}
         for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in arrived:
-                        arrived[id(parameter)] = self._parameter(parameter)
-                    module._parameters[name] = arrived[id(parameter)]
+            for name, parameter in list(
+                module.named_parameters(recurse=False, remove_duplicate=False)
+            ):
+                if id(parameter) not in arrived:
+                    arrived[id(parameter)] = self._parameter(parameter)
+                module.register_parameter(name, arrived[id(parameter)])
             self.broadcast_buffers(module)
 
     def broadcast_buffers(self, module: torch.nn.Module) -> None:
         """Put buffers and plain tensor attributes of `module` on this rank's device."""
-        for tensors in (module._buffers, vars(module)):
-            for name, tensor in tensors.items():
-                if isinstance(tensor, Tensor):
-                    tensors[name] = self._receive(tensor)
+        for name, tensor in list(_plain_tensors(module)):
+            setattr(module, name, self._receive(tensor))
 
     def _parameter(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if type(parameter) is not torch.nn.Parameter:
@@ -108,10 +107,17 @@ class Broadcaster:
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for module_name, module in model.named_modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
-            for name, tensor in tensors.items():
-                if isinstance(tensor, Tensor):
-                    yield f"{module_name}.{name}", tensor
+        for name, tensor in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *_plain_tensors(module),
+        ):
+            yield f"{module_name}.{name}", tensor
+
+
+def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a module itself, and its tensors that are plain attributes."""
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+    yield from ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
 
 
 def peak_host_bytes() -> int:

@@ -82,11 +82,12 @@ class TensorParallel:
                 self._split_weight(tensors, "default", 1)
 
     def _split_weight(self, module: Any, name: str, dim: int) -> None:
-        weight = module._parameters[name]
+        weight = getattr(module, name)
         if weight is None:
             return
         part = weight.detach().chunk(self.size, dim)[self.rank].contiguous().clone()
-        module._parameters[name] = torch.nn.Parameter(part, requires_grad=weight.requires_grad)
+        part = torch.nn.Parameter(part, requires_grad=weight.requires_grad)
+        module.register_parameter(name, part)
         self.splits.append(Split(module, name, dim))
 
     def _copy_input(self, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -154,16 +155,17 @@ def layer_plan(model: Any) -> Mapping[str, str]:
 
 def _matrix(module: Any) -> Any:
     """Return a linear layer without the adapter around it."""
-    return module._modules.get("base_layer", module)
+    return getattr(module, "base_layer", module)
 
 
 def _adapter_parts(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of a layer's adapter by peft's names for them."""
+    children = dict(module.named_children())
     for part in ("lora_A", "lora_B"):
-        if part in module._modules:
-            yield part, module._modules[part]["default"]
-    if "ia3_l" in module._modules:
-        yield "ia3_l", module._modules["ia3_l"]
+        if part in children:
+            yield part, children[part]["default"]
+    if "ia3_l" in children:
+        yield "ia3_l", children["ia3_l"]
 
 
 class _SummedLinear:

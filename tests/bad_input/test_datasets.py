@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from data_modules import DataConfig, DataError, DatasetConfig, PackingConfig, check_datasets
-from data_modules.datamodule import FinetuneDataModule
+from data_modules.datamodule import BatchSpec, FinetuneDataModule, ModelSpec
 from tests.bad_input.asking import ASKED_ONLY, LONG, ROWS, chat, named, prepare, write
 from tests.conftest import TrainRun, read_column
 from tests.door import make_data
@@ -38,11 +38,8 @@ def build(
         config,
         PackingConfig(),
         tokenizer,
-        context_len=1024,
-        micro_batch_size=1,
-        accumulation_steps=accumulation_steps,
-        num_epochs=1,
-        max_steps=None,
+        ModelSpec(context_len=1024),
+        BatchSpec(accumulation_steps=accumulation_steps),
         seed=0,
     )
     module.setup("fit")

@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from data_modules import Batch, DataConfig, DataError, DatasetConfig, PackingConfig
-from data_modules.datamodule import FinetuneDataModule, choose_sequence_len
+from data_modules.datamodule import (
+    BatchSpec,
+    FinetuneDataModule,
+    ModelSpec,
+    choose_sequence_len,
+)
 
 
 @pytest.fixture
@@ -48,25 +53,24 @@ def build(
     method: str = "multipack",
     rank: int = 0,
     data: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    seed: int = 0,
     **options: Any,
 ) -> FinetuneDataModule:
     """Build and set up a data module with 128-token packs."""
-    settings: dict[str, Any] = {
-        "context_len": 128,
-        "micro_batch_size": 2,
-        "accumulation_steps": 2,
-        "num_epochs": 1,
-        "max_steps": None,
-        "seed": 0,
-        "num_ranks": 1,
-    } | options
-    config = DataConfig(datasets=datasets, **(data or {}))
-    module = FinetuneDataModule(config, PackingConfig(method=method), tokenizer, **settings)
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    batching = BatchSpec(**{"micro_batch_size": 2, "accumulation_steps": 2} | options)
+    module = FinetuneDataModule(
+        DataConfig(datasets=datasets, **(data or {})),
+        PackingConfig(method=method),
+        tokenizer,
+        ModelSpec(**{"context_len": 128} | (model or {})),
+        batching,
+        seed=seed,
+    )
     module.trainer = SimpleNamespace(
-        world_size=settings["num_ranks"],
-        distributed_sampler_kwargs={"num_replicas": settings["num_ranks"], "rank": rank},
-        strategy=strategy,
+        world_size=batching.num_ranks,
+        distributed_sampler_kwargs={"num_replicas": batching.num_ranks, "rank": rank},
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
     )
     module.setup("fit")
     return module
@@ -194,7 +198,7 @@ def test_sequence_len(files: list[DatasetConfig], tokenizer: Any) -> None:
     assert choose_sequence_len(None, 8192) == choose_sequence_len(None, None) == 2048
     assert choose_sequence_len(4096, 8192) == 4096
     with pytest.raises(DataError, match=r"sequence_len is 1,024, the model's context 512 tokens"):
-        build(files, tokenizer, context_len=512, data={"sequence_len": 1024})
+        build(files, tokenizer, model={"context_len": 512}, data={"sequence_len": 1024})
 
 
 def test_max_steps_and_first_step(files: list[DatasetConfig], tokenizer: Any) -> None:
@@ -257,7 +261,7 @@ def test_test_rows_are_read_before_the_training(
 def test_test_rows_can_be_used_without_any_to_train_on(tokenizer: Any, tmp_path: Path) -> None:
     test = DatasetConfig(path=str(tmp_path / "test.json"))
     Path(test.path).write_text('[{"instruction": "q", "output": "a"}]')
-    module = build([], tokenizer, data={"test_datasets": [test]}, vocab_size=999)
+    module = build([], tokenizer, data={"test_datasets": [test]}, model={"vocab_size": 999})
     module.setup("validate")
     assert len(module.prompts(9)["test"]) == 1 and module.val_dataloader() == []
     assert module.template.stop_token_ids == {tokenizer.eos_token_id}
@@ -280,16 +284,16 @@ def test_prompts_above_the_sequence_length_are_left_out_with_a_warning(
 def test_token_ids_beyond_the_embedding_are_an_error(
     files: list[DatasetConfig], tokenizer: Any
 ) -> None:
-    module = build(files, tokenizer, vocab_size=None)
+    module = build(files, tokenizer, model={"vocab_size": None})
     examples = [*module.train_examples, *module.val_examples]
     largest = max(int(example.input_ids.max()) for example in examples)
-    build(files, tokenizer, vocab_size=largest + 1)
+    build(files, tokenizer, model={"vocab_size": largest + 1})
     told = rf"holds token id {largest}, the model's embedding has {largest} rows; set model.token"
     with pytest.raises(DataError, match=told):
-        build(files, tokenizer, vocab_size=largest)
+        build(files, tokenizer, model={"vocab_size": largest})
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     with pytest.raises(DataError, match=rf"pad token has id {tokenizer.pad_token_id}, .* rows"):
-        build(files, tokenizer, vocab_size=largest + 1)
+        build(files, tokenizer, model={"vocab_size": largest + 1})
 
 
 def test_batches_come_from_page_locked_memory_where_they_go_to_a_gpu(
@@ -458,7 +462,7 @@ def test_pairs_for_an_encoder_decoder_model(
         tokenizer,
         method=method,
         data={"val_set_size": 2},
-        decoder_start_token_id=tokenizer.convert_tokens_to_ids("<pad>"),
+        model={"decoder_start_token_id": tokenizer.convert_tokens_to_ids("<pad>")},
     )
     seen = []
     for batch in module.train_dataloader():

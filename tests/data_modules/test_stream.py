@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from data_modules import Batch, DataConfig, DataError, DatasetConfig, Example, PackingConfig
-from data_modules.datamodule import FinetuneDataModule
+from data_modules.datamodule import BatchSpec, FinetuneDataModule, ModelSpec
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.settings import check_datasets
 from data_modules.stream import StreamPlan, TokenStream
@@ -52,13 +52,9 @@ def build(
         config,
         PackingConfig(),
         tokenizer,
-        context_len=64,
-        micro_batch_size=1,
-        accumulation_steps=2,
-        num_epochs=1,
-        max_steps=max_steps,
+        ModelSpec(context_len=64),
+        BatchSpec(accumulation_steps=2, num_ranks=num_ranks, max_steps=max_steps),
         seed=3,
-        num_ranks=num_ranks,
     )
     strategy = SimpleNamespace(
         root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number * num_ranks

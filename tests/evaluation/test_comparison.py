@@ -1,4 +1,4 @@
-"""The closing table shows base against tuned for each data set, and what to type next."""
+"""The closing table shows base vs tuned for each data set, and what to type next."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_held_out_files_with_names_of_their_own_come_last() -> None:
 def test_the_table_is_printed_with_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     print_comparison({"tuned/val/loss/old[new]": 0.5}, ["old[new]"])
     printed = capsys.readouterr().out
-    assert "base against tuned" in printed
+    assert "base vs tuned" in printed
     assert "old[new]" in printed  # rich would take it for a colour
 
 

@@ -11,7 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
 from app.evaluation.predictions import Predictions
 from app.model.attention import attention_implementation
-from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig, Prompt
+from data_modules import (
+    BatchSpec,
+    DataConfig,
+    DatasetConfig,
+    FinetuneDataModule,
+    ModelSpec,
+    PackingConfig,
+    Prompt,
+)
 from data_modules.messages import Origin
 from tests.tiny import SAMPLES, TINY_BASE, tiny_llama
 
@@ -110,7 +118,7 @@ def test_exact_match_is_the_share_of_right_answers_of_each_data_set() -> None:
     }
     config = EvaluationConfig(max_new_tokens=8)
     predictions = Predictions(Spelled(), prompts, {STOP}, config)
-    assert predictions.ask("tuned", chain_model(CHAIN)) == {
+    assert predictions.answer("tuned", chain_model(CHAIN)) == {
         "tuned/exact_match/mixed": 0.5,
         "tuned/exact_match/right": 1.0,
         "tuned/exact_match/capital": 0.0,
@@ -137,11 +145,8 @@ def prompts(tokenizer: Any) -> list[Prompt]:
         DataConfig(datasets=[DatasetConfig(path=str(SAMPLES / f)) for f in files], val_set_size=4),
         PackingConfig(),
         tokenizer,
-        context_len=1024,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        num_epochs=1,
-        max_steps=None,
+        ModelSpec(context_len=1024),
+        BatchSpec(),
         seed=1,
     )
     datamodule.setup("fit")

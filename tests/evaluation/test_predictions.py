@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *who: str) -> Predictions:
     predictions = Predictions(TOKENIZER, PROMPTS, {2}, EvaluationConfig())
     for name in who:
         model: Any = name
-        predictions.ask(name, model)
+        predictions.answer(name, model)
     return predictions
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html.parser
 import io
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -21,9 +20,8 @@ from transformers import AutoTokenizer
 from app.config import load_config
 from app.preview import preview
 from app.report.preview import PackedDocument, PackView
-from app.report.preview_page import _pack
-from app.report.preview_text import spell
-from app.report.token_text import MAX_TOKENS, Passage, Piece, Speller, visible
+from app.report.render import render_passage
+from app.report.token_text import MAX_TOKENS, Passage, Piece, TokenRenderer, visible
 from data_modules import DataError
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer
@@ -39,7 +37,7 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
-        self.learned, self.shown = "", ""
+        self.trained, self.shown = "", ""
         self.feed(text)
         self.close()
 
@@ -60,8 +58,8 @@ class Page(html.parser.HTMLParser):
         if self.open and self.open[-1] == "style":
             return
         self.shown += data
-        if self.open[-1:] == ["i"] and "l" in (self.tags[-1][1].get("class") or "").split():
-            self.learned += data
+        if self.open[-1:] == ["i"] and "t" in (self.tags[-1][1].get("class") or "").split():
+            self.trained += data
 
 
 @pytest.fixture
@@ -87,7 +85,7 @@ def test_the_default_shows_all_there_is_to_see(run_preview: Callable[..., Any]) 
     folder, page, printed = run_preview("+experiment=quickstart")
     assert printed.splitlines()[-1] == f"run: {folder}"
     assert "\x1b" not in printed, "no colours where it is no terminal"
-    assert "«" in printed, "learned tokens are marked all the same"
+    assert "«" in printed, "trained tokens are marked all the same"
     for shown in (printed, page.shown):
         for name in ("lists", "orders", "people"):
             assert name in shown
@@ -104,11 +102,12 @@ def test_the_default_shows_all_there_is_to_see(run_preview: Callable[..., Any]) 
     assert {file.name for file in folder.iterdir()} >= {
         *("preview.html", "audit.json", "audit.txt", "config.yaml"),
     }
+    assert {span.get("class") for span in page.tags_of("span")} >= {"h0", "h0 alt", "h1", "h2"}
     audit = json.loads((folder / "audit.json").read_text())
     assert [dataset["name"] for dataset in audit["datasets"]] == ["lists", "orders", "people"]
 
 
-def test_what_is_marked_is_what_is_learned(run_preview: Callable[..., Any], tmp_path: Path) -> None:
+def test_trained_tokens_are_marked(run_preview: Callable[..., Any], tmp_path: Path) -> None:
     answer = "The cat sat on 3 mats."
     rows = [{"instruction": f"Say it {i} times.", "output": answer} for i in range(8)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
@@ -120,8 +119,8 @@ def test_what_is_marked_is_what_is_learned(run_preview: Callable[..., Any], tmp_
         assert text.startswith(answer)
         assert any(stop in text for stop in tokenizer.all_special_tokens), "the stop token too"
         assert "Say it" not in text
-    assert page.learned.count(answer) == 2
-    assert "Say it" not in page.learned
+    assert page.trained.count(answer) == 2
+    assert "Say it" not in page.trained
     assert "Say it" in page.shown
 
 
@@ -262,19 +261,19 @@ def test_shares_that_repeat_a_data_set_are_warned_of(
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "olmo-gpt-neox"])
-def test_real_tokens_spell_the_real_text(tokenizer: str) -> None:
+def test_real_tokens_render_as_the_real_text(tokenizer: str) -> None:
     folder = SHARED / "tokenizers" / tokenizer
     if not folder.is_dir():
         pytest.skip("../shared/data is absent")
     if not (folder / "tokenizer_config.json").exists():
         from transformers import PreTrainedTokenizerFast
 
-        spelled = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        loaded = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     else:
-        spelled = AutoTokenizer.from_pretrained(folder)
+        loaded = AutoTokenizer.from_pretrained(folder)
     text = "Grüße, 世界! 👩‍🔬 naïve\n\tdef f(x):  return x  \n\nend"
-    ids = np.array(spelled(text)["input_ids"])
-    pieces = Speller(spelled).passage(ids, np.ones(len(ids))).head
+    ids = np.array(loaded(text)["input_ids"])
+    pieces = TokenRenderer(loaded).passage(ids, np.ones(len(ids))).head
     assert "".join(piece.text for piece in pieces) == visible(text)
     assert [number for piece in pieces for number in piece.ids] == ids.tolist()
 
@@ -283,7 +282,7 @@ def test_real_tokens_spell_the_real_text(tokenizer: str) -> None:
 def test_pieces_make_up_the_text(text: str) -> None:
     tokenizer = TOKENIZER
     ids = np.array(tokenizer(text)["input_ids"], dtype=np.int64)
-    pieces = Speller(tokenizer).passage(ids, np.zeros(len(ids))).head
+    pieces = TokenRenderer(tokenizer).passage(ids, np.zeros(len(ids))).head
     assert [number for piece in pieces for number in piece.ids] == ids.tolist()
     if "\ufffd" not in text and "</s>" not in text:
         assert "".join(piece.text for piece in pieces) == visible(tokenizer.decode(ids))
@@ -295,7 +294,7 @@ TOKENIZER = build_tokenizer(["</s>"], eos="</s>")
 def test_broken_letters_never_swallow_a_special_token() -> None:
     alone = TOKENIZER("é")["input_ids"]
     ids = np.array([alone[0], TOKENIZER.eos_token_id, *alone])
-    pieces = Speller(TOKENIZER).passage(ids, np.array([0.0, 1.0, 0.5, 0.5])).head
+    pieces = TokenRenderer(TOKENIZER).passage(ids, np.array([0.0, 1.0, 0.5, 0.5])).head
     assert [piece.is_special for piece in pieces] == [False, True, False]
     assert [piece.text for piece in pieces] == ["\ufffd", "</s>", "é"]
     assert [piece.weight for piece in pieces] == [0.0, 1.0, 0.5]
@@ -303,7 +302,7 @@ def test_broken_letters_never_swallow_a_special_token() -> None:
 
 def test_of_long_rows_the_beginning_and_the_end_are_shown() -> None:
     ids = np.full(MAX_TOKENS + 10, TOKENIZER("a")["input_ids"][0])
-    whole = Speller(TOKENIZER).passage(ids, np.zeros(len(ids)))
+    whole = TokenRenderer(TOKENIZER).passage(ids, np.zeros(len(ids)))
     assert (len(whole.head), whole.left_out, len(whole.tail)) == (2048, 10, 2048)
     assert whole.cut(MAX_TOKENS) is whole
     cut = whole.cut(5)
@@ -324,7 +323,7 @@ def test_of_long_rows_the_beginning_and_the_end_are_shown() -> None:
     ],
     ids=["file", "dumb", "NO_COLOR", "colours"],
 )
-def test_learned_tokens_are_marked_with_and_without_colours(
+def test_trained_tokens_are_marked_with_and_without_colours(
     console: dict[str, Any], wanted: str
 ) -> None:
     head = [Piece("a", (1,), 0.0, False), Piece("sk ", (6,), 0.0, False)]
@@ -332,19 +331,15 @@ def test_learned_tokens_are_marked_with_and_without_colours(
     head.append(Piece("</s>", (3,), 0.0, True))
     passage = Passage(head, 7, [Piece("no", (4,), 0.5, False)])
     screen = Console(file=io.StringIO(), highlight=False, **console)
-    screen.print(spell(passage, screen), soft_wrap=True)
+    screen.print(render_passage(passage, screen), soft_wrap=True)
     assert isinstance(screen.file, io.StringIO)
     assert wanted in screen.file.getvalue()
 
 
 def test_neighbours_in_a_pack_differ() -> None:
-    documents = [PackedDocument(dataset=d, origin="", tokens=8, learned=4) for d in (0, 0, 0, 1, 0)]
+    documents = [PackedDocument(dataset=d, origin="", tokens=8, trained=4) for d in (0, 0, 0, 1, 0)]
     pack = PackView(step=0, number=0, capacity=64, documents=documents)
     assert pack.shades == [False, True, False, False, False]
-    page = _pack(pack, ["a", "b"])
-    kinds = re.findall(r'<span class="([^"]*)"', page)
-    assert kinds == ["h0", "h0 alt", "h0", "h1", "h0"]
-    assert all(before != after for before, after in itertools.pairwise(kinds))
 
 
 def test_what_is_not_marked_is_not_in_the_legend(
@@ -352,11 +347,11 @@ def test_what_is_not_marked_is_not_in_the_legend(
 ) -> None:
     rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
-    assert "  below: «learned», only seen\n" in run_preview(*words)[2]
+    assert "  below: «trained on», masked\n" in run_preview(*words)[2]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "only seen, \x1b[36mspecial token\x1b[0m" in run_preview(*words)[2]
+    assert "masked, \x1b[36mspecial token\x1b[0m" in run_preview(*words)[2]
 
 
 def test_colours_are_there_where_they_are_forced(
@@ -368,7 +363,7 @@ def test_colours_are_there_where_they_are_forced(
     rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
     _, _, printed = run_preview(*words)
-    assert "below: \x1b[1;32mlearned" in printed
+    assert "below: \x1b[1;32mtrained on" in printed
     assert "«" not in printed
 
 
@@ -376,7 +371,7 @@ def test_a_screen_without_letters_beyond_ascii_is_enough() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace")
     screen = Console(file=file, highlight=False)
-    screen.print(spell(Passage([Piece("né", (1,), 1.0, False)]), screen))
+    screen.print(render_passage(Passage([Piece("né", (1,), 1.0, False)]), screen))
     file.flush()
     assert raw.getvalue() == b"<<n\\xe9>>\n"
 

@@ -179,8 +179,8 @@ def test_ranks_that_nobody_typed_are_not_called_typed() -> None:
     )
     split = FsdpConfig(name="fsdp_tp", tensor_parallel_size=2)
     assert describe_ranks(typed, split, 4) == (
-        "ranks: 4, as typed (trainer.devices=4, trainer.num_nodes=2; strategy=fsdp_tp: 2 ranks "
-        "split the same data)"
+        "ranks: 4, as typed (trainer.devices=4, trainer.num_nodes=2; strategy=fsdp_tp: tensor "
+        "parallel 2)"
     )
 
 

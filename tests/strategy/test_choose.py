@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from app.assembly import resolve_strategy
 from app.config import load_config
 from app.model.adapter import LoraConfig, report_trainable
 from app.model.base import ModelConfig
@@ -21,11 +23,9 @@ from app.preflight import check_compatibility
 from app.process.errors import UserError
 from app.strategy.build import STATES_SHARE, STORED, Facts, choose_strategy
 from app.strategy.settings import FsdpConfig
-from app.train import resolve_strategy
-from app.training import footprint
 from app.training.footprint import gather_facts, measure_footprint
 from app.training.optimizers import AdamWConfig
-from app.training.trainer import Placement, TrainerConfig
+from app.training.trainer import Environment, TrainerConfig
 from tests.tiny import TINY_BASE, probe, tiny_llama
 
 # GiB of weights, and of gradients and states beside them; by arithmetic.
@@ -117,8 +117,8 @@ def test_what_is_chosen_holds_the_model_wherever_anything_does() -> None:
     assert chosen == {"ddp", "fsdp", "fsdp_grad_op", "fsdp_hybrid", "zero3_hpz", "fsdp_offload"}
 
 
-def place(accelerator: str = "gpu", num_ranks: int = 8) -> Placement:
-    return Placement(
+def place(accelerator: str = "gpu", num_ranks: int = 8) -> Environment:
+    return Environment(
         accelerator=accelerator,
         devices=num_ranks,
         num_ranks=num_ranks,
@@ -129,10 +129,13 @@ def place(accelerator: str = "gpu", num_ranks: int = 8) -> Placement:
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, facts: Facts, *words: str) -> Any:
-    monkeypatch.setattr(footprint, "gather_facts", lambda *_: facts)
+    monkeypatch.setattr("app.assembly.gather_facts", lambda *_: facts)
     monkeypatch.setattr("app.preflight.couplings.situation.count_gpus", lambda: facts.num_ranks)
     config = load_config("train", ["+experiment=quickstart", *words])
-    return resolve_strategy(config, place(), LlamaConfig(), lambda: None)
+    base: Any = SimpleNamespace(
+        architecture=LlamaConfig(), backend="sdpa", new_ids=[], trained_ids=[]
+    )
+    return resolve_strategy(config, base, place())
 
 
 def test_what_is_chosen_has_the_settings_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:

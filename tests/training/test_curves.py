@@ -19,7 +19,7 @@ from app.train import train
 from app.training.log_files import columns
 from app.training.metrics import Metrics, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
-from data_modules import FinetuneDataModule
+from data_modules import BatchSpec, FinetuneDataModule, ModelSpec
 from tests.conftest import TrainRun, read_column
 from tests.tiny import NAMES, TINY_BASE, small_run, train_into
 
@@ -105,11 +105,8 @@ def test_trained_tokens_are_those_of_the_plan(run: Path) -> None:
         config.data,
         config.packing,
         AutoTokenizer.from_pretrained(TINY_BASE),
-        context_len=1024,
-        micro_batch_size=1,
-        accumulation_steps=2,
-        num_epochs=1,
-        max_steps=4,
+        ModelSpec(context_len=1024),
+        BatchSpec(accumulation_steps=2, max_steps=4),
         seed=config.seed,
     )
     datamodule.setup("fit")

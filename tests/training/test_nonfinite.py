@@ -31,8 +31,8 @@ from app.training.nonfinite import StepWatch, check_finite, propagate_nonfinite,
 from app.training.objective import DatasetSums
 from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig
-from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
-from data_modules import Batch, FinetuneDataModule, Origin, StepRow
+from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
+from data_modules import Batch, BatchSpec, FinetuneDataModule, ModelSpec, Origin, StepRow
 from tests.tiny import random_ids, tiny_llama
 from tests.training.test_loss import make_batch
 
@@ -56,7 +56,7 @@ class Fit:
     states: list[State] = field(default_factory=list)
     """weights, tensors and numbers of the optimizer before the first step and after each"""
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
-    curves: Any = None
+    metrics: Any = None
     fault: TrainingFault | None = None
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
@@ -136,7 +136,7 @@ def fit(
 ) -> Fit:
     """Train five steps with `faults=[texts]`; `change` is called before step BAD."""
     found = Fit()
-    found.curves = Metrics(NAMES, [found], every, watch)
+    found.metrics = Metrics(NAMES, [found], every, watch)
     parsed, problems = faults.parse_faults(texts)
     assert problems == []
     faults.arm(parsed, folder)
@@ -153,7 +153,7 @@ def fit(
         schedule=ScheduleConfig(shape="constant", warmup_steps=0),
         total_steps=STEPS,
         is_packed=True,
-        curves=found.curves,
+        metrics=found.metrics,
     )
     config = TrainerConfig(
         accelerator=accelerator,
@@ -161,9 +161,9 @@ def fit(
         gradient_accumulation_steps=accumulation,
         precision=precision,
     )
-    trainer = build_trainer(
+    trainer = build_lightning_trainer(
         config,
-        placement=resolve_placement(config),
+        env=resolve_environment(config),
         strategy=OneDevice("cuda:0" if accelerator == "gpu" else "cpu"),
         total_steps=STEPS,
         loggers=[],
@@ -309,8 +309,8 @@ def test_skipped_steps_give_warnings_and_one_too_many_ends_the_run(
 def test_skipped_steps_are_counted_across_a_resume_and_in_the_summary(tmp_path: Path) -> None:
     found = fit(tmp_path, "adamw", f"nan@{STEPS}", watch=StepWatch(max_skipped_steps=1))
     assert found.fault is None
-    assert found.curves.summary()["train/skipped_steps"] == 1.0
-    state = found.curves.state_dict()
+    assert found.metrics.summary()["train/skipped_steps"] == 1.0
+    state = found.metrics.state_dict()
     assert all(math.isfinite(value) for value in state["latest"].values())
     resumed = Metrics(NAMES, [], 1, StepWatch(max_skipped_steps=1))
     resumed.load_state_dict(state)
@@ -355,7 +355,7 @@ def rows_of(step: int) -> Iterator[StepRow]:
 
 
 def test_rows_of_the_nonfinite_data_set_and_micro_batch_are_named() -> None:
-    curves = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    metrics = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
     other_rank = torch.zeros(2, 2)
 
     def reduce(tensor: Tensor) -> Tensor:
@@ -363,21 +363,21 @@ def test_rows_of_the_nonfinite_data_set_and_micro_batch_are_named() -> None:
 
     record = record_of(7, rank=1, num_ranks=2)
     with pytest.raises(TrainingFault, match="loss nan") as caught:
-        curves.add(record, reduce)
+        metrics.add(record, reduce)
     said = str(caught.value)
     assert "(of lists), gradient norm nan; rows lists-10:0, lists-10:1, lists-10:2. The" in said
     other_rank[0, 1] = 1.0  # the same of the other rank, in its second micro-batch
     with pytest.raises(TrainingFault) as caught:
-        curves.add(record, reduce)
+        metrics.add(record, reduce)
     assert "rows lists-01:0, lists-01:1, lists-01:2, lists-10:0, lists-10:1 and 1 more" in str(
         caught.value
     )
 
 
 def test_a_nonfinite_gradient_names_all_rows_of_the_step() -> None:
-    curves = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    metrics = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
     with pytest.raises(TrainingFault) as caught:
-        curves.add(record_of(7, (1.0, 1.0), num_ranks=2), lambda tensor: tensor)
+        metrics.add(record_of(7, (1.0, 1.0), num_ranks=2), lambda tensor: tensor)
     assert "rows lists-00:0, lists-00:1, lists-00:2, orders-00:0, orders-00:1 and 19 more" in str(
         caught.value
     )
@@ -394,14 +394,14 @@ def test_rows_of_a_stream_have_no_line_numbers() -> None:
 def spike_warnings(
     losses: list[float], caplog: pytest.LogCaptureFixture, is_scaled: bool = False
 ) -> list[str]:
-    curves = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
+    metrics = Metrics(NAMES, [], 1, StepWatch(rows_of=rows_of))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         for step, loss in enumerate(losses, start=1):
             record = record_of(step, (loss, loss))
             record.grad_norm = torch.tensor(1.0)
             record.sums[0] = torch.tensor([loss * 2, loss])
-            curves.add(record, lambda tensor: tensor)
+            metrics.add(record, lambda tensor: tensor)
     return [record.message for record in caplog.records]
 
 
@@ -487,18 +487,18 @@ def test_fused_kernels_skip_on_the_device_and_others_by_an_exception(fused: bool
 
 
 def test_a_loss_scaler_that_skips_every_step_ends_the_run() -> None:
-    curves = Metrics(NAMES, [], 1)
+    metrics = Metrics(NAMES, [], 1)
 
     def overflow(step: int) -> None:
         record = record_of(step, (1.0, 1.0))
         record.is_scaled = True
-        curves.add(record, lambda tensor: tensor)
+        metrics.add(record, lambda tensor: tensor)
 
     for step in range(1, nonfinite.MAX_OVERFLOWS + 1):
         overflow(step)
     with pytest.raises(TrainingFault, match=r"step 33: .* in the 32 steps before"):
         overflow(33)
-    assert curves.watch.num_skipped == 0
+    assert metrics.watch.num_skipped == 0
 
 
 # Checkpoints.
@@ -549,11 +549,8 @@ def test_the_rows_of_a_step_are_those_that_its_batches_hold() -> None:
         config.data,
         config.packing,
         AutoTokenizer.from_pretrained(TINY_BASE),
-        context_len=1024,
-        micro_batch_size=2,
-        accumulation_steps=2,
-        num_epochs=1,
-        max_steps=3,
+        ModelSpec(context_len=1024),
+        BatchSpec(micro_batch_size=2, accumulation_steps=2, max_steps=3),
         seed=config.seed,
     )
     datamodule.setup("fit")

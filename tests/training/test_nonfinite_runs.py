@@ -124,7 +124,7 @@ def test_what_went_bad_after_its_step_is_not_kept(
 
     def spoil(saver: CheckpointSaver, trainer: Any, module: Any) -> None:
         if trainer.global_step == 4:
-            weights, moments = module.kept_tensors()
+            weights, moments = module.checkpoint_tensors()
             tensors = weights if name == "model" else moments
             with torch.no_grad():
                 next(reversed(tensors.values())).fill_(torch.inf)

@@ -187,7 +187,7 @@ def test_without_tensorboard_there_is_no_such_folder(train_run: TrainRun) -> Non
 
 def test_the_closing_screen_shows_the_table_the_folder_and_what_to_type(run: Run) -> None:
     for shown in (
-        "base against tuned",
+        "base vs tuned",
         "exact match: base",
         "100.0%",
         str(run.folder / "adapter"),

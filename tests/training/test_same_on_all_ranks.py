@@ -1,4 +1,4 @@
-"""Ranks that were started differently, or see different files, do not train together."""
+"""Ranks with different settings or different files do not train together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from app.config import load_config
 from app.process.errors import USER_ERROR, UserError
 from app.process.launch import free_port
-from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, told
+from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
 from tests.processes import LONGEST, RUN, start_train
 from tests.tiny import SAMPLES, small_run
 
@@ -35,7 +35,7 @@ def settings(*words: str) -> Any:
 
 
 def compare(*parts: dict[str, Any]) -> None:
-    """Let the ranks that were told `parts` meet; the others' tensors are handed to the last one."""
+    """Run the check of all ranks with their values; the last one is given the others' tensors."""
     sent: list[torch.Tensor] = []
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def test_what_says_where_things_are_may_differ() -> None:
     one = settings("data.cache_dir=/a", "output.dir=/b", "trainer.devices=2")
     other = settings("data.cache_dir=/c", "output.dir=/d", "trainer.devices=2", "resume=auto")
     one.model.path, other.model.path = "/one/base", "/other/base"
-    compare(told(one, FACTS), told(other, FACTS))
+    compare(rank_invariant_values(one, FACTS), rank_invariant_values(other, FACTS))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,10 @@ def test_what_says_where_things_are_may_differ() -> None:
 def test_what_differs_is_named_with_its_rank(
     words: list[str], facts: dict[str, Any], said: str
 ) -> None:
-    same, other = told(settings(), FACTS), told(settings(*words), FACTS | facts)
+    same, other = (
+        rank_invariant_values(settings(), FACTS),
+        rank_invariant_values(settings(*words), FACTS | facts),
+    )
     with pytest.raises(UserError, match="rank 2 and rank 0 have") as caught:
         compare(same, same, other)
     assert said in str(caught.value)

@@ -125,7 +125,7 @@ class CheckpointSaver(L.Callback):
             self._check_room(trainer, module)
             self._checked_full_size = True
             if trainer.is_global_zero:
-                self.checkpoints.reserve(*module.kept_tensors())
+                self.checkpoints.reserve(*module.checkpoint_tensors())
 
     def _interrupt(self, trainer: L.Trainer, signum: int) -> None:
         self._wait_for_all(trainer)
@@ -142,15 +142,15 @@ class CheckpointSaver(L.Callback):
 
     def _check_room(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
-            num_bytes = sum(map(file_bytes, module.kept_tensors()))
+            num_bytes = sum(map(file_bytes, module.checkpoint_tensors()))
             check_space(self.store.folder, num_bytes, self.store.keep_last + self.store.keep_best)
 
     def save(self, trainer: L.Trainer, module: Any) -> None:
         """Save now; all ranks call it at the same step. TrainingFault if a value is not finite."""
         step, strategy = trainer.global_step, trainer.strategy
         # No step is saved before its loss is known to be finite.
-        module.curves.flush(module.sum_over_ranks, pause=True)
-        tensors = dict(zip((MODEL, OPTIMIZER), module.kept_tensors(), strict=True))
+        module.metrics.flush(module.sum_over_ranks, pause=True)
+        tensors = dict(zip((MODEL, OPTIMIZER), module.checkpoint_tensors(), strict=True))
         self._wait()
         if trainer.is_global_zero:
             for logger in trainer.loggers:

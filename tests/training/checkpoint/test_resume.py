@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -19,11 +18,11 @@ from app.process import faults
 from app.process.errors import Interrupted
 from app.train import train
 from app.training.checkpoint import saving
-from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CheckpointStore
 from app.training.module import FinetuneModule
+from app.training.resume import Resume, run_owed_validation
 from app.training.stopping import Stopping
 from tests.resumed import contents
 from tests.runs import check_same_run, figures_of
@@ -312,22 +311,23 @@ def test_all_state_is_restored_at_the_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     looked = []
-    plain = FinetuneModule._go_on
+    plain = Resume.restore_at_first_batch
 
-    def look(self: FinetuneModule, source: Checkpoint, batch: Any) -> None:
-        plain(self, source, batch)
-        for name, kept in zip((MODEL, OPTIMIZER), self.kept_tensors(), strict=True):
+    def look(self: Resume, batch: Any) -> None:
+        plain(self, batch)
+        module, source = self.module, self.source
+        for name, kept in zip((MODEL, OPTIMIZER), module.checkpoint_tensors(), strict=True):
             saved = source.tensors(name)
             assert saved.keys() == kept.keys()
             for key, tensor in saved.items():
                 assert torch.equal(tensor, kept[key].cpu()), (name, key)
         scaler = source.document(TRAINING)["lightning"].get("MixedPrecision", {})
-        assert scaler == self.trainer.precision_plugin.state_dict()
+        assert scaler == module.trainer.precision_plugin.state_dict()
         assert bool(scaler) == ("trainer.precision=fp16" in words)
-        assert random_state(self.device) == source.document("random-rank-0")
+        assert random_state(module.device) == source.document("random-rank-0")
         looked.append(source.step)
 
-    monkeypatch.setattr(FinetuneModule, "_go_on", look)
+    monkeypatch.setattr(Resume, "restore_at_first_batch", look)
     whole = run_into(tmp_path / "whole", *words)
     assert not looked
     resume_from(whole, 4, *words)
@@ -377,9 +377,9 @@ def test_an_interrupted_validation_is_repeated_before_the_next_step(
         with pytest.raises(Interrupted, match="step 3 is saved"):
             run_into(tmp_path / "run")
     seen: list[str] = []
-    validate: Callable[[Any], None] = FinetuneModule._validate
     monkeypatch.setattr(
-        FinetuneModule, "_validate", lambda module: seen.append("validates") or validate(module)
+        "app.training.module.run_owed_validation",
+        lambda trainer: seen.append("validates") or run_owed_validation(trainer),
     )
     monkeypatch.setattr(faults, "reach", lambda point, step=None: seen.append(f"{point} {step}"))
     run_into(tmp_path / "run", "resume=must")

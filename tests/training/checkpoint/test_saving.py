@@ -111,8 +111,8 @@ def test_a_save_beside_the_training_keeps_no_bad_number_either(
     plain = CheckpointSaver.save
 
     def save(self: CheckpointSaver, trainer: Any, module: Any) -> None:
-        moments = module.kept_tensors()[1]
-        kept = moments["exp_avg/" + next(iter(module.kept_tensors()[0]))]
+        moments = module.checkpoint_tensors()[1]
+        kept = moments["exp_avg/" + next(iter(module.checkpoint_tensors()[0]))]
         before = kept.clone()
         if trainer.global_step == 4:  # the last: what the thread finds is raised by the end
             kept.fill_(float("inf"))
