@@ -130,13 +130,13 @@ def place(accelerator: str = "gpu", num_ranks: int = 8) -> Placement:
 
 def resolve(monkeypatch: pytest.MonkeyPatch, facts: Facts, *words: str) -> Any:
     monkeypatch.setattr(footprint, "gather_facts", lambda *_: facts)
-    monkeypatch.setattr("app.preflight.couplings.situation.count_gpus", lambda: facts.num_ranks)
+    monkeypatch.setattr("app.preflight.couplings.devices.count_gpus", lambda: facts.num_ranks)
     config = load_config("train", ["+experiment=quickstart", *words])
     return resolve_strategy(config, place(), LlamaConfig(), lambda: None)
 
 
 def test_what_is_chosen_has_the_settings_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.preflight.couplings.deepspeed_rows._has_deepspeed", lambda: True)
+    monkeypatch.setattr("app.preflight.couplings.table.is_installed", lambda module: True)
     for name, facts in {name: facts for facts, name, _ in TABLE}.items():
         words = ["trainer.accelerator=cpu"] if "device_gib" not in facts else []
         words += [f"trainer.devices={facts['num_ranks'] // facts.get('num_nodes', 1)}"]

@@ -32,7 +32,7 @@ from app.model.adapter.settings import (
     saves_whole_model,
     write_origin,
 )
-from app.model.adapter.targets import pattern_without
+from app.model.adapter.targets import BaseModules, Targets, find_targets, modules_of
 from app.model.adapter.weights import (
     TrainedWeight,
     adapter_matrices,
@@ -48,10 +48,12 @@ __all__ = [
     "INITS",
     "ORIGIN_FILE",
     "AdapterConfig",
+    "BaseModules",
     "FreezeConfig",
     "FullConfig",
     "Ia3Config",
     "LoraConfig",
+    "Targets",
     "TrainedWeight",
     "adapter_matrices",
     "apply_adapter",
@@ -59,10 +61,11 @@ __all__ = [
     "check_adapter_file",
     "check_same_logits",
     "drop_needless_copies",
+    "find_targets",
     "goes_on",
     "is_adapter",
     "load_adapter",
-    "pattern_without",
+    "modules_of",
     "probe_logits",
     "reached_weights",
     "remember_start",
