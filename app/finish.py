@@ -143,14 +143,14 @@ def compare(
     was trained, not one that was read again.
     """
     from app.evaluation.comparison import adapter_switched_off, named
-    from app.model.adapter import goes_on, saves_whole_model
+    from app.model.adapter import continued_from, saves_whole_model
 
     is_whole = saves_whole_model(config.adapter)
     metrics: dict[str, float] = {}
     if validations:
         # Saving rounds a full model to its base's dtype: its last validation was another model's.
         tuned = validations[-1] if is_as_trained and not is_whole else measure(model)
-        if is_whole or (is_as_trained and not goes_on(config.adapter)):
+        if is_whole or (is_as_trained and not continued_from(config.adapter)):
             base = validations[0]
         else:  # the run did not start as its base
             with adapter_switched_off(model):

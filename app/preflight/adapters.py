@@ -32,7 +32,7 @@ SETTINGS = {
     "modules_to_save": "modules_to_save",
 }
 UNNAMED = ("layers", "init", "trainable_tokens")
-"""settings that peft's file does not hold as they are typed"""
+"""settings that peft's file does not keep as they are typed"""
 
 
 def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelConfig) -> list[str]:
@@ -80,12 +80,12 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
 
 
 def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
-    """List the settings that were typed otherwise than the adapter in `folder` has them."""
+    """List the typed settings that differ from those of the adapter in `folder`."""
     if not (folder / CONFIG_FILE).exists():
-        return []  # `check_saved_adapter` says so
+        return []  # `check_saved_adapter` reports it
     settings, problems = read_adapter_config(folder)
     if problems:
-        return []  # this too
+        return []
     kind = KINDS[read_json_object(folder / CONFIG_FILE)[0]["peft_type"]]
     if kind != adapter.name:
         return [
@@ -100,8 +100,8 @@ def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
             continue
         if name in UNNAMED:
             problems.append(
-                f"adapter.{name}={typed}, but the adapter at {folder} was made already and keeps "
-                f"its own: leave adapter.{name} out"
+                f"adapter.{name}={typed}, but the adapter at {folder} keeps its own: leave "
+                f"adapter.{name} out"
             )
         elif not _same(typed, saved := settings.get(SETTINGS[name])):
             problems.append(
@@ -112,7 +112,7 @@ def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
 
 
 def _same(typed: Any, saved: Any) -> bool:
-    """Compare a setting with peft's; of lists the order does not matter."""
+    """Compare a setting with peft's; the order of a list does not matter."""
     if isinstance(typed, list) and isinstance(saved, list):
         return sorted(typed) == sorted(saved)
     return bool(typed == saved) or (not typed and not saved)
@@ -146,7 +146,7 @@ def _check_base(
         if then is not None and now is not None and then != now:
             different.append(f"{part} differ ({then[:12]} then, {now[:12]} here)")
     if not known and here["fingerprint"] is None and made_on.get("fingerprint") is None:
-        # Both are of the hub, and not fetched yet: their names say whether they are one.
+        # Both are on the hub and not fetched yet: only their names can be compared.
         for name in ("path", "revision"):
             then, now = made_on.get(name), here[name]
             if then and now and then != now:
@@ -161,7 +161,7 @@ def _check_base(
 
 
 def _check_tokens(what: str, folder: Path, model: ModelConfig) -> list[str]:
-    """Name the tokens of the tokenizer beside an adapter that this one would cut into pieces."""
+    """List the tokens of the tokenizer beside an adapter that the base's tokenizer lacks."""
     ours = Path(model.tokenizer_path or model.path or "") / "tokenizer.json"
     theirs = folder / "tokenizer.json"
     if not ours.exists() or not theirs.exists():
@@ -169,7 +169,7 @@ def _check_tokens(what: str, folder: Path, model: ModelConfig) -> list[str]:
     try:
         known = _tokens_in(ours) | set(model.added_tokens)
     except (AttributeError, TypeError, ValueError, KeyError):
-        return []  # loading it says what is wrong with it
+        return []  # loading it reports what is wrong with it
     with reading(theirs, "remove it, or save the adapter again"):
         added = read_json_object(theirs)[0].get("added_tokens", [])
         missing = [entry["content"] for entry in added if entry["content"] not in known]

@@ -23,7 +23,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers")
 MAX_COUNT = 10_000
-"""of layers or experts, each of which is a module to be made"""
+"""most layers or experts, each of which is a module to be made"""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 TOKENIZER_JSON = (
@@ -131,7 +131,7 @@ def _check_from_scratch(model: ModelConfig) -> list[str]:
 def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     """List what is wrong with what every config.json has, and with the counts of its modules."""
     if "model_type" not in numbers:
-        return [f"{where}: no model_type, so this is no transformers model"]
+        return [f"{where}: no model_type, so this is not a transformers model"]
     problems = []
     if not isinstance(numbers["model_type"], str):
         problems.append(f"{where}: model_type={_brief(numbers['model_type'])}: expected a name")

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.model.adapter import find_targets, goes_on, is_adapter, saves_whole_model
+from app.model.adapter import continued_from, find_targets, is_adapter, saves_whole_model
 from app.model.attention import AttentionConfig, why_not_packed
 from app.model.layers import why_not_compiled
 from app.model.neftune import why_no_noise
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, TrainConfig
 
 SEES_PADDING = ("encoder-decoder", "prophetnet")
-"""model types that train neither packed nor padded: no mask of theirs hides all of the padding"""
+"""model types that train neither packed nor padded: none of their masks hides all padding"""
 
 
 def check_packing_of_base(
     packing: PackingConfig, attention: AttentionConfig, base: BaseModel
 ) -> list[str]:
-    """List why the documents of a pack cannot be kept apart in this base."""
+    """List why this base cannot keep the documents of a pack apart."""
     numbers = base.numbers
     if (model_type := numbers.get("model_type")) in SEES_PADDING:
         return [
@@ -49,19 +49,19 @@ def check_packing_of_base(
 
 
 WITHOUT_PLAN = ("bart", "bloom", "falcon", "gpt2", "phi3", "t5")
-"""kinds of models that are known here, and that transformers gives no plan which we can follow"""
+"""model types without a tensor parallel plan of transformers that can be applied here"""
 
 
 def check_tensor_parallel(together: int, base: BaseModel) -> list[str]:
-    """List why `together` ranks cannot split the layers of this base."""
+    """List why `together` ranks cannot split the matrices of this base among them."""
     numbers = base.numbers
     kind = numbers.get("model_type")
     if together == 1:
         return []
     if kind in WITHOUT_PLAN:
         return [
-            f"strategy.tensor_parallel_size={together}: there is no plan by which the matrices of "
-            f"a {kind} model are cut; type strategy=fsdp"
+            f"strategy.tensor_parallel_size={together}: there is no tensor parallel plan for "
+            f"{kind} models; type strategy=fsdp"
         ]
     heads = numbers.get("num_attention_heads")
     sides = {
@@ -127,7 +127,7 @@ def _check_model(
         problems += [problem] if problem else []
     if is_training(config):
         problems += _check_training(config, base)
-        if needs_weights and (path := goes_on(config.adapter)) is not None:
+        if needs_weights and (path := continued_from(config.adapter)):
             problems += check_same_settings(config.adapter, Path(path))
             problems += check_saved_adapter("adapter.path", Path(path), base, config.model)
     elif is_evaluation(config) and (tuned := config.tuned_path) is not None:
@@ -137,11 +137,10 @@ def _check_model(
 
 
 def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
-    """List what the settings of a training ask of this base, and it does not have."""
-    # The settings of an adapter that is there hold.
-    problems = (
-        [] if goes_on(config.adapter) else find_targets(config.adapter, base.modules).problems
-    )
+    """List which settings of a training do not fit this base."""
+    # An adapter whose training is continued keeps the settings of its folder.
+    is_new = continued_from(config.adapter) is None
+    problems = find_targets(config.adapter, base.modules).problems if is_new else []
     if (alpha := config.adapter.neftune_alpha) is not None:
         problem = why_no_noise(alpha, base.numbers)
         problems += [problem] if problem else []
@@ -153,7 +152,7 @@ def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
 
 
 def check_chat_template(key: str, name: str | None) -> list[str]:
-    """Look for the file of a chat template that is no name."""
+    """Look for a chat template's file, unless it is one of the names."""
     if name is None or name in TEMPLATE_NAMES or Path(name).is_file():
         return []
     return [
@@ -163,7 +162,7 @@ def check_chat_template(key: str, name: str | None) -> list[str]:
 
 
 def check_sequence_len(sequence_len: int | None, base: BaseModel) -> list[str]:
-    """Compare a typed length with the context that the model was made for."""
+    """Compare a typed length with the context that the base was trained for."""
     numbers = base.numbers
     context = numbers.get("max_position_embeddings", numbers.get("n_positions"))
     if "relative_attention_num_buckets" in numbers:

@@ -20,6 +20,7 @@ PREFIXES = ("", "model.", "transformer.")
 """names of outermost modules that some files leave out"""
 TABLE = re.compile(r"(^|\.)((?!embed_out$)\w*embed\w*|wte|wpe|shared|relative_attention_bias)$")
 """modules whose matrix is looked up, not multiplied"""
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
 INPUT_EMBEDDING = re.compile(r"(^|\.)(shared|embed_tokens|wte|word_embeddings|embed_in)$")
 NO_PREFIX = re.compile(r"(h|layers|blocks)\.\d+\.")
 """a layer's tensor in a file that leaves the outermost module's name out"""
@@ -43,7 +44,7 @@ def modules_of_files(
         return BaseModules(name=name)  # names in memory are others
     matrices = matrices_of(tensors)
     names = {name.rpartition(".")[0] for name in tensors} | described.keys()
-    head = "embed_out" if "embed_out" in matrices else "lm_head"
+    head = next(filter(HEAD.search, matrices), "lm_head")
     tables = [each for each in described | matrices if TABLE.search(each)]
     return _modules(
         name,
@@ -75,7 +76,7 @@ def _modules(
 ) -> BaseModules:
     embedding = next(filter(INPUT_EMBEDDING.search, sorted(matrices, key=len)), None)
     linear = {each: shape for each, shape in matrices.items() if not TABLE.search(each)}
-    head = "embed_out" if "embed_out" in linear else "lm_head"
+    head = next(filter(HEAD.search, linear), "lm_head")
     if embedding is not None:
         linear.setdefault(head, matrices[embedding])
     return BaseModules(

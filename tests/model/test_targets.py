@@ -18,7 +18,7 @@ from app.model.adapter import (
     find_targets,
     modules_of,
 )
-from app.model.patterns import by_ending, by_expression, by_key, check_patterns
+from app.model.patterns import by_ending, by_expression, by_key
 from tests.tiny import tiny_llama
 
 TIED, UNTIED = modules_of(tiny_llama()), modules_of(tiny_llama(tie_word_embeddings=False))
@@ -249,9 +249,18 @@ def test_the_three_rules_of_patterns() -> None:
     assert by_key(r"b\..*", names) == ["a.b.q_proj"]
 
 
-def test_expressions_that_never_return_are_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "settings", "key"),
+    [
+        ("lora", {"target_modules": r"((\w|\.)+)+!"}, "adapter.target_modules: "),
+        ("lora", {"alpha_pattern": {".*" * 15 + "@": 4.0}}, "adapter.alpha_pattern: "),
+        ("freeze", {"modules": [r"((\w|\.)+)+!"]}, "adapter.modules: "),
+    ],
+)
+def test_an_expression_that_never_returns_is_refused_in_time(
+    kind: str, settings: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOFT_LIMITS", "regex_seconds=1")
-    names = ["model.layers.0.self_attn.q_proj"]
-    (problem,) = check_patterns({"KEY: slow": [r"((\w|\.)+)+!"], "fine": ["q_proj"]}, names)
-    assert problem.startswith("KEY: slow is a regular expression that takes more than 1 s")
-    assert check_patterns({"fine": [r".*\.q_proj"]}, names) == []
+    (problem,) = find(kind, **settings).problems
+    assert problem.startswith(key)
+    assert " is a regular expression that takes more than 1 s" in problem

@@ -17,7 +17,7 @@ from app.model.adapter.settings import (
     FreezeConfig,
     Ia3Config,
     LoraConfig,
-    goes_on,
+    continued_from,
 )
 from app.model.patterns import is_inside
 from app.process.errors import UserError
@@ -99,7 +99,7 @@ def apply_adapter(
             "adapter=ia3 cannot train the rows of new tokens (model.added_tokens); "
             "type adapter=lora or adapter=full"
         )
-    if folder := goes_on(config):
+    if folder := continued_from(config):
         adapted = load_adapter(model, Path(folder), trainable=True, half_precision=half_precision)
         check_rows_train(adapted, token_ids)
     elif isinstance(config, LoraConfig):
