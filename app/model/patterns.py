@@ -95,7 +95,7 @@ def match(
 
 def is_inside(name: str, modules: Iterable[str]) -> bool:
     """Return whether a module is one of `modules` or lies in one of them."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
+    return f"{name}.".startswith(tuple(f"{module}." for module in modules))
 
 
 def last_parts(names: Iterable[str]) -> list[str]:

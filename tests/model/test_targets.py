@@ -218,6 +218,9 @@ def test_all_linear_leaves_out_the_head_and_what_is_too_thin() -> None:
     assert found.thin == ["model.layers.0.mlp.gate"]
     assert "lm_head" not in found.matrices and len(found.matrices) == 14
     assert find("lora", base, r=1).thin == []
+    router = replace(TIED, linear={**(TIED.linear or {}), "model.layers.0.mlp.gate": (8, 32)})
+    assert find("lora", router, r=16).thin == ["model.layers.0.mlp.gate"]
+    assert "mlp.gate (8 x 32) has" in find("lora", router, target_modules=["gate"]).problems[0]
 
 
 def test_what_is_not_known_of_a_base_is_not_judged() -> None:

@@ -160,7 +160,7 @@ def test_a_choice_that_clashes_with_what_was_typed_is_refused_with_its_reason(
         resolve(monkeypatch, Facts(**NODE, **LORA_70B), *words)
     said = str(caught.value)
     assert said.startswith("strategy=auto is fsdp, because no GPU holds all")
-    assert "; but optimizer=muon does not step parts" in said
+    assert "; but optimizer=muon does not step shards" in said
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])

@@ -7,6 +7,7 @@ or from the numbers of its config.json, `modules_of` from a model. Needs no torc
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 THIN = 64
-"""a matrix this many times longer than wide is a gate or router, whose rank cannot be usual"""
+"""a matrix this many times longer than wide does not limit the rank of all-linear"""
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
+"""a mixture's router does not either; in most models it is not a linear module"""
 KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
 """matrices of their own: most models, T5"""
 FUSED = {
@@ -85,7 +88,7 @@ class Targets:
     whole: list[str] = field(default_factory=list)
     """modules whose own weights are trained: modules_to_save, and all of adapter=freeze"""
     thin: list[str] = field(default_factory=list)
-    """matrices that all-linear leaves out, as gates and routers"""
+    """gates and routers, which all-linear leaves out where the rank exceeds theirs"""
     problems: list[str] = field(default_factory=list)
 
 
@@ -173,7 +176,7 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
     if str(config.target_modules).lower() == "all-linear":
         for name in names:
             short, long = min(base.linear[name]), max(base.linear[name])
-            is_thin = short < config.r and long > THIN * short
+            is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
             if name != base.head:
                 (found.thin if is_thin else found.matrices).append(name)
         if not found.matrices:
@@ -192,10 +195,12 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
             "tokens"
         )
     if not found.problems:
-        found.problems += _check_ranks(config, base, found.matrices)
+        found.problems += _check_ranks(config, base.linear, found.matrices)
 
 
-def _check_ranks(config: LoraConfig, base: BaseModules, matrices: list[str]) -> list[str]:
+def _check_ranks(
+    config: LoraConfig, linear: Mapping[str, Sequence[int]], matrices: list[str]
+) -> list[str]:
     """List patterns that mean no matrix, and ranks above a matrix's: one problem each setting."""
     problems: list[str] = []
     for key in ("rank_pattern", "alpha_pattern"):
@@ -207,28 +212,20 @@ def _check_ranks(config: LoraConfig, base: BaseModules, matrices: list[str]) -> 
             what="module that gets an adapter",
             where="the adapter",
         )[1]
-    assert base.linear is not None
-    left = list(matrices)
-    # The first pattern that means a matrix decides, as in peft; adapter.r on those without.
-    for key, rank, meant in (
-        *(
-            (f"adapter.rank_pattern.{pattern}", rank, by_key(pattern, matrices))
-            for pattern, rank in config.rank_pattern.items()
-        ),
-        ("adapter.r", config.r, matrices),
-    ):
-        smallest = min(
-            (name for name in meant if name in left),
-            key=lambda name: min(base.linear[name]),  # type: ignore[index]
-            default=None,
-        )
-        left = [name for name in left if name not in meant]
-        if smallest is not None and rank > (most := min(shape := base.linear[smallest])):
-            problems.append(
-                f"{key}={rank} is more than {smallest} ({' x '.join(map(str, shape))}) has; type "
-                f"{key}={most} or less"
-            )
-    return problems
+    setting_of = dict.fromkeys(matrices, ("adapter.r", config.r))
+    for pattern, rank in reversed(config.rank_pattern.items()):  # the first one wins, as in peft
+        setting = f"adapter.rank_pattern.{pattern}", rank
+        setting_of |= dict.fromkeys(by_key(pattern, matrices), setting)
+    smallest: dict[tuple[str, int], str] = {}
+    for name, setting in setting_of.items():
+        if min(linear[name]) < min(linear[smallest.setdefault(setting, name)]):
+            smallest[setting] = name
+    return problems + [
+        f"{key}={rank} is more than {name} ({' x '.join(map(str, linear[name]))}) has; type "
+        f"{key}={min(linear[name])} or less"
+        for (key, rank), name in smallest.items()
+        if rank > min(linear[name])
+    ]
 
 
 def _find_ia3(config: Ia3Config, base: BaseModules, found: Targets) -> None:
