@@ -352,7 +352,7 @@ CLASHES = [
     ),
     (
         0,
-        ["model.trust_remote_code=true", "model.path=org/name", "model.revision=main"],
+        ["model.trust_remote_code=true", "model.path=org/name", "model.revision=1234abc"],
         ["runs whatever is on the hub that day", "type model.revision=COMMIT"],
         ["model.trust_remote_code=true", "model.path=org/name", f"model.revision={'0a' * 20}"],
     ),
