@@ -32,119 +32,62 @@ def find(kind: str, base: BaseModules = TIED, **settings: Any) -> Targets:
 
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     # adapter, settings, what must be in each problem
-    (
-        "lora",
-        {"target_modules": ["q_proj", "v_prj"]},
-        ["no linear module; did you mean v_proj? (the model has down_proj,"],
-    ),
-    (
-        "lora",
-        {"target_modules": ["one", "q_proj", "two"]},
-        ["adapter.target_modules: one ma", "two matches"],
-    ),
+    ("lora", {"target_modules": ["q_proj", "v_prj"]},
+     ["no linear module; did you mean v_proj? (the model has down_proj,"]),
+    ("lora", {"target_modules": ["one", "q_proj", "two"]},
+     ["adapter.target_modules: one ma", "two matches"]),
     ("lora", {"target_modules": ["norm"]}, ["norm matches no linear module"]),
     ("lora", {"target_modules": ".*q_prj"}, [".*q_prj matches no linear module"]),
     ("lora", {"target_modules": r"model\.layers\.7\..*"}, ["matches no linear module"]),
-    (
-        "lora",
-        {"target_modules": "q_proj"},
-        ["by its full name; type adapter.target_modules=[q_proj]"],
-    ),
+    ("lora", {"target_modules": "q_proj"},
+     ["by its full name; type adapter.target_modules=[q_proj]"]),
     ("lora", {"target_modules": "(q_proj"}, ["(q_proj is not a regular expression"]),
-    (
-        "lora",
-        {"target_modules": []},
-        ["expected all-linear, a list like [q_proj, v_proj], or a reg"],
-    ),
+    ("lora", {"target_modules": []},
+     ["expected all-linear, a list like [q_proj, v_proj], or a reg"]),
     ("lora", {"target_modules": 3}, ["adapter.target_modules=3: expected all-linear"]),
     ("lora", {"target_modules": ["embed_tokens"]}, ["embed_tokens is the embedding"]),
     ("lora", {"target_modules": ["lm_head"]}, ["lm_head is also this base's embedding"]),
-    (
-        "lora",
-        {"rank_pattern": {"down_prj": 2}},
-        ["rank_pattern: down_prj matches no module that gets an adapter; did you"],
-    ),
-    (
-        "lora",
-        {"alpha_pattern": {"mlp": 2.0}},
-        ["adapter.alpha_pattern: mlp matches no module that gets"],
-    ),
-    (
-        "lora",
-        {"alpha_pattern": {"up_proj": 2.0}, "target_modules": ["q_proj"]},
-        ["no module that gets an adapter; did you mean q_proj? (the adapter has q_proj)"],
-    ),
+    ("lora", {"rank_pattern": {"down_prj": 2}},
+     ["rank_pattern: down_prj matches no module that gets an adapter; did you"]),
+    ("lora", {"alpha_pattern": {"mlp": 2.0}},
+     ["adapter.alpha_pattern: mlp matches no module that gets"]),
+    ("lora", {"alpha_pattern": {"up_proj": 2.0}, "target_modules": ["q_proj"]},
+     ["no module that gets an adapter; did you mean q_proj? (the adapter has q_proj)"]),
     ("lora", {"rank_pattern": {"*": 4}}, ["adapter.rank_pattern: * is not a regular expression"]),
-    (
-        "lora",
-        {"rank_pattern": {"up_proj": 0}},
-        ["adapter.rank_pattern.up_proj=0: expected a rank of 1 or more"],
-    ),
-    (
-        "lora",
-        {"alpha_pattern": {"up_proj": 0.0}},
-        ["adapter.alpha_pattern.up_proj=0.0: expected a number above"],
-    ),
-    (
-        "lora",
-        {"rank_pattern": {"down_proj": 99}},
-        [".down_proj (32 x 48) has; type adapter.rank_pattern.down_proj=32 or less"],
-    ),
-    (
-        "lora",
-        {"r": 17, "target_modules": ["q_proj", "k_proj"]},
-        ["r=17 is more than model.layers.0.self_attn.k_proj (16 x 32) has; type"],
-    ),
-    (
-        "lora",
-        {"modules_to_save": ["nrm"]},
-        ["modules_to_save: nrm matches no module with weights; did you mean norm?"],
-    ),
+    ("lora", {"rank_pattern": {"up_proj": 0}},
+     ["adapter.rank_pattern.up_proj=0: expected a rank of 1 or more"]),
+    ("lora", {"alpha_pattern": {"up_proj": 0.0}},
+     ["adapter.alpha_pattern.up_proj=0.0: expected a number above"]),
+    ("lora", {"rank_pattern": {"down_proj": 99}},
+     [".down_proj (32 x 48) has; type adapter.rank_pattern.down_proj=32 or less"]),
+    ("lora", {"r": 17, "target_modules": ["q_proj", "k_proj"]},
+     ["r=17 is more than model.layers.0.self_attn.k_proj (16 x 32) has; type"]),
+    ("lora", {"modules_to_save": ["nrm"]},
+     ["modules_to_save: nrm matches no module with weights; did you mean norm?"]),
     ("lora", {"modules_to_save": ["act_fn"]}, ["act_fn matches no module with weights"]),
-    (
-        "lora",
-        {"modules_to_save": ["lm_head"]},
-        ["lm_head shares one weight with model.embed_tokens"],
-    ),
+    ("lora", {"modules_to_save": ["lm_head"]},
+     ["lm_head shares one weight with model.embed_tokens"]),
     ("lora", {"layers": "top 3"}, ["adapter.layers='top 3', but the model has 2 layers"]),
-    (
-        "lora",
-        {"layers": [0, 2]},
-        ["the model has no layer 2; its 2 layers have the numbers 0 to 1"],
-    ),
+    ("lora", {"layers": [0, 2]},
+     ["the model has no layer 2; its 2 layers have the numbers 0 to 1"]),
     ("lora", {"layers": 1}, ["type 'adapter.layers=top 1' or adapter.layers=[1]"]),
     ("lora", {"layers": "some"}, ["is not understood"]),
-    (
-        "ia3",
-        {"target_modules": ["k_proj", "v_prj"]},
-        ["adapter.target_modules: v_prj matches no linear module"],
-    ),
-    (
-        "ia3",
-        {"feedforward_modules": ["down_prj"]},
-        ["feedforward_modules: down_prj matches no linear module"],
-    ),
-    (
-        "ia3",
-        {"target_modules": 3},
-        ["adapter.target_modules=3: expected auto, or a list like [k_proj]"],
-    ),
-    (
-        "ia3",
-        {"target_modules": ["k_proj"], "feedforward_modules": ["down_proj"]},
-        ["['k_proj']; type adapter.target_modules=[k_proj,down_proj]"],
-    ),
+    ("ia3", {"target_modules": ["k_proj", "v_prj"]},
+     ["adapter.target_modules: v_prj matches no linear module"]),
+    ("ia3", {"feedforward_modules": ["down_prj"]},
+     ["feedforward_modules: down_prj matches no linear module"]),
+    ("ia3", {"target_modules": 3},
+     ["adapter.target_modules=3: expected auto, or a list like [k_proj]"]),
+    ("ia3", {"target_modules": ["k_proj"], "feedforward_modules": ["down_proj"]},
+     ["['k_proj']; type adapter.target_modules=[k_proj,down_proj]"]),
     ("ia3", {"layers": "top 3"}, ["the model has 2 layers"]),
     ("freeze", {"layers": "none"}, ["nothing would train; type 'adapter.layers=top 2'"]),
     ("freeze", {"layers": "top 3"}, ["the model has 2 layers"]),
-    (
-        "freeze",
-        {"modules": ["lm_hed"]},
-        ["modules: lm_hed matches no module with weights; did you mean lm_head?"],
-    ),
+    ("freeze", {"modules": ["lm_hed"]},
+     ["modules: lm_hed matches no module with weights; did you mean lm_head?"]),
     ("freeze", {"modules": ["norm", "(x"]}, ["adapter.modules: (x is not a regular expression"]),
     ("freeze", {"modules": ["act_fn"]}, ["act_fn matches no module with weights"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -161,41 +104,23 @@ def test_settings_that_find_nothing_are_refused_with_what_there_is(
 
 FOUND: list[tuple[str, dict[str, Any], set[str]]] = [
     # adapter, settings, the names in layer 1 and outside of layers that they mean
-    (
-        "lora",
-        {"target_modules": ["v_proj", "self_attn.q_proj"]},
-        {"self_attn.v_proj", "self_attn.q_proj"},
-    ),
+    ("lora", {"target_modules": ["v_proj", "self_attn.q_proj"]},
+     {"self_attn.q_proj", "self_attn.v_proj"}),
     ("lora", {"target_modules": r".*\.1\..*_proj", "layers": [0]}, set()),
-    (
-        "lora",
-        {"target_modules": r"model\.layers\.1\.mlp\.(up|down)_proj"},
-        {"mlp.up_proj", "mlp.down_proj"},
-    ),
+    ("lora", {"target_modules": r"model\.layers\.1\.mlp\.(up|down)_proj"},
+     {"mlp.down_proj", "mlp.up_proj"}),
     ("lora", {"target_modules": ["lm_head"]}, {"lm_head"}),
-    (
-        "lora",
-        {"r": 16, "target_modules": ["k_proj"], "rank_pattern": {"k_proj": 16, ".*": 99}},
-        {"self_attn.k_proj"},
-    ),
-    (
-        "lora",
-        {"target_modules": ["up_proj"], "modules_to_save": ["norm"]},
-        {"mlp.up_proj", "model.norm"},
-    ),
-    ("ia3", {}, {"self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"}),
-    (
-        "ia3",
-        {"target_modules": ["k_proj", "mlp.down_proj"], "feedforward_modules": ["down_proj"]},
-        {"self_attn.k_proj", "mlp.down_proj"},
-    ),
-    (
-        "freeze",
-        {"layers": "none", "modules": ["norm", r".*\.1\..*layernorm"]},
-        {"model.norm", "input_layernorm", "post_attention_layernorm"},
-    ),
-    ("freeze", {"layers": [1], "modules": ["lm_head"]}, {"model.layers.1", "lm_head"}),
-]
+    ("lora", {"r": 16, "target_modules": ["k_proj"], "rank_pattern": {"k_proj": 16, ".*": 99}},
+     {"self_attn.k_proj"}),
+    ("lora", {"target_modules": ["up_proj"], "modules_to_save": ["norm"]},
+     {"mlp.up_proj", "model.norm"}),
+    ("ia3", {}, {"mlp.down_proj", "self_attn.k_proj", "self_attn.v_proj"}),
+    ("ia3", {"target_modules": ["k_proj", "mlp.down_proj"], "feedforward_modules": ["down_proj"]},
+     {"mlp.down_proj", "self_attn.k_proj"}),
+    ("freeze", {"layers": "none", "modules": ["norm", r".*\.1\..*layernorm"]},
+     {"input_layernorm", "model.norm", "post_attention_layernorm"}),
+    ("freeze", {"layers": [1], "modules": ["lm_head"]}, {"lm_head", "model.layers.1"}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "settings", "names"), FOUND, ids=[str(row[1]) for row in FOUND])
