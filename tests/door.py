@@ -51,7 +51,7 @@ def ask(
     read_launch.cache_clear()
     with (
         mock.patch.dict(os.environ, variables | (environment or {}), clear=True),
-        mock.patch("app.preflight.couplings.situation.count_gpus", return_value=gpus),
+        mock.patch("app.preflight.couplings.devices.count_gpus", return_value=gpus),
         contextlib.redirect_stderr(said),
         contextlib.redirect_stdout(printed),
     ):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig
 from app.evaluation.predictions import Predictions
-from app.model.adapter import AdapterConfig, goes_on, saves_whole_model
+from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,7 +93,7 @@ def compare_trained(
     if validations:
         # Saving rounds a full model to its base's dtype: its last validation was before that.
         tuned = validations[-1] if is_as_trained and not is_whole else evaluator.losses(model)
-        if is_whole or (is_as_trained and not goes_on(adapter)):
+        if is_whole or (is_as_trained and not continued_from(adapter)):
             base = validations[0]
         else:  # the run did not start as its base
             with adapter_switched_off(model):

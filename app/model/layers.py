@@ -1,4 +1,4 @@
-"""Which of a model's modules are its repeated layers, and which of them a setting means."""
+"""Which of a model's modules are its repeated layers, and which of them `adapter.layers` means."""
 
 from __future__ import annotations
 
@@ -15,30 +15,39 @@ TOP = re.compile(r"top\s+(\d+)")
 
 
 def decoder_layers(model: torch.nn.Module, instead: str = "adapter.layers=all") -> list[str]:
-    """Return the full names of the repeated layers in forward order.
+    """Return the full names of the repeated layers in forward order, an encoder's first.
 
-    An encoder's layers come before its decoder's. ValueError for a model that does not say which
-    of its classes is a layer, with what to type `instead`.
+    ValueError for a model that names no class of layers, with what to type `instead`.
     """
+    layers = repeated_layers(model)
+    if not layers:
+        raise ValueError(problem_of_layers(model.config.model_type, instead))
+    return layers
+
+
+def problem_of_layers(model_type: str | None, instead: str) -> str:
+    """Return what is wrong with a model whose layers are not known."""
+    return (
+        f"{instead.partition('=')[0]}: {model_type} models do not name their layers; type {instead}"
+    )
+
+
+def repeated_layers(model: torch.nn.Module) -> list[str]:
+    """Return what `decoder_layers` does; nothing for a model that names no class of layers."""
     classes = set(model._no_split_modules or ())
     layers: list[str] = []
     for name, module in model.named_modules():
         is_numbered = name.rpartition(".")[2].isdigit()
         is_inside = layers and name.startswith(f"{layers[-1]}.")
         # By its bases, too: a strategy may have put a class of its own before the model's.
-        of_layer = any(base.__name__ in classes for base in type(module).__mro__)
-        if is_numbered and not is_inside and of_layer:
+        is_layer = any(base.__name__ in classes for base in type(module).__mro__)
+        if is_numbered and not is_inside and is_layer:
             layers.append(name)
-    if not layers:
-        raise UserError(
-            f"{instead.partition('=')[0]}: {model.config.model_type} models do not say which of "
-            f"their modules are layers; type {instead}"
-        )
     return layers
 
 
 def why_not_compiled(numbers: Mapping[str, Any]) -> str | None:
-    """Say why the layers of a model of these config.json numbers are not compiled; None if so."""
+    """Return why layers of a model with these config.json numbers are not compiled, or None."""
     if not numbers.get("is_encoder_decoder"):
         return None
     return (
@@ -48,15 +57,10 @@ def why_not_compiled(numbers: Mapping[str, Any]) -> str | None:
     )
 
 
-def choose_layers(setting: Any, names: Sequence[str]) -> list[str]:
-    """Return those of `names` that `setting` means, in forward order."""
-    return [names[number] for number in layer_numbers(setting, len(names))]
-
-
 def layer_numbers(setting: Any, num_layers: int) -> Sequence[int]:
-    """Return the numbers, ascending from 0, of the layers that `adapter.layers` means.
+    """Return the numbers of the layers that `adapter.layers` means, ascending from 0.
 
-    ValueError for a word or number that this many layers do not have. Needs no torch.
+    ValueError for a word that is not understood, and for a layer that the model does not have.
     """
     numbers = range(num_layers)
     if setting == "all":

@@ -1,7 +1,8 @@
 """Everything that can be known before torch is imported: what is wrong, where, and what to type.
 
-`compatibility` is the table of settings that do not go together, `files` looks at what they name,
-`base_model` reads a base's headers, `targets` and `adapters` compare with them what is put on it.
+`couplings` has the settings that do not go together, `files` looks at what they name: at a base
+(`base_model`, with the names and shapes of its modules from `shapes`) and at a saved adapter
+(`adapters`). `fingerprint` tells bases apart.
 """
 
 from app.preflight.couplings import (
@@ -9,8 +10,8 @@ from app.preflight.couplings import (
     check_devices,
     check_global_batch,
     check_layout,
-    num_data_ranks,
     num_ranks,
+    requested_devices,
 )
 from app.preflight.files import check_files
 from app.preflight.fingerprint import describe_base
@@ -22,6 +23,6 @@ __all__ = [
     "check_global_batch",
     "check_layout",
     "describe_base",
-    "num_data_ranks",
     "num_ranks",
+    "requested_devices",
 ]

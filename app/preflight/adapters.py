@@ -1,4 +1,4 @@
-"""A saved adapter against the base and the settings that it is to be used with."""
+"""Whether a saved adapter fits the base and the settings that it is to be used with."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ SETTINGS = {
     "modules_to_save": "modules_to_save",
 }
 UNNAMED = ("layers", "init", "trainable_tokens")
-"""settings that peft's file does not hold as they are typed"""
+"""settings that peft's file does not keep as they are typed"""
 
 
 def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelConfig) -> list[str]:
     """List why the adapter that the setting `key` names cannot be put on the base."""
-    said = f"{key}={folder}"
+    what = f"{key}={folder}"
     if folder.is_file():
-        return [f"{said} is a file; type {key}={folder.parent}, if the adapter is the folder"]
+        return [f"{what} is a file; type {key}={folder.parent}, if the adapter is the folder"]
     if not folder.is_dir():
-        return [f"{said}: no such folder, seen from {seen_from()}"]
+        return [f"{what}: no such folder, seen from {seen_from()}"]
     if (folder / "adapter" / CONFIG_FILE).exists():
-        return [f"{said} is a run, not an adapter; type {key}={folder}/adapter"]
+        return [f"{what} is a run, not an adapter; type {key}={folder}/adapter"]
     whole = folder / "model" if (folder / "model" / "config.json").exists() else folder
     if (whole / "config.json").exists() and not (folder / CONFIG_FILE).exists():
         return [
-            f"{said}: no {CONFIG_FILE} there; it is a whole model, not an adapter; "
+            f"{what}: no {CONFIG_FILE} there; it is a whole model, not an adapter; "
             f"type model.path={whole} and leave {key} out"
         ]
     file = folder / ADAPTER_FILE
     if not file.exists() and (folder / "adapter_model.bin").exists():
         return [
-            f"{said}: adapter_model.bin is a pickle, which can run code when it is read; convert "
+            f"{what}: adapter_model.bin is a pickle, which can run code when it is read; convert "
             'it once with python -c "import torch; from safetensors.torch import save_file; '
             f"save_file(torch.load('{folder}/adapter_model.bin', weights_only=True), '{file}')\""
         ]
     problems = [
-        f"{said}: no {name} there"
+        f"{what}: no {name} there"
         for name in (CONFIG_FILE, ADAPTER_FILE)
         if not (folder / name).exists()
     ]
@@ -76,16 +76,16 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
         problems.append(f"{file}: holds no tensors; save the adapter again")
     if problems:
         return problems
-    return _check_base(said, folder, shapes, base, model) + _check_tokens(said, folder, model)
+    return _check_base(what, folder, shapes, base, model) + _check_tokens(what, folder, model)
 
 
-def check_goes_on(adapter: AdapterConfig, folder: Path) -> list[str]:
-    """List the settings that were typed otherwise than the adapter in `folder` has them."""
+def check_same_settings(adapter: AdapterConfig, folder: Path) -> list[str]:
+    """List the typed settings that differ from those of the adapter in `folder`."""
     if not (folder / CONFIG_FILE).exists():
-        return []  # `check_saved_adapter` says so
+        return []  # `check_saved_adapter` reports it
     settings, problems = read_adapter_config(folder)
     if problems:
-        return []  # this too
+        return []
     kind = KINDS[read_json_object(folder / CONFIG_FILE)[0]["peft_type"]]
     if kind != adapter.name:
         return [
@@ -100,8 +100,8 @@ def check_goes_on(adapter: AdapterConfig, folder: Path) -> list[str]:
             continue
         if name in UNNAMED:
             problems.append(
-                f"adapter.{name}={typed}, but the adapter at {folder} was made already and keeps "
-                f"its own: leave adapter.{name} out"
+                f"adapter.{name}={typed}, but the adapter at {folder} keeps its own: leave "
+                f"adapter.{name} out"
             )
         elif not _same(typed, saved := settings.get(SETTINGS[name])):
             problems.append(
@@ -112,18 +112,18 @@ def check_goes_on(adapter: AdapterConfig, folder: Path) -> list[str]:
 
 
 def _same(typed: Any, saved: Any) -> bool:
-    """Compare a setting with peft's; of lists the order does not matter."""
+    """Compare a setting with peft's; the order of a list does not matter."""
     if isinstance(typed, list) and isinstance(saved, list):
         return sorted(typed) == sorted(saved)
     return bool(typed == saved) or (not typed and not saved)
 
 
 def _check_base(
-    said: str, folder: Path, shapes: Shapes, base: BaseModel, model: ModelConfig
+    what: str, folder: Path, shapes: Shapes, base: BaseModel, model: ModelConfig
 ) -> list[str]:
     """Compare the base that an adapter was made on with this one: by fingerprint, else by shape."""
     if not (folder / ORIGIN_FILE).exists():
-        return _check_shapes(said, shapes, base)
+        return _check_shapes(what, shapes, base)
     made_on, problem = read_json_object(folder / ORIGIN_FILE)
     if problem is None and not all(v is None or isinstance(v, str) for v in made_on.values()):
         problem = f"{folder / ORIGIN_FILE}: expected a text for each key"
@@ -131,7 +131,7 @@ def _check_base(
         return [f"{problem}; remove that file to compare shapes alone"]
     here = describe_base(model)
     known, different = False, []
-    for name, what in (("fingerprint", "config.json or shapes"), ("weights", "weights")):
+    for name, part in (("fingerprint", "config.json or shapes"), ("weights", "weights")):
         then, now = made_on.get(name), here[name]
         known = known or None not in (then, now)
         if name == "weights" and not same_form(made_on, here):
@@ -139,29 +139,29 @@ def _check_base(
                 log.warning(
                     "%s: %s is of an earlier version, so the weights of its base are not compared "
                     "with these, only config.json and shapes",
-                    said,
+                    what,
                     ORIGIN_FILE,
                 )
             continue
         if then is not None and now is not None and then != now:
-            different.append(f"{what} differ ({then[:12]} then, {now[:12]} here)")
+            different.append(f"{part} differ ({then[:12]} then, {now[:12]} here)")
     if not known and here["fingerprint"] is None and made_on.get("fingerprint") is None:
-        # Both are of the hub, and not fetched yet: their names say whether they are one.
+        # Both are on the hub and not fetched yet: only their names can be compared.
         for name in ("path", "revision"):
             then, now = made_on.get(name), here[name]
             if then and now and then != now:
                 different.append(f"{name} differs")
     if not different:
-        return [] if known else _check_shapes(said, shapes, base)
+        return [] if known else _check_shapes(what, shapes, base)
     return [
-        f"{said} was made on another base: {made_on.get('path')}{_at(made_on)}, and here "
+        f"{what} was made on another base: {made_on.get('path')}{_at(made_on)}, and here "
         f"model.path={model.path}{_at(here)}: {'; '.join(different)}. Type "
         f"model.path={made_on.get('path')}, or remove {folder / ORIGIN_FILE} if the two are one"
     ]
 
 
-def _check_tokens(said: str, folder: Path, model: ModelConfig) -> list[str]:
-    """Name the tokens of the tokenizer beside an adapter that this one would cut into pieces."""
+def _check_tokens(what: str, folder: Path, model: ModelConfig) -> list[str]:
+    """List the tokens of the tokenizer beside an adapter that the base's tokenizer lacks."""
     ours = Path(model.tokenizer_path or model.path or "") / "tokenizer.json"
     theirs = folder / "tokenizer.json"
     if not ours.exists() or not theirs.exists():
@@ -169,7 +169,7 @@ def _check_tokens(said: str, folder: Path, model: ModelConfig) -> list[str]:
     try:
         known = _tokens_in(ours) | set(model.added_tokens)
     except (AttributeError, TypeError, ValueError, KeyError):
-        return []  # loading it says what is wrong with it
+        return []  # loading it reports what is wrong with it
     with reading(theirs, "remove it, or save the adapter again"):
         added = read_json_object(theirs)[0].get("added_tokens", [])
         missing = [entry["content"] for entry in added if entry["content"] not in known]
@@ -177,7 +177,7 @@ def _check_tokens(said: str, folder: Path, model: ModelConfig) -> list[str]:
         return []
     typed = ",".join([*model.added_tokens, *missing])
     return [
-        f"{said} was trained with tokens that the tokenizer in {ours.parent} does not have: "
+        f"{what} was trained with tokens that the tokenizer in {ours.parent} does not have: "
         f"{', '.join(missing)}; type 'model.added_tokens=[{typed}]'"
     ]
 
@@ -193,35 +193,28 @@ def _at(base: Mapping[str, Any]) -> str:
     return f" at {base['revision']}" if base.get("revision") else ""
 
 
-def _check_shapes(said: str, shapes: Shapes, base: BaseModel) -> list[str]:
+def _check_shapes(what: str, shapes: Shapes, base: BaseModel) -> list[str]:
     """Compare the sides of A and B with the matrix of the base that each pair stands beside."""
-    if base.shapes is None:
+    matrices = base.modules.linear
+    if matrices is None:
         return []
     found, problems = 0, []
     for name, shape in shapes.items():
         module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
-        if part not in ("A.weight", "B.weight") or len(shape) != 2:
-            continue
-        matrix = _matrix(module, base.shapes)
-        if matrix is None:
+        if part not in ("A.weight", "B.weight") or len(shape) != 2 or module not in matrices:
             continue
         found += 1
+        matrix = matrices[module]
         side = shape[1] if part == "A.weight" else shape[0]
         if side not in matrix:
             problems.append(
-                f"{said}: {module}.lora_{part} is {shape[0]} x {shape[1]}, but {module} of "
+                f"{what}: {module}.lora_{part} is {shape[0]} x {shape[1]}, but {module} of "
                 f"{base.name} is {matrix[0]} x {matrix[1]}; it was made on another base"
             )
     beside = [name for name in shapes if ".lora_A.weight" in name]
     if beside and not found:
         problems.append(
-            f"{said}: none of its {len(beside)} matrices is in {base.name}, {beside[0]} is the "
+            f"{what}: none of its {len(beside)} matrices is in {base.name}, {beside[0]} is the "
             "first; it was made on another base"
         )
     return problems[:1]
-
-
-def _matrix(module: str, shapes: Shapes) -> tuple[int, ...] | None:
-    # Some files leave out the prefix that the module has in memory.
-    names = (module, module.removeprefix("model."), module.removeprefix("transformer."))
-    return next((shapes[name] for name in names if name in shapes), None)

@@ -1,47 +1,33 @@
-"""Checks of files that need no torch: base model, adapter's targets, tokenizer, data.
-
-All problems are listed together.
-"""
+"""What the settings name on disk: base, adapter, tokenizer, chat template, data. Needs no torch."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from app.model.adapter import goes_on, is_adapter, saves_whole_model
+from app.model.adapter import continued_from, find_targets, is_adapter, saves_whole_model
 from app.model.attention import AttentionConfig, why_not_batched, why_not_packed
-from app.model.base import ModelConfig
 from app.model.layers import why_not_compiled
-from app.preflight.adapters import check_goes_on, check_saved_adapter
-from app.preflight.base_model import (
-    ANOTHER_COPY,
-    BaseModel,
-    check_quantization,
-    look_at_base,
-    look_at_tokenizer,
-    seen_from,
-)
-from app.preflight.couplings import ranks_per_node
-from app.preflight.targets import check_adapter, check_neftune
+from app.model.neftune import why_no_noise
+from app.model.quantization import find_stored_problem
+from app.preflight.adapters import check_same_settings, check_saved_adapter
+from app.preflight.base_model import BaseModel, inspect_base, inspect_tokenizer, seen_from
+from app.preflight.couplings import is_evaluation, is_training, requested_devices
 from app.process.errors import UserError, nearest
 from app.process.untrusted import reading
 from app.strategy.settings import tensor_parallel_size
 from data_modules import TEMPLATE_NAMES, PackingConfig, check_datasets
 
-
-def check_compile_of_base(trainer: Any, base: BaseModel) -> list[str]:
-    """List why the layers of this base cannot be compiled once for all batches."""
-    problem = why_not_compiled(base.numbers or {}) if trainer.compile else None
-    return [problem] if problem else []
+if TYPE_CHECKING:
+    from app.config.verbs import EvaluateConfig, TrainConfig
 
 
 def check_packing_of_base(
     packing: PackingConfig, attention: AttentionConfig, base: BaseModel, longest: int | None = None
 ) -> list[str]:
     """List why documents up to `longest` tokens cannot be kept apart in this base."""
-    numbers = base.numbers or {}
+    numbers = base.numbers
     if reason := why_not_batched(numbers, longest):
         return [f"{base.name}: {reason}"]
     if packing.method == "none":
@@ -57,19 +43,19 @@ def check_packing_of_base(
 
 
 WITHOUT_PLAN = ("bart", "bloom", "falcon", "gpt2", "phi3", "t5")
-"""kinds of models that are known here, and that transformers gives no plan which we can follow"""
+"""model types without a tensor parallel plan of transformers that can be applied here"""
 
 
 def check_tensor_parallel(together: int, base: BaseModel) -> list[str]:
-    """List why `together` ranks cannot split the layers of this base."""
-    numbers: dict[str, Any] = base.numbers or {}
+    """List why `together` ranks cannot split the matrices of this base among them."""
+    numbers = base.numbers
     kind = numbers.get("model_type")
     if together == 1:
         return []
     if kind in WITHOUT_PLAN:
         return [
-            f"strategy.tensor_parallel_size={together}: there is no plan by which the matrices of "
-            f"a {kind} model are cut; type strategy=fsdp"
+            f"strategy.tensor_parallel_size={together}: there is no tensor parallel plan for "
+            f"{kind} models; type strategy=fsdp"
         ]
     heads = numbers.get("num_attention_heads")
     sides = {
@@ -89,19 +75,22 @@ def check_tensor_parallel(together: int, base: BaseModel) -> list[str]:
     ][:1]
 
 
-def check_files(config: Any, *, needs_weights: bool = True) -> list[str]:
-    """List what is wrong with the files that the settings `config` of a verb name.
+def check_files(config: TrainConfig | EvaluateConfig, *, needs_weights: bool = True) -> list[str]:
+    """List what is wrong with the files that a verb's settings name, and what does not fit them.
 
     Without `needs_weights`, a folder with a tokenizer is enough.
     """
-    model: ModelConfig = config.model
+    model = config.model
     problems: list[str] = []
     if model.path is not None or model.from_scratch or not needs_weights:
         try:
-            with reading(f"model.path={model.path}: config.json", ANOTHER_COPY):
+            with reading(
+                f"model.path={model.path}: config.json",
+                "copy or download its files again, or type another model.path",
+            ):
                 _check_model(config, problems, needs_weights=needs_weights)
         except UserError as error:
-            problems = problems or error.problems  # the first one told is why the others came
+            problems = problems or error.problems  # the first problem is why the others came
     problems += check_chat_template("data.chat_template", config.data.chat_template)
     problems += check_chat_template("model.chat_template", model.chat_template)
     if config.data.datasets or config.data.test_datasets:
@@ -109,36 +98,57 @@ def check_files(config: Any, *, needs_weights: bool = True) -> list[str]:
     return problems
 
 
-def _check_model(config: Any, problems: list[str], *, needs_weights: bool) -> None:
+def _check_model(
+    config: TrainConfig | EvaluateConfig, problems: list[str], *, needs_weights: bool
+) -> None:
     """Add to `problems` what is wrong with a base, and with what is put on it."""
-    model: ModelConfig = config.model
-    base = look_at_base(model) if needs_weights else look_at_tokenizer(model)
+    base = inspect_base(config.model) if needs_weights else inspect_tokenizer(config.model)
     problems += base.problems
     problems += check_sequence_len(config.data.sequence_len, base)
-    problems += check_added_tokens(model.added_tokens)
+    problems += [
+        f"model.added_tokens: {token!r} is not a token; expected text without spaces around it, as "
+        "<|im_start|>"
+        for token in config.model.added_tokens
+        if not token or token != token.strip()
+    ]
     problems += check_packing_of_base(
         config.packing, config.attention, base, config.data.sequence_len
     )
-    names = {field.name for field in dataclasses.fields(config)}
-    trains_base = "adapter" in names and saves_whole_model(config.adapter)
-    problems += check_quantization(config.quantization, base, trains_base=trains_base)
-    if "adapter" in names:
-        problems += check_adapter(config.adapter, base)
-        problems += check_neftune(config.adapter, base)
-        problems += check_compile_of_base(config.trainer, base)
-        together = tensor_parallel_size(config.strategy, ranks_per_node(config))
-        problems += check_tensor_parallel(together, base)
-        if needs_weights and (going_on := goes_on(config.adapter)) is not None:
-            problems += check_goes_on(config.adapter, Path(going_on))
-            problems += check_saved_adapter("adapter.path", Path(going_on), base, model)
-    if "adapter_path" in names and (tuned := config.tuned_path) is not None:
+    stored = base.numbers.get("quantization_config")
+    if stored and isinstance(stored, dict):
+        trains_base = is_training(config) and saves_whole_model(config.adapter)
+        problem = find_stored_problem(
+            stored, config.quantization, base.name, trains_base=trains_base
+        )
+        problems += [problem] if problem else []
+    if is_training(config):
+        problems += _check_training(config, base)
+        if needs_weights and (path := continued_from(config.adapter)):
+            problems += check_same_settings(config.adapter, Path(path))
+            problems += check_saved_adapter("adapter.path", Path(path), base, config.model)
+    elif is_evaluation(config) and (tuned := config.tuned_path) is not None:
         key = "run" if config.adapter_path is None else "adapter_path"
         if key == "adapter_path" or is_adapter(Path(tuned)):
-            problems += check_saved_adapter(key, Path(tuned), base, model)
+            problems += check_saved_adapter(key, Path(tuned), base, config.model)
+
+
+def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
+    """List which settings of a training do not fit this base."""
+    # An adapter whose training is continued keeps the settings of its folder.
+    is_new = continued_from(config.adapter) is None
+    problems = find_targets(config.adapter, base.modules).problems if is_new else []
+    if (alpha := config.adapter.neftune_alpha) is not None:
+        problem = why_no_noise(alpha, base.numbers)
+        problems += [problem] if problem else []
+    if config.trainer.compile:
+        problem = why_not_compiled(base.numbers)
+        problems += [problem] if problem else []
+    together = tensor_parallel_size(config.strategy, requested_devices(config).ranks_per_node)
+    return problems + check_tensor_parallel(together, base)
 
 
 def check_chat_template(key: str, name: str | None) -> list[str]:
-    """Look for the file of a chat template that is no name."""
+    """Look for a chat template's file, unless it is one of the names."""
     if name is None or name in TEMPLATE_NAMES or Path(name).is_file():
         return []
     return [
@@ -147,19 +157,9 @@ def check_chat_template(key: str, name: str | None) -> list[str]:
     ]
 
 
-def check_added_tokens(added: list[str]) -> list[str]:
-    """Refuse what no tokenizer can take for a token of its own."""
-    return [
-        f"model.added_tokens: {token!r} is no token; expected text without spaces around it, as "
-        "<|im_start|>"
-        for token in added
-        if not token or token != token.strip()
-    ]
-
-
 def check_sequence_len(sequence_len: int | None, base: BaseModel) -> list[str]:
-    """Compare a typed length with the context that the model was made for."""
-    numbers = base.numbers or {}
+    """Compare a typed length with the context that the base was trained for."""
+    numbers = base.numbers
     context = numbers.get("max_position_embeddings", numbers.get("n_positions"))
     if "relative_attention_num_buckets" in numbers:
         context = None  # T5's relative positions have no end, whatever its n_positions says

@@ -1,4 +1,4 @@
-"""Which base this is: what is kept of it with a run and beside an adapter."""
+"""Fingerprints of a base, kept with a run and beside an adapter to recognize it by."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from app.model.base import ModelConfig
 from app.process.untrusted import limits
 
 WHOLE_BYTES = 256 << 20
-"""weights of a folder that are read whole: about half a second"""
+"""a folder with no more weights is read whole, in about half a second"""
 BLOCK_BYTES = 4096
 """read at the start, in the middle and at the end of each tensor of a larger folder"""
 WEIGHTS_FORM = "all bytes or blocks of every tensor"
-"""what `weights` is of; kept beside it, for two are compared only if they are of the same"""
+"""what the fingerprint `weights` covers; only fingerprints that cover the same are compared"""
 EARLIER_FORM = "blocks of each file"
-"""that of runs and adapters that say none"""
+"""what it covers in runs and adapters that do not say"""
 
 
 def describe_base(model: ModelConfig) -> dict[str, str | None]:
-    """Say which base this is: path, revision, and two fingerprints of a folder's files.
+    """Describe a base by its path, its revision, and two fingerprints of a folder's files.
 
-    `fingerprint` is of config.json and of the safetensors' headers, which is names, shapes, types
-    and sizes: it tells models apart, not two trainings of one. `weights` is of the bytes of all
-    tensors, or of some of each, which does.
+    `fingerprint` covers config.json and the safetensors' headers, which have names, shapes and
+    dtypes: it tells models apart, but not two trainings of one. `weights` covers the bytes of all
+    tensors, in a large folder some of each, and tells those apart too.
     """
     fingerprint = weights = None
     if model.path is not None and (folder := Path(model.path)).is_dir():
@@ -53,14 +53,14 @@ def describe_base(model: ModelConfig) -> dict[str, str | None]:
 
 
 def same_form(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Tell whether `weights` is of the same parts in two descriptions that have any."""
+    """Return whether the `weights` of two descriptions cover the same, or one has none."""
     has_none = one.get("weights") is None or other.get("weights") is None
     return has_none or one.get("weights_form") == other.get("weights_form")
 
 
 @cache
 def _digest_of(file: Path, stamp: tuple[int, ...], *, is_whole: bool) -> bytes:
-    """Digest a safetensors file; once, though the door, a resume and the manifest ask for it."""
+    """Digest a safetensors file, once in a process."""
     digest = hashlib.sha256()
     for block in _read_whole(file) if is_whole else _read_parts(file):
         digest.update(block)
@@ -86,13 +86,13 @@ def _read_parts(file: Path) -> Iterator[bytes]:
 
 
 def _places_of(header: bytes, size: int) -> list[tuple[int, int]]:
-    """Say where in a file each tensor begins and ends, by the file's header."""
+    """Return the first and last byte of each tensor in a file, by the file's header."""
     start = len(header)
     try:
         tensors = [t for name, t in json.loads(header[8:]).items() if name != "__metadata__"]
         places = [(int(begin), int(end)) for begin, end in (t["data_offsets"] for t in tensors)]
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return [(0, size)]  # damaged: the checks of a base say how
+        return [(0, size)]  # damaged: `base_model` reports how
     return [(_within(start + begin, size), _within(start + end, size)) for begin, end in places]
 
 
@@ -107,7 +107,7 @@ def _offsets(begin: int, end: int) -> list[int]:
 
 
 def _start_of(file: Path) -> bytes:
-    """Return a JSON file whole, of a safetensors file its header."""
+    """Return all of a JSON file, the header of a safetensors file."""
     with file.open("rb") as stream:
         if file.suffix != ".safetensors":
             return stream.read()

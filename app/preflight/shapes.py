@@ -1,17 +1,133 @@
-"""The matrices of a model by the numbers of its config.json: names and shapes, without torch.
+"""The modules of a base before it is loaded: from the headers of its files, else its config.json.
 
-One function an architecture's family. Names are those of transformers' modules.
+Names are those that transformers' modules have in memory. One function a family of architectures
+works out names and shapes of matrices from the numbers of config.json. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+from app.model.adapter import BaseModules
 
 Shapes = dict[str, tuple[int, ...]]
 """weight name without `.weight` -> shape"""
 MAX_LAYERS = 10_000
 Numbers = Mapping[str, Any]
+PREFIXES = ("", "model.", "transformer.")
+"""names of outermost modules that some files leave out"""
+TABLE = re.compile(r"(^|\.)((?!embed_out$)\w*embed\w*|wte|wpe|shared|relative_attention_bias)$")
+"""modules whose matrix is looked up, not multiplied"""
+HEAD = re.compile(r"(^|\.)(lm_head|embed_out)$")
+INPUT_EMBEDDING = re.compile(r"(^|\.)(shared|embed_tokens|wte|word_embeddings|embed_in)$")
+NO_PREFIX = re.compile(r"(h|layers|blocks)\.\d+\.")
+"""a layer's tensor in a file that leaves the outermost module's name out"""
+LAYER = re.compile(r"(?P<layer>(?P<stack>\D*?\.|)(?P<number>\d+))\.")
+"""a repeated layer: the first number in a name"""
+
+
+def modules_of_files(
+    name: str, numbers: Numbers, tensors: Shapes, *, is_packed: bool = False
+) -> BaseModules:
+    """Return the modules of a base by the headers of its files, and by what `numbers` add.
+
+    `is_packed`: the tensors are quantized, and have other shapes than the matrices.
+    """
+    described: Shapes = {}
+    is_short = any(map(NO_PREFIX.match, tensors))
+    if is_packed or is_short or numbers.get("is_encoder_decoder"):
+        described = shapes_of_architecture(numbers) or {}
+        tensors = _with_full_names(tensors, described)
+    if is_short and not described:
+        return BaseModules(name=name)  # names in memory are others
+    matrices = matrices_of(tensors)
+    names = {name.rpartition(".")[0] for name in tensors} | described.keys()
+    head = next(filter(HEAD.search, matrices), "lm_head")
+    tables = [each for each in described | matrices if TABLE.search(each)]
+    return _modules(
+        name,
+        numbers,
+        described if is_packed else described | matrices,
+        weighted=_with_parents(names | {head}),
+        layers=_layers(numbers, tensors),
+        # A weight that several modules share is saved once.
+        shared=[each for each in (*tables, head) if each not in matrices],
+    )
+
+
+def modules_of_architecture(name: str, numbers: Numbers) -> BaseModules:
+    """Return the modules of a base by the numbers of its config.json alone."""
+    described = shapes_of_architecture(numbers) or {}
+    shared = ["lm_head"] if numbers.get("tie_word_embeddings") is True else []
+    layers = _layers(numbers, described)
+    return _modules(name, numbers, described, weighted=None, layers=layers, shared=shared)
+
+
+def _modules(
+    name: str,
+    numbers: Numbers,
+    matrices: Shapes,
+    *,
+    weighted: Sequence[str] | None,
+    layers: Sequence[str] | None,
+    shared: Sequence[str],
+) -> BaseModules:
+    embedding = next(filter(INPUT_EMBEDDING.search, sorted(matrices, key=len)), None)
+    linear = {each: shape for each, shape in matrices.items() if not TABLE.search(each)}
+    head = next(filter(HEAD.search, linear), "lm_head")
+    if embedding is not None:
+        linear.setdefault(head, matrices[embedding])
+    return BaseModules(
+        name=name,
+        model_type=numbers.get("model_type"),
+        linear=linear or None,
+        weighted=weighted,
+        layers=layers,
+        embeddings=() if embedding is None else tuple(dict.fromkeys((embedding, *shared))),
+        head=head,
+    )
+
+
+def matrices_of(tensors: Shapes) -> Shapes:
+    """Return the tensors of two dimensions that are weights, by module."""
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in tensors.items()
+        if len(shape) == 2 and name.endswith(".weight")
+    }
+
+
+def _with_full_names(tensors: Shapes, described: Shapes) -> Shapes:
+    """Return tensors by the names that they have in memory."""
+    modules = {name: name.rpartition(".")[0] for name in tensors}
+    prefix = max(PREFIXES, key=lambda p: sum(p + each in described for each in modules.values()))
+    return {
+        name if modules[name] in described else prefix + name: shape
+        for name, shape in tensors.items()
+    }
+
+
+def _with_parents(names: Iterable[str]) -> list[str]:
+    """Return names of modules, and of those that they lie in."""
+    parts = [name.split(".") for name in names if name]
+    return sorted({".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)})
+
+
+def _layers(numbers: Numbers, names: Iterable[str]) -> list[str] | None:
+    """Return the repeated layers, an encoder's before its decoder's; None where it is not clear."""
+    layers = {found["layer"]: found for name in names if (found := LAYER.match(name))}
+    stacks = {found["stack"] for found in layers.values()}
+    is_pair = len(stacks) == 2 and all(re.search("encoder|decoder", stack) for stack in stacks)
+    if len(stacks) != 1 and not is_pair:
+        return None
+    # Layers that predict further tokens stand behind the others, and are not made.
+    count = None if is_pair else numbers.get("num_hidden_layers")
+    order = sorted(
+        layers, key=lambda name: ("decoder" in layers[name]["stack"], int(layers[name]["number"]))
+    )
+    return order[:count] if isinstance(count, int) else order
 
 
 def shapes_of_architecture(numbers: Numbers) -> Shapes | None:

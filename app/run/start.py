@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.preflight import describe_base, num_data_ranks
+from app.preflight import describe_base, requested_devices
 from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
 from app.run.changes import compare_facts, compare_settings, judge
@@ -208,7 +208,7 @@ def _compare(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) ->
     now = {"base": describe_base(config.model), "versions": installed_versions()}
     problems, notes = judge([*changes, *compare_facts(manifest, now)], config.resume_allow)
     if "global_batch" in manifest:
-        batch = describe_global_batch(config.trainer, num_data_ranks(config) or 1)
+        batch = describe_global_batch(config.trainer, requested_devices(config).num_data_ranks)
         refused, noted = check_global_batch(manifest["global_batch"], batch, config.trainer)
         if config.data.streaming and not refused:
             refused = check_stream(changes, manifest["global_batch"], batch)

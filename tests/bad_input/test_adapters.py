@@ -1,4 +1,4 @@
-"""What an adapter is put on, goes on from or is evaluated with is judged before torch is loaded."""
+"""A saved adapter that does not fit its base, files or settings is refused before loading."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from app.model.adapter import write_origin
+from app.model.adapter import LoraConfig, write_origin
 from app.model.base import ModelConfig
 from app.preflight import describe_base
-from app.preflight.targets import num_layers
+from app.preflight.adapters import check_same_settings
 from tests.door import Answer, ask, make_adapter, make_data, make_model, write_safetensors
 
 
@@ -43,119 +44,6 @@ def refused(answer: Answer, *fragments: str) -> None:
 
 def accepted(answer: Answer) -> None:
     assert answer.code == 0, answer.said
-
-
-TARGETS = [
-    # what was typed, what must be said, what is right
-    (
-        ["adapter.rank_pattern={uproj: 4}"],
-        ["adapter.rank_pattern: uproj matches no weight", "did you mean up_proj?"],
-        ["adapter.rank_pattern={up_proj: 4}"],
-    ),
-    (
-        ["adapter.alpha_pattern={layers.7.*: 4}"],
-        ["adapter.alpha_pattern: layers.7.* matches no weight"],
-        ["adapter.alpha_pattern={layers.1.*: 4}"],
-    ),
-    (
-        ["adapter.rank_pattern={*: 4}"],
-        ["adapter.rank_pattern: * is not a regular expression"],
-        ["adapter.rank_pattern={.*_proj: 4}"],
-    ),
-    (
-        ["adapter.rank_pattern={up_proj: 0}"],
-        ["adapter.rank_pattern.up_proj=0: expected a rank of 1 or more"],
-        ["adapter.rank_pattern={up_proj: 1}"],
-    ),
-    (
-        ["adapter.alpha_pattern={up_proj: 0}"],
-        ["adapter.alpha_pattern.up_proj=0.0: expected a number above 0"],
-        ["adapter.alpha_pattern={up_proj: 1}"],
-    ),
-    (
-        ["adapter.target_modules=[q_proj,k_proj]", "adapter.rank_pattern={k_proj: 17}"],
-        ["adapter.rank_pattern.k_proj=17 is more than", "k_proj (16 x 32)", "k_proj=16 or less"],
-        ["adapter.target_modules=[q_proj,k_proj]", "adapter.rank_pattern={q_proj: 32}"],
-    ),
-    (
-        ["adapter.rank_pattern={v_proj: 17}"],
-        ["adapter.rank_pattern.v_proj=17 is more than", "v_proj (16 x 32)"],
-        ["adapter.rank_pattern={v_proj: 16}"],
-    ),
-    (
-        ["adapter.modules_to_save=[lm_heat]"],
-        ["adapter.modules_to_save: lm_heat matches no weight", "did you mean lm_head?"],
-        ["adapter.modules_to_save=[norm]"],
-    ),
-    (
-        ["adapter.layers=top 3"],
-        ["adapter.layers='top 3', but the model has 2 layers"],
-        ["adapter.layers=top 2"],
-    ),
-    (["adapter.layers=[0,2]"], ["no layer 2", "0 to 1"], ["adapter.layers=[0,1]"]),
-    (["adapter.layers=1"], ["type 'adapter.layers=top 1'"], ["adapter.layers=[1]"]),
-    (["adapter.layers=some"], ["is not understood"], ["adapter.layers=all"]),
-    (
-        ["adapter=ia3", "adapter.target_modules=[k_proj,vproj]"],
-        ["adapter.target_modules: vproj matches no weight", "did you mean v_proj?"],
-        ["adapter=ia3", "adapter.target_modules=[k_proj,v_proj]"],
-    ),
-    (
-        [
-            "adapter=ia3",
-            "adapter.target_modules=[k_proj,v_proj]",
-            "adapter.feedforward_modules=[down_proj]",
-        ],
-        ["down_proj is not among", "adapter.target_modules=[k_proj,v_proj,down_proj]"],
-        [
-            "adapter=ia3",
-            "adapter.target_modules=[k_proj,mlp.down_proj]",
-            "adapter.feedforward_modules=[down_proj]",
-        ],
-    ),
-    (
-        ["adapter=ia3", "adapter.target_modules=3"],
-        ["adapter.target_modules=3: expected auto, or a list"],
-        ["adapter=ia3", "adapter.target_modules=auto"],
-    ),
-    (
-        ["adapter=freeze", "adapter.modules=[norms]"],
-        ["adapter.modules: norms matches no weight", "did you mean norm?"],
-        ["adapter=freeze", "adapter.modules=[norm,'.*layernorm']"],
-    ),
-    (
-        ["adapter=freeze", "adapter.layers=none"],
-        ["adapter.layers=none trains nothing"],
-        ["adapter=freeze", "adapter.layers=none", "adapter.modules=[lm_head]"],
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("bad", "fragments", "good"), TARGETS, ids=[" ".join(t[0]) for t in TARGETS]
-)
-def test_what_an_adapter_is_put_on_must_be_there(
-    words: list[str], bad: list[str], fragments: list[str], good: list[str]
-) -> None:
-    refused(ask(*words, *bad), *fragments)
-    accepted(ask(*words, *good))
-
-
-@pytest.mark.parametrize(
-    ("numbers", "count"),
-    [
-        ({"num_hidden_layers": 12}, 12),
-        ({"n_layer": 6}, 6),
-        ({"num_layers": 6}, 12),
-        ({"num_layers": 6, "num_decoder_layers": 2}, 8),
-        ({"encoder_layers": 6, "decoder_layers": 4, "num_hidden_layers": 6}, 10),
-        ({}, None),
-    ],
-)
-def test_layers_are_counted_by_the_names_of_each_architecture(
-    numbers: dict[str, int], count: int | None
-) -> None:
-    assert num_layers(numbers) == count
 
 
 def lose_the_config(adapter: Path) -> None:
@@ -225,17 +113,20 @@ def test_an_adapter_that_cannot_be_used_is_refused_by_training_and_evaluation(
     damage: Callable[[Path], None],
     fragments: list[str],
 ) -> None:
-    asked = [
+    verbs = [
         ("train", [*words, f"adapter.path={adapter}"], "adapter.path="),
         ("evaluate", [*words, f"adapter_path={adapter}"], "adapter_path="),
     ]
-    for verb, typed, _ in asked:
-        accepted(ask(*typed, verb=verb))
     damage(adapter)
-    for verb, typed, key in asked:
+    for verb, typed, key in verbs:
         said = [key] if damage not in (break_the_config, become_another_kind) else []
         said = said if damage not in (cut_off, empty_one, empty_all) else []
         refused(ask(*typed, verb=verb), *said, *fragments)
+
+
+def test_an_adapter_is_accepted_by_training_and_evaluation(words: list[str], adapter: Path) -> None:
+    accepted(ask(*words, f"adapter.path={adapter}"))
+    accepted(ask(*words, f"adapter_path={adapter}", verb="evaluate"))
 
 
 def test_a_base_that_was_moved_is_the_same_base(
@@ -312,7 +203,7 @@ def test_tokens_that_an_adapter_was_trained_with_must_be_known(
 
 @pytest.mark.parametrize("token", ["", "' <|a|>'"])
 def test_an_added_token_is_a_text(words: list[str], token: str) -> None:
-    refused(ask(*words, f"model.added_tokens=['<|b|>',{token or repr(token)}]"), "is no token")
+    refused(ask(*words, f"model.added_tokens=['<|b|>',{token or repr(token)}]"), "is not a token")
     accepted(ask(*words, "model.added_tokens=['<|b|>','<|a|>']"))
 
 
@@ -320,61 +211,51 @@ def test_a_missing_folder_is_named(words: list[str], tmp_path: Path) -> None:
     refused(ask(*words, f"adapter.path={tmp_path / 'none'}"), "adapter.path=", "no such folder")
 
 
-SETTINGS = [
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = [
     # what the file has, what was typed, what must be said, what is right
-    (
-        {"r": 16},
-        "adapter.r=8",
-        ["adapter.r=8, but the adapter at", "has r=16: leave adapter.r out"],
-        "adapter.r=16",
-    ),
-    ({"lora_alpha": 8}, "adapter.alpha=16", ["has alpha=8"], "adapter.alpha=8"),
-    ({"lora_dropout": 0.1}, "adapter.dropout=0.2", ["has dropout=0.1"], "adapter.dropout=0.1"),
+    ({"r": 16}, {"r": 8}, "has r=16: leave adapter.r out", {"r": 16}),
+    ({"lora_alpha": 8}, {"alpha": 16.0}, "has alpha=8", {"alpha": 8.0}),
+    ({"lora_dropout": 0.1}, {"dropout": 0.2}, "has dropout=0.1", {"dropout": 0.1}),
     (
         {"target_modules": ["q_proj", "v_proj"]},
-        "adapter.target_modules=[k_proj]",
-        ["has target_modules=['q_proj', 'v_proj']"],
-        "adapter.target_modules=[v_proj,q_proj]",
+        {"target_modules": ["k_proj"]},
+        "has target_modules=['q_proj', 'v_proj']",
+        {"target_modules": ["v_proj", "q_proj"]},
     ),
-    (
-        {"use_dora": False},
-        "adapter.use_dora=true",
-        ["has use_dora=False"],
-        "adapter.use_dora=false",
-    ),
+    ({"use_dora": False}, {"use_dora": True}, "has use_dora=False", {"use_dora": False}),
     (
         {"rank_pattern": {"q_proj": 2}},
-        "adapter.rank_pattern={q_proj: 3}",
-        ["has rank_pattern={'q_proj': 2}"],
-        "adapter.rank_pattern={q_proj: 2}",
+        {"rank_pattern": {"q_proj": 3}},
+        "has rank_pattern={'q_proj': 2}",
+        {"rank_pattern": {"q_proj": 2}},
     ),
-    ({}, "adapter.init=gaussian", ["leave adapter.init out"], "adapter.init=default"),
-    ({}, "adapter.init=pissa", ["leave adapter.init out"], "adapter.init=default"),
-    ({}, "adapter.layers=top 1", ["leave adapter.layers out"], "adapter.layers=all"),
-    ({}, "adapter=ia3", ["is an adapter of adapter=lora", "type adapter=lora"], "adapter=lora"),
-    ({}, "adapter.lora_plus_ratio=0", ["expected above 0"], "adapter.lora_plus_ratio=16"),
+    ({}, {"init": "gaussian"}, "leave adapter.init out", {"init": "default"}),
+    ({}, {"layers": "top 1"}, "leave adapter.layers out", {"layers": "all"}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("saved", "bad", "fragments", "good"), SETTINGS, ids=[s[1] for s in SETTINGS]
+    ("saved", "bad", "said", "good"), SETTINGS, ids=[str(s[1]) for s in SETTINGS]
 )
-def test_the_settings_of_the_file_hold(
-    tmp_path: Path,
-    words: list[str],
-    saved: dict[str, object],
-    bad: str,
-    fragments: list[str],
-    good: str,
+def test_a_continued_adapter_keeps_the_settings_of_its_file(
+    tmp_path: Path, saved: dict[str, Any], bad: dict[str, Any], said: str, good: dict[str, Any]
 ) -> None:
     folder = make_adapter(tmp_path / "adapter", **saved)
-    path = f"adapter.path={folder}"
-    refused(ask(*words, path, bad), *fragments)
-    accepted(ask(*words, path, good))
-    accepted(ask(*words, path))
+    (problem,) = check_same_settings(LoraConfig(**bad), folder)
+    (name,) = bad
+    assert problem.startswith(f"adapter.{name}={bad[name]}, but the adapter at {folder} ")
+    assert said in problem
+    assert check_same_settings(LoraConfig(**good), folder) == []
 
 
-def test_ia3_goes_on_as_ia3(tmp_path: Path, words: list[str]) -> None:
+def test_a_continued_adapter_is_compared_by_the_verb(tmp_path: Path, words: list[str]) -> None:
+    path = f"adapter.path={make_adapter(tmp_path / 'adapter', r=16)}"
+    refused(ask(*words, path, "adapter.r=8"), "has r=16: leave adapter.r out")
+    refused(ask(*words, path, "adapter=ia3"), "is an adapter of adapter=lora", "type adapter=lora")
+    accepted(ask(*words, path, "adapter.r=16", "adapter.lora_plus_ratio=16"))
+
+
+def test_ia3_is_continued_as_ia3(tmp_path: Path, words: list[str]) -> None:
     folder = make_adapter(tmp_path / "adapter", peft_type="IA3", feedforward_modules=["down_proj"])
     refused(ask(*words, f"adapter.path={folder}"), "type adapter=ia3")
     accepted(ask(*words, "adapter=ia3", f"adapter.path={folder}"))

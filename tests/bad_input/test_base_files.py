@@ -354,22 +354,6 @@ def test_an_expression_without_end_from_an_adapter(
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["adapter.target_modules='((\\w|\\.)+)+!'"], "adapter.target_modules"),
-        ([f"adapter.alpha_pattern={{{'.*' * 15}@: 4}}"], "adapter.alpha_pattern"),
-        (["adapter=freeze", "adapter.modules=['((\\w|\\.)+)+!']"], "adapter.modules"),
-    ],
-)
-def test_an_expression_without_end_that_was_typed(
-    made: Path, words: list[str], key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOFT_LIMITS", "regex_seconds=1")
-    end = open_run(settings_for(made / "base", made / "d.jsonl", *words))
-    refused(end, f"{key}: ", " is a regular expression that takes more than 1 s")
-
-
 def test_an_expression_without_end_from_a_tokenizer(base: Path, made: Path) -> None:
     """Its library gives up after a while, and would do so in the middle of the data."""
     split = {"type": "Split", "behavior": "Isolated", "invert": False}

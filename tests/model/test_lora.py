@@ -16,11 +16,12 @@ from transformers import T5ForConditionalGeneration
 from app.model.adapter import (
     LoraConfig,
     apply_adapter,
+    find_targets,
     load_adapter,
+    modules_of,
     probe_logits,
     save_adapter,
 )
-from app.model.adapter.lora import target_modules
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.tiny import probe, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
@@ -101,10 +102,9 @@ def test_all_linear_is_every_matrix_but_the_head(
         auto = transformers.AutoModelForSeq2SeqLM
     with torch.device("meta"):
         model = auto.from_config(config)
-    chosen = target_modules(model, LoraConfig())
+    chosen = find_targets(LoraConfig(), modules_of(model)).matrices
     assert {name.rpartition(".")[2] for name in chosen} == expected
-    head = model.get_output_embeddings()
-    assert all(module is not head for module in chosen.values())
+    assert "lm_head" not in chosen
     plain = [
         name
         for name, module in model.named_modules()
@@ -128,15 +128,6 @@ def test_a_new_adapter_of_any_architecture_changes_no_logit(kind: str) -> None:
     assert not torch.allclose(probe_logits(adapted, row), plain, atol=1e-3)
 
 
-def test_a_router_too_thin_for_the_rank_is_left_out_and_a_matrix_is_not() -> None:
-    model = tiny_llama(hidden_size=128)
-    model.model.layers[0].mlp.gate = torch.nn.Linear(128, 1)
-    assert not [n for n in target_modules(model, LoraConfig(r=4)) if n.endswith("mlp.gate")]
-    assert [n for n in target_modules(model, LoraConfig(r=1)) if n.endswith("mlp.gate")]
-    with pytest.raises(ValueError, match=r"adapter\.r=33, but model.layers.0.self_attn.k_proj"):
-        adapt(tiny_llama(hidden_size=64), r=33)
-
-
 def test_experts_that_are_one_weight_stay_frozen_and_that_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -146,13 +137,14 @@ def test_experts_that_are_one_weight_stay_frozen_and_that_is_said(
     )
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
-    chosen = target_modules(model, LoraConfig())
-    assert {name.rpartition(".")[2] for name in chosen} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    adapted = adapt(model, r=4)
+    chosen = {name.rpartition(".")[2] for name in adapted_names(adapted)}
+    assert chosen == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert "4 weights hold several matrices in one" in caplog.text
     assert "down_proj" in caplog.text
     caplog.clear()
-    target_modules(tiny_llama(), LoraConfig())
-    assert not caplog.records
+    adapt(tiny_llama())
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize(
@@ -206,37 +198,12 @@ def test_layers_of_encoder_and_decoder_are_not_mixed_up() -> None:
     assert all(name.startswith("encoder.block.0.") for name in names)
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"target_modules": ["q_proj", "v_prj"]}, "'v_prj' matches no module; the model has"),
-        ({"target_modules": ["a", "b"]}, "'a', 'b' match no module"),
-        ({"target_modules": ".*q_prj"}, "'.*q_prj' matches no module; it is matched to full names"),
-        ({"target_modules": "q_proj"}, r"full names; type adapter\.target_modules=\[q_proj\]"),
-        ({"target_modules": "(q_proj"}, "is not a regular expression"),
-        ({"target_modules": []}, r"expected names, as \[q_proj, v_proj\]"),
-        ({"target_modules": ["embed_tokens"]}, r"is the embedding.*adapter\.trainable_tokens"),
-        ({"target_modules": ["lm_head"]}, "lm_head is also this base's embedding"),
-        ({"rank_pattern": {"down_prj": 2}}, "rank_pattern: 'down_prj' matches no module that gets"),
-        ({"alpha_pattern": {"mlp": 2.0}}, "alpha_pattern: 'mlp' matches no module that gets"),
-        (
-            {"alpha_pattern": {"up_proj": 2.0}, "target_modules": ["q_proj"]},
-            "'up_proj' matches no module that gets an adapter; the model has q_proj",
-        ),
-        ({"rank_pattern": {"down_proj": 99}}, r"rank_pattern\.down_proj=99, but .* 48 x 32"),
-        ({"rank_pattern": {"down_proj": 0}}, r"rank_pattern\.down_proj=0, but"),
-        ({"r": 33}, r"adapter\.r=33, but .*q_proj is a matrix of 32 x 32, .* at most 32"),
-        ({"modules_to_save": ["nrm"]}, "'nrm' matches no module; the model has act_fn, down_proj"),
-        ({"modules_to_save": ["act_fn"]}, "act_fn has no weights"),
-        ({"modules_to_save": ["lm_head"]}, "lm_head shares one weight with model.embed_tokens"),
-        ({"init": "best"}, "expected one of default, gaussian, pissa, olora"),
-        ({"layers": "top 3"}, "'top 3', but the model has 2 layers"),
-        ({"layers": 1}, r"top 1' or adapter\.layers=\[1\]"),
-    ],
-)
-def test_what_means_nothing_is_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        adapt(tiny_llama(), **settings)
+def test_what_the_settings_do_not_find_is_refused() -> None:
+    """`tests/model/test_targets.py` has all cases."""
+    with pytest.raises(ValueError, match=r"v_prj matches no linear module; did you mean v_proj\?"):
+        adapt(tiny_llama(), target_modules=["q_proj", "v_prj"])
+    with pytest.raises(ValueError, match="expected one of default, gaussian, pissa, olora"):
+        adapt(tiny_llama(), init="best")
 
 
 def test_patterns_that_mean_something_are_taken() -> None:

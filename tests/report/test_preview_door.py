@@ -87,7 +87,7 @@ BAD_WORDS = [
     (["preview.rows=0"], "preview.rows=0: expected 1 or more"),
     (["preview.tokens=many"], "preview.tokens=many: expected a whole number"),
     (["trainer.max_stepz=3"], "did you mean trainer.max_steps?"),
-    (["trainer.global_batch_size=3", "trainer.devices=2"], "no multiple of micro_batch_size 1 x 2"),
+    (["trainer.global_batch_size=3", "trainer.devices=2"], "not a multiple of micro_batch_size 1"),
     (["data.audit.ngrams=3"], "did you mean data.audit.ngram?"),
     (["data.audit.ngram=1"], "data.audit.ngram=1: expected 2 or more"),
     (["-m", "preview.rows=2"], "-m: preview runs once"),

@@ -130,7 +130,7 @@ def place(accelerator: str = "gpu", num_ranks: int = 8) -> Environment:
 
 def resolve(monkeypatch: pytest.MonkeyPatch, facts: Facts, *words: str) -> Any:
     monkeypatch.setattr("app.assembly.gather_facts", lambda *_: facts)
-    monkeypatch.setattr("app.preflight.couplings.situation.count_gpus", lambda: facts.num_ranks)
+    monkeypatch.setattr("app.preflight.couplings.devices.count_gpus", lambda: facts.num_ranks)
     config = load_config("train", ["+experiment=quickstart", *words])
     base: Any = SimpleNamespace(
         architecture=LlamaConfig(), backend="sdpa", new_ids=[], trained_ids=[]
@@ -139,7 +139,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, facts: Facts, *words: str) -> Any:
 
 
 def test_what_is_chosen_has_the_settings_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.preflight.couplings.deepspeed_rows._has_deepspeed", lambda: True)
+    monkeypatch.setattr("app.preflight.couplings.table.is_installed", lambda module: True)
     for name, facts in {name: facts for facts, name, _ in TABLE}.items():
         words = ["trainer.accelerator=cpu"] if "device_gib" not in facts else []
         words += [f"trainer.devices={facts['num_ranks'] // facts.get('num_nodes', 1)}"]
@@ -163,7 +163,7 @@ def test_a_choice_that_clashes_with_what_was_typed_is_refused_with_its_reason(
         resolve(monkeypatch, Facts(**NODE, **LORA_70B), *words)
     said = str(caught.value)
     assert said.startswith("strategy=auto is fsdp (no GPU holds all")
-    assert "; but optimizer=muon does not step parts" in said
+    assert "; but optimizer=muon does not step shards" in said
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])

@@ -21,7 +21,7 @@ from app.config import load_config
 from app.model.build import build_model
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
-from app.preflight.couplings import deepspeed_rows, device_rows
+from app.preflight.couplings import table
 from app.strategy import fsdp as sharded
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
@@ -34,8 +34,7 @@ GPUS = {"llama70b": 8, "llama70b_zero3": 8, "llama70b_qlora": 2, "falcon180b": 8
 
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_rows, "_has_deepspeed", lambda: True)
-    monkeypatch.setattr(device_rows, "_is_installed", lambda situation: True)
+    monkeypatch.setattr(table, "is_installed", lambda module: True)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
 

@@ -85,7 +85,7 @@ def test_what_is_refused_has_no_plan_and_what_is_not_has_one() -> None:
         holder: Any = SimpleNamespace(config=CONFIG_MAPPING[kind]())
         if kind in WITHOUT_PLAN:
             assert (
-                "there is no plan"
+                "there is no tensor parallel plan"
                 in check_tensor_parallel(2, BaseModel("base", {"model_type": kind}))[0]
             )
             with pytest.raises(UserError):

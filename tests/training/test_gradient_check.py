@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from app.model.adapter import LoraConfig, adapter_matrices, apply_adapter, pattern_without
+from app.model.adapter import LoraConfig, adapter_matrices, apply_adapter
+from app.model.patterns import pattern_without
 from app.process.errors import TrainingFault, UserError
 from app.strategy.mixin import StrategyMixin
 from app.training.callbacks.gradient_check import GradientCheck

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from app.model.adapter import targets
 from app.model.adapter.ia3 import apply_ia3
 from app.model.adapter.lora import apply_lora
-from app.model.adapter.rows import check_rows_train, sharing_embedding
+from app.model.adapter.rows import check_rows_train
 from app.model.adapter.saved import load_adapter
 from app.model.adapter.settings import (
     AdapterConfig,
     FreezeConfig,
     Ia3Config,
     LoraConfig,
-    goes_on,
+    continued_from,
 )
-from app.model.layers import choose_layers, decoder_layers
+from app.model.patterns import is_inside
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,15 +38,13 @@ def apply_freeze(
 ) -> PreTrainedModel:
     """Let only the chosen layers and modules train.
 
-    ValueError for a pattern that matches nothing, for weights that cannot train, and for
+    UserError for a pattern that matches nothing, ValueError for weights that cannot train and for
     `token_ids` whose rows would not.
     """
-    chosen = _layers(model, config) + _modules(model, config.modules)
-    if not chosen:
-        raise UserError(
-            "adapter=freeze: nothing would train; type 'adapter.layers=top 2', or name modules as "
-            "adapter.modules=[lm_head]"
-        )
+    found = targets.find_targets(config, targets.modules_of(model))
+    if found.problems:
+        raise UserError(found.problems)
+    chosen = found.whole
     model.requires_grad_(False)
     for name in chosen:
         module = model.get_submodule(name)
@@ -62,27 +60,10 @@ def apply_freeze(
     return model
 
 
-def _layers(model: PreTrainedModel, config: FreezeConfig) -> list[str]:
-    if config.layers == "none":
-        return []
-    return choose_layers(config.layers, decoder_layers(model))
-
-
-def _modules(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
-    """Return the modules that the patterns mean: each an ending, or else an expression."""
-    modules = {name: module for name, module in model.named_modules() if name}
-    names = [n for n, module in modules.items() if next(module.parameters(), None) is not None]
-    chosen: list[str] = []
-    for pattern in patterns:
-        is_ending = any(map(targets.is_ending(pattern), names))
-        chosen += targets.match([pattern] if is_ending else pattern, names, KEY)
-    return chosen
-
-
 def _say_tied(model: PreTrainedModel, chosen: Sequence[str]) -> None:
-    sharing = sharing_embedding(model)
+    sharing = targets.sharing_embedding(model)
     if len(sharing) > 1 and model.get_input_embeddings().weight.requires_grad:
-        named = next(s for s in sharing if targets.is_inside(s, chosen))
+        named = next(s for s in sharing if is_inside(s, chosen))
         others = ", ".join(name for name in sharing if name != named)
         log.info("freeze: %s trains, and with it %s: they are one weight", named, others)
 
@@ -118,7 +99,7 @@ def apply_adapter(
             "adapter=ia3 cannot train the rows of new tokens (model.added_tokens); "
             "type adapter=lora or adapter=full"
         )
-    if folder := goes_on(config):
+    if folder := continued_from(config):
         adapted = load_adapter(model, Path(folder), trainable=True, half_precision=half_precision)
         check_rows_train(adapted, token_ids)
     elif isinstance(config, LoraConfig):

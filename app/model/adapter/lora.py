@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
-from app.model.adapter.rows import modules_to_save, rows_to_train
+from app.model.adapter.rows import rows_to_train
 from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
 from app.model.adapter.wrap import wrap
-from app.model.patterns import check_patterns, ending
+from app.model.patterns import is_inside, last_parts, shortest
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -148,8 +148,6 @@ def _named_lora_layers(model: peft.PeftModel) -> Iterator[tuple[str, Any]]:
 
 MAX_GROWTH = 4.0
 """of the largest entry, where A and B take their start out of a base, that is worth no word yet"""
-THIN = 64
-"""a matrix this many times longer than wide is a gate or router, whose rank cannot be usual"""
 
 
 def apply_lora(
@@ -161,21 +159,27 @@ def apply_lora(
 ) -> peft.PeftModel:
     """Put low-rank matrices beside the chosen ones; what trains is fp32 unless `half_precision`.
 
-    The rows `token_ids` of embedding and head train besides. ValueError for a pattern that matches
+    The rows `token_ids` of embedding and head train besides. UserError for a pattern that matches
     nothing, a rank above a matrix's, and for what peft would train wrongly.
     """
     import peft
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    whole = modules_to_save(model, config.modules_to_save)
-    modules = target_modules(model, config, whole)
-    check_ranks(config, modules)
+    found = targets.find_targets(config, targets.modules_of(model))
+    if found.problems:
+        raise UserError(found.problems)
+    whole = found.whole
+    for name in whole:
+        if targets.is_quantized(model.get_submodule(name)):
+            raise UserError(
+                f"adapter.modules_to_save: {name} is quantized and cannot train; leave it out"
+            )
+    modules = {name: model.get_submodule(name) for name in found.matrices}
+    _log_left_out(model, config, found.thin)
     _check_init(config, modules)
     rows = rows_to_train(model, token_ids, whole)
-    every = [name for name, _ in model.named_modules() if not targets.is_inside(name, whole)]
-    typed = config.target_modules
-    short = typed if isinstance(typed, list) else targets.endings(modules)
+    every = [name for name, _ in model.named_modules() if not is_inside(name, whole)]
     log.info("lora: %s", _say_targets(config, modules))
     adapted = wrap(
         model,
@@ -184,7 +188,7 @@ def apply_lora(
             r=config.r,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
-            target_modules=targets.shortest(list(modules), short, every),
+            target_modules=shortest(found.matrices, found.endings, every),
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
             rank_pattern=dict(config.rank_pattern),
             alpha_pattern=dict(config.alpha_pattern),
@@ -206,85 +210,18 @@ def apply_lora(
     return adapted
 
 
-def target_modules(
-    model: PreTrainedModel, config: LoraConfig, whole: Sequence[str] = ()
-) -> dict[str, torch.nn.Module]:
-    """Return the matrices that get an adapter, by full name; never those inside `whole`."""
-    linear = targets.linear_modules(model)
-    head = model.get_output_embeddings()
-    names = targets.in_layers(model, config.layers, linear)
-    names = [name for name in names if not targets.is_inside(name, whole)]
-    if str(config.target_modules).lower() == "all-linear":
-        chosen = _all_linear(model, config, names)
-    else:
-        _refuse_embeddings(model, config.target_modules)
-        chosen = targets.match(config.target_modules, names, "adapter.target_modules")
-    if targets.is_tied(model) and any(linear[name] is head for name in chosen):
-        raise UserError(
-            f"adapter.target_modules: {targets.name_of(model, head)} is also this base's "
-            "embedding, and a change of one would change both; type "
-            "adapter.trainable_tokens=[...] to train the rows of some tokens"
-        )
-    return {name: linear[name] for name in chosen}
-
-
-def check_ranks(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:
-    """Raise ValueError for a rank that a matrix cannot have, and for a pattern that means none."""
-    ranks, alphas = list(config.rank_pattern), list(config.alpha_pattern)
-    both = {f"adapter.rank_pattern: {pattern}": [ending(pattern)] for pattern in ranks}
-    both |= {f"adapter.alpha_pattern: {pattern}": [ending(pattern)] for pattern in alphas}
-    if problems := check_patterns(both, modules):
-        raise UserError(problems[0])
-    for key, patterns in (("adapter.rank_pattern", ranks), ("adapter.alpha_pattern", alphas)):
-        for pattern in patterns:
-            if not any(targets.matches_as_peft(pattern, name) for name in modules):
-                raise targets.nothing_matches(key, [pattern], modules, " that gets an adapter")
-    for name, module in modules.items():
-        rank, key = config.r, "adapter.r"
-        for pattern, other in config.rank_pattern.items():
-            if targets.matches_as_peft(pattern, name):
-                rank, key = other, f"adapter.rank_pattern.{pattern}"
-                break
-        inputs, outputs = targets.matrix_shape(module)
-        if not 1 <= rank <= min(inputs, outputs):
-            raise UserError(
-                f"{key}={rank}, but {name} is a matrix of {inputs} x {outputs}, whose rank is at "
-                f"most {min(inputs, outputs)}; type {key}={min(inputs, outputs)} or less"
-            )
-
-
-def _all_linear(model: PreTrainedModel, config: LoraConfig, names: Sequence[str]) -> list[str]:
-    """Return all but the head and what is too thin; say what stays frozen although it is linear."""
-    linear = targets.linear_modules(model)
-    chosen = [name for name in names if linear[name] is not model.get_output_embeddings()]
-    if thin := [name for name in chosen if _is_thin(linear[name], config.r)]:
+def _log_left_out(model: PreTrainedModel, config: LoraConfig, thin: list[str]) -> None:
+    """Log what stays frozen with all-linear, although a matrix is what it is."""
+    if str(config.target_modules).lower() != "all-linear":
+        return
+    if thin:
         log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(thin))
-        chosen = [name for name in chosen if name not in thin]
     if stacked := [name for name, weight in model.named_parameters() if weight.ndim == 3]:
         log.warning(
             "lora: %d weights hold several matrices in one, as experts do, and stay frozen: %s",
             len(stacked),
-            ", ".join(targets.endings(stacked)),
+            ", ".join(last_parts(stacked)),
         )
-    if not chosen:
-        raise targets.nothing_matches("adapter.target_modules", ["all-linear"], list(linear))
-    return chosen
-
-
-def _is_thin(module: torch.nn.Module, rank: int) -> bool:
-    sides = targets.matrix_shape(module)
-    return min(sides) < rank and max(sides) > THIN * min(sides)
-
-
-def _refuse_embeddings(model: PreTrainedModel, patterns: Any) -> None:
-    embedding = targets.name_of(model, model.get_input_embeddings())
-    for pattern in patterns if isinstance(patterns, list) else []:
-        if isinstance(pattern, str) and targets.is_ending(pattern)(embedding):
-            raise UserError(
-                f"adapter.target_modules: {pattern!r} is the embedding, which has no inputs to "
-                "multiply; type adapter.trainable_tokens=[...] to train some of its rows, or "
-                f"adapter.modules_to_save=[{pattern}] for all of them"
-            )
 
 
 def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:

@@ -29,34 +29,6 @@ def declare_ties(model: PreTrainedModel) -> None:
     }
 
 
-def sharing_embedding(model: PreTrainedModel) -> list[str]:
-    """Return the full names of the modules that hold the input embedding's weight, itself too."""
-    weight = model.get_input_embeddings().weight
-    return [name for name, module in model.named_modules() if _own_weight(module) is weight]
-
-
-def modules_to_save(model: PreTrainedModel, patterns: Sequence[str]) -> list[str]:
-    """Return the full names of the modules that train whole; ValueError where peft would err."""
-    if not patterns:
-        return []
-    modules = {name: module for name, module in model.named_modules() if name}
-    names = targets.match(list(patterns), list(modules), KEY)
-    sharing = sharing_embedding(model)
-    for name in names:
-        if next(modules[name].parameters(), None) is None:
-            raise UserError(f"{KEY}: {name} has no weights")
-        if targets.is_quantized(modules[name]):
-            raise UserError(f"{KEY}: {name} is quantized and cannot train; leave it out")
-        if len(sharing) > 1 and any(targets.is_inside(one, [name]) for one in sharing):
-            # peft ties copies of some models' modules, and forgets to when it reads them again.
-            raise UserError(
-                f"{KEY}: {name} shares one weight with {', '.join(set(sharing) - {name})}, and "
-                "peft would train it apart from them; type adapter.trainable_tokens=[...] to "
-                "train the rows of some tokens, or adapter=full"
-            )
-    return names
-
-
 def rows_to_train(
     model: PreTrainedModel, token_ids: Sequence[int], whole: Sequence[str]
 ) -> dict[str, list[int]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from app.model.adapter.saved_config import CONFIG_FILE, peft_config_of, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import wrap
-from app.model.patterns import check_patterns, ending
+from app.model.patterns import check_patterns, expression_of_key
 from app.process.errors import UserError
 from app.process.untrusted import reading
 
@@ -65,7 +65,7 @@ def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Pat
             given[key] = [settings[key]]
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in settings.get(key) or {}:
-            given[f"{key}: {pattern}"] = [ending(pattern)]
+            given[f"{key}: {pattern}"] = [expression_of_key(pattern)]
     layers = settings.get("layers_pattern") or []
     for pattern in [layers] if isinstance(layers, str) else layers:
         given[f"layers_pattern: {pattern}"] = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."]

@@ -1,4 +1,4 @@
-"""What a saved adapter_config.json may say: each key judged before peft sees it; needs no torch."""
+"""The keys of a saved adapter_config.json, each checked before peft reads it; needs no torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 KINDS = {"LORA": "lora", "IA3": "ia3"}
-"""peft_type -> what is typed for it"""
+"""peft_type -> name of the adapter here"""
 MAX_RANK = 65_536
 MAX_NUMBER = 1 << 21
-"""of a layer or of a token, which would need as many rows of the embedding"""
+"""largest number of a layer or a token: a token's would need as many rows of the embedding"""
 MAX_NAMES = 10_000
 MAX_PATTERN = 10_000
-"""characters of a name or regular expression"""
+"""most characters of a name or regular expression"""
 
 
 def _is_flag(value: Any) -> bool:
@@ -139,11 +139,11 @@ WITHOUT_EFFECT = {
     *("peft_type", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size"),
     *("runtime_config", "eva_config", "corda_config", "loftq_config", "lora_ga_config"),
 }
-"""keys that change nothing of weights which are there: how they started, where they were made"""
+"""keys without effect on trained weights: how they were initialized, where they were made"""
 
 
 def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Read a saved adapter's settings as peft takes them, with what is wrong with each."""
+    """Read the settings of a saved adapter that peft may have, and what is wrong with the file."""
     file = folder / CONFIG_FILE
     content, problem = read_json_object(file)
     if problem is not None:
@@ -160,21 +160,21 @@ def read_adapter_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
         if key in content and not holds(content[key])
     ]
     if "target_modules" not in content and not content.get("target_parameters"):
-        problems.append(f"{file}: no target_modules, so it is on no module; save the adapter again")
+        problems.append(f"{file}: no target_modules, so it adapts nothing; save the adapter again")
     unknown = [key for key in content if key not in rules and key not in WITHOUT_EFFECT]
     problems += [_unknown(file, key, content[key], rules) for key in unknown if content[key]]
     return {key: value for key, value in content.items() if key in rules}, problems
 
 
 def peft_config_of(folder: Path) -> peft.PeftConfig:
-    """Return the settings of a saved adapter as peft's; UserError with what is wrong with them."""
+    """Return the settings of a saved adapter as peft's; UserError lists what is wrong with them."""
     import peft
 
     settings, problems = read_adapter_config(folder)
     if problems:
         raise UserError(problems)
     if settings.get("init_lora_weights") == "eva":
-        settings["init_lora_weights"] = True  # of no effect on weights that are there
+        settings["init_lora_weights"] = True  # without effect on trained weights
     kind = read_json_object(folder / CONFIG_FILE)[0]["peft_type"]
     config: peft.PeftConfig = {"LORA": peft.LoraConfig, "IA3": peft.IA3Config}[kind](**settings)
     return config

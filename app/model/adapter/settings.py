@@ -1,4 +1,4 @@
-"""What can be said of an adapter; needs no torch."""
+"""The settings of adapters, and the names of the files that they are kept in; needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from data_modules import setting
 
 ORIGIN_FILE = "base.json"
-"""in an adapter's folder: path, revision and fingerprints of its base"""
+"""in an adapter's folder: path, revision and fingerprints of the base that it was made on"""
 
 
 def write_origin(folder: Path, base: Mapping[str, str | None]) -> None:
@@ -108,11 +108,11 @@ class FullConfig(AdapterConfig):
 DEFAULT_LR = {"lora": 2e-4, "ia3": 3e-3, "freeze": 2e-5, "full": 2e-5}
 
 
-def goes_on(config: AdapterConfig) -> str | None:
-    """Return the folder of the adapter that a run goes on with, None where it starts anew."""
+def continued_from(config: AdapterConfig) -> str | None:
+    """Return the folder of the adapter whose training is continued; None for a new adapter."""
     return config.path if isinstance(config, (LoraConfig, Ia3Config)) else None
 
 
 def saves_whole_model(config: AdapterConfig) -> bool:
-    """Say whether what is trained is kept as a whole model rather than beside its base."""
+    """Return whether the whole model is saved, rather than an adapter beside its base."""
     return isinstance(config, (FullConfig, FreezeConfig))

@@ -1,42 +1,377 @@
-"""From the patterns that a person types to the full names of modules, each pattern checked."""
+"""Which modules of a base an adapter's settings mean: the same answer before and after loading.
+
+`find_targets` reads names and shapes alone. Preflight has them from the headers of a base's files
+or from the numbers of its config.json, `modules_of` from a model. Needs no torch at its top.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from app.model.layers import choose_layers, decoder_layers
-from app.model.patterns import check_patterns, ending
-from app.process.errors import UserError
+from app.model.adapter.settings import AdapterConfig, FreezeConfig, Ia3Config, LoraConfig
+from app.model.layers import layer_numbers, problem_of_layers, repeated_layers
+from app.model.patterns import (
+    Rule,
+    by_ending,
+    by_ending_or_expression,
+    by_expression,
+    by_key,
+    check_patterns,
+    expression_of_key,
+    is_inside,
+    last_parts,
+    match,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-MAX_PLACES = 8
-"""of a model that a pattern leaves out: more are not typed"""
+THIN = 64
+"""a matrix this many times longer than wide does not limit the rank of all-linear"""
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
+"""a mixture's router does not either; in most models it is not a linear module"""
+KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
+"""matrices of their own: most models, T5"""
+FUSED = {
+    "bloom": "query_key_value",
+    "falcon": "query_key_value",
+    "gpt2": "c_attn",
+    "gpt_bigcode": "c_attn",
+    "gpt_neox": "query_key_value",
+    "mpt": "Wqkv",
+    "phi3": "qkv_proj",
+}
+"""model_type -> the matrix that is query, key and value in one: IA3 scales the query with them"""
+FEED_FORWARD = (
+    "down_proj",
+    "fc2",
+    "DenseReluDense.wo",
+    "dense_4h_to_h",
+    "mlp.c_proj",
+    "fc_out",
+)
+"""the second matrix of a feed-forward, whose input IA3 scales"""
 
 
-def linear_modules(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """Return the linear modules by full name: plain, quantized, and GPT-2's Conv1D."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModules:
+    """The modules of a base by full name, in forward order; None where only loading would tell."""
+
+    name: str = "the model"
+    model_type: str | None = None
+    linear: Mapping[str, tuple[int, ...]] | None = None
+    """plain, quantized and GPT-2's transposed matrices: name -> shape of the weight"""
+    weighted: Sequence[str] | None = None
+    """those that hold weights, themselves or in modules inside"""
+    layers: Sequence[str] | None = None
+    """the repeated layers, an encoder's before its decoder's; empty if the model names none"""
+    embeddings: Sequence[str] = ()
+    """the input embedding, then the modules that share its weight"""
+    head: str | None = None
+
+
+@dataclass(slots=True)
+class Targets:
+    """What an adapter's settings mean in a base, by full name, and what is wrong with them."""
+
+    matrices: list[str] = field(default_factory=list)
+    """linear modules that get low-rank matrices (LoRA) or a vector (IA3)"""
+    endings: list[str] = field(default_factory=list)
+    """the name endings that may stand for all of `matrices`"""
+    scaled_inputs: list[str] = field(default_factory=list)
+    """those of `matrices` whose input IA3 scales instead of their output"""
+    whole: list[str] = field(default_factory=list)
+    """modules whose own weights are trained: modules_to_save, and all of adapter=freeze"""
+    thin: list[str] = field(default_factory=list)
+    """gates and routers, which all-linear leaves out where the rank exceeds theirs"""
+    problems: list[str] = field(default_factory=list)
+
+
+def find_targets(config: AdapterConfig, base: BaseModules) -> Targets:
+    """Return which modules of `base` the settings mean, as far as it is known."""
+    found = Targets()
+    found.problems += _check_form(config) or _check_expressions(config, base)
+    if not found.problems and isinstance(config, LoraConfig):
+        _find_lora(config, base, found)
+    elif not found.problems and isinstance(config, Ia3Config):
+        _find_ia3(config, base, found)
+    elif not found.problems and isinstance(config, FreezeConfig):
+        _find_freeze(config, base, found)
+    return found
+
+
+def _check_form(config: AdapterConfig) -> list[str]:
+    """List the values that mean nothing on any base."""
+    problems: list[str] = []
+    if isinstance(config, LoraConfig):
+        targets = config.target_modules
+        if not _is_names(targets) and not (isinstance(targets, str) and targets):
+            problems.append(
+                f"adapter.target_modules={targets}: expected all-linear, a list like "
+                "[q_proj, v_proj], or a regular expression"
+            )
+        problems += [
+            f"adapter.rank_pattern.{pattern}={rank}: expected a rank of 1 or more"
+            for pattern, rank in config.rank_pattern.items()
+            if rank < 1
+        ]
+        problems += [
+            f"adapter.alpha_pattern.{pattern}={alpha}: expected a number above 0"
+            for pattern, alpha in config.alpha_pattern.items()
+            if not 0 < alpha < math.inf
+        ]
+    elif isinstance(config, Ia3Config):
+        for key in ("target_modules", "feedforward_modules"):
+            value = getattr(config, key)
+            is_empty = key == "feedforward_modules" and value == []
+            if value != "auto" and not is_empty and not _is_names(value):
+                problems.append(f"adapter.{key}={value}: expected auto, or a list like [k_proj]")
+    elif isinstance(config, FreezeConfig) and config.layers == "none" and not config.modules:
+        problems.append(
+            "adapter=freeze: nothing would train; type 'adapter.layers=top 2', or name modules as "
+            "adapter.modules=[lm_head]"
+        )
+    return problems
+
+
+def _is_names(value: Any) -> bool:
+    is_list = isinstance(value, list) and value != []
+    return is_list and all(isinstance(name, str) and name for name in value)
+
+
+def _check_expressions(config: AdapterConfig, base: BaseModules) -> list[str]:
+    """List the regular expressions that are none, or would take too long on the base's names."""
+    given: dict[str, list[str]] = {}
+    if isinstance(config, LoraConfig):
+        if isinstance(targets := config.target_modules, str):
+            given[f"adapter.target_modules: {targets}"] = [targets]
+        for key in ("rank_pattern", "alpha_pattern"):
+            for pattern in getattr(config, key):
+                given[f"adapter.{key}: {pattern}"] = [expression_of_key(pattern)]
+    elif isinstance(config, FreezeConfig):
+        given = {f"adapter.modules: {pattern}": [pattern] for pattern in config.modules}
+    return check_patterns(given, dict.fromkeys([*(base.linear or ()), *(base.weighted or ())]))
+
+
+def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
+    found.whole = _find_modules(config.modules_to_save, by_ending, "modules_to_save", base, found)
+    for name in found.whole:
+        # peft ties copies of some models' modules, and forgets to when it reads them again.
+        if len(base.embeddings) > 1 and any(is_inside(one, [name]) for one in base.embeddings):
+            shared = [one for one in base.embeddings if one != name]
+            found.problems.append(
+                f"adapter.modules_to_save: {name} shares one weight with {', '.join(shared)}, and "
+                "peft would train it apart from them; type adapter.trainable_tokens=[...] to "
+                "train the rows of some tokens, or adapter=full"
+            )
+    names = _linear_in_layers(config.layers, base, found)
+    if base.linear is None or found.problems:
+        return
+    names = [name for name in names if not is_inside(name, found.whole)]
+    if str(config.target_modules).lower() == "all-linear":
+        for name in names:
+            short, long = min(base.linear[name]), max(base.linear[name])
+            is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
+            if name != base.head:
+                (found.thin if is_thin else found.matrices).append(name)
+        if not found.matrices:
+            found.problems.append(
+                "adapter.target_modules: all-linear matches no linear module "
+                f"({base.name} has {', '.join(last_parts(base.linear)) or 'none'})"
+            )
+    else:
+        found.matrices = _find_linear(config.target_modules, "target_modules", names, base, found)
+    targets = config.target_modules
+    found.endings = targets if isinstance(targets, list) else last_parts(found.matrices)
+    if base.head in found.matrices and base.head in base.embeddings:
+        found.problems.append(
+            f"adapter.target_modules: {base.head} is also this base's embedding, and a change of "
+            "one would change both; type adapter.trainable_tokens=[...] to train the rows of some "
+            "tokens"
+        )
+    if not found.problems:
+        found.problems += _check_ranks(config, base.linear, found.matrices)
+
+
+def _check_ranks(
+    config: LoraConfig, linear: Mapping[str, Sequence[int]], matrices: list[str]
+) -> list[str]:
+    """List patterns that mean no matrix, and ranks above a matrix's: one problem each setting."""
+    problems: list[str] = []
+    for key in ("rank_pattern", "alpha_pattern"):
+        problems += match(
+            list(getattr(config, key)),
+            matrices,
+            by_key,
+            key=f"adapter.{key}",
+            what="module that gets an adapter",
+            where="the adapter",
+        )[1]
+    setting_of = dict.fromkeys(matrices, ("adapter.r", config.r))
+    for pattern, rank in reversed(config.rank_pattern.items()):  # the first one wins, as in peft
+        setting = f"adapter.rank_pattern.{pattern}", rank
+        setting_of |= dict.fromkeys(by_key(pattern, matrices), setting)
+    smallest: dict[tuple[str, int], str] = {}
+    for name, setting in setting_of.items():
+        if min(linear[name]) < min(linear[smallest.setdefault(setting, name)]):
+            smallest[setting] = name
+    return problems + [
+        f"{key}={rank} is more than {name} ({' x '.join(map(str, linear[name]))}) has; type "
+        f"{key}={min(linear[name])} or less"
+        for (key, rank), name in smallest.items()
+        if rank > min(linear[name])
+    ]
+
+
+def _find_ia3(config: Ia3Config, base: BaseModules, found: Targets) -> None:
+    names = _linear_in_layers(config.layers, base, found)
+    if base.linear is None or found.problems:
+        return
+    targets, inputs = config.target_modules, config.feedforward_modules
+    if targets == "auto":
+        targets = _ia3_targets_of(base, names, found)
+    found.endings = targets
+    found.matrices = _find_linear(targets, "target_modules", names, base, found)
+    if inputs == "auto":
+        inner = {name for ending in FEED_FORWARD for name in by_ending(ending, found.matrices)}
+        found.scaled_inputs = [name for name in found.matrices if name in inner]
+        return
+    found.scaled_inputs = _find_linear(inputs, "feedforward_modules", names, base, found)
+    outside = [name for name in found.scaled_inputs if name not in found.matrices]
+    if outside and not found.problems:
+        found.problems.append(
+            f"adapter.feedforward_modules={inputs} means {outside[0]}, which is not among "
+            f"adapter.target_modules={targets}; type adapter.target_modules="
+            f"[{','.join(dict.fromkeys([*targets, *inputs]))}]"
+        )
+
+
+def _ia3_targets_of(base: BaseModules, names: Sequence[str], found: Targets) -> list[str]:
+    """Return the endings of keys, values and feed-forward by architecture."""
+
+    def exists(ending: str) -> bool:
+        return bool(by_ending(ending, names))
+
+    attention = [list(pair) for pair in KEYS_AND_VALUES if all(map(exists, pair))]
+    fused = FUSED.get(base.model_type or "")
+    if fused is not None and exists(fused):
+        attention = [[fused]]
+    feed_forward = [ending for ending in FEED_FORWARD if exists(ending)]
+    if attention and feed_forward:
+        return [*attention[0], feed_forward[0]]
+    found.problems.append(
+        f"adapter=ia3: which modules of {base.model_type} models are keys, values and feed-forward "
+        "is not known; type adapter.target_modules=[...] and adapter.feedforward_modules=[...]; "
+        f"{base.name} has {', '.join(last_parts(names))}"
+    )
+    return []
+
+
+def _find_freeze(config: FreezeConfig, base: BaseModules, found: Targets) -> None:
+    layers = [] if config.layers == "none" else _chosen_layers(config.layers, base, found)
+    modules = _find_modules(config.modules, by_ending_or_expression, "modules", base, found)
+    found.whole = [*(layers or ()), *modules]
+
+
+def _chosen_layers(setting: Any, base: BaseModules, found: Targets) -> list[str] | None:
+    """Return the names of the layers that `adapter.layers` means; None where they are not known."""
+    if base.layers is not None and not base.layers:
+        found.problems.append(problem_of_layers(base.model_type, "adapter.layers=all"))
+        return None
+    try:
+        numbers = layer_numbers(setting, 1 << 20 if base.layers is None else len(base.layers))
+    except ValueError as error:
+        found.problems.append(str(error))
+        return None
+    return None if base.layers is None else [base.layers[number] for number in numbers]
+
+
+def _linear_in_layers(setting: Any, base: BaseModules, found: Targets) -> list[str]:
+    names = list(base.linear or ())
+    layers = None if setting == "all" else _chosen_layers(setting, base, found)
+    return names if layers is None else [name for name in names if is_inside(name, layers)]
+
+
+def _find_linear(
+    patterns: str | list[str], key: str, names: list[str], base: BaseModules, found: Targets
+) -> list[str]:
+    """Return the linear modules that a list of endings, or one regular expression, means."""
+    if isinstance(patterns, str):
+        patterns, rule = [patterns], by_expression
+    else:
+        rule = by_ending
+    embeddings = [p for p in patterns if by_ending(p, base.embeddings[:1]) and rule is by_ending]
+    found.problems += [
+        f"adapter.{key}: {pattern} is the embedding, which has no inputs to multiply; type "
+        "adapter.trainable_tokens=[...] to train some of its rows, or "
+        f"adapter.modules_to_save=[{pattern}] for all of them"
+        for pattern in embeddings
+    ]
+    patterns = [pattern for pattern in patterns if pattern not in embeddings]
+    matched, problems = match(
+        patterns, names, rule, key=f"adapter.{key}", what="linear module", where=base.name
+    )
+    found.problems += problems
+    return matched
+
+
+def _find_modules(
+    patterns: list[str], rule: Rule, key: str, base: BaseModules, found: Targets
+) -> list[str]:
+    if base.weighted is None:
+        return []
+    matched, problems = match(
+        patterns,
+        base.weighted,
+        rule,
+        key=f"adapter.{key}",
+        what="module with weights",
+        where=base.name,
+    )
+    found.problems += problems
+    return matched
+
+
+def modules_of(model: PreTrainedModel) -> BaseModules:
+    """Return the modules of a model."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    return {
-        name: module
+    linear: dict[str, tuple[int, ...]] = {}
+    weighted = []
+    for name, module in model.named_modules():
+        if isinstance(module, Conv1D):
+            linear[name] = (module.nx, module.nf)
+        elif isinstance(module, torch.nn.Linear):  # whose weight may be packed to another shape
+            linear[name] = (module.out_features, module.in_features)
+        if name and next(module.parameters(), None) is not None:
+            weighted.append(name)
+    head = model.get_output_embeddings()
+    return BaseModules(
+        model_type=model.config.model_type,
+        linear=linear,
+        weighted=weighted,
+        layers=repeated_layers(model),
+        embeddings=sharing_embedding(model),
+        head=None if head is None else name_of(model, head),
+    )
+
+
+def sharing_embedding(model: PreTrainedModel) -> list[str]:
+    """Return the full names of the modules that hold the input embedding's weight, itself first."""
+    embedding = model.get_input_embeddings()
+    names = [
+        name
         for name, module in model.named_modules()
-        if isinstance(module, (torch.nn.Linear, Conv1D))
-    }
-
-
-def matrix_shape(module: Any) -> tuple[int, int]:
-    """Return a linear module's (inputs, outputs); a packed weight's own shape is another."""
-    from transformers.pytorch_utils import Conv1D
-
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    return module.in_features, module.out_features
+        if module._parameters.get("weight") is embedding.weight
+    ]
+    own = name_of(model, embedding)
+    return [own, *(name for name in names if name != own)]
 
 
 def name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:
@@ -45,106 +380,13 @@ def name_of(model: PreTrainedModel, wanted: torch.nn.Module) -> str:
 
 
 def is_tied(model: PreTrainedModel) -> bool:
-    """Say whether the head is the input embedding."""
+    """Return whether the head is the input embedding."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Say whether any weight of a module is packed, and therefore not trainable as it is."""
+    """Return whether any weight of a module is packed, and therefore not trainable as it is."""
     import torch
 
     return any(type(parameter) is not torch.nn.Parameter for parameter in module.parameters())
-
-
-def in_layers(model: PreTrainedModel, setting: Any, names: Iterable[str]) -> list[str]:
-    """Keep those names that lie in the layers that `adapter.layers` means."""
-    if setting == "all":
-        return list(names)
-    prefixes = tuple(f"{layer}." for layer in choose_layers(setting, decoder_layers(model)))
-    return [name for name in names if name.startswith(prefixes)]
-
-
-def match(patterns: Any, names: Sequence[str], key: str) -> list[str]:
-    """Return the names that `patterns` mean: a list of name endings, or one regular expression.
-
-    UserError, naming the setting `key`, for every pattern that matches nothing.
-    """
-    if isinstance(patterns, str):
-        if problems := check_patterns({f"{key}: {patterns}": [patterns]}, names):
-            raise UserError(problems[0])
-        matched = {name for name in names if re.fullmatch(patterns, name)}
-        if not matched:
-            hint = f"; type {key}=[{patterns}]" if any(map(is_ending(patterns), names)) else ""
-            raise nothing_matches(key, [patterns], names, f"; it is matched to full names{hint}")
-        return [name for name in names if name in matched]
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise UserError(f"{key}={patterns}: expected names, as [q_proj, v_proj]")
-    unmatched = [pattern for pattern in patterns if not any(map(is_ending(pattern), names))]
-    if unmatched:
-        raise nothing_matches(key, unmatched, names)
-    return [name for name in names if any(is_ending(pattern)(name) for pattern in patterns)]
-
-
-def is_ending(pattern: str) -> Any:
-    """Return a test for names that are `pattern` or end in it after a dot."""
-    return lambda name: name == pattern or name.endswith(f".{pattern}")
-
-
-def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Say whether a module is one of `modules` or lies in one of them."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def matches_as_peft(pattern: str, name: str) -> bool:
-    """Say whether a key of rank_pattern or alpha_pattern means this module, as peft reads it."""
-    return re.match(ending(pattern), name) is not None
-
-
-def pattern_without(kept: Sequence[str], left_out: Sequence[str]) -> str | None:
-    """Return a regular expression of full names for `kept` that leaves `left_out` out.
-
-    None where it would have to name more than MAX_PLACES places of a model.
-    """
-    around = {
-        ".".join(name.split(".")[:end]) for name in kept for end in range(name.count(".") + 2)
-    }
-    places: dict[str, None] = {}
-    for name in left_out:
-        parts = name.split(".")
-        own = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
-        place = re.escape(next((prefix for prefix in own if prefix not in around), name))
-        anywhere = re.sub(r"\d+", r"\\d+", place)  # in every layer, where none of them is kept
-        is_kept = any(re.match(rf"{anywhere}\b", other) for other in kept)
-        places[place if is_kept else anywhere] = None
-    if len(places) > MAX_PLACES:
-        return None
-    return rf"(?!({'|'.join(places)})\b).*\.({'|'.join(endings(kept))})"
-
-
-def nothing_matches(
-    key: str, patterns: Sequence[str], names: Collection[str], hint: str = ""
-) -> UserError:
-    """Return the error for patterns without a module; it lists the names that there are."""
-    said = ", ".join(map(repr, patterns))
-    verb = "matches" if len(patterns) == 1 else "match"
-    return UserError(
-        f"{key}: {said} {verb} no module{hint}; the model has {', '.join(endings(names))}"
-    )
-
-
-def endings(names: Iterable[str]) -> list[str]:
-    """Return the last parts of names, each once and sorted; layer numbers are none."""
-    last = {name.rpartition(".")[2] for name in names} - {""}
-    return sorted(ending for ending in last if not ending.isdigit())
-
-
-def shortest(names: Sequence[str], candidates: Iterable[str], every: Iterable[str]) -> list[str]:
-    """Return `candidates` where these endings mean exactly `names` among `every`, else `names`.
-
-    An adapter's file is for other programs as well, and they understand short names best.
-    """
-    short = sorted(set(candidates))
-    suffixes = tuple(f".{ending}" for ending in short)
-    meant = {name for name in every if name in short or name.endswith(suffixes)}
-    return short if meant == set(names) else sorted(names)

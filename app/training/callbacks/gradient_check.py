@@ -10,7 +10,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from app.model.adapter import TrainedWeight, adapter_matrices, pattern_without
+from app.model.adapter import TrainedWeight, adapter_matrices
+from app.model.patterns import pattern_without
 from app.process.errors import TrainingFault, UserError
 
 NUMBER = re.compile(r"\d+")

@@ -1,0 +1,138 @@
+"""What the settings ask for of a machine, and how ranks divide what they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+from app.strategy.settings import FsdpConfig, StrategyConfig, tensor_parallel_size
+
+if TYPE_CHECKING:
+    from app.config.verbs import EvaluateConfig, TrainConfig
+    from app.training.trainer import TrainerConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices and ranks that the settings ask for, on a machine with `num_gpus` GPUs."""
+
+    num_gpus: int
+    on_gpu: bool
+    ranks_per_node: int
+    num_ranks: int
+    num_data_ranks: int
+    """ranks, or groups of ranks that split matrices, which see data of their own"""
+
+    def __str__(self) -> str:
+        if self.on_gpu:
+            return f"{self.num_gpus} GPU{'s' * (self.num_gpus != 1)}"
+        return "the CPU" if self.num_gpus else "the CPU (no GPU was found)"
+
+
+def requested_devices(config: TrainConfig | EvaluateConfig, num_gpus: int | None = None) -> Devices:
+    """Return what the settings ask for; GPUs of this machine are counted when not given."""
+    num_gpus = count_gpus() if num_gpus is None else num_gpus
+    accelerator = config.trainer.accelerator
+    on_gpu = accelerator == "gpu" or (accelerator == "auto" and num_gpus > 0)
+    if not is_training(config):
+        return Devices(num_gpus, on_gpu, 1, 1, 1)
+    per_node = config.trainer.devices
+    if not isinstance(per_node, int):
+        per_node = max(num_gpus, 1) if on_gpu else 1
+    num_ranks = per_node * config.trainer.num_nodes
+    together = tensor_parallel_size(config.strategy, per_node)
+    return Devices(num_gpus, on_gpu, per_node, num_ranks, max(num_ranks // together, 1))
+
+
+def num_ranks(config: TrainConfig | EvaluateConfig) -> int | None:
+    """Return how many ranks the settings ask for; None for a verb that runs as one process."""
+    return requested_devices(config).num_ranks if is_training(config) else None
+
+
+# The classes themselves are above this room.
+
+
+def is_training(config: TrainConfig | EvaluateConfig) -> TypeGuard[TrainConfig]:
+    """Return whether these are the settings of a training, or of its preview."""
+    return "optimizer" in config.__dataclass_fields__
+
+
+def is_evaluation(config: TrainConfig | EvaluateConfig) -> TypeGuard[EvaluateConfig]:
+    """Return whether these are the settings of an evaluation."""
+    return not is_training(config)
+
+
+def count_gpus() -> int:
+    """Count the NVIDIA devices that this process may use, by their device files."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(file.name[len("nvidia") :].isdigit() for file in Path("/dev").glob("nvidia*"))
+    present = present or int(Path("/dev/dxg").exists())  # Windows' GPU under WSL
+    if visible is None:
+        return present
+    chosen = [name.strip() for name in visible.split(",") if name.strip()]
+    # CUDA ignores everything from the first invalid index on.
+    until = chosen.index("-1") if "-1" in chosen else len(chosen)
+    return min(until, present) if present else 0
+
+
+def check_devices(trainer: TrainerConfig, num_gpus: int | None) -> list[str]:
+    """Compare trainer.devices with the GPUs that are there; None where the run is on the CPU."""
+    if not num_gpus or isinstance(trainer.devices, str) or trainer.devices <= num_gpus:
+        return []
+    there = f"{num_gpus} GPU{'s' * (num_gpus != 1)}"
+    return [
+        f"trainer.devices={trainer.devices}, but this machine has {there}; "
+        f"type trainer.devices={num_gpus}"
+    ]
+
+
+def check_layout(
+    strategy: StrategyConfig, trainer: TrainerConfig, ranks_per_node: int
+) -> list[str]:
+    """Check that ranks divide into those that split matrices, and into replicas."""
+    if not isinstance(strategy, FsdpConfig):
+        return []
+    size = tensor_parallel_size(strategy, ranks_per_node)
+    ranks = ranks_per_node * trainer.num_nodes
+    if ranks % size:
+        fits = [str(n) for n in range(2, ranks + 1) if ranks % n == 0 and n <= ranks_per_node]
+        fitting = f"strategy.tensor_parallel_size={' or '.join(fits)}" if fits else "strategy=ddp"
+        return [
+            f"strategy.tensor_parallel_size={size} does not divide {ranks} rank"
+            f"{'s' * (ranks != 1)} ({ranks} / {size} leaves {ranks % size}); type {fitting}, or "
+            f"trainer.devices={size}"
+        ]
+    groups, replicas = ranks // size, strategy.replicas or trainer.num_nodes
+    if groups % replicas == 0 or not strategy.shards_data_parallel:
+        return []
+    fits = [str(n) for n in range(1, groups + 1) if groups % n == 0]
+    return [
+        f"strategy.replicas={replicas} does not divide {groups} ranks that see data of their own "
+        f"({groups} / {replicas} leaves {groups % replicas}); type strategy.replicas="
+        f"{' or '.join(fits)}"
+    ]
+
+
+def check_global_batch(
+    trainer: TrainerConfig, num_ranks: int, num_data_ranks: int | None = None
+) -> list[str]:
+    """Check that trainer.global_batch_size divides into micro-batches of all ranks.
+
+    `num_data_ranks`: ranks, or groups of ranks, that see data of their own; all when not given.
+    """
+    groups = num_ranks if num_data_ranks is None else num_data_ranks
+    total, packs = trainer.global_batch_size, trainer.micro_batch_size * groups
+    if total is None or total % packs == 0:
+        return []
+    fits = [str(fit) for fit in (total // packs * packs, total // packs * packs + packs) if fit]
+    together = num_ranks // groups
+    who = f"{groups} ranks"
+    if together > 1:
+        who = f"{groups} groups of ranks ({num_ranks} ranks / {together} that split a matrix)"
+    return [
+        f"trainer.global_batch_size={total} is not a multiple of micro_batch_size "
+        f"{trainer.micro_batch_size} x {who} = {packs}; "
+        f"type trainer.global_batch_size={' or '.join(fits)}"
+    ]

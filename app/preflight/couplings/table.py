@@ -1,0 +1,459 @@
+"""THE TABLE of settings that do not go together. A row: when, why, what to type instead.
+
+One function a subject; each `if` with its `yield` is a row. Rows marked `is_of_machine` may be
+right on another machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from app.model.adapter import Ia3Config, LoraConfig, saves_whole_model
+from app.model.attention import IN_HALF, ON_GPU, PACKAGES
+from app.preflight.couplings.devices import Devices, is_training
+from app.strategy.deepspeed_config import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS
+from app.strategy.settings import FsdpConfig, ZeroConfig, is_sharding, tensor_parallel_size
+
+if TYPE_CHECKING:
+    from app.config.verbs import EvaluateConfig, TrainConfig
+    from app.training.optimizers import ScheduleFreeConfig
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+CHANGE_BASE = ("pissa", "olora")
+"""values of adapter.init that take the adapter's start out of the base's weights"""
+NEAREST_IN_PYTORCH = {
+    "zero1": "fsdp_grad_op",
+    "zero2": "fsdp_grad_op",
+    "zero2_offload": "fsdp_offload",
+    "zero3": "fsdp",
+    "zero3_offload": "fsdp_offload",
+    "zero3_nvme": "fsdp_offload",
+    "zero3_hpz": "fsdp_hybrid",
+    "zeropp": "fsdp_hybrid",
+}
+"""strategy of DeepSpeed -> PyTorch's nearest"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Clash:
+    """Settings that do not go together."""
+
+    why: str
+    instead: str
+    is_of_machine: bool = False
+    """whether another machine would change the answer"""
+
+
+def find_clashes(config: TrainConfig | EvaluateConfig, devices: Devices) -> Iterator[Clash]:
+    """Yield every row of the table that applies."""
+    yield from _of_device(config, devices)
+    yield from _of_base(config)
+    yield from _of_data(config)
+    if is_training(config):
+        yield from _of_adapter(config)
+        yield from _of_step(config)
+        yield from _of_strategy(config, devices)
+        if isinstance(config.strategy, ZeroConfig):
+            yield from _of_deepspeed(config, config.strategy, devices)
+            yield from _of_deepspeed_keys(config.strategy.config)
+
+
+def _of_device(config: TrainConfig | EvaluateConfig, devices: Devices) -> Iterator[Clash]:
+    trainer, backend = config.trainer, config.attention.backend
+    if trainer.accelerator == "gpu" and devices.num_gpus == 0:
+        yield Clash(
+            "trainer.accelerator=gpu, but no GPU was found",
+            "trainer.accelerator=cpu (CUDA_VISIBLE_DEVICES hides GPUs, too)",
+            is_of_machine=True,
+        )
+    if trainer.precision == "fp16" and not devices.on_gpu:
+        yield Clash(
+            f"trainer.precision=fp16 needs a GPU, and this run is on {devices}",
+            "trainer.precision=fp32 or bf16",
+            is_of_machine=True,
+        )
+    if backend in ON_GPU and not devices.on_gpu:
+        needs = (
+            "computes gradients on NVIDIA GPUs only" if backend == "flex" else "needs an NVIDIA GPU"
+        )
+        yield Clash(
+            f"attention={backend} {needs}, and this run is on {devices}: attention without a "
+            "document mask would let the documents of a pack see each other",
+            "attention=sdpa (computed document by document there, which keeps them apart)",
+            is_of_machine=True,
+        )
+    if backend in IN_HALF and trainer.precision == "fp32":
+        yield Clash(
+            f"attention={backend} computes in half precision only, but trainer.precision=fp32",
+            "trainer.precision=bf16, or attention=sdpa",
+        )
+    if backend in PACKAGES and devices.on_gpu and not is_installed(PACKAGES[backend][0]):
+        yield Clash(
+            f"attention={backend} needs the package {PACKAGES[backend][1]}, which is not installed",
+            "attention=varlen, which comes with PyTorch, or install the package",
+            is_of_machine=True,
+        )
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a package is installed, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def _of_base(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
+    model = config.model
+    from_hub = [p for p in (model.path, model.tokenizer_path) if p and not Path(p).is_dir()]
+    if model.trust_remote_code and from_hub and not COMMIT.fullmatch(model.revision or ""):
+        yield Clash(
+            "model.trust_remote_code=true runs whatever is on the hub that day",
+            "model.revision=COMMIT beside it (40 hex digits; branches and tags move)",
+        )
+    if config.quantization.method != "none" and model.from_scratch:
+        yield Clash(
+            f"quantization={config.quantization.method} freezes the weights in few bits, but "
+            "model.from_scratch=true starts from random ones, which have to be trained",
+            "quantization=none",
+        )
+
+
+def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
+    data = config.data
+    if config.evaluation.exact_match and not data.val_set_size and not data.test_datasets:
+        yield Clash(
+            "evaluation.exact_match=true, but there are no rows to evaluate",
+            "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
+        )
+    if data.streaming and is_training(config) and config.trainer.max_steps is None:
+        yield Clash(
+            "data.streaming=true without trainer.max_steps: a stream has no end",
+            "trainer.max_steps=N, or data.streaming=false",
+        )
+    if data.streaming and config.packing.window is not None:
+        yield Clash(
+            f"packing.window={config.packing.window} has no effect with data.streaming=true, which "
+            "packs windows of its own",
+            "packing.window=null",
+        )
+
+
+def _of_adapter(config: TrainConfig) -> Iterator[Clash]:
+    adapter, model, method = config.adapter, config.model, config.quantization.method
+    if method != "none" and saves_whole_model(adapter):
+        yield Clash(
+            f"quantization={method} freezes the weights in few bits, but adapter={adapter.name} "
+            "trains them",
+            "quantization=none, or adapter=lora",
+        )
+    if isinstance(adapter, Ia3Config) and model.added_tokens:
+        yield Clash(
+            f"model.added_tokens={model.added_tokens} need rows that train, and adapter=ia3 trains "
+            "vectors only",
+            "adapter=lora or adapter=full",
+        )
+    if model.from_scratch and adapter.name != "full":
+        yield Clash(
+            f"model.from_scratch=true with adapter={adapter.name}: small matrices beside random "
+            "frozen weights learn nothing",
+            "adapter=full",
+        )
+    if not isinstance(adapter, LoraConfig):
+        return
+    if adapter.lora_plus_weight_decay is not None and adapter.lora_plus_ratio is None:
+        yield Clash(
+            "adapter.lora_plus_weight_decay has no effect without adapter.lora_plus_ratio",
+            "adapter.lora_plus_ratio=16 beside it, or optimizer.weight_decay",
+        )
+    if adapter.init not in CHANGE_BASE:
+        return
+    start = f"adapter.init={adapter.init} takes its start out of the base's weights, and "
+    strategy = config.strategy
+    if adapter.use_dora:
+        yield Clash(
+            f"{start}adapter.use_dora=true learns the magnitudes of whole weights",
+            "adapter.init=default, or adapter.use_dora=false",
+        )
+    if isinstance(strategy, FsdpConfig) or (
+        isinstance(strategy, ZeroConfig) and strategy.stage == 3
+    ):
+        yield Clash(
+            f"{start}is saved for the base as it was, which is read again and compared: strategy="
+            f"{strategy.name} leaves no rank room for that",
+            "adapter.init=default, or strategy=ddp",
+        )
+    if method != "none":
+        yield Clash(
+            f"{start}weights of quantization={method} cannot hold what is left",
+            "adapter.init=default, or quantization=none",
+        )
+
+
+def _of_step(config: TrainConfig) -> Iterator[Clash]:
+    trainer, optimizer, schedule = config.trainer, config.optimizer, config.schedule
+    adapter = config.adapter
+    if trainer.compile and config.recompute.mode == "selective":
+        yield Clash(
+            "recompute=selective keeps single operations of a layer, and trainer.compile=true "
+            "fuses them into others",
+            "recompute=full, or trainer.compile=false",
+        )
+    if trainer.global_batch_size is not None and _is_set(trainer, "gradient_accumulation_steps"):
+        yield Clash(
+            f"trainer.global_batch_size={trainer.global_batch_size} and trainer."
+            f"gradient_accumulation_steps={trainer.gradient_accumulation_steps} decide the same "
+            "thing",
+            "one of the two",
+        )
+    warmup, steps = schedule.warmup_steps, trainer.max_steps
+    if warmup is not None and steps is not None and warmup >= steps > 0:
+        yield Clash(
+            f"schedule.warmup_steps={warmup} leaves nothing of trainer.max_steps={steps}",
+            f"schedule.warmup_steps={max(steps // 10, 0)}",
+        )
+    if optimizer.name == "muon":
+        if isinstance(adapter, LoraConfig) and adapter.lora_plus_ratio is not None:
+            yield Clash(
+                f"adapter.lora_plus_ratio={adapter.lora_plus_ratio:g} sets the learning rate of "
+                "every B, which optimizer=muon sets by the matrix's own size",
+                "optimizer=adamw, or adapter.lora_plus_ratio=null",
+            )
+        if isinstance(adapter, Ia3Config):
+            yield Clash(
+                "optimizer=muon updates matrices, and adapter=ia3 trains vectors only",
+                "optimizer=adamw",
+            )
+    if optimizer.name == "schedule_free":
+        if schedule.shape != "constant":
+            yield Clash(
+                "optimizer=schedule_free averages its weights instead of lowering the learning "
+                f"rate, which schedule={schedule.shape} lowers",
+                "schedule=constant (its warm-up stays), or optimizer=adamw",
+            )
+        if trainer.precision == "bf16-pure":
+            yield Clash(
+                "optimizer=schedule_free adds to an average of all steps, and trainer.precision="
+                "bf16-pure has too few digits for the share of one step among hundreds",
+                "trainer.precision=bf16, or optimizer=adamw",
+            )
+        if cast("ScheduleFreeConfig", optimizer).beta1 == 0:
+            yield Clash(
+                "optimizer.beta1=0 leaves optimizer=schedule_free no share of the averaged weights",
+                "optimizer.beta1=0.9",
+            )
+    if wrong := [each for each in optimizer.lr_by_pattern if not 0 < each.ratio <= 1000]:
+        yield Clash(
+            "optimizer.lr_by_pattern: a ratio is above 0 and at most 1000, and not "
+            + ", ".join(f"{each.ratio:g} ({each.pattern})" for each in wrong),
+            "ratio: 0.1 (adapter=freeze keeps weights as they are)",
+        )
+    for name, shape in (("decay_ratio", "wsd"), ("start_lr_ratio", "one_cycle")):
+        if schedule.shape != shape and _is_set(schedule, name):
+            yield Clash(
+                f"schedule.{name} has no effect with schedule={schedule.shape}",
+                f"schedule={shape} beside it",
+            )
+    warmup_ratio, decay_ratio = schedule.warmup_ratio, schedule.decay_ratio
+    if schedule.shape == "wsd" and warmup is None and warmup_ratio + decay_ratio > 1:
+        yield Clash(
+            f"schedule.warmup_ratio={warmup_ratio:g} and schedule.decay_ratio={decay_ratio:g} are "
+            "more than all steps",
+            f"schedule.decay_ratio={1 - warmup_ratio:g}",
+        )
+
+
+def _is_set(part: Any, name: str) -> bool:
+    """Return whether a setting differs from its default."""
+    default = next(field.default for field in dataclasses.fields(part) if field.name == name)
+    return bool(getattr(part, name) != default)
+
+
+def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Clash]:
+    strategy, trainer, method = config.strategy, config.trainer, config.quantization.method
+    optimizer, name = config.optimizer.name, f"strategy={config.strategy.name}"
+    use_dora = isinstance(config.adapter, LoraConfig) and config.adapter.use_dora
+    splits_matrices = tensor_parallel_size(strategy, devices.ranks_per_node) > 1
+    if strategy.name == "single" and devices.num_ranks > 1:
+        yield Clash(
+            f"strategy=single runs on one device, but {devices.num_ranks} ranks were requested",
+            "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
+        )
+    if not is_sharding(strategy):
+        return
+    if trainer.precision == "fp16":
+        yield Clash(
+            f"{name} and trainer.precision=fp16: each rank would decide by its own shard of the "
+            "gradients whether a scaled step overflowed",
+            "trainer.precision=bf16, or strategy=ddp",
+        )
+    if trainer.compile:
+        yield Clash(
+            f"{name} and trainer.compile=true are not tried together yet",
+            "trainer.compile=false, or strategy=ddp",
+        )
+    if trainer.checkpoint.asynchronous:
+        yield Clash(
+            f"trainer.checkpoint.async=true copies what one rank holds, and {name} shards it over "
+            "all of them, which gather and write together",
+            "trainer.checkpoint.async=false, or strategy=ddp",
+        )
+    elementwise = ["adamw"]
+    if isinstance(strategy, FsdpConfig) and not splits_matrices:
+        elementwise.append("schedule_free")
+    if optimizer not in elementwise:
+        yield Clash(
+            f"optimizer={optimizer} does not step shards of weights, which are what {name} leaves "
+            "on a rank",
+            "optimizer=adamw, or strategy=ddp",
+        )
+    if not isinstance(strategy, FsdpConfig):
+        return
+    if strategy.offload_parameters and not devices.on_gpu:
+        yield Clash(
+            "strategy.offload_parameters=true keeps weights in host memory that is pinned for a "
+            f"GPU, and this run is on {devices}, where they are in host memory anyway",
+            "strategy=fsdp",
+            is_of_machine=True,
+        )
+    if strategy.offload_parameters and splits_matrices:
+        yield Clash(
+            f"{name} splits matrices, whose ranks add up gradients on their devices, and "
+            "strategy.offload_parameters=true keeps those in host memory",
+            "strategy=fsdp_offload, or strategy.offload_parameters=false",
+        )
+    if method == "int8":
+        yield Clash(
+            f"{name} shards weights of one floating type, and those of quantization=int8 are whole "
+            "numbers with scales beside them",
+            "quantization=nf4, or strategy=zero2 or ddp",
+        )
+    if method == "nf4" and splits_matrices:
+        yield Clash(
+            f"{name} splits matrices by their rows and columns, and quantization=nf4 packs weights "
+            "in blocks that cross both",
+            "strategy=fsdp, or quantization=none",
+        )
+    if use_dora and splits_matrices:
+        yield Clash(
+            f"adapter.use_dora=true measures whole columns of a matrix, and {name} leaves a rank "
+            "parts of them",
+            "adapter.use_dora=false, or strategy=fsdp",
+        )
+    if use_dora and method == "nf4":
+        yield Clash(
+            f"adapter.use_dora=true measures the base's columns while it is built, and {name} "
+            "builds it without its 4-bit weights on all ranks but one",
+            "adapter.use_dora=false, or strategy=ddp",
+        )
+
+
+def _of_deepspeed(config: TrainConfig, strategy: ZeroConfig, devices: Devices) -> Iterator[Clash]:
+    method = config.quantization.method
+    name, stage = f"strategy={strategy.name}", strategy.stage
+    if not is_installed("deepspeed"):
+        nearest = NEAREST_IN_PYTORCH[strategy.name]
+        if nearest == "fsdp_offload" and not devices.on_gpu:
+            nearest = "fsdp"
+        yield Clash(
+            f"{name} needs the package deepspeed, which is not installed",
+            f"strategy={nearest}, or DS_BUILD_OPS=0 pip install deepspeed (its operators are built "
+            "when they are first used)",
+            is_of_machine=True,
+        )
+    if stage < 3 and strategy.offload_parameters != "none":
+        yield Clash(
+            f"strategy.offload_parameters={strategy.offload_parameters} moves weights that are "
+            f"sharded over the ranks, and strategy.stage={stage} leaves all of them on every rank",
+            "strategy.stage=3, or strategy.offload_parameters=none",
+        )
+    if strategy.name == "zero3_nvme":
+        yield Clash(
+            "strategy=zero3_nvme would keep weights and optimizer states on a disk, which is not "
+            "implemented yet",
+            "strategy=zero3_offload, which keeps them in host memory",
+        )
+    is_quantized = strategy.quantized_weights or strategy.quantized_gradients
+    if stage < 3 and (strategy.partition_within_node or is_quantized):
+        yield Clash(
+            "partition_within_node, quantized_weights and quantized_gradients say how sharded "
+            f"weights travel, and strategy.stage={stage} shards none",
+            "strategy.stage=3, or strategy=zeropp",
+        )
+    if is_quantized and not devices.on_gpu:
+        yield Clash(
+            f"{name} quantizes what travels by operators that DeepSpeed has for GPUs only, and "
+            f"this run is on {devices}",
+            "strategy=zero3_hpz, which leaves the quantizing out",
+            is_of_machine=True,
+        )
+    if strategy.offload_optimizer != "none" and config.trainer.precision == "bf16-pure":
+        yield Clash(
+            f"{name} and trainer.precision=bf16-pure: the optimizer that steps weights in host "
+            "memory keeps them in fp32",
+            "trainer.precision=bf16, or strategy.offload_optimizer=none",
+        )
+    if stage == 3 and method != "none":
+        yield Clash(
+            f"{name} shards weights as plain numbers while they are loaded, and those of "
+            f"quantization={method} are packed and have scales beside them",
+            "strategy=fsdp (with nf4), strategy=zero2 (each rank holds the whole quantized base), "
+            "or quantization=none",
+        )
+
+
+def _of_deepspeed_keys(config: Mapping[str, Any]) -> Iterator[Clash]:
+    """Yield the keys of `strategy.config` that another setting decides, or that DeepSpeed lacks."""
+    if decided := keys_decided_elsewhere(config):
+        settings = ", ".join(dict.fromkeys(decided.values()))
+        yield Clash(
+            "strategy.config: "
+            + ", ".join(f"{key} is {setting} here" for key, setting in decided.items()),
+            f"{settings} instead, and leave it out of strategy.config",
+        )
+    zero = config.get("zero_optimization")
+    unknown = list(_unknown_keys(config, ""))
+    if isinstance(zero, Mapping):
+        unknown += _unknown_keys(zero, "zero_optimization.")
+    if unknown:
+        yield Clash(
+            "strategy.config: DeepSpeed has no key " + ", no key ".join(unknown),
+            "a key that it has, or leave it out of strategy.config",
+        )
+
+
+def keys_decided_elsewhere(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a DeepSpeed config that another setting decides, and which setting."""
+    decided: dict[str, str] = {}
+    for key in _dotted_keys(config, ""):
+        for known, setting in DEEPSPEED_KEYS.items():
+            if f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}."):
+                decided.setdefault(key, setting)
+    return decided
+
+
+def _dotted_keys(config: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _dotted_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _unknown_keys(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """Yield the keys that DeepSpeed has not below `prefix`, each with the nearest that it has."""
+    # Its own model of them, deepspeed.runtime.config, takes torch and two seconds to import.
+    known = {
+        key.removeprefix(prefix).partition(".")[0]
+        for key in (*FURTHER_DEEPSPEED_KEYS, *DEEPSPEED_KEYS)
+        if key.startswith(prefix)
+    }
+    for name in sorted(map(str, values.keys() - known)):
+        guess = ""
+        for near in difflib.get_close_matches(name, sorted(known), n=1):
+            setting = DEEPSPEED_KEYS.get(f"{prefix}{near}")
+            guess = f" (did you mean {near}{f', which is {setting} here' if setting else ''}?)"
+        yield f"{prefix}{name}{guess}"

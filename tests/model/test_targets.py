@@ -1,0 +1,194 @@
+"""What the settings of an adapter mean in a model, and how what they do not find is reported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from app.model.adapter import (
+    AdapterConfig,
+    BaseModules,
+    FreezeConfig,
+    Ia3Config,
+    LoraConfig,
+    Targets,
+    find_targets,
+    modules_of,
+)
+from app.model.patterns import by_ending, by_expression, by_key
+from tests.tiny import tiny_llama
+
+TIED, UNTIED = modules_of(tiny_llama()), modules_of(tiny_llama(tie_word_embeddings=False))
+KINDS: dict[str, type[Any]] = {"lora": LoraConfig, "ia3": Ia3Config, "freeze": FreezeConfig}
+
+
+def find(kind: str, base: BaseModules = TIED, **settings: Any) -> Targets:
+    config: AdapterConfig = KINDS[kind](**settings)
+    return find_targets(config, base)
+
+
+REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    # adapter, settings, what must be in each problem
+    ("lora", {"target_modules": ["q_proj", "v_prj"]},
+     ["no linear module; did you mean v_proj? (the model has down_proj,"]),
+    ("lora", {"target_modules": ["one", "q_proj", "two"]},
+     ["adapter.target_modules: one ma", "two matches"]),
+    ("lora", {"target_modules": ["norm"]}, ["norm matches no linear module"]),
+    ("lora", {"target_modules": ".*q_prj"}, [".*q_prj matches no linear module"]),
+    ("lora", {"target_modules": r"model\.layers\.7\..*"}, ["matches no linear module"]),
+    ("lora", {"target_modules": "q_proj"},
+     ["by its full name; type adapter.target_modules=[q_proj]"]),
+    ("lora", {"target_modules": "(q_proj"}, ["(q_proj is not a regular expression"]),
+    ("lora", {"target_modules": []},
+     ["expected all-linear, a list like [q_proj, v_proj], or a reg"]),
+    ("lora", {"target_modules": 3}, ["adapter.target_modules=3: expected all-linear"]),
+    ("lora", {"target_modules": ["embed_tokens"]}, ["embed_tokens is the embedding"]),
+    ("lora", {"target_modules": ["lm_head"]}, ["lm_head is also this base's embedding"]),
+    ("lora", {"rank_pattern": {"down_prj": 2}},
+     ["rank_pattern: down_prj matches no module that gets an adapter; did you"]),
+    ("lora", {"alpha_pattern": {"mlp": 2.0}},
+     ["adapter.alpha_pattern: mlp matches no module that gets"]),
+    ("lora", {"alpha_pattern": {"up_proj": 2.0}, "target_modules": ["q_proj"]},
+     ["no module that gets an adapter; did you mean q_proj? (the adapter has q_proj)"]),
+    ("lora", {"rank_pattern": {"*": 4}}, ["adapter.rank_pattern: * is not a regular expression"]),
+    ("lora", {"rank_pattern": {"up_proj": 0}},
+     ["adapter.rank_pattern.up_proj=0: expected a rank of 1 or more"]),
+    ("lora", {"alpha_pattern": {"up_proj": 0.0}},
+     ["adapter.alpha_pattern.up_proj=0.0: expected a number above"]),
+    ("lora", {"rank_pattern": {"down_proj": 99}},
+     [".down_proj (32 x 48) has; type adapter.rank_pattern.down_proj=32 or less"]),
+    ("lora", {"r": 17, "target_modules": ["q_proj", "k_proj"]},
+     ["r=17 is more than model.layers.0.self_attn.k_proj (16 x 32) has; type"]),
+    ("lora", {"modules_to_save": ["nrm"]},
+     ["modules_to_save: nrm matches no module with weights; did you mean norm?"]),
+    ("lora", {"modules_to_save": ["act_fn"]}, ["act_fn matches no module with weights"]),
+    ("lora", {"modules_to_save": ["lm_head"]},
+     ["lm_head shares one weight with model.embed_tokens"]),
+    ("lora", {"layers": "top 3"}, ["adapter.layers='top 3', but the model has 2 layers"]),
+    ("lora", {"layers": [0, 2]},
+     ["the model has no layer 2; its 2 layers have the numbers 0 to 1"]),
+    ("lora", {"layers": 1}, ["type 'adapter.layers=top 1' or adapter.layers=[1]"]),
+    ("lora", {"layers": "some"}, ["is not understood"]),
+    ("ia3", {"target_modules": ["k_proj", "v_prj"]},
+     ["adapter.target_modules: v_prj matches no linear module"]),
+    ("ia3", {"feedforward_modules": ["down_prj"]},
+     ["feedforward_modules: down_prj matches no linear module"]),
+    ("ia3", {"target_modules": 3},
+     ["adapter.target_modules=3: expected auto, or a list like [k_proj]"]),
+    ("ia3", {"target_modules": ["k_proj"], "feedforward_modules": ["down_proj"]},
+     ["['k_proj']; type adapter.target_modules=[k_proj,down_proj]"]),
+    ("ia3", {"layers": "top 3"}, ["the model has 2 layers"]),
+    ("freeze", {"layers": "none"}, ["nothing would train; type 'adapter.layers=top 2'"]),
+    ("freeze", {"layers": "top 3"}, ["the model has 2 layers"]),
+    ("freeze", {"modules": ["lm_hed"]},
+     ["modules: lm_hed matches no module with weights; did you mean lm_head?"]),
+    ("freeze", {"modules": ["norm", "(x"]}, ["adapter.modules: (x is not a regular expression"]),
+    ("freeze", {"modules": ["act_fn"]}, ["act_fn matches no module with weights"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "problems"), REFUSED, ids=[f"{r[0]} {r[1]}" for r in REFUSED]
+)
+def test_settings_that_find_nothing_are_refused_with_what_there_is(
+    kind: str, settings: dict[str, Any], problems: list[str]
+) -> None:
+    found = find(kind, **settings).problems
+    assert len(found) == len(problems), found
+    for problem, fragment in zip(found, problems, strict=True):
+        assert fragment in problem
+
+
+FOUND: list[tuple[str, dict[str, Any], set[str]]] = [
+    # adapter, settings, the names in layer 1 and outside of layers that they mean
+    ("lora", {"target_modules": ["v_proj", "self_attn.q_proj"]},
+     {"self_attn.q_proj", "self_attn.v_proj"}),
+    ("lora", {"target_modules": r".*\.1\..*_proj", "layers": [0]}, set()),
+    ("lora", {"target_modules": r"model\.layers\.1\.mlp\.(up|down)_proj"},
+     {"mlp.down_proj", "mlp.up_proj"}),
+    ("lora", {"target_modules": ["lm_head"]}, {"lm_head"}),
+    ("lora", {"r": 16, "target_modules": ["k_proj"], "rank_pattern": {"k_proj": 16, ".*": 99}},
+     {"self_attn.k_proj"}),
+    ("lora", {"target_modules": ["up_proj"], "modules_to_save": ["norm"]},
+     {"mlp.up_proj", "model.norm"}),
+    ("ia3", {}, {"mlp.down_proj", "self_attn.k_proj", "self_attn.v_proj"}),
+    ("ia3", {"target_modules": ["k_proj", "mlp.down_proj"], "feedforward_modules": ["down_proj"]},
+     {"mlp.down_proj", "self_attn.k_proj"}),
+    ("freeze", {"layers": "none", "modules": ["norm", r".*\.1\..*layernorm"]},
+     {"input_layernorm", "model.norm", "post_attention_layernorm"}),
+    ("freeze", {"layers": [1], "modules": ["lm_head"]}, {"lm_head", "model.layers.1"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings", "names"), FOUND, ids=[str(row[1]) for row in FOUND])
+def test_settings_mean_these_modules(kind: str, settings: dict[str, Any], names: set[str]) -> None:
+    found = find(kind, UNTIED, **settings)
+    all_names = [*found.matrices, *found.whole]
+    if names:
+        assert found.problems == []
+        in_layer_1 = {name.removeprefix("model.layers.1.") for name in all_names}
+        assert {name for name in in_layer_1 if not name.startswith("model.layers.0")} == names
+    else:
+        assert "matches no linear module" in found.problems[0]
+
+
+def test_all_linear_leaves_out_the_head_and_what_is_too_thin() -> None:
+    model = tiny_llama(hidden_size=128)
+    model.model.layers[0].mlp.gate = torch.nn.Linear(128, 1)
+    base = modules_of(model)
+    found = find("lora", base, r=4)
+    assert found.thin == ["model.layers.0.mlp.gate"]
+    assert "lm_head" not in found.matrices and len(found.matrices) == 14
+    assert find("lora", base, r=1).thin == []
+    router = replace(TIED, linear={**(TIED.linear or {}), "model.layers.0.mlp.gate": (8, 32)})
+    assert find("lora", router, r=16).thin == ["model.layers.0.mlp.gate"]
+    assert "mlp.gate (8 x 32) has" in find("lora", router, target_modules=["gate"]).problems[0]
+
+
+def test_what_is_not_known_of_a_base_is_not_judged() -> None:
+    unknown = BaseModules()
+    for kind, settings, _ in REFUSED:
+        found = find(kind, unknown, **settings)
+        is_form = any(word in p for p in found.problems for word in ("expected", "expression"))
+        is_form = is_form or any(word in p for p in found.problems for word in ("would", "layer"))
+        assert is_form or found.problems == []
+        assert found.matrices == found.whole == []
+    without_layers = replace(TIED, layers=None)
+    assert find("lora", without_layers, layers="top 99").problems == []
+    assert (
+        "v_prj" in find("lora", without_layers, layers=[99], target_modules=["v_prj"]).problems[0]
+    )
+    nameless = replace(TIED, layers=[], model_type="new")
+    assert find("lora", nameless, layers="top 1").problems == [
+        "adapter.layers: new models do not name their layers; type adapter.layers=all"
+    ]
+
+
+def test_the_three_rules_of_patterns() -> None:
+    names = ["a.q_proj", "a.b.q_proj", "a.xq_proj", "q_proj"]
+    assert by_ending("q_proj", names) == ["a.q_proj", "a.b.q_proj", "q_proj"]
+    assert by_ending("b.q_proj", names) == ["a.b.q_proj"]
+    assert by_expression("q_proj", names) == ["q_proj"]
+    assert by_expression(r"a\..*q_proj", names) == names[:3]
+    assert by_key("q_proj", names) == ["a.q_proj", "a.b.q_proj", "q_proj"]
+    assert by_key(r"b\..*", names) == ["a.b.q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "key"),
+    [
+        ("lora", {"target_modules": r"((\w|\.)+)+!"}, "adapter.target_modules: "),
+        ("lora", {"alpha_pattern": {".*" * 15 + "@": 4.0}}, "adapter.alpha_pattern: "),
+        ("freeze", {"modules": [r"((\w|\.)+)+!"]}, "adapter.modules: "),
+    ],
+)
+def test_an_expression_that_never_returns_is_refused_in_time(
+    kind: str, settings: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOFT_LIMITS", "regex_seconds=1")
+    (problem,) = find(kind, **settings).problems
+    assert problem.startswith(key)
+    assert " is a regular expression that takes more than 1 s" in problem
