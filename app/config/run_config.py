@@ -20,7 +20,7 @@ from app.config.overrides import Given, read_words
 from app.config.schema import default_of
 from app.config.validation import Settings, check_file
 from app.config.values import first_line, parse_override, takes_value
-from app.config.verbs import PARTS, TRUST_KEYS, EvaluateConfig, TrainConfig
+from app.config.verbs import PARTS, PER_START, TRUST_KEYS, EvaluateConfig, TrainConfig
 from app.model.adapter import Ia3Config, LoraConfig
 from app.process.errors import ROOT, UserError
 from app.process.files import write_whole
@@ -225,9 +225,8 @@ def fill_to_resume(
     if found is None:
         return composed
     if run is not None:
-        of_a_start = {"resume", "resume_allow", "faults", "output", "supervise"}
         typed = {one.key for one in given}
-        parts = [name for name in composed if name not in of_a_start]
+        parts = [name for name in composed if name not in PER_START]
         shared = take_settings(run, typed, parts)
         shared |= {"output": {"name": load_run_config(run).output.name}}
         composed = OmegaConf.merge(composed, shared)
