@@ -62,6 +62,7 @@ NOTES = {
 }
 """kind of a note on a row -> what it means, the same after `rows`, and what to do"""
 
+
 @dataclass(kw_only=True, slots=True)
 class AuditConfig:
     """Choose what is compared before training, and which shares stop the run."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     Indices = npt.NDArray[np.int64]
 
+
 @dataclass(kw_only=True, slots=True)
 class PackingConfig:
     """Choose how documents share a row."""
