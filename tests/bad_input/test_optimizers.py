@@ -37,7 +37,7 @@ REFUSED = [
     ),
     (
         ["optimizer=adafactor", "optimizer.beta2_decay=0.8"],
-        "optimizer.beta2_decay=0.8: expected from -1, below 0",
+        "optimizer.beta2_decay=0.8: expected -1 or more, below 0",
         ["optimizer=adafactor", "optimizer.beta2_decay=-0.9"],
     ),
     (

@@ -91,7 +91,7 @@ BAD_WORDS = [
     (["data.audit.ngrams=3"], "did you mean data.audit.ngram?"),
     (["data.audit.ngram=1"], "data.audit.ngram=1: expected 2 or more"),
     (["-m", "preview.rows=2"], "-m: preview runs once"),
-    (["data.on_long=cut"], "data.on_long is 'cut'"),
+    (["data.on_long=cut"], "data.on_long=cut: expected drop, truncate_left"),
 ]
 
 
