@@ -50,6 +50,7 @@ Config = TrainConfig | EvaluateConfig
 """the settings of a verb; those of a preview are a training's and more"""
 EXPERIMENT = "typed-experiment"
 """the name under which Hydra gets the experiment that was read here"""
+MAX_NAME = 72
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -93,8 +94,10 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     config = _build(
         VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
     )
-    name = verb if experiment is None else NOT_IN_NAMES.sub("-", experiment.path.stem)
-    name = f"{name}-preview" if verb == "preview" != name else name
+    name = verb
+    if experiment is not None:
+        name = NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:MAX_NAME] or verb
+        name = f"{name}-preview" if verb == "preview" else name  # apart from the runs of its name
     config.output.name = config.output.name or name
     if config.output.dir is not None and config.output.dir.strip():
         config.output.dir = str(expand_home("output.dir", config.output.dir))
@@ -132,6 +135,8 @@ def _check_options(
             file = find_option(conf, group, option)
             if is_experiment:
                 experiment = read_conf_file(file, package="", is_global=True)
+                if "hydra" in experiment.values:
+                    raise UserError(f"{experiment.where('hydra')} unknown key hydra")
                 chosen += [(experiment, *choice) for choice in choices_of(experiment)]
         except UserError as error:
             place = "" if chosen_in is None else f"{chosen_in.where('defaults')}: "
@@ -163,8 +168,11 @@ def _compose_values(
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         for file in sorted(conf.glob("**/*.yaml")):
             read_conf_file(file, package="")  # says of a file what is wrong with it, and where
-        place = "" if experiment is None else f"{shown(experiment.path)}: "
-        raise UserError(f"{place}{first_line(error)}") from error
+        message = first_line(error)
+        if experiment is not None:
+            name = experiment.path.stem
+            message = f"{shown(experiment.path)}: {message.replace(EXPERIMENT, name)}"
+        raise UserError(message) from error
     options = {group: option for group, option in composed.hydra.runtime.choices.items() if option}
     values: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
     del values["hydra"]
