@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
 import yaml  # type: ignore[import-untyped]
 
@@ -22,12 +22,14 @@ from app.run.output import UNSET, check_output
 from app.run.ranks import check_supervise
 from data_modules import printable, redact
 
+ConfigT = TypeVar("ConfigT", bound=Config)
+"""the settings of the verb that runs"""
 DEFAULT_EXPERIMENT = "quickstart"
 
 
 def run_verb(
     verb: str,
-    function: Callable[[Any], object],
+    function: Callable[[ConfigT], object],
     *,
     sweep: Callable[[list[str]], int] | None = None,
     words: Sequence[str] | None = None,
@@ -42,7 +44,7 @@ def run_verb(
 
 def _dispatch(
     verb: str,
-    function: Callable[[Any], object],
+    function: Callable[[ConfigT], object],
     sweep: Callable[[list[str]], int] | None,
     words: list[str],
 ) -> int:
@@ -70,7 +72,7 @@ def _dispatch(
     config = load_config(verb, words)
     if not is_child():
         check_before_start(config)
-    function(config)
+    function(cast(ConfigT, config))
     return DONE
 
 

@@ -101,12 +101,12 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     config.output.name = config.output.name or name
     if config.output.dir is not None and config.output.dir.strip():
         config.output.dir = str(expand_home("output.dir", config.output.dir))
+    if isinstance(config, EvaluateConfig):
+        config.run = config.run if run is None else str(run)
+        return config
     if run is None and verb == "train" and config.resume != NEVER:
         run = find_run_to_resume(config.resume, config.output.dir, config.output.name)
-    if run is not None and verb == "train":
-        config.output.dir = str(run)
-    elif run is not None:
-        config.run = str(run)
+    config.output.dir = config.output.dir if run is None else str(run)
     if "trainer.num_epochs" in typed and config.trainer.max_steps is not None:
         print_note(
             f"note: trainer.max_steps={config.trainer.max_steps} wins over "
@@ -207,7 +207,7 @@ def _build(
     sources: Sources,
     problems: list[str],
     replaced: AbstractSet[str] = frozenset(),
-) -> Any:
+) -> Config:
     """Give composed values their types; UserError with every problem, `problems` first.
 
     `options`: group -> the option that was chosen; a part's own `name` where there is none.
@@ -235,7 +235,7 @@ def _build(
 
 def _give_types(
     schema: type, parts: Mapping[str, type], values: Mapping[str, Any], names: Mapping[str, str]
-) -> Any:
+) -> Config:
     """Return settings as typed objects; UserError with the first thing that is wrong.
 
     `names`: what each of the `parts` must be called. Numbers are checked before the start.
@@ -249,7 +249,7 @@ def _give_types(
     try:
         for group, part in parts.items():
             node[group] = OmegaConf.structured(part)
-        config = OmegaConf.to_object(OmegaConf.merge(node, values))
+        config: Any = OmegaConf.to_object(OmegaConf.merge(node, values))
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
