@@ -213,7 +213,7 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     """Train by the rooms of `app.train`."""
     import lightning as L
 
-    from app.config.verbs import settings_of
+    from app.config import settings_of
     from app.model.adapter import LoraConfig
     from app.strategy.build import build_strategy
     from app.training.metrics import Curves
@@ -375,7 +375,7 @@ def _by_deepspeed(name: str, module: Any, micro_batches: Iterator[Any]) -> Itera
     import torch
     from deepspeed.utils import logger
 
-    from app.config.verbs import settings_of
+    from app.config import settings_of
     from app.model.adapter import unfuse_adapters
     from app.strategy.deepspeed_config import deepspeed_config
 

@@ -7,6 +7,7 @@ made from them. Needs nothing but dataclasses.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import typing
@@ -102,6 +103,7 @@ def facts_of(field: dataclasses.Field[Any]) -> Facts:
     return facts
 
 
+@functools.cache
 def hints_of(schema: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields, in order."""
     hints = typing.get_type_hints(schema)
@@ -159,7 +161,8 @@ def check_values(config: Any, prefix: str = "", *, skip: Collection[str] = ()) -
 
 
 def _problems(config: Any, prefix: str, skip: Collection[str] = ()) -> Iterator[str]:
-    hints = hints_of(type(config))
+    schema: type = type(config)
+    hints = hints_of(schema)
     for field in dataclasses.fields(config):
         if field.name in skip:
             continue

@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.overrides import SPELLED, spell_keys
+from app.config.overrides import spell_keys
+from app.config.verbs import TYPED_KEYS
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
 from app.run.output import expand_home
@@ -175,7 +176,7 @@ def read_conf_file(
             root = stream.get_single_node()
             if root is not None and not isinstance(root, yaml.MappingNode):
                 raise UserError(f"{shown(path)}:1: expected `key: value` lines")
-            lines = _lines_of(root, path, SPELLED if is_global else {})
+            lines = _lines_of(root, path, TYPED_KEYS if is_global else {})
             values = stream.construct_document(root) if root is not None else {}
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark

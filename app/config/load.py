@@ -69,6 +69,12 @@ def load_run_config(folder: Path) -> TrainConfig:
     return without_trust(_read_run(folder))
 
 
+def settings_of(group: str, option: str) -> Any:
+    """Return the settings that `group=option` means, as its file has them."""
+    file = read_conf_file(find_option(CONF, group, option), package=group)
+    return PARTS[group][option](**file.values)
+
+
 def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     """Return the settings of a verb, every key and value checked; UserError with every problem."""
     known = groups(conf)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from app.config.verbs import TYPED_KEYS
 from app.process.errors import UserError, nearest
 from data_modules import REDACTED, holds_token
 
@@ -24,9 +25,6 @@ SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_toke
 
 REFERENCE = re.compile(r"\$\{[A-Za-z0-9_.\[\]]+\}")
 """`${key.of.another.setting}`, whole: one inside another could form a resolver's name"""
-
-SPELLED = {"trainer.checkpoint.async": "trainer.checkpoint.asynchronous"}
-"""keys as people type them, where Python keeps the word for itself"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ def read_words(
         if match is None:
             problems.append(f"{word}: expected key=value{_hint_for_word(word, groups)}")
             continue
-        key, value = SPELLED.get(match["key"], match["key"]), match["value"]
+        key, value = TYPED_KEYS.get(match["key"], match["key"]), match["value"]
         if (refusal := refuse(key, value)) is not None:
             problems.append(refusal)
         elif REDACTED in value:
@@ -113,13 +111,13 @@ def spell_keys(key: str, value: Any) -> Any:
     spelled = {}
     for name, part in value.items():
         full = f"{key}.{name}" if key else str(name)
-        known = SPELLED[full].rpartition(".")[2] if full in SPELLED else name
+        known = TYPED_KEYS[full].rpartition(".")[2] if full in TYPED_KEYS else name
         spelled[name if known in value else known] = spell_keys(full, part)
     return spelled
 
 
 def _spell_text(mapping: str) -> str:
-    for typed, known in SPELLED.items():
+    for typed, known in TYPED_KEYS.items():
         name, in_python = typed.rpartition(".")[2], known.rpartition(".")[2]
         mapping = re.sub(rf"(?<=[{{,\s]){name}(?=\s*:)", in_python, mapping)
     return mapping

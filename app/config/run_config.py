@@ -14,15 +14,20 @@ import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import ConfFile
 from app.config.schema import default_of
-from app.config.verbs import PARTS, TRUST_KEYS, VERBS, EvaluateConfig, TrainConfig
+from app.config.verbs import (
+    PARTS,
+    PER_START,
+    TRUST_KEYS,
+    VERBS,
+    EvaluateConfig,
+    TrainConfig,
+)
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.run import find_run_to_resume
 from app.run.output import CONFIG_FILE, find_run
 from data_modules import REDACTED, redacted, redacted_keys
 
-OF_A_START = {"resume", "resume_allow", "faults", "output", "supervise"}
-"""settings that say how one start of a run goes, and are never taken from it"""
 TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
 """what an evaluation takes over from its run's trainer; the rest is of training or of a machine"""
 
@@ -58,7 +63,7 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
     Without the groups and settings that were typed: what was typed wins.
     """
     schema = VERBS[verb]
-    own = OF_A_START if verb == "train" else {"run", "output"}
+    own = PER_START if verb == "train" else {"run", "output"}
     parts = [field.name for field in dataclasses.fields(schema) if field.name not in own]
     values = take_settings(run, config, typed, parts)
     defaults = [

@@ -110,7 +110,7 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 
 def element_of(hint: Any) -> Any:
-    """Return X of list[X] and of X | None; other hints as they are."""
+    """Return X of X | None; other hints as they are."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         inner = [part for part in typing.get_args(hint) if part is not type(None)]
         return inner[0] if len(inner) == 1 else hint

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from app.config.conf_files import CONF, find_option, read_conf_file
 from app.config.schema import list_settings
 from app.evaluation.generation import EvaluationConfig
 from app.model.adapter import (
@@ -177,20 +175,15 @@ PARTS: dict[str, dict[str, type]] = {
     "strategy": FAMILIES,
 }
 """the parts whose settings depend on the option: group -> option -> schema"""
-TRUST_KEYS = [one.key for one in list_settings(TrainConfig, PARTS) if one.resume == "trust"]
+_SETTINGS = list_settings(TrainConfig, PARTS)
+TRUST_KEYS = [one.key for one in _SETTINGS if one.resume == "trust"]
 """settings that let code run: typed at each start, never taken from a run's own files"""
-TYPED_KEYS = {
-    one.typed_key: one.key for one in list_settings(TrainConfig, PARTS) if one.facts.typed
-}
+PER_START = {one.key for one in _SETTINGS if one.resume == "per_start" and "." not in one.key}
+"""parts and settings of one start of a run: never taken from it"""
+TYPED_KEYS = {one.typed_key: one.key for one in _SETTINGS if one.facts.typed}
 """keys as people type them, where Python keeps the word for itself"""
 ALTERNATIVES = (
     ("trainer.global_batch_size", "trainer.gradient_accumulation_steps"),
     ("schedule.warmup_steps", "schedule.warmup_ratio"),
 )
 """two ways to say the same thing"""
-
-
-def settings_of(group: str, option: str) -> Any:
-    """Return the settings that `group=option` means, as its file has them."""
-    file = read_conf_file(find_option(CONF, group, option), package=group)
-    return PARTS[group][option](**file.values)

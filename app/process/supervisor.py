@@ -26,12 +26,13 @@ from data_modules import redact, setting
 @dataclass(kw_only=True, slots=True)
 class SuperviseConfig:
     max_restarts: int = setting(0, ge=0, shown=("train",))
-    """times a run that died or hangs is started again, from its newest good checkpoint; on one
-    machine (torchrun has --max-restarts)"""
+    """restarts of a run that died or hangs, each from its newest good checkpoint; on one machine
+    (torchrun has --max-restarts)"""
     hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
-    """a rank hangs when it does nothing in the training loop for so long, and for ten times as
-    long as ever before, and no other does anything; null = never. Several ranks that this command
-    starts are watched always, one where max_restarts is given; ranks of torchrun or srun never"""
+    """minutes without progress in the training loop, on every rank, after which a run counts as
+    hanging (or ten times its longest pause so far, where that is more); null = never. Watched are
+    several ranks that this command starts, or one with max_restarts; never those of torchrun or
+    srun"""
     requeue: bool = False
     """put a SLURM job back into its queue after SIGUSR1 (--signal=USR1@120) has let the run save
     itself; with resume=auto it then goes on"""

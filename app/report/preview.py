@@ -40,8 +40,8 @@ class ShownConfig:
     tokens: int = setting(400, ge=2, shown=True)
     """tokens of a row in the terminal, from its beginning and its end; the page shows 4,096"""
     max_rows: int | None = setting(100_000, ge=10, note="null reads all", shown=True)
-    """rows that are read of all data sets together, in equal parts the first of each: an answer in
-    seconds; null = all, for exact counts and steps; takes as long as a training takes to begin"""
+    """rows read of all data sets together, the first ones of each in equal parts: takes seconds;
+    null = all, for exact counts and steps: takes as long as a training needs to start"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ HOMES = ("none", "cpu")
 @dataclass(kw_only=True, slots=True)
 class StrategyConfig:
     name: str = setting("auto", resume="content")
-    """what this combination is called; auto chooses one and says why"""
+    """the option that was chosen; auto chooses one and says why"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class DdpConfig(StrategyConfig):
     compression: str = setting("none", choices=("none", "bf16", "fp16", "powersgd"))
     """how gradients travel: none, bf16, fp16 (half the bytes), powersgd (low rank, far fewer)"""
     powersgd_rank: int = setting(4, ge=1, note="1 to 32 is usual")
-    """rank of PowerSGD's approximation; higher is nearer, and more bytes"""
+    """rank of PowerSGD's approximation; higher = more exact, more bytes"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,14 +40,14 @@ class ZeroConfig(StrategyConfig):
     offload_parameters: str = setting("none", choices=HOMES)
     """where weights wait for their turn: none (the device), cpu; stage 3"""
     partition_within_node: bool = False
-    """ZeRO++ hpZ: keep a second copy of the weights spread inside each node, so that the backward
-    pass gathers them there; more memory, less traffic between nodes"""
+    """ZeRO++ hpZ: keep a second copy of the weights sharded inside each node, from which the
+    backward pass gathers them; more memory, less traffic between nodes"""
     quantized_weights: bool = False
     """ZeRO++ qwZ: weights travel in 8 bits"""
     quantized_gradients: bool = False
     """ZeRO++ qgZ: gradients travel in 4 bits between nodes"""
     config: dict[str, Any] = field(default_factory=dict)
-    """further keys of a DeepSpeed config; what the other settings say already is refused here"""
+    """further keys of a DeepSpeed config, but none that another setting stands for"""
 
 
 @dataclass(kw_only=True, slots=True)

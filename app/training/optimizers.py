@@ -44,7 +44,7 @@ class OptimizerConfig:
     scale_lr: str = setting("none", choices=("none", "linear", "sqrt"), resume="lr")
     """none, linear or sqrt: how `lr` grows with the global batch over `base_batch_size`"""
     base_batch_size: int = setting(8, ge=1, resume="lr")
-    """packs a global step (rows when not packing) that `lr` is meant for; only with scale_lr"""
+    """packs per global step (rows when not packing) that `lr` is meant for; only with scale_lr"""
     weight_decay: float = setting(0.0, ge=0, le=10, note="0 to 0.1 is usual", shown=("train",))
     """decoupled decay of matrices; vectors (norms, biases, IA3) and token rows never decay"""
 
@@ -102,7 +102,7 @@ class ScheduleFreeConfig(AdamWConfig):
 
     name: str = "schedule_free"
     beta1: float = setting(0.9, ge=0, lt=1)
-    """where gradients are taken: share of the averaged weights, the rest of the newest ones"""
+    """share of the averaged weights, beside the newest ones, in those that gradients are of"""
 
 
 def build_optimizer(

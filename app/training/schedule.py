@@ -30,7 +30,7 @@ class ScheduleConfig:
     start_lr_ratio: float = setting(0.04, gt=0, le=1)
     """where one_cycle starts, as a share of the peak"""
     decay_ratio: float = setting(0.2, gt=0, le=1, note="0.1 to 0.2 is usual")
-    """share of all optimizer steps, the last ones, in which wsd falls"""
+    """share of all optimizer steps, at the end, in which wsd falls"""
 
 
 def build_schedule(

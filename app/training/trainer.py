@@ -30,7 +30,7 @@ class CheckpointConfig:
     keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
     """newest checkpoints that are kept; more disk"""
     keep_best: int = setting(0, ge=0)
-    """checkpoints with the lowest validation losses that are kept besides"""
+    """checkpoints with the lowest validation losses that are kept, too"""
     asynchronous: bool = setting(False, shown=("train",), typed="async")
     """write while training goes on; one more copy of the trainable parameters in host memory"""
 
@@ -78,7 +78,8 @@ class TrainerConfig:
         resume="content",
         shown=("train",),
     )
-    """fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (GPU, scaled loss)"""
+    """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (GPU, scaled
+    loss)"""
     max_grad_norm: float = setting(
         1.0, gt=0, note="1.0 is usual", resume="lr", aliases=("gradient_clip_val",)
     )
@@ -88,8 +89,8 @@ class TrainerConfig:
     finite, each with a warning; one more stops the run. None ever moves a weight; with adamw no
     step waits for the device to know, the other optimizers read one number a step"""
     compile: bool = setting(False, resume="rounding", aliases=("torch_compile=true",))
-    """compile the layers with torch.compile, which takes a minute or more at the start; for GPUs:
-    on the CPU nothing is gained"""
+    """compile the layers with torch.compile: a minute or more at the start, faster steps on a GPU;
+    nothing gained on a CPU"""
     kernels: str = setting("auto", choices=("auto", "torch"), resume="rounding")
     """auto: Liger's for norms and gates on a GPU where it is installed, our own for norms on a CPU,
     where proven equal (faster, less memory; left to the compiler with `compile`); torch: the

@@ -67,10 +67,10 @@ class AuditConfig:
     """Choose what is compared before training, and which shares stop the run."""
 
     overlap: bool = True
-    """look for words of the validation rows and of data.test_datasets in training; takes about as
-    long as reading all tokens once"""
+    """look for n-grams of the validation rows and of data.test_datasets in the training rows;
+    takes about as long as reading all tokens once"""
     ngram: int = setting(13, ge=2, note="13 is usual")
-    """tokens in a row that count as the same words, about 10 words of a large vocabulary; shorter
+    """tokens of an n-gram that is looked for, about 10 words with a large vocabulary; shorter
     documents are compared whole"""
     overlap_share: float = setting(0.2, ge=0, le=1)
     """share of a document's n-grams that must stand in training for it to overlap (those that a

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from app import config as door
 from app.config import conf_files, schema
 from app.config.overrides import PLAIN_VALUE, quote_value
-from app.config.verbs import PARTS, VERBS, settings_of
+from app.config.verbs import PARTS, VERBS
 from app.model.adapter import FullConfig
 from app.process.errors import ROOT, UserError
 from app.run.output import OutputConfig, decide_run_dir, find_run
@@ -515,7 +515,7 @@ def test_every_schema_and_base_has_slots() -> None:
 def test_every_part_names_itself_as_its_option() -> None:
     for group, options in PARTS.items():
         for name, part in options.items():
-            settings = settings_of(group, name)
+            settings = door.settings_of(group, name)
             assert (type(settings), settings.name) == (part, name)
 
 

@@ -35,7 +35,7 @@ class AdapterConfig:
 class LoraConfig(AdapterConfig):
     name: str = "lora"
     path: str | None = None
-    """folder of an adapter to go on with; its own settings are kept"""
+    """folder of an adapter to continue training; its own settings are kept"""
     r: int = setting(
         16,
         ge=1,
@@ -82,11 +82,11 @@ class LoraConfig(AdapterConfig):
 class Ia3Config(AdapterConfig):
     name: str = "ia3"
     path: str | None = None
-    """folder of an adapter to go on with; its own settings are kept"""
+    """folder of an adapter to continue training; its own settings are kept"""
     target_modules: Any = "auto"
     """auto = key, value and feed-forward by architecture; or a list of module name endings"""
     feedforward_modules: Any = "auto"
-    """those of target_modules whose input is scaled instead of their output"""
+    """those of target_modules whose input is scaled, not their output"""
     layers: Any = "all"
     """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
 
@@ -97,7 +97,7 @@ class FreezeConfig(AdapterConfig):
     layers: Any = "top 2"
     """decoder layers that are trained: `top 2` (the last two), a list of numbers, all, or none"""
     modules: list[str] = field(default_factory=list)
-    """modules trained besides: name endings or regular expressions, as [lm_head, 'norm']"""
+    """further modules to train: name endings or regular expressions, as [lm_head, 'norm']"""
 
 
 @dataclass(kw_only=True, slots=True)
