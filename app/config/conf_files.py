@@ -204,7 +204,11 @@ def _is_default(entry: Any) -> bool:
     if isinstance(entry, dict) and len(entry) == 1:
         words = [word for pair in entry.items() for word in pair if word is not None]
     return all(
-        isinstance(word, str) and 0 < len(word) <= MAX_WORD and word.isprintable() for word in words
+        isinstance(word, str)
+        and 0 < len(word) <= MAX_WORD
+        and word.isprintable()
+        and "$" not in word
+        for word in words
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
 import yaml  # type: ignore[import-untyped]
 
@@ -23,12 +23,14 @@ from app.run.folder import UNSET, check_output
 from app.run.ranks import check_supervise
 from data_modules import printable, redact
 
+ConfigT = TypeVar("ConfigT", bound=Config)
+"""the settings of the verb that runs"""
 DEFAULT_EXPERIMENT = "quickstart"
 
 
 def run_verb(
     verb: str,
-    function: Callable[[Any], object],
+    function: Callable[[ConfigT], object],
     *,
     sweep: Callable[[list[str]], int] | None = None,
     words: Sequence[str] | None = None,
@@ -43,7 +45,7 @@ def run_verb(
 
 def _dispatch(
     verb: str,
-    function: Callable[[Any], object],
+    function: Callable[[ConfigT], object],
     sweep: Callable[[list[str]], int] | None,
     words: list[str],
 ) -> int:
@@ -71,7 +73,7 @@ def _dispatch(
     config = load_config(verb, words)
     if not is_child():
         check_before_start(config)
-    function(config)
+    function(cast(ConfigT, config))
     return DONE
 
 

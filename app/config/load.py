@@ -50,6 +50,7 @@ Config = TrainConfig | EvaluateConfig
 """the settings of a verb; those of a preview are a training's and more"""
 EXPERIMENT = "typed-experiment"
 """the name under which Hydra gets the experiment that was read here"""
+MAX_NAME = 72
 NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -66,6 +67,12 @@ def load_run_config(folder: Path) -> TrainConfig:
     Whatever it says of trust is left at its default: the folder may be somebody else's.
     """
     return without_trust(_read_run(folder))
+
+
+def settings_of(group: str, option: str) -> Any:
+    """Return the settings that `group=option` means, as its file has them."""
+    file = read_conf_file(find_option(CONF, group, option), package=group)
+    return PARTS[group][option](**file.values)
 
 
 def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
@@ -93,17 +100,19 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     config = _build(
         VERBS[verb], values, options, sources, problems, replaced=typed.keys() & PARTS.keys()
     )
-    name = verb if experiment is None else NOT_IN_NAMES.sub("-", experiment.path.stem)
-    name = f"{name}-preview" if verb == "preview" != name else name
+    name = verb
+    if experiment is not None:
+        name = NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:MAX_NAME] or verb
+        name = f"{name}-preview" if verb == "preview" else name  # apart from the runs of its name
     config.output.name = config.output.name or name
     if config.output.dir is not None and config.output.dir.strip():
         config.output.dir = str(expand_home("output.dir", config.output.dir))
+    if isinstance(config, EvaluateConfig):
+        config.run = config.run if run is None else str(run)
+        return config
     if run is None and verb == "train" and config.resume != NEVER:
         run = find_run_to_resume(config.resume, config.output.dir, config.output.name)
-    if run is not None and verb == "train":
-        config.output.dir = str(run)
-    elif run is not None:
-        config.run = str(run)
+    config.output.dir = config.output.dir if run is None else str(run)
     if "trainer.num_epochs" in typed and config.trainer.max_steps is not None:
         print_note(
             f"note: trainer.max_steps={config.trainer.max_steps} wins over "
@@ -132,6 +141,8 @@ def _check_options(
             file = find_option(conf, group, option)
             if is_experiment:
                 experiment = read_conf_file(file, package="", is_global=True)
+                if "hydra" in experiment.values:
+                    raise UserError(f"{experiment.where('hydra')} unknown key hydra")
                 chosen += [(experiment, *choice) for choice in choices_of(experiment)]
         except UserError as error:
             place = "" if chosen_in is None else f"{chosen_in.where('defaults')}: "
@@ -163,8 +174,11 @@ def _compose_values(
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         for file in sorted(conf.glob("**/*.yaml")):
             read_conf_file(file, package="")  # says of a file what is wrong with it, and where
-        place = "" if experiment is None else f"{shown(experiment.path)}: "
-        raise UserError(f"{place}{first_line(error)}") from error
+        message = first_line(error)
+        if experiment is not None:
+            name = experiment.path.stem
+            message = f"{shown(experiment.path)}: {message.replace(EXPERIMENT, name)}"
+        raise UserError(message) from error
     options = {group: option for group, option in composed.hydra.runtime.choices.items() if option}
     values: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
     del values["hydra"]
@@ -199,7 +213,7 @@ def _build(
     sources: Sources,
     problems: list[str],
     replaced: AbstractSet[str] = frozenset(),
-) -> Any:
+) -> Config:
     """Give composed values their types; UserError with every problem, `problems` first.
 
     `options`: group -> the option that was chosen; a part's own `name` where there is none.
@@ -227,7 +241,7 @@ def _build(
 
 def _give_types(
     schema: type, parts: Mapping[str, type], values: Mapping[str, Any], names: Mapping[str, str]
-) -> Any:
+) -> Config:
     """Return settings as typed objects; UserError with the first thing that is wrong.
 
     `names`: what each of the `parts` must be called. Numbers are checked before the start.
@@ -241,7 +255,7 @@ def _give_types(
     try:
         for group, part in parts.items():
             node[group] = OmegaConf.structured(part)
-        config = OmegaConf.to_object(OmegaConf.merge(node, values))
+        config: Any = OmegaConf.to_object(OmegaConf.merge(node, values))
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:

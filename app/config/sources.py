@@ -40,7 +40,8 @@ class Sources:
         for file in reversed(self.files):
             if file.sets(key):
                 return file
-        return self.files[-1]
+        of_its_group = [file for file in self.files if file.package == key.partition(".")[0]]
+        return (of_its_group or self.files)[-1]
 
     def where(self, key: str) -> str:
         """Return `conf/experiment/x.yaml:12`, or that the command line set `key`."""

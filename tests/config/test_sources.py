@@ -1,0 +1,153 @@
+"""Where a key came from, and experiments that are files of one's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+
+from app import config as door
+from app.config import conf_files, load
+from app.process.errors import UserError
+from tests.door import ask, make_data, make_model
+from tests.resumed import make_run
+
+HEAD = "# @package _global_\ndefaults:\n  - override /model: tiny\n  - override /data: skills\n"
+ODD_NAMES = ["mine", "with space", "a=b", "[1] (2)", "ümläut", "it's", "a:b"]
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(conf_files.CONF, tmp_path / "conf"))
+
+
+def typed(path: Path) -> str:
+    return f'+experiment="{path}"' if "'" in str(path) else f"+experiment={path}"
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_an_experiment_may_be_a_file_of_ones_own(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(f"{HEAD}  - _self_\ntrainer: {{max_steps: 3, checkpoint: {{async: true}}}}\n")
+    for word in (typed(file), typed(Path("..") / file.name), typed(file).removeprefix("+")):
+        answer = ask(word, "trainer.log_every_steps=2")
+        assert answer.code == 0, answer.said
+        settings = answer.config.trainer
+        assert (settings.max_steps, settings.log_every_steps) == (3, 2)
+        assert settings.checkpoint.asynchronous
+    printed = yaml.safe_load(ask(typed(file), "--cfg", "job").printed)
+    assert printed["output"]["name"] == answer.config.output.name
+    assert door.load_config("preview", [typed(file)]).trainer.max_steps == 3
+    file.write_text(f"{HEAD}  - _self_\ntrainer:\n  max_stepz: 3\n")
+    answer = ask(typed(file), "adapter.rr=2")
+    assert answer.code == 2
+    assert f"{name}.yaml:7 unknown key trainer.max_stepz=3; did you mean" in answer.said
+    assert "command line: unknown key adapter.rr=2" in answer.said
+
+
+def test_an_experiment_that_is_not_there_is_named(tmp_path: Path) -> None:
+    answer = ask("+experiment=nope.yaml")
+    assert (answer.code, "nope.yaml: no such file, looked for from" in answer.said) == (2, True)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "is a named pipe" in ask(f"+experiment={tmp_path / 'pipe.yaml'}").said
+    assert "is typed already" in ask("+experiment=quickstart", "experiment=llama8b").said
+
+
+BAD_EXPERIMENTS = [
+    ("defaults: [nope, _self_]", "mine.yaml: In 'experiment/mine': Could not load"),
+    ("defaults: ['${oc.env:HOME}']", "mine.yaml:2: defaults=['${oc.env:HOME}']: expected a list"),
+    ("defaults: [{/model: tiny}]", "mine.yaml: Multiple values for model"),
+    ("defaults: [override /model: tinny]", "mine.yaml:2: model=tinny: no such option"),
+    ("defaults: [override /nothing: x]", "mine.yaml:2: nothing=x: train has no nothing; it has"),
+    ("hydra: {run: {dir: x}}", "mine.yaml:2 unknown key hydra"),
+    ("trainer: 3", "mine.yaml:2 trainer=3: expected {micro_batch_size"),
+    ("trainer: {precision: fp17}", "mine.yaml:2 trainer.precision=fp17: expected"),
+    ("model: {architecture: {x: {token: abc}}}", "model.architecture: secrets do not go into"),
+    ("model: {architecture: {x: '${oc.env:HOME}'}}", "resolvers like ${oc.env:NAME} are refused"),
+    ("schedule: {warmup_steps: '${trainer.nothing}'}", "'trainer.nothing' not found"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"), BAD_EXPERIMENTS, ids=[row[0] for row in BAD_EXPERIMENTS]
+)
+def test_what_is_wrong_with_an_experiment_is_named_with_its_place(
+    line: str, problem: str, conf: Path
+) -> None:
+    (conf / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{line}\n")
+    with pytest.raises(UserError) as caught:
+        door.load_config("train", ["experiment=mine"], conf)
+    assert problem in str(caught.value)
+
+
+BAD_OPTIONS = [
+    ("shape: [1\n", ":2: not valid YAML"),
+    ("shape: cosine\nshape: linear\n", ":2: shape is set twice, first on 1"),
+    ("- a\n", ":1: expected `key: value` lines"),
+    ("shape: cosinus\n", ":1 schedule.shape=cosinus: expected"),
+]
+
+
+@pytest.mark.parametrize(("text", "problem"), BAD_OPTIONS)
+def test_what_is_wrong_with_an_option_is_named_with_its_place(
+    text: str, problem: str, conf: Path
+) -> None:
+    (conf / "schedule" / "cosine.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        door.load_config("train", ["model=tiny"], conf)
+    assert f"schedule/cosine.yaml{problem}" in str(caught.value)
+
+
+def test_an_option_of_ones_own_says_of_which_kind_it_is(conf: Path) -> None:
+    file = conf / "optimizer" / "mine.yaml"
+    file.write_text("name: muon\nmomentum: 0.8\n")
+    config = door.load_config("train", ["optimizer=mine"], conf)
+    assert (config.optimizer.name, config.optimizer.momentum) == ("muon", 0.8)
+    file.write_text("momentum: 0.8\n")
+    with pytest.raises(UserError, match=r"mine\.yaml:1 optimizer\.name: expected one of adamw"):
+        door.load_config("train", ["optimizer=mine"], conf)
+
+
+def test_an_experiment_may_build_on_another(conf: Path) -> None:
+    (conf / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [llama8b, _self_]\nseed: 3\n"
+    )
+    whole = door.load_config("train", ["experiment=llama8b"])
+    config = door.load_config("train", ["experiment=mine"], conf)
+    assert (config.seed, config.model, config.output.name) == (3, whole.model, "mine")
+    text = (conf / "experiment" / "llama8b.yaml").read_text()
+    (conf / "experiment" / "llama8b.yaml").write_text(f"{text}\nseedz: 4\n")
+    with pytest.raises(UserError, match=rf"llama8b\.yaml:{text.count(chr(10)) + 2} unknown key"):
+        door.load_config("train", ["experiment=mine"], conf)
+
+
+@pytest.mark.parametrize("word", ["hydra.run.dir=x", "hydra/launcher=x", "model@other=tiny"])
+def test_hydras_own_settings_are_unknown(word: str) -> None:
+    answer = ask("+experiment=quickstart", word)
+    assert (answer.code, f"unknown key {word}" in answer.said) == (2, True)
+
+
+def test_the_settings_of_a_run_are_read_once(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
+    run = make_run(tmp_path / "run", f"model.path={model}", f"data.datasets=[{{path: {data}}}]")
+    reads: list[Any] = []
+
+    def read(path: Path, *rest: Any, **named: Any) -> Any:
+        reads.append(path)
+        return conf_files.read_conf_file(path, *rest, **named)
+
+    with mock.patch.object(load, "read_conf_file", read):
+        answer = ask(f"resume={run}")
+        assert answer.code == 0, answer.said
+        door.load_run_config(run).seed = 7
+        assert door.load_run_config(run).seed == answer.config.seed == 42
+    assert reads.count(run / "config.yaml") == 1

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.measure_house import AIMS, measure_sizes, measure_steps
+
+REACHED = (
+    "functions of load_config of the quickstart",
+    "files of load_config of the quickstart",
+)
+"""the aims that the tree reaches, and is held to"""
+
+
+@pytest.mark.slow
+def test_the_house_is_measured_and_keeps_the_aims_that_it_reaches(tmp_path: Path) -> None:
+    figures = measure_sizes() | measure_steps(tmp_path)
+    assert AIMS.keys() <= figures.keys()
+    assert {name: number for name, number in figures.items() if number <= 0} == {}
+    assert {name: figures[name] for name in REACHED if figures[name] > AIMS[name]} == {}
