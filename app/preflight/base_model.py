@@ -89,7 +89,7 @@ def _inspect_folder(folder: Path, model: ModelConfig) -> BaseModel:
         base.problems.append(
             f"{folder / 'adapter_config.json'}: an adapter in the folder of a base is put on it "
             "whenever the base is loaded; move adapter_config.json and adapter_model.safetensors "
-            "to a folder of their own (adapter.path=FOLDER goes on with it), or remove them"
+            "to a folder of their own (adapter.path=FOLDER continues its training), or remove them"
         )
     if (generation := folder / "generation_config.json").exists():
         problem = read_json_object(generation)[1]

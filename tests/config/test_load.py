@@ -316,9 +316,9 @@ def test_a_bare_word_is_a_list_of_it_alone(base: list[str], word: str, value: li
 
 
 def test_a_bare_word_is_a_list_below_other_keys_too(base: list[str]) -> None:
-    config = ask(*base, "model.added_tokens=<|it's|>", "adapter.modules_to_save=lm_head").config
+    config = ask(*base, "model.added_tokens=<|it's|>", "adapter.modules_to_save=norm").config
     assert config.model.added_tokens == ["<|it's|>"]
-    assert config.adapter.modules_to_save == ["lm_head"]
+    assert config.adapter.modules_to_save == ["norm"]
     for word in ("faults=3", "faults=", "faults=null", "data.datasets=rows"):
         assert "expected a list" in ask(*base, word).said
 
