@@ -1,6 +1,6 @@
 """Decide which documents share a pack and where in the epoch it comes, from lengths alone.
 
-Never reads a token, and knows neither steps nor ranks: those are packing.py's.
+Never reads a token, and knows neither steps nor ranks: those are plan.py's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the files behind a path, on disk or remote, and yield their rows with file and line.
 
 Decides which files, hub rows and samples a path and a split mean, which slice and shard of them is
-read, and that a file stays the same meanwhile. How bytes become rows is in readers.py. Never looks
-at what a row means.
+read, and that a file stays the same meanwhile. How bytes become rows is in text.py,
+delimited.py and arrow.py. Never looks at what a row means.
 """
 
 from __future__ import annotations

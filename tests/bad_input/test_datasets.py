@@ -1,4 +1,4 @@
-"""Data sets that only tokenising shows to be wrong: what is said of them, and what stops the run.
+"""Data sets that only tokenizing shows to be wrong: their warnings, and what stops the run.
 
 Each has a twin that differs in the mistake alone and passes.
 """

@@ -152,7 +152,7 @@ def test_a_row_beyond_a_limit_is_named(name: str, suffix: str, tmp_path: Path, b
     file.write_text(text)
     (problem,) = problems_of(file, base)
     assert problem.startswith(f"d{suffix}{said}"), problem
-    if (name, suffix) != ("recursion", ".json"):  # there its end cannot be told
+    if (name, suffix) != ("recursion", ".json"):  # there its end cannot be found
         assert prepare(file, base, on_bad_row="quarantine").counts.kept == 2
     limits = {"nesting": {"nesting": 300}, "columns": {"columns": 20_000}}.get(name)
     if limits is not None:

@@ -245,7 +245,7 @@ def test_answers_end_with_the_token_that_ends_them(
     assert runs(template, conversation(form)) == trained
     ids = {template.stop_texts[stop] for stop in stops}
     assert ids <= template.stop_token_ids
-    assert template._layouts.seen_stops == stops
+    assert template._layout_builder.seen_stops == stops
 
 
 def test_a_call_that_is_dropped_is_noted() -> None:
