@@ -34,7 +34,7 @@ train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" 
 preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
 	$(BIN)/python -m app.preview $(ARGS)
 
-eval: $(STAMP)  ## base against tuned of RUN=FOLDER, or of the newest run; trains the default first
+eval: $(STAMP)  ## base vs tuned of RUN=FOLDER, or of the newest run; trains the default first
 	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
 		"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
 		|| $(BIN)/python -m app.train)
@@ -56,13 +56,17 @@ check: $(STAMP)  ## format, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
-test: $(STAMP)  ## all tests that this machine can run; WORKERS=2 processes of one thread each
-	$(PYTEST) $(ARGS)
-
-test-fast: $(STAMP)  ## the tests that take no more than ten seconds each
+test: $(STAMP)  ## the tests of every day, in minutes; WORKERS=2 processes of one thread each
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-strategies: $(STAMP)  ## the same run under every strategy gives the same numbers (`make test`: a part)
+test-slow: $(STAMP)  ## matrices of strategies, kills, whole runs: what `make test` leaves out
+	$(PYTEST) -m slow $(ARGS)
+
+test-all:  ## every test that this machine can run
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-slow
+
+test-strategies: $(STAMP)  ## the same run under every strategy gives the same numbers (`make test-all`: a part)
 	$(PYTEST) -m "slow or strategies" tests/parity/strategies $(ARGS)
 
 chaos: $(STAMP)  ## kill runs, fill their disks, go on: bit for bit the same? SEED=N; FULL=1 for all
@@ -83,4 +87,4 @@ bench-gpu: $(STAMP)  ## an 8B model on one GPU in eight minutes: speed, memory, 
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval sweep tiny-base check test test-fast test-strategies chaos seeded-bugs bench bench-peers bench-gpu clean
+.PHONY: help install train preview eval sweep tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu clean

@@ -1,4 +1,4 @@
-"""Preview: what a run would learn from, seen before it is paid for; a tokenizer is enough.
+"""Preview: what a run would train on: text, tokens, loss mask, packs; a tokenizer is enough.
 
 `python -m app.preview +experiment=NAME`, or `model.path=TOKENIZER_FOLDER data=...`.
 """
@@ -19,7 +19,7 @@ from app.process.environment import quiet_libraries
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
 from app.process.stdio import keep_streams
-from app.run.folder import decide_run_dir
+from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.training.trainer import TrainerConfig
 from data_modules import DataConfig, printable, redact
@@ -27,10 +27,12 @@ from data_modules import DataConfig, printable, redact
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from data_modules import ModelSpec
+
 STREAM_ROWS = 2000
-"""rows of each data set that stand for a stream"""
+"""rows of each data set that are read of a stream"""
 NO_LIMIT = 1_000_000
-"""tokenizers that know no context say a number far above this"""
+"""tokenizers without a context length state a number far above this"""
 
 log = logging.getLogger(__name__)
 
@@ -43,80 +45,62 @@ def preview(config: PreviewConfig) -> Path:
     # Imported here and not above: --help and a config error must not wait for torch.
     from rich.console import Console
 
-    from app.model.base import context_len, decoder_start_token_id
-    from app.model.chat import with_chat_template
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows
+    from app.assembly import build_datamodule
+    from app.model.tokenizer import build_tokenizer
     from app.report.preview import collect_preview
-    from app.report.preview_page import preview_page
-    from app.report.preview_text import print_preview
-    from data_modules import FinetuneDataModule
+    from app.report.render import print_preview, render_page
+    from data_modules import BatchSpec
 
-    data = beginning_of(config.data) if config.data.streaming else config.data
     tokenizer = build_tokenizer(config.model)
-    architecture = find_architecture(config.model)
-    # Where nothing is known of the base, each token that its tokenizer has is taken to have a row.
-    rows = num_rows(architecture) if architecture else len(tokenizer)
-    new_ids = new_token_ids(config.model, tokenizer, rows)
+    spec, context_fact = find_model_spec(config, tokenizer)
     num_ranks, accumulation = plan_as_typed(config.trainer, config.strategy)
-    if architecture is None:
-        context, context_fact = context_of_tokenizer(tokenizer, config.data.sequence_len)
-    else:
-        context = context_len(architecture)
-        context_fact = f"the model's context: {context:,}" if context else "no limit is known"
-    datamodule = FinetuneDataModule(
-        with_chat_template(data, config.model, tokenizer),
-        config.packing,
-        tokenizer,
-        context_len=context,
-        vocab_size=architecture and num_rows(architecture, new_ids),
+    batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size,
         accumulation_steps=accumulation,
         num_ranks=num_ranks,
         num_epochs=config.trainer.num_epochs,
         max_steps=config.trainer.max_steps,
-        seed=config.seed,
-        decoder_start_token_id=architecture and decoder_start_token_id(architecture),
-        first_rows=rows_of_each(config.preview.max_rows, data),
     )
-    datamodule.setup("fit")
-    shown = collect_preview(
+    shown = beginning_of(config.data) if config.data.streaming else config.data
+    data = build_datamodule(
+        replace(config, data=shown),
+        tokenizer,
+        spec,
+        batching,
+        first_rows=rows_of_each(config.preview.max_rows, shown),
+    )
+    data.setup("fit")
+    result = collect_preview(
         config.preview,
-        datamodule,
+        data,
         tokenizer,
         title=f"preview: {(config.output.name or '').removesuffix('-preview')}",
         facts=[
             f"tokenizer: {config.model.tokenizer_path or config.model.path}, "
             f"{len(tokenizer):,} tokens",
-            *([f"turns: {note}"] if (note := datamodule.report.template_note) else []),
-            f"sequence length: {datamodule.sequence_len:,} tokens ({context_fact})",
+            *([note] if (note := data.report.template_note) else []),
+            f"sequence length: {data.sequence_len:,} tokens ({context_fact})",
             describe_ranks(config.trainer, config.strategy, num_ranks),
             *describe_stream(config.data),
-            *describe_sample(
-                {one.name: one.rows for one in datamodule.report.datasets if one.is_cut}
-            ),
+            *describe_sample({one.name: one.rows for one in data.report.datasets if one.is_cut}),
         ],
     )
-    save_config(config, folder / "config.yaml")
-    datamodule.write_reports(folder)
-    write_whole(folder / "preview.html", redact(preview_page(shown)))
-    # A terminal that cannot write a letter of the data writes its number instead.
+    save_config(config, folder / CONFIG_FILE)
+    data.write_reports(folder)
+    write_whole(folder / "preview.html", redact(render_page(result)))
+    # A terminal that cannot encode a character prints its escape instead.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    print_preview(shown, Console(highlight=False), config.preview.tokens)
+    print_preview(result, Console(highlight=False), config.preview.tokens)
     where = printable(str(folder))
     print(f"\n{where}/preview.html: the same and more, for a browser")
     print(f"run: {where}")
-    # Last, so that what it complains of can be looked at.
-    datamodule.audit.check()
+    data.audit.check()  # last, so that the rows it names can be looked at
     return folder
 
 
 def plan_as_typed(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int, int]:
-    """Return ranks with data of their own, and accumulation steps.
-
-    `auto` devices are one such rank, whatever this machine has.
-    """
+    """Return data ranks and accumulation steps as typed; `auto` devices count as one rank."""
     num_ranks = trainer.num_nodes
     if isinstance(trainer.devices, int):
         all_ranks = trainer.devices * trainer.num_nodes
@@ -127,11 +111,11 @@ def plan_as_typed(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int
 
 
 def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: int) -> str:
-    """Say for how many ranks the steps are planned, and who said so."""
+    """Return for how many ranks the steps are planned, and by which settings."""
     if isinstance(trainer.devices, int):
         typed = f"trainer.devices={trainer.devices}, trainer.num_nodes={trainer.num_nodes}"
         if (together := tensor_parallel_size(strategy, trainer.devices)) > 1:
-            typed += f"; strategy={strategy.name}: {together} ranks split the same data"
+            typed += f"; strategy={strategy.name}: tensor parallel {together}"
         return f"ranks: {num_ranks}, as typed ({typed})"
     return (
         f"ranks: {num_ranks}, with trainer.devices={trainer.devices} taken as 1; type the number "
@@ -142,25 +126,25 @@ def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: 
 def beginning_of(data: DataConfig) -> DataConfig:
     """Return settings that read the first rows of what training would stream.
 
-    Held out are those that the run holds out, the first of each data set: here they stand beside
-    the test data, so that the audit compares them with the rows after them.
+    The rows that the run holds out become test data here, so that the audit compares them with the
+    rows after them.
     """
     held_out = int(data.val_set_size)
     first = [
         replace(dataset, split=f"{dataset.split}[{held_out}:{held_out + STREAM_ROWS}]")
         for dataset in data.datasets
     ]
-    asked = [
+    held_out_sets = [
         replace(dataset, split=f"{dataset.split}[:{held_out}]", max_rows=None)
         for dataset in data.datasets
         if held_out
     ]
-    tests = [*data.test_datasets, *asked]
+    tests = [*data.test_datasets, *held_out_sets]
     return replace(data, datasets=first, test_datasets=tests, val_set_size=0, streaming=False)
 
 
 def describe_stream(data: DataConfig) -> list[str]:
-    """Say how little of a stream is shown."""
+    """Return how much of a stream is shown."""
     if not data.streaming:
         return []
     held_out = int(data.val_set_size)
@@ -172,7 +156,7 @@ def describe_stream(data: DataConfig) -> list[str]:
 
 
 def rows_of_each(max_rows: int | None, data: DataConfig) -> int | None:
-    """Return how many rows of each data set are read, None for all; some are left to train on."""
+    """Return how many rows of each data set are read, None for all; enough to train on some."""
     if max_rows is None:
         return None
     share = max_rows // max(1, len(data.datasets))
@@ -180,7 +164,7 @@ def rows_of_each(max_rows: int | None, data: DataConfig) -> int | None:
 
 
 def describe_sample(rows: dict[str, int]) -> list[str]:
-    """Say which data sets were read in part: name -> rows."""
+    """Return which data sets were read in part; `rows`: data set -> rows read."""
     if not rows:
         return []
     parts = ", ".join(f"{name} ({number:,})" for name, number in rows.items())
@@ -191,15 +175,15 @@ def describe_sample(rows: dict[str, int]) -> list[str]:
 
 
 def _files_read(model: ModelConfig) -> ModelConfig:
-    """Leave out the base where its numbers and its tokenizer are known without it."""
+    """Return `model` without its path where config and tokenizer are known without it."""
     is_known = "model_type" in model.architecture and model.tokenizer_path is not None
     return replace(model, path=None) if is_known else model
 
 
 def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
-    """Read or make the base's numbers; None where there is a tokenizer and nothing else.
+    """Return the config of the base; None where there is only a tokenizer.
 
-    Numbers that stand in the settings are taken at their word: nothing has to be downloaded.
+    `model.architecture` is used where it is set: nothing is downloaded.
     """
     from app.model.base import load_architecture
 
@@ -211,17 +195,30 @@ def find_architecture(model: ModelConfig) -> PretrainedConfig | None:
     return None if folder is None else load_architecture(model)
 
 
-def context_of_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, sequence_len: int | None
-) -> tuple[int | None, str]:
-    """Return the context that a tokenizer alone knows of, and how to say so.
+def find_model_spec(
+    config: PreviewConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[ModelSpec, str]:
+    """Return what the data depends on of the model, and a fact about its context.
 
-    A typed `sequence_len` is taken at its word: only a model could contradict it.
+    With a tokenizer alone, each of its tokens is taken to have a row. A typed `sequence_len` then
+    stands: only a model could contradict it.
     """
+    from app.assembly import model_spec
+    from app.model.tokenizer import new_token_ids, num_rows
+    from data_modules import ModelSpec
+
+    architecture = find_architecture(config.model)
+    if architecture is not None:
+        new_ids = new_token_ids(config.model, tokenizer, num_rows(architecture))
+        spec = model_spec(architecture, new_ids)
+        context = spec.context_len
+        return spec, f"the model's context: {context:,}" if context else "no limit is known"
     limit = int(tokenizer.model_max_length)
-    if sequence_len is not None or limit > NO_LIMIT:
-        return None, "the model's context is not known: there is no config.json"
-    return limit, f"the tokenizer's model_max_length is {limit:,}; there is no config.json"
+    if config.data.sequence_len is not None or limit > NO_LIMIT:
+        fact = "the model's context is not known: there is no config.json"
+        return ModelSpec(context_len=None), fact
+    fact = f"the tokenizer's model_max_length is {limit:,}; there is no config.json"
+    return ModelSpec(context_len=limit), fact
 
 
 if __name__ == "__main__":

@@ -44,7 +44,14 @@ def datamodule() -> Any:
     """The shipped mixture in packs that take about 100 ms a step."""
     from transformers import AutoTokenizer
 
-    from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+    from data_modules import (
+        BatchSpec,
+        DataConfig,
+        DatasetConfig,
+        FinetuneDataModule,
+        ModelSpec,
+        PackingConfig,
+    )
 
     files = {"lists": "lists.json", "orders": "orders.jsonl", "people": "people.json"}
     module = FinetuneDataModule(
@@ -55,11 +62,8 @@ def datamodule() -> Any:
         ),
         PackingConfig(),
         AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
-        context_len=1024,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        num_epochs=1,
-        max_steps=STEPS,
+        ModelSpec(context_len=1024),
+        BatchSpec(max_steps=STEPS),
         seed=42,
     )
     module.setup("fit")
@@ -120,14 +124,14 @@ def our_step_seconds(folder: Path) -> list[float]:
     import lightning as L
 
     from app.model.adapter import LoraConfig
-    from app.strategy.mixin import OneDevice
+    from app.strategy.ddp import OneDevice
     from app.training.callbacks.progress import ProgressBar
     from app.training.logger import LoggerConfig, build_loggers
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 
     class Clock(L.Callback):
         def __init__(self) -> None:
@@ -139,7 +143,7 @@ def our_step_seconds(folder: Path) -> list[float]:
     folder.mkdir()
     data, clock = datamodule(), Clock()
     loggers = build_loggers(LoggerConfig(name="csv"), folder, data.dataset_names)
-    curves = Curves(data.dataset_names, loggers, every_steps=10)
+    metrics = Metrics(data.dataset_names, loggers, every_steps=10)
     module = FinetuneModule(
         builder(),
         backend="sdpa",
@@ -149,16 +153,16 @@ def our_step_seconds(folder: Path) -> list[float]:
         schedule=ScheduleConfig(shape="constant"),
         total_steps=STEPS,
         is_packed=True,
-        curves=curves,
+        metrics=metrics,
     )
     config = TrainerConfig(accelerator="cpu", gradient_accumulation_steps=1, precision="fp32")
-    trainer = build_trainer(
+    trainer = build_lightning_trainer(
         config,
-        placement=resolve_placement(config),
+        env=resolve_environment(config),
         strategy=OneDevice("cpu"),
         total_steps=STEPS,
         loggers=loggers,
-        callbacks=[ProgressBar(curves), clock],
+        callbacks=[ProgressBar(), clock],
         folder=folder,
     )
     trainer.fit(module, datamodule=data)

@@ -103,16 +103,15 @@ with Path(out, "tokens.txt").open("w") as file:
 SCALING = """
 import sys, time
 import transformers
-from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
-from data_modules import check_datasets
+from data_modules import BatchSpec, DataConfig, DatasetConfig, FinetuneDataModule, ModelSpec
+from data_modules import PackingConfig, check_datasets
 tokenizer, template, cache, *files = sys.argv[1:]
 tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
 datasets = [DatasetConfig(path=file) for file in files]
 data = DataConfig(datasets=datasets, cache_dir=cache, num_proc=1, chat_template=template,
                   sequence_len=1 << 16)
 module = FinetuneDataModule(
-    data, PackingConfig(), tokenizer, context_len=1 << 20, micro_batch_size=1,
-    accumulation_steps=1, num_epochs=1, max_steps=None, seed=1,
+    data, PackingConfig(), tokenizer, ModelSpec(context_len=1 << 20), BatchSpec(), seed=1
 )
 started = time.process_time()
 assert not check_datasets(data)

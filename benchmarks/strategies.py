@@ -174,7 +174,14 @@ def datamodule(folder: Path, num_ranks: int, seed: int = 0) -> Any:
     """The rows in packs of 512 tokens."""
     from transformers import AutoTokenizer
 
-    from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+    from data_modules import (
+        BatchSpec,
+        DataConfig,
+        DatasetConfig,
+        FinetuneDataModule,
+        ModelSpec,
+        PackingConfig,
+    )
 
     rows = DatasetConfig(path=str(folder / "rows.jsonl"), format="pretokenized", name="rows")
     return FinetuneDataModule(
@@ -186,14 +193,11 @@ def datamodule(folder: Path, num_ranks: int, seed: int = 0) -> Any:
         ),
         PackingConfig(),
         AutoTokenizer.from_pretrained(folder / "base"),
-        context_len=SEQUENCE_LEN,
-        micro_batch_size=1,
-        accumulation_steps=ACCUMULATION,
-        num_ranks=num_ranks,
-        num_epochs=1,
-        max_steps=STEPS,
+        ModelSpec(context_len=SEQUENCE_LEN),
+        BatchSpec(
+            accumulation_steps=ACCUMULATION, num_ranks=num_ranks, max_steps=STEPS, row_multiple=64
+        ),
         seed=seed,
-        row_multiple=64,
     )
 
 
@@ -216,11 +220,11 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
     from app.config.verbs import settings_of
     from app.model.adapter import LoraConfig
     from app.strategy.build import build_strategy
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 
     class Clock(L.Callback):
         def __init__(self) -> None:
@@ -240,11 +244,11 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
         precision="fp32",
         kernels="torch",  # as in the loops by hand
     )
-    placement = resolve_placement(config, settings)
+    env = resolve_environment(config, settings)
     # Two that are alone learn from other rows, as two ranks do.
-    data = datamodule(folder, placement.num_data_ranks, seed=rank if name == "single" else 0)
+    data = datamodule(folder, env.num_data_ranks, seed=rank if name == "single" else 0)
     data.setup("fit")
-    clock, curves = Clock(), Curves(data.dataset_names, [], config.log_every_steps)
+    clock, metrics = Clock(), Metrics(data.dataset_names, [], config.log_every_steps)
     module = FinetuneModule(
         builder(folder),
         backend="sdpa",
@@ -254,12 +258,12 @@ def ours(run_folder: Path, folder: Path, name: str, rank: int) -> list[Time]:
         schedule=ScheduleConfig(shape="constant", warmup_steps=0),
         total_steps=STEPS,
         is_packed=True,
-        curves=curves,
+        metrics=metrics,
         uses_fused_kernels=False,
     )
-    trainer = build_trainer(
+    trainer = build_lightning_trainer(
         config,
-        placement=placement,
+        env=env,
         strategy=build_strategy(settings, accelerator="cpu", num_ranks=num_ranks),
         total_steps=STEPS,
         loggers=[],

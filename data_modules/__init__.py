@@ -1,4 +1,4 @@
-"""Offer the data path by name; each name is imported when it is first asked for.
+"""Offer the data path by name; each name is imported when it is first used.
 
 The settings and `check_datasets` need neither torch nor lightning, so importing this must not.
 """
@@ -10,56 +10,60 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from data_modules.audit import Audit as Audit
+    from data_modules.collator import Batch as Batch
+    from data_modules.collator import DecoderInputs as DecoderInputs
+    from data_modules.datamodule import BatchSpec as BatchSpec
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
+    from data_modules.datamodule import ModelSpec as ModelSpec
+    from data_modules.datamodule import StepRow as StepRow
+    from data_modules.messages import REDACTED as REDACTED
+    from data_modules.messages import DataError as DataError
+    from data_modules.messages import Origin as Origin
+    from data_modules.messages import RemoteError as RemoteError
+    from data_modules.messages import holds_token as holds_token
+    from data_modules.messages import printable as printable
+    from data_modules.messages import redact as redact
+    from data_modules.messages import redacted as redacted
+    from data_modules.messages import redacted_keys as redacted_keys
     from data_modules.packing.plan import PACKING_METHODS as PACKING_METHODS
     from data_modules.packing.plan import PackingConfig as PackingConfig
-    from data_modules.redaction import REDACTED as REDACTED
-    from data_modules.redaction import holds_token as holds_token
-    from data_modules.redaction import redact as redact
-    from data_modules.redaction import redacted as redacted
-    from data_modules.redaction import redacted_keys as redacted_keys
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
     from data_modules.source import is_hub_id as is_hub_id
     from data_modules.source import open_regular as open_regular
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
-    from data_modules.tokens.report import DataReport as DataReport
-    from data_modules.types import Batch as Batch
-    from data_modules.types import DataError as DataError
-    from data_modules.types import DecoderInputs as DecoderInputs
+    from data_modules.template import Prompt as Prompt
+    from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.types import Example as Example
-    from data_modules.types import Origin as Origin
-    from data_modules.types import Prompt as Prompt
-    from data_modules.types import RemoteError as RemoteError
-    from data_modules.types import StepRow as StepRow
-    from data_modules.types import printable as printable
 
 _HOMES = {
     "Audit": "audit",
-    "Batch": "types",
+    "BatchSpec": "datamodule",
+    "Batch": "collator",
     "DataConfig": "settings",
-    "DataError": "types",
-    "DataReport": "tokens.report",
+    "DataError": "messages",
+    "DataReport": "tokens.datasets",
     "DatasetConfig": "settings",
-    "DecoderInputs": "types",
+    "DecoderInputs": "collator",
     "Example": "types",
     "FinetuneDataModule": "datamodule",
-    "Origin": "types",
+    "ModelSpec": "datamodule",
+    "Origin": "messages",
     "PACKING_METHODS": "packing.plan",
     "PackingConfig": "packing.plan",
-    "Prompt": "types",
-    "REDACTED": "redaction",
-    "RemoteError": "types",
-    "StepRow": "types",
+    "Prompt": "template",
+    "REDACTED": "messages",
+    "RemoteError": "messages",
+    "StepRow": "datamodule",
     "TEMPLATE_NAMES": "template",
     "check_datasets": "settings",
-    "holds_token": "redaction",
+    "holds_token": "messages",
     "is_hub_id": "source",
-    "printable": "types",
-    "redact": "redaction",
-    "redacted": "redaction",
-    "redacted_keys": "redaction",
+    "printable": "messages",
+    "redact": "messages",
+    "redacted": "messages",
+    "redacted_keys": "messages",
     "open_regular": "source",
 }
 

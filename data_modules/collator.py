@@ -1,4 +1,4 @@
-"""Lay the documents of a micro-batch out as tensors, packed in one row or padded.
+"""Make tensors of the documents of a micro-batch, packed in one row or padded.
 
 Decides positions, labels and padding. Never decides which documents come together.
 """
@@ -6,17 +6,102 @@ Decides positions, labels and padding. Never decides which documents come togeth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from data_modules.types import Batch, DecoderInputs, Example
+from data_modules.types import Example
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
 
 IGNORED = -100
-
 Row = list[Example]
 Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderInputs:
+    """Hold what a decoder reads: its labels, moved right behind the start token of each document.
+
+    `input_ids`, `position_ids` int64 [rows, targets]; `document_lengths` as in `Batch`.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    document_lengths: list[list[int]]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> DecoderInputs:
+        """Return a copy with its tensors on `device`."""
+        ids, positions = (
+            tensor.to(device, non_blocking=non_blocking)
+            for tensor in (self.input_ids, self.position_ids)
+        )
+        return DecoderInputs(ids, positions, self.document_lengths)
+
+    def pin_memory(self) -> DecoderInputs:
+        """Return a copy with its tensors in page-locked memory."""
+        return DecoderInputs(
+            self.input_ids.pin_memory(), self.position_ids.pin_memory(), self.document_lengths
+        )
+
+
+@dataclass(slots=True)
+class Batch:
+    """Hold one micro-batch.
+
+    input_ids        int64 [rows, tokens]
+    position_ids     int64 [rows, tokens], from 0 in each document
+    labels           int64 [rows, tokens], already shifted: the token that this position must
+                     predict, -100 where masked
+    loss_weights     float32 [rows, tokens], weight of that label, 0 where it is -100
+    dataset_ids      int64 [rows, tokens], index of the data set, 0 in padding
+    trained_columns  int64 [k], columns in which any row has a label; column 0 when there is none
+    document_lengths per row the tokens of each document; what lies beyond their sum is padding
+    step_weight      sum of `loss_weights` over the whole global step (all micro-batches, all
+                     ranks), a tensor where ranks had to add it up; 1.0 in validation, where there
+                     is no step
+    num_tokens       tokens in this micro-batch that are not padding
+    decoder          what the decoder reads, for encoder-decoder models: `input_ids`,
+                     `position_ids` and `document_lengths` are then the encoder's, and `labels`,
+                     `loss_weights`, `dataset_ids` and `trained_columns` [rows, targets] the
+                     decoder's
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_weights: torch.Tensor
+    dataset_ids: torch.Tensor
+    trained_columns: torch.Tensor
+    document_lengths: list[list[int]]
+    step_weight: float | torch.Tensor
+    num_tokens: int
+    decoder: DecoderInputs | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """Return a copy with its tensors on `device`."""
+        moved = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in self._tensors().items()
+        }
+        decoder = None if self.decoder is None else self.decoder.to(device, non_blocking)
+        return replace(self, **moved, decoder=decoder)
+
+    def pin_memory(self) -> Batch:
+        """Return a copy with its tensors in page-locked memory."""
+        pinned = {name: tensor.pin_memory() for name, tensor in self._tensors().items()}
+        decoder = None if self.decoder is None else self.decoder.pin_memory()
+        return replace(self, **pinned, decoder=decoder)
+
+    def _tensors(self) -> dict[str, Any]:
+        plain = ("document_lengths", "step_weight", "num_tokens", "decoder")
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in plain}
 
 
 class Collator:
@@ -90,7 +175,7 @@ class Collator:
 
 
 class _Side:
-    """Lay token arrays side by side: `documents[row][document]`, each [tokens].
+    """Concatenate token arrays: `documents[row][document]`, each [tokens].
 
     Rows have `row_len` tokens, or as many as the longest of them needs, rounded up to `multiple`.
     """

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from data_modules.audit import Audit
-from data_modules.collator import Collator
+from data_modules.collator import Batch, Collator
+from data_modules.messages import DataError, Origin, redacted
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,
@@ -36,24 +38,62 @@ from data_modules.packing.plan import (
     pack_documents,
     shard_packs,
 )
-from data_modules.redaction import redacted
 from data_modules.settings import DataConfig, dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
 from data_modules.template import ChatTemplate
+from data_modules.template.template import Prompt
 from data_modules.tokens.datasets import PreparedData
 from data_modules.tokens.encode import ChunkEncoder
 from data_modules.tokens.prepare import hash_of
 from data_modules.tokens.rows import chunks_of, find_format
 from data_modules.tokens.store import Examples
-from data_modules.types import Batch, DataError, Prompt, StepRow
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
     import transformers
 
 DEFAULT_SEQUENCE_LEN = 2048
 PROBE_TOKENS = 64
-
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Name a row of a global step, and the rank that trains on it; numbers from 0."""
+
+    rank: int
+    micro_batch: int
+    dataset: str
+    origin: Origin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """What the data depends on of the model that is trained on it."""
+
+    context_len: int | None
+    """tokens of the longest document; None: no limit is known"""
+    vocab_size: int | None = None
+    """rows of the embedding: a token id beyond them is an error"""
+    decoder_start_token_id: int | None = None
+    """of an encoder-decoder model; None for a causal one"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSpec:
+    """How rows become the optimizer steps of a run."""
+
+    micro_batch_size: int = 1
+    accumulation_steps: int = 1
+    num_ranks: int = 1
+    """ranks with data of their own; the trainer must have as many"""
+    num_epochs: int = 1
+    max_steps: int | None = None
+    row_multiple: int = 1
+    """tokens of a packed row are rounded up to a multiple of this"""
+    pad_packs: bool = False
+    """give all packed rows of a causal model the size of a full one"""
 
 
 class FinetuneDataModule(lightning.LightningDataModule):
@@ -61,14 +101,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     After `setup`: `dataset_names`, `sequence_len`, `train_examples`, `val_examples`, `report`,
     `template`, `template_hash`, `total_steps` and `plan`. `first_step` is the global step that the
-    training loader begins with. Which share of the steps a loader serves, the trainer's rank says.
-    The trainer must have `num_ranks` ranks with data of their own and
-    `use_distributed_sampler=False`. `vocab_size` is
-    the number of rows of the model's embedding: token ids beyond it are an error.
-    `decoder_start_token_id` is given for encoder-decoder models, and None for causal ones.
-    `pad_packs` gives all packed rows of a causal model the size of a full one; `row_multiple` is
-    what the number of their tokens is rounded up to otherwise. With `first_rows` only so many rows
-    of each data set are read.
+    training loader begins with. Which share of the steps a loader serves follows from the trainer's
+    rank; the trainer must be made with `use_distributed_sampler=False`. With `first_rows` only that
+    many rows of each data set are read.
     """
 
     def __init__(
@@ -76,32 +111,26 @@ class FinetuneDataModule(lightning.LightningDataModule):
         config: DataConfig,
         packing: PackingConfig,
         tokenizer: transformers.PreTrainedTokenizerBase,
+        model: ModelSpec,
+        batching: BatchSpec,
         *,
-        context_len: int | None,
-        micro_batch_size: int,
-        accumulation_steps: int,
-        num_epochs: int,
-        max_steps: int | None,
         seed: int,
-        num_ranks: int = 1,
-        vocab_size: int | None = None,
-        decoder_start_token_id: int | None = None,
-        pad_packs: bool = False,
-        row_multiple: int = 1,
         first_rows: int | None = None,
     ) -> None:
         super().__init__()
         check_packing(packing)
         self._config, self._packing, self._tokenizer = config, packing, tokenizer
-        self._micro_batch_size, self._accumulation_steps = micro_batch_size, accumulation_steps
-        self._num_epochs, self._max_steps, self._seed = num_epochs, max_steps, seed
-        self._num_ranks, self._vocab_size = num_ranks, vocab_size
-        self._decoder_start, self._pad_packs = decoder_start_token_id, pad_packs
-        self._row_multiple, self._first_rows = row_multiple, first_rows
-        self.sequence_len = choose_sequence_len(config.sequence_len, context_len)
+        self._micro_batch_size = batching.micro_batch_size
+        self._accumulation_steps, self._num_ranks = batching.accumulation_steps, batching.num_ranks
+        self._num_epochs, self._max_steps = batching.num_epochs, batching.max_steps
+        self._row_multiple, self._pad_packs = batching.row_multiple, batching.pad_packs
+        self._vocab_size, self._decoder_start = model.vocab_size, model.decoder_start_token_id
+        self._seed, self._first_rows = seed, first_rows
+        self.sequence_len = choose_sequence_len(config.sequence_len, model.context_len)
         self.dataset_names = dataset_names(config.datasets)
         self.first_step = 0
         self._data: PreparedData | None = None
+        self._prompts: dict[int, dict[str, list[Prompt]]] = {}
 
     def prepare_data(self) -> None:
         """Do nothing: ranks share the cache, where the first one prepares and the others wait."""
@@ -114,8 +143,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         is_encoder_decoder = self._decoder_start is not None
         if is_encoder_decoder and config.on_long == "split":
             raise DataError(
-                "data.on_long=split: the answer of an encoder-decoder model cannot be told without "
-                "its question; use drop, truncate_left or truncate_right"
+                "data.on_long=split: an encoder-decoder model needs question and answer "
+                "together; use drop, truncate_left or truncate_right"
             )
         self.template = ChatTemplate.resolve(
             self._tokenizer,
@@ -147,7 +176,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     @property
     def audit(self) -> Audit:
-        """Return what will be learned and what is wrong with it; `setup` must have run."""
+        """Return what will be trained on and what is wrong with it; `setup` must have run."""
         return self._ready.audit
 
     @property
@@ -156,7 +185,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self.template.hash
 
     def fingerprints(self) -> dict[str, str]:
-        """Return hashes of template and tokenizer and, but for a stream, of all that is learned."""
+        """Return hashes of template, tokenizer and, except for a stream, of all trained tokens."""
         found = {
             "template_sha256": self.template_hash,
             "tokenizer_sha256": hash_of(self._tokenizer),
@@ -263,7 +292,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._loader(self.val_examples, batches)
 
     def rows_of_step(self, step: int) -> Iterator[StepRow]:
-        """Yield what all ranks learn from in global step `step`, counted from 1.
+        """Yield the rows that all ranks train on in global step `step`, counted from 1.
 
         None of a stream, of which nobody keeps a plan.
         """
@@ -279,21 +308,24 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return the prompts of the first `max_rows` rows of each data set with answers to ask for.
 
         They come from `test_datasets` when there are any, else from the validation rows. Prompts
-        above `sequence_len` tokens are left out, and logged.
+        above `sequence_len` tokens are left out, and logged once.
         """
+        if max_rows in self._prompts:
+            return self._prompts[max_rows]
         found: dict[str, list[Prompt]] = {}
-        for name, items in self._ready.items_to_ask(max_rows):
+        for name, items in self._ready.prompt_items(max_rows):
             prompts = [p for item in items if (p := self.template.prompt(item))]
             fitting = [p for p in prompts if len(p.input_ids) <= self.sequence_len]
             if len(fitting) < len(prompts):
                 longest = max(prompts, key=lambda prompt: len(prompt.input_ids))
                 log.warning(
                     f"data: {name}: {len(prompts) - len(fitting):,} of {len(prompts):,} prompts "
-                    f"are longer than {self.sequence_len:,} tokens and are not asked; the longest, "
+                    f"are longer than {self.sequence_len:,} tokens and are left out; the longest, "
                     f"{longest.origin}, has {len(longest.input_ids):,}; raise data.sequence_len"
                 )
             if fitting:
                 found[name] = fitting
+        self._prompts[max_rows] = found
         return found
 
     def transfer_batch_to_device(
@@ -322,15 +354,15 @@ class FinetuneDataModule(lightning.LightningDataModule):
             batch_size=None,
             num_workers=self._config.num_workers,
             persistent_workers=self._config.num_workers > 0,
-            worker_init_fn=_obey_the_trainer_alone,
-            pin_memory=self._goes_to_a_gpu,
+            worker_init_fn=_ignore_group_sigterm,
+            pin_memory=self._pins_memory,
             # A loader without its own generator draws a number from the global one, so that a
             # validation pass would change the dropout of the steps after it.
             generator=torch.Generator(),
         )
 
     @property
-    def _goes_to_a_gpu(self) -> bool:
+    def _pins_memory(self) -> bool:
         if not self.trainer:
             return torch.cuda.is_available()
         device: torch.device = self.trainer.strategy.root_device
@@ -432,17 +464,17 @@ def choose_sequence_len(sequence_len: int | None, context_len: int | None) -> in
     return sequence_len
 
 
-def _obey_the_trainer_alone(worker_id: int) -> None:
+def _ignore_group_sigterm(worker_id: int) -> None:
     """Outlive a SIGTERM that all processes of a run get: the step under way still needs batches.
 
     Called in a loader's worker. The training process ends it, by a SIGTERM too.
     """
     if sys.platform == "linux":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_wait_for_its_sigterm, daemon=True).start()
+        threading.Thread(target=_exit_on_parent_sigterm, daemon=True).start()
 
 
-def _wait_for_its_sigterm() -> None:
+def _exit_on_parent_sigterm() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from data_modules import format as formats
 from data_modules import source
 from data_modules.audit import AuditConfig, check_audit
+from data_modules.messages import printable
 from data_modules.packing.mixture import MixtureConfig, check_mixture
 from data_modules.template import Limits, MaskConfig, check_mask
 from data_modules.tokens.rows import check_first_rows
-from data_modules.types import printable
 
 ON_LONG = ("drop", "truncate_left", "truncate_right", "split", "error")
 ON_BAD_ROW = ("error", "quarantine")

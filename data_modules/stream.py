@@ -21,12 +21,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data_modules import source
-from data_modules.collator import Collator
+from data_modules.collator import Batch, Collator
+from data_modules.messages import DataError
+from data_modules.packing.bins import seeded_generator
 from data_modules.packing.plan import pack_documents
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
 from data_modules.tokens.rows import BadRows
-from data_modules.types import Batch, DataError, Example, seeded_generator
+from data_modules.types import Example
 
 WINDOW_PACKS = 512
 MAX_WINDOW_TOKENS = 1 << 21
@@ -158,8 +160,8 @@ class TokenStream(IterableDataset[Batch]):
                         yield example
             if not num_examples:
                 raise DataError(
-                    f"{dataset.path}: no row to learn for rank {shard[0]} of {shard[1]}; it is too "
-                    "small for a stream: set data.streaming=false"
+                    f"{dataset.path}: no row to train on for rank {shard[0]} of {shard[1]}; it is "
+                    "too small for a stream: set data.streaming=false"
                 )
 
     def _chunks(self, dataset: DatasetConfig, shard: tuple[int, int]) -> Iterator[source.Chunk]:
@@ -196,7 +198,7 @@ class TokenStream(IterableDataset[Batch]):
             )
 
 
-def held_out_part(dataset: DatasetConfig, config: DataConfig) -> DatasetConfig:
+def validation_slice(dataset: DatasetConfig, config: DataConfig) -> DatasetConfig:
     """Return the slice of a data set that is for validation: its first rows."""
     return dataclasses.replace(dataset, split=f"{dataset.split}[:{int(config.val_set_size)}]")
 

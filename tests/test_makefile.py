@@ -77,8 +77,9 @@ def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:
 
 def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
     make(clone, "install")
-    (whole,) = make(clone, "test", "ARGS=tests/config/test_help.py")
-    assert whole.startswith("-m pytest -n 2 --dist loadfile ")
-    assert whole.endswith(" tests/config/test_help.py")
-    (fast,) = make(clone, "test-fast", "WORKERS=4")
-    assert fast.startswith("-m pytest -n 4 ") and "-m not slow" in fast
+    (everyday,) = make(clone, "test", "ARGS=tests/config/test_help.py")
+    assert everyday.startswith("-m pytest -n 2 --dist loadfile ")
+    assert everyday.endswith("-m not slow tests/config/test_help.py")
+    everyday, slow = make(clone, "test-all", "WORKERS=4")
+    assert everyday.startswith("-m pytest -n 4 ") and everyday.rstrip().endswith("-m not slow")
+    assert slow.rstrip().endswith("-m slow")

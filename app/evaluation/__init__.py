@@ -1,1 +1,1 @@
-"""Did it learn: exact match by generation, base against tuned."""
+"""Did it learn: exact match by generation, base vs tuned."""

@@ -1,13 +1,25 @@
-"""Base against tuned, data set by data set: the table at the end of a run."""
+"""Base vs tuned, data set by data set: how both are measured, and the closing table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from app.evaluation.generation import EvaluationConfig
+from app.evaluation.predictions import Predictions
+from app.model.adapter import AdapterConfig, goes_on, saves_whole_model
+
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from app.strategy.mixin import StrategyMixin
+    from data_modules import FinetuneDataModule
+
+log = logging.getLogger(__name__)
 
 WHO = ("base", "tuned")
 MEASURES = {
@@ -15,6 +27,89 @@ MEASURES = {
     "val/loss": ("loss", "{:.4f}"),
     "exact_match": ("exact match", "{:.1%}"),
 }
+
+
+class Evaluator:
+    """Measure models on the same held-out rows: loss per data set, and exact match if configured.
+
+    `shards` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
+    ranks measure together, each its share of the validation rows.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        data: FinetuneDataModule,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: set[int],
+        backend: str,
+        *,
+        shards: StrategyMixin | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.data, self.backend = data, backend
+        self.shards, self.sum_over_ranks = shards, sum_over_ranks
+        self.prompts = data.prompts(config.max_rows) if config.exact_match else {}
+        self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
+
+    def losses(self, model: Any) -> dict[str, float]:
+        """Return the exact validation loss of every data set; nothing without validation rows."""
+        from app.training.objective import validate
+
+        names = self.data.dataset_names
+        if not len(self.data.val_examples):
+            return {}
+        if self.shards is None:
+            return validate(model, self.data.whole_val_dataloader(), self.backend, names)
+        share, device = self.data.val_dataloader(), self.shards.root_device
+        return validate(model, share, self.backend, names, device, self.sum_over_ranks)
+
+    def answers(self, who: str, model: Any) -> dict[str, float]:
+        """Return the exact match of every data set, named by `who`; nothing without prompts."""
+        return self.predictions.answer(who, model, self.shards) if self.prompts else {}
+
+    def measure(self, who: str, model: Any) -> dict[str, float]:
+        """Return all figures of a model, named by `who`: base or tuned."""
+        return named(who, self.losses(model)) | self.answers(who, model)
+
+
+def compare_trained(
+    evaluator: Evaluator,
+    model: Any,
+    adapter: AdapterConfig,
+    validations: Sequence[dict[str, float]],
+    load_base: Callable[[], PreTrainedModel] | None,
+    *,
+    is_as_trained: bool,
+) -> dict[str, float]:
+    """Compare a model that was just trained with its base, reusing what training has measured.
+
+    `validations` are those of the training, the first before its first step. `is_as_trained`:
+    `model` is the one that was trained, not one that was loaded again. `load_base` is None for a
+    model that was trained from scratch.
+    """
+    is_whole = saves_whole_model(adapter)
+    metrics: dict[str, float] = {}
+    if validations:
+        # Saving rounds a full model to its base's dtype: its last validation was before that.
+        tuned = validations[-1] if is_as_trained and not is_whole else evaluator.losses(model)
+        if is_whole or (is_as_trained and not goes_on(adapter)):
+            base = validations[0]
+        else:  # the run did not start as its base
+            with adapter_switched_off(model):
+                base = evaluator.losses(model)
+        metrics |= named("base", base) | named("tuned", tuned)
+    if not evaluator.prompts:
+        return metrics
+    metrics |= evaluator.answers("tuned", model)
+    if not is_whole:
+        with adapter_switched_off(model):
+            metrics |= evaluator.answers("base", model)
+    elif evaluator.shards is not None:
+        log.info("evaluation: no exact match of the base: no memory for it beside a sharded model")
+    elif load_base is not None:
+        metrics |= evaluator.answers("base", load_base().to(model.device))
+    return metrics
 
 
 def named(who: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -33,7 +128,7 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title="base against tuned", title_justify="left")
+    table = Table(title="base vs tuned", title_justify="left")
     table.add_column("data set")
     answered = [name for who in WHO for name in _names_after(f"{who}/exact_match/", metrics)]
     names = list(dict.fromkeys([*dataset_names, *answered]))

@@ -30,7 +30,7 @@ class EvaluationConfig:
 
 
 class Answer(NamedTuple):
-    """Hold what a model answered: its text up to the stop token."""
+    """The answer of a model: its text up to the stop token."""
 
     text: str
     is_finished: bool
@@ -43,37 +43,37 @@ def answer_prompts(
     prompts: list[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
-    spread: StrategyMixin | None = None,
+    shards: StrategyMixin | None = None,
 ) -> list[Answer]:
     """Answer each prompt greedily, up to the first of `stop_ids`.
 
-    `spread` is given where each rank holds a part of the weights, and all answer the same together.
+    `shards`: the strategy where each rank holds a part of the weights; all answer together.
     """
     import torch
 
-    # Prompts of like length together: less padding. The answers go back to their places.
+    # Prompts of similar length share a batch, for less padding; answers keep the given order.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
     answers = [Answer("", False)] * len(prompts)
     stops = sorted(stop_ids)
     was_training = model.training
     model.eval()
-    device = model.device if spread is None else spread.root_device
+    device = model.device if shards is None else shards.root_device
     pad = tokenizer.pad_token_id
     pairs = model.config.is_encoder_decoder
     with torch.no_grad(), generation_attention(model), _greedy(model, stops, pad, config):
         for chosen in _batches(order, config.batch_size):
             ids = [prompts[i].input_ids for i in chosen]
             padded, mask = _pad(ids, pad, on_the_right=pairs)
-            # An encoder, or a model under its adapter, is called past what gathers its weights.
-            with nullcontext() if spread is None else spread.gathered(model):
+            # `generate` calls encoders and adapted models past the hooks that gather weights.
+            with nullcontext() if shards is None else shards.gathered(model):
                 generated = model.generate(
                     input_ids=torch.tensor(padded, device=device),
                     attention_mask=torch.tensor(mask, device=device),
-                    # Ranks may choose apart where two logits are as good as equal; who has ended
-                    # goes on for the others, which need its part of the weights.
-                    synced_gpus=spread is not None,
+                    # Ranks may diverge where two logits are all but equal; one that has finished
+                    # keeps stepping for the others, which need its part of the weights.
+                    synced_gpus=shards is not None,
                 )
-            # It stands behind the prompt, or behind the one token that a decoder starts with.
+            # After the prompt, or after the start token of a decoder.
             new = generated[:, 1 if pairs else len(padded[0]) :].tolist()
             for i, row in zip(chosen, new, strict=True):
                 end = next((n for n, token in enumerate(row) if token in stops), None)
@@ -89,9 +89,9 @@ def _batches(order: list[int], size: int) -> Iterator[list[int]]:
 
 
 def _pad(ids: list[list[int]], pad: int, *, on_the_right: bool) -> tuple[list[list[int]], ...]:
-    """Pad rows to one length, and say where they are real.
+    """Pad rows to one length; return them with their attention masks.
 
-    A decoder goes on from where its row ends; an encoder counts from where its row begins.
+    A decoder continues at the end of its row; an encoder counts positions from the start.
     """
     longest = max(len(row) for row in ids)
     gaps = [longest - len(row) for row in ids]
@@ -106,13 +106,13 @@ def _pad(ids: list[list[int]], pad: int, *, on_the_right: bool) -> tuple[list[li
 def _greedy(
     model: torch.nn.Module, stops: list[int], pad_token_id: int, config: EvaluationConfig
 ) -> Iterator[None]:
-    """Let `model.generate` take the likeliest token each time, whatever its own settings say.
+    """Make `model.generate` decode greedily, whatever the model's generation config says.
 
-    Those of a base may sample, search, punish repetition, or force an end on what has none.
+    A base's own may sample, use beams, penalise repetition, or force an EOS.
     """
     from transformers import GenerationConfig, GenerationMixin
 
-    # Under an adapter it is the base that generates.
+    # With an adapter, the base inside generates.
     generator: Any = next(part for part in model.modules() if isinstance(part, GenerationMixin))
     own, numbers = generator.generation_config, generator.config
     start = own.decoder_start_token_id

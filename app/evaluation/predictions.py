@@ -1,7 +1,7 @@
-"""What each model answered to the held-out prompts: measured, and kept to be read.
+"""The answers of each model to the held-out prompts: scored, and written to a file.
 
-Decides what a right answer is. `predictions.jsonl` has a line a prompt, so that base and tuned
-stand side by side and every score can be traced to the row of the user's file that it comes from.
+Decides what a right answer is. `predictions.jsonl` has one line per prompt with the answers of base
+and tuned side by side, and the row of the user's file that the prompt comes from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PREDICTIONS_FILE = "predictions.jsonl"
 
 
 class Predictions:
-    """Ask several models the same prompts, by data set, and keep their answers."""
+    """Answer the same prompts, by data set, with several models, and keep their answers."""
 
     def __init__(
         self,
@@ -35,21 +35,19 @@ class Predictions:
         config: EvaluationConfig,
     ) -> None:
         self._tokenizer, self._stop_ids, self._config = tokenizer, stop_ids, config
-        self._prompts = {name: list(asked) for name, asked in prompts.items() if asked}
+        self._prompts = {name: list(rows) for name, rows in prompts.items() if rows}
         self._answers: dict[str, dict[str, list[Answer]]] = {}
 
-    def ask(
-        self, who: str, model: PreTrainedModel, spread: StrategyMixin | None = None
+    def answer(
+        self, who: str, model: PreTrainedModel, shards: StrategyMixin | None = None
     ) -> dict[str, float]:
         """Answer every prompt; return `{who}/exact_match/<data set>`, the share answered right.
 
-        `spread` is given where each rank holds a part of the weights: all answer the same together.
+        `shards`: the strategy where each rank holds a part of the weights; all answer together.
         """
         self._answers[who] = {
-            name: answer_prompts(
-                model, self._tokenizer, asked, self._stop_ids, self._config, spread
-            )
-            for name, asked in self._prompts.items()
+            name: answer_prompts(model, self._tokenizer, rows, self._stop_ids, self._config, shards)
+            for name, rows in self._prompts.items()
         }
         return {
             f"{who}/exact_match/{name}": sum(map(is_exact_match, answers, self._prompts[name]))
@@ -58,13 +56,13 @@ class Predictions:
         }
 
     def write(self, folder: Path) -> None:
-        """Write `predictions.jsonl`, a line a prompt; nothing where no model was asked."""
+        """Write `predictions.jsonl`, one line per prompt; nothing where no model has answered."""
         if not self._answers:
             return
         lines = [
             json.dumps(self._line(name, number), ensure_ascii=False) + "\n"
-            for name, asked in self._prompts.items()
-            for number in range(len(asked))
+            for name, rows in self._prompts.items()
+            for number in range(len(rows))
         ]
         write_whole(folder / PREDICTIONS_FILE, "".join(lines))
 
@@ -87,5 +85,5 @@ class Predictions:
 
 
 def is_exact_match(answer: Answer, prompt: Prompt) -> bool:
-    """Tell whether an answer ends, and equals the reference but for space around it."""
+    """Tell whether an answer is finished and equals the reference up to surrounding whitespace."""
     return answer.is_finished and answer.text.strip() == prompt.answer.strip()

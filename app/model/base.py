@@ -26,7 +26,7 @@ from app.model.quantization import (
     quantize_on_meta,
     stored_settings,
 )
-from app.model.tokens import resize_embeddings
+from app.model.tokenizer import resize_embeddings
 from app.process.errors import UserError
 from app.process.untrusted import reading
 

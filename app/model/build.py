@@ -23,7 +23,7 @@ from app.model.base import ModelConfig, load_base
 from app.model.neftune import apply_neftune
 from app.model.quantization import QuantizationConfig, find_stored_problem, stored_settings
 from app.model.recompute import RecomputeConfig, apply_recompute
-from app.model.tokens import resize_embeddings
+from app.model.tokenizer import resize_embeddings
 from app.process.errors import UserError
 
 if TYPE_CHECKING:

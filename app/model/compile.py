@@ -42,7 +42,7 @@ class CompiledLayers:
     """The compiled layers of one model, which `remove` turns back into plain ones.
 
     Names of modules and weights stay what they are. A layer that cannot be compiled is said once;
-    it and all that come behind it run as they are. ValueError for a model of two
+    it and all that come behind it run as they are. UserError for a model of two
     sides, or one whose layers are not known.
     """
 

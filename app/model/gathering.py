@@ -18,13 +18,13 @@ class Shards(Protocol):
     def root_device(self) -> torch.device:
         """Where this rank computes."""
 
-    def settle(self, model: Any) -> None:
+    def reshard(self, model: Any) -> None:
         """Let every weight go back to where it is kept."""
 
-    def whole(self, weight: Tensor) -> Tensor:
+    def full_tensor(self, weight: Tensor) -> Tensor:
         """Return a weight whole; all ranks call it, in the same order."""
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> Any:
+    def weight_state(self, weight: torch.nn.Parameter) -> Any:
         """Return something of the whole weight's shape."""
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
@@ -46,7 +46,7 @@ class Gathering:
         """Return a weight of `shape`, whole, on every rank."""
         import torch
 
-        own = self.shards.whole(weight)
+        own = self.shards.full_tensor(weight)
         is_whole = own.shape == shape
         if not is_whole:
             found, needed = list(own.shape), list(shape)
@@ -71,8 +71,8 @@ def round_weights(model: torch.nn.Module, shards: Shards, dtype: torch.dtype) ->
 
     Each weight keeps its own dtype.
     """
-    shards.settle(model)
+    shards.reshard(model)
     for weight in model.parameters():
         if weight.requires_grad and weight.dtype != dtype:
-            rounded = shards.whole(weight).to(dtype).to(weight.dtype)
+            rounded = shards.full_tensor(weight).to(dtype).to(weight.dtype)
             shards.restore_weight(weight, rounded)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from app.model.attention import attention_inputs, pair_inputs
-from app.model.cpu import linear as onednn
+from app.model.cpu import fp32 as onednn
 
 LOGITS_PER_CHUNK = 2**25
 """logits held at once: 128 MiB in fp32, enough for the products to run at full speed"""

@@ -119,8 +119,7 @@ def fuse_layers(
     device = device or model.device
     if not _is_on_gpu(device):
         if device.type == "cpu":
-            from app.model.cpu.linear import trained_linear
-            from app.model.cpu.rms_norm import rms_norm
+            from app.model.cpu.fp32 import rms_norm, trained_linear
 
             kernels = Kernels(norm=rms_norm, linear=trained_linear)
             _replace(_prove_all(model, kernels, gathered, device)[0])

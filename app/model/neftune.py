@@ -15,7 +15,7 @@ def apply_neftune(model: torch.nn.Module, alpha: float | None) -> None:
     """Add uniform noise of size alpha / sqrt(tokens * width) to every document's embeddings.
 
     Call it when the adapter is on, which may replace the embedding module; what is saved knows
-    nothing of it. Evaluation stays without noise. None changes nothing; ValueError for
+    nothing of it. Evaluation stays without noise. None changes nothing; UserError for
     encoder-decoder models.
     """
     if alpha is None:

@@ -23,14 +23,14 @@ class RecomputeConfig:
 
 
 def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
-    """Switch non-reentrant checkpointing on for every n-th layer, encoder's and decoder's alike."""
+    """Enable non-reentrant checkpointing for every n-th layer of encoder and decoder."""
     if config.mode == "none":
         return
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    # Reentrant checkpointing loses the gradients of adapters whose layer input is frozen. It alone
-    # needs gradients to flow into the first layer; with them the backward pass would go below the
-    # lowest layer that trains. T5's attention asks for them once more, by its own switch.
+    # Reentrant checkpointing loses the gradients of adapters whose layer input is frozen. Only it
+    # needs gradients at the first layer's input, with which the backward pass would go below the
+    # lowest trained layer.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.disable_input_require_grads()
     run_layer = _build_checkpoint(config.mode)
@@ -47,14 +47,13 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
 
 
 def _build_checkpoint(mode: str) -> Callable[..., Any]:
-    """Return what runs a layer: takes the layer and its arguments, returns its output."""
+    """Return a function that runs a layer on its arguments and returns its output."""
     from torch.utils.checkpoint import checkpoint
 
-    from app.model.offload import HostInputs
-    from app.model.selective import keep_what_is_dear
+    from app.model.activations import HostInputs, keep_expensive
 
     if mode == "offload":
         return HostInputs().run_layer
     if mode == "selective":
-        return partial(checkpoint, use_reentrant=False, context_fn=keep_what_is_dear)
+        return partial(checkpoint, use_reentrant=False, context_fn=keep_expensive)
     return partial(checkpoint, use_reentrant=False)

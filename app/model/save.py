@@ -74,7 +74,7 @@ def save_model(
             write_origin(saved, base)
     except ValueError as error:
         raise TrainingFault(f"what was saved does not read back: {error}") from error
-    log.info("saved and reopened: logits differ by at most %.1e", difference)
+    log.info("%s verified: reloaded logits match (max difference %.1g)", saved.name, difference)
     return saved, model
 
 
@@ -122,7 +122,7 @@ def _save_gathered_model(
     shards: Shards,
 ) -> float:
     in_memory = probe_logits(model, probe)
-    shards.settle(model)
+    shards.reshard(model)
     dtype = _dtype_on_disk(model, architecture)
     write_model(model, folder, dtype, shards)
     difference = _check_on_all(in_memory, probe_logits(model, probe), folder)
@@ -141,12 +141,12 @@ def _save_gathered_adapter(
     if changed_its_base(model):
         raise ValueError("an adapter that has changed its base is saved by one process alone")
     in_memory = probe_logits(model, probe)
-    shards.settle(model)
+    shards.reshard(model)
     gathering = Gathering(shards)
     weights: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            shape = shards.kept_weight(parameter).shape
+            shape = shards.weight_state(parameter).shape
             weight = gathering.take(name, parameter, shape)
             if is_first():
                 weights[name] = weight.cpu()

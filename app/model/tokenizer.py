@@ -1,17 +1,23 @@
-"""The tokenizer of a base model, with the two tokens that training and generation need."""
+"""The tokenizer of a base model: added tokens and their embedding rows, template, stop tokens."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from app.model.base import ModelConfig
+from app.model.adapter import AdapterConfig, LoraConfig
 from app.process.errors import UserError
 from app.process.untrusted import brief, reading
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from app.model.base import ModelConfig
+    from data_modules import DataConfig
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +32,7 @@ _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer with `config.added_tokens` beside its own.
 
-    ValueError if it cannot be read or cannot end an answer.
+    UserError if it cannot be read or cannot end an answer.
     """
     path, tokenizer = _path(config), _load(config)
     if tokenizer.eos_token_id is None:
@@ -49,7 +55,7 @@ def new_token_ids(
     """Return the ids of `config.added_tokens` that the base never learned.
 
     These are new to the tokenizer, or have no row among the `vocab_size` of the base's embedding.
-    ValueError when rows would be needed for other tokens as well.
+    UserError when rows would be needed for other tokens as well.
     """
     if not config.added_tokens:
         return []
@@ -168,3 +174,113 @@ def _how_to_end(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
         written = f"{{{entry}}}" if end else "an eos_token"
         return f"write a {_CONFIG} with {written} into that folder"
     return f"add {entry} to its {_CONFIG}"
+
+
+def num_rows(architecture: PretrainedConfig, new_ids: Sequence[int] = ()) -> int:
+    """Return how many rows the embedding has, once there is one for each of `new_ids`."""
+    rows: int = architecture.get_text_config().vocab_size
+    return max([rows, *(index + 1 for index in new_ids)])
+
+
+def resize_embeddings(model: PreTrainedModel, new_ids: Sequence[int]) -> None:
+    """Give the tokens `new_ids` rows in embedding and head; each starts as the mean of the others.
+
+    A base often has more rows than its tokenizer has tokens: those are used first, and the mean is
+    of the rows before them. The rows are the same in every call.
+    """
+    if not new_ids:
+        return
+    rows = model.get_input_embeddings().num_embeddings
+    needed = max(new_ids) + 1
+    if needed > rows:
+        # Without means: those of transformers are drawn at random from a fitted distribution.
+        model.resize_token_embeddings(needed, mean_resizing=False)
+    made = list(range(rows, needed))
+    ids = sorted({*new_ids, *made})
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    _start_as_the_mean(embedding.weight.data, ids)
+    if head.weight is not embedding.weight:
+        _start_as_the_mean(head.weight.data, ids)
+    # A bias does not train with its row: that of a row which was there stays the base's.
+    if head.bias is not None:
+        _start_as_the_mean(head.bias.data, made)
+    if "final_logits_bias" in model._buffers:  # BART's bias of the head, shape [1, rows]
+        _start_as_the_mean(model.final_logits_bias[0], made)
+
+
+def _start_as_the_mean(weight: torch.Tensor, ids: list[int]) -> None:
+    """Set the rows `ids` to the mean of the rows before the first of them, in place."""
+    import torch
+
+    if ids:
+        weight[ids] = weight[: ids[0]].mean(dim=0, dtype=torch.float32).to(weight.dtype)
+
+
+def trained_token_ids(
+    tokenizer: PreTrainedTokenizerBase, added: Sequence[str], adapter: AdapterConfig
+) -> list[int]:
+    """Return the ids whose rows train with an adapter: `added` ones and those that it names.
+
+    UserError for a name that is not one token.
+    """
+    named = adapter.trainable_tokens if isinstance(adapter, LoraConfig) else []
+    known = tokenizer.get_vocab()
+    unknown = [token for token in named if token not in known]
+    if unknown:
+        raise UserError(
+            f"adapter.trainable_tokens: {', '.join(map(repr, unknown))} is no token of this "
+            f"tokenizer; type 'model.added_tokens=[{','.join(unknown)}]' to add it"
+        )
+    return sorted({known[token] for token in (*added, *named)})
+
+
+def with_chat_template(
+    data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> DataConfig:
+    """Return `data` with the template of `model` where neither it nor the tokenizer has one."""
+    if data.chat_template is not None or tokenizer.chat_template or model.chat_template is None:
+        return data
+    return replace(data, chat_template=model.chat_template)
+
+
+def keep_stop_tokens(model: Any, stop_ids: Iterable[int]) -> None:
+    """Add the ids that answers were trained to end with to the model's generation config.
+
+    Those of its base stay: whoever loads the model stops at any of them.
+    """
+    own = model.generation_config
+    if own is None:
+        return
+    known = own.eos_token_id
+    ids = [] if known is None else [known] if isinstance(known, int) else list(known)
+    ids += sorted(set(stop_ids) - set(ids))
+    own.eos_token_id = ids[0] if len(ids) == 1 else ids
+
+
+def save_stop_tokens(model: Any, folder: Path) -> None:
+    """Write the ids that end answers beside an adapter, which has no generation config else."""
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    if own is not None:
+        GenerationConfig(
+            eos_token_id=own.eos_token_id,
+            pad_token_id=own.pad_token_id,
+            bos_token_id=own.bos_token_id,
+        ).save_pretrained(folder)
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> set[int]:
+    """Return the ids that end an answer: the EOS and `stop_tokens`.
+
+    UserError for one that the tokenizer does not have as one token.
+    """
+    known = tokenizer.get_vocab()
+    unknown = [token for token in stop_tokens if token not in known]
+    if unknown:
+        left = [token for token in stop_tokens if token in known]
+        raise UserError(
+            f"model.stop_tokens: the tokenizer in {tokenizer.name_or_path} has no token "
+            f"{', '.join(unknown)}; type 'model.stop_tokens=[{', '.join(left)}]'"
+        )
+    return {known[token] for token in stop_tokens} | {tokenizer.eos_token_id}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.model.adapter import goes_on, is_adapter, saves_whole_model
-from app.model.attention import AttentionConfig, why_not_packed
+from app.model.attention import AttentionConfig, why_not_batched, why_not_packed
 from app.model.base import ModelConfig
 from app.model.layers import why_not_compiled
 from app.preflight.adapters import check_goes_on, check_saved_adapter
@@ -37,20 +37,13 @@ def check_compile_of_base(trainer: Any, base: BaseModel) -> list[str]:
     return [problem] if problem else []
 
 
-SEES_PADDING = ("encoder-decoder", "prophetnet")
-"""model types that train neither packed nor padded: no mask of theirs hides all of the padding"""
-
-
 def check_packing_of_base(
-    packing: PackingConfig, attention: AttentionConfig, base: BaseModel
+    packing: PackingConfig, attention: AttentionConfig, base: BaseModel, longest: int | None = None
 ) -> list[str]:
-    """List why the documents of a pack cannot be kept apart in this base."""
+    """List why documents up to `longest` tokens cannot be kept apart in this base."""
     numbers = base.numbers or {}
-    if (model_type := numbers.get("model_type")) in SEES_PADDING:
-        return [
-            f"{base.name}: {model_type} models let documents see the padding behind them, and each "
-            "other in a pack: type model.path=ANOTHER_BASE"
-        ]
+    if reason := why_not_batched(numbers, longest):
+        return [f"{base.name}: {reason}"]
     if packing.method == "none":
         return []
     if reason := why_not_packed(numbers):
@@ -123,7 +116,9 @@ def _check_model(config: Any, problems: list[str], *, needs_weights: bool) -> No
     problems += base.problems
     problems += check_sequence_len(config.data.sequence_len, base)
     problems += check_added_tokens(model.added_tokens)
-    problems += check_packing_of_base(config.packing, config.attention, base)
+    problems += check_packing_of_base(
+        config.packing, config.attention, base, config.data.sequence_len
+    )
     names = {field.name for field in dataclasses.fields(config)}
     trains_base = "adapter" in names and saves_whole_model(config.adapter)
     problems += check_quantization(config.quantization, base, trains_base=trains_base)

@@ -1,7 +1,7 @@
-"""Collect what a preview shows of the data that a run would learn from.
+"""Collect what a preview shows of the data that a run would train on.
 
-Decides which rows and packs are shown. Never draws: the page and the terminal do. All text is made
-printable here, so that no file can steer either of them.
+Decides which rows and packs are shown; `render` draws them. All text is made printable here, so
+that no file can control the page or the terminal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.report.token_text import Passage, Speller, visible
+from app.report.token_text import Passage, TokenRenderer, visible
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 SHOWN_STEPS = 2
 MAX_PACKS = 10_000
-"""packs that are looked at for the realised shares"""
+"""packs that are counted for the realised shares of the mixture"""
 MAX_FILE = 32
-"""letters of a file's path that are shown as they are"""
+"""characters of a path that are shown in full"""
 NUM_BINS = 32
 
 
@@ -45,18 +45,18 @@ class ShownConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowView:
-    """Hold one document as the model sees it; `targets` are what a decoder has to say."""
+    """One document as the model sees it; `targets` are those of a decoder."""
 
     origin: str
     num_tokens: int
-    num_learned: int
+    num_trained: int
     tokens: Passage
     targets: Passage | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetView:
-    """Hold what is shown of a data set: some rows, and how long all of them are.
+    """What is shown of a data set: some rows, and the lengths of all of them.
 
     `counts` are training documents by length, in `NUM_BINS` equal bins from 0 to `Preview.longest`.
     """
@@ -69,20 +69,28 @@ class DatasetView:
     percentile_95: int
     longest: int
 
+    @property
+    def lengths(self) -> str:
+        """Return the lengths in words."""
+        return (
+            f"median {self.median:,} tokens, 95 % up to {self.percentile_95:,}, "
+            f"longest {self.longest:,}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedDocument:
-    """Hold a document's place in a pack; `dataset` is the data set's index."""
+    """A document in a pack; `dataset` is the index of its data set."""
 
     dataset: int
     origin: str
     tokens: int
-    learned: int
+    trained: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackView:
-    """Hold the documents of one pack of `capacity` tokens."""
+    """The documents of one pack of `capacity` tokens."""
 
     step: int
     number: int
@@ -90,13 +98,21 @@ class PackView:
     documents: list[PackedDocument]
 
     @property
+    def heading(self) -> str:
+        """Return which pack it is, and how full."""
+        return (
+            f"step {self.step}, pack {self.number}: {count(len(self.documents), 'document')}, "
+            f"{self.tokens:,} of {self.capacity:,} tokens ({self.tokens / self.capacity:.1%} full)"
+        )
+
+    @property
     def tokens(self) -> int:
-        """Return the tokens that are no padding."""
+        """Return the tokens that are not padding."""
         return sum(document.tokens for document in self.documents)
 
     @property
     def shades(self) -> list[bool]:
-        """Return which documents take their data set's other shade: no two neighbours are alike."""
+        """Return which documents take the darker shade: neighbours of one data set alternate."""
         shades: list[bool] = []
         for number, document in enumerate(self.documents):
             follows = number > 0 and self.documents[number - 1].dataset == document.dataset
@@ -106,10 +122,9 @@ class PackView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """Hold all that is shown, as printable text and numbers.
+    """All that is shown, as printable text and numbers.
 
-    `mixture` is the table that a run shows of its first epoch, here of the steps `mixture_of`:
-    headings, and a row a data set.
+    `mixture` is a table of the steps `mixture_of`: headings, and a row a data set.
     """
 
     title: str
@@ -135,12 +150,12 @@ def collect_preview(
     title: str,
     facts: Sequence[str],
 ) -> Preview:
-    """Look at a data module that is set up and no stream."""
+    """Collect what is shown of a data module that is set up and not a stream."""
     examples = datamodule.train_examples
     longest = int(examples.lengths.max())
-    speller = Speller(tokenizer)
+    renderer = TokenRenderer(tokenizer)
     datasets = [
-        _dataset_view(config, datamodule, speller, index, longest)
+        _dataset_view(config, datamodule, renderer, index, longest)
         for index in range(len(datamodule.dataset_names))
     ]
     mixture, mixture_of = _mixture_cells(datamodule)
@@ -158,7 +173,7 @@ def collect_preview(
 
 
 def _place(origin: Origin) -> str:
-    """Return file:line, relative to here where it lies below; of a long path its end."""
+    """Return file:line, relative to the working folder where possible, long paths shortened."""
     file, here = Path(origin.file), Path.cwd()
     if file.is_relative_to(here):
         shown = str(file.relative_to(here))
@@ -172,7 +187,7 @@ def _place(origin: Origin) -> str:
 def _dataset_view(
     config: ShownConfig,
     datamodule: FinetuneDataModule,
-    speller: Speller,
+    renderer: TokenRenderer,
     index: int,
     longest: int,
 ) -> DatasetView:
@@ -187,7 +202,7 @@ def _dataset_view(
     return DatasetView(
         name=visible(report.name),
         about=visible(report.line()),
-        rows=[_row_view(examples[int(own[place])], speller) for place in places],
+        rows=[_row_view(examples[int(own[place])], renderer) for place in places],
         counts=counts.tolist(),
         median=median,
         percentile_95=percentile,
@@ -195,21 +210,21 @@ def _dataset_view(
     )
 
 
-def _row_view(example: Example, speller: Speller) -> RowView:
+def _row_view(example: Example, renderer: TokenRenderer) -> RowView:
     import numpy as np
 
     labels = example.weights
     if example.target_ids is None:
         labels = labels.copy()
-        labels[:1] = 0  # nothing comes before the first token from which it could be predicted
-        tokens, targets = speller.passage(example.input_ids, labels), None
+        labels[:1] = 0  # the first token has no context to be predicted from
+        tokens, targets = renderer.passage(example.input_ids, labels), None
     else:
-        tokens = speller.passage(example.input_ids, np.zeros(len(example.input_ids), np.float32))
-        targets = speller.passage(example.target_ids, labels)
+        tokens = renderer.passage(example.input_ids, np.zeros(len(example.input_ids), np.float32))
+        targets = renderer.passage(example.target_ids, labels)
     return RowView(
         origin=_place(example.origin),
         num_tokens=len(example.input_ids),
-        num_learned=int(np.count_nonzero(labels)),
+        num_trained=int(np.count_nonzero(labels)),
         tokens=tokens,
         targets=targets,
     )
@@ -235,7 +250,7 @@ def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[Pac
                     dataset=int(examples.datasets[index]),
                     origin=_place(examples.origin(index)),
                     tokens=int(examples.lengths[index]),
-                    learned=int(examples.trained[index]),
+                    trained=int(examples.trained[index]),
                 )
                 for index in pack.tolist()
             ]
@@ -245,12 +260,12 @@ def _pack_views(config: ShownConfig, datamodule: FinetuneDataModule) -> list[Pac
 
 
 def count(number: int, what: str) -> str:
-    """Word a number of things."""
+    """Return a number with its noun, in plural where needed."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str]:
-    """Count what the packs of a run hold of each data set, and say of how much of the run."""
+    """Count what the packs hold of each data set, and describe which steps were counted."""
     import numpy as np
 
     examples, plan = datamodule.train_examples, datamodule.plan
@@ -274,7 +289,7 @@ def _mixture_cells(datamodule: FinetuneDataModule) -> tuple[list[list[str]], str
         for index, row in enumerate(report)
     ]
     part = "all" if num_steps == plan.num_steps else "the first"
-    all_gather_list = "" if num_steps == plan.num_steps else f" of {plan.num_steps:,}"
-    over = f"{part} {num_steps:,}{all_gather_list} steps" if plan.num_steps > 1 else "the only step"
+    total = "" if num_steps == plan.num_steps else f" of {plan.num_steps:,}"
+    over = f"{part} {num_steps:,}{total} steps" if plan.num_steps > 1 else "the only step"
     cells = [list(rows[0].HEADINGS), *(list(row.cells()) for row in rows)]
     return cells, f"{over} ({count(len(packs), 'pack')})"

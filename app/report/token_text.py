@@ -1,4 +1,4 @@
-"""Write tokens as the text that they stand for, token by token, with what of it is learned."""
+"""Render token ids as text, token by token, with the loss weight of each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_TOKENS = 4096
-"""tokens of a row that are kept at most: half from its beginning, half from its end"""
-PART_OF_A_LETTER = "\ufffd"
+"""tokens of a row that are kept: half from its beginning, half from its end"""
+INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Hold the text of one token, or of several that make up one letter."""
+    """The text of one token, or of several that make up one character."""
 
     text: str
     ids: tuple[int, ...]
@@ -25,33 +25,39 @@ class Piece:
     is_special: bool
 
     @property
-    def is_learned(self) -> bool:
-        """Say whether it counts in the loss."""
+    def is_trained(self) -> bool:
+        """Tell whether it counts in the loss."""
         return self.weight > 0
+
+    @property
+    def kinds(self) -> str:
+        """Return its CSS classes: t trained on, p with a weight of its own, s special."""
+        is_weighted = self.is_trained and self.weight != 1
+        return " ".join("t" * self.is_trained + "p" * is_weighted + "s" * self.is_special)
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Hold a row's pieces; `left_out` tokens stand between `head` and `tail`."""
+    """The pieces of a row; `left_out` tokens are omitted between `head` and `tail`."""
 
     head: list[Piece]
     left_out: int = 0
     tail: list[Piece] = field(default_factory=list)
 
     def cut(self, limit: int) -> Passage:
-        """Return at most `limit` pieces of it."""
+        """Return its first and last pieces, at most `limit` of them."""
         pieces = [*self.head, *self.tail]
         if len(pieces) <= limit:
             return self
         first, last = limit - limit // 2, limit // 2
-        # Where something was left out before, it stood between head and tail.
+        # What was left out before lies between head and tail.
         gone = pieces[first : len(pieces) - last]
         left_out = self.left_out + sum(len(piece.ids) for piece in gone)
         return Passage(pieces[:first], left_out, pieces[len(pieces) - last :])
 
 
 def visible(text: str) -> str:
-    """Return `text` with what does not print, but for newlines, written out: `\\x1b`, `\\u202e`."""
+    """Escape what is not printable in `text`, except newlines: `\\x1b`, `\\u202e`."""
     if text.isprintable():
         return text
     return "".join(
@@ -62,8 +68,8 @@ def visible(text: str) -> str:
     )
 
 
-class Speller:
-    """Write tokens as the text that they stand for, token by token."""
+class TokenRenderer:
+    """Render token ids as text, token by token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -72,25 +78,25 @@ class Speller:
         self._special |= set(tokenizer.all_special_ids)
 
     def passage(self, ids: npt.NDArray[Any], weights: npt.NDArray[Any]) -> Passage:
-        """Spell a document, of a long one its beginning and its end."""
+        """Render a document; of a long one its beginning and its end."""
         left_out = len(ids) - MAX_TOKENS
         if left_out <= 0:
-            return Passage(list(self._spell(ids.tolist(), weights.tolist())))
+            return Passage(list(self._pieces(ids.tolist(), weights.tolist())))
         half = MAX_TOKENS // 2
-        head = self._spell(ids[:half].tolist(), weights[:half].tolist())
-        tail = self._spell(ids[-half:].tolist(), weights[-half:].tolist())
+        head = self._pieces(ids[:half].tolist(), weights[:half].tolist())
+        tail = self._pieces(ids[-half:].tolist(), weights[-half:].tolist())
         return Passage(list(head), left_out, list(tail))
 
-    def _spell(self, ids: list[int], weights: list[float]) -> Iterator[Piece]:
-        """Yield a piece a token; tokens that hold parts of one letter come as one piece.
+    def _pieces(self, ids: list[int], weights: list[float]) -> Iterator[Piece]:
+        """Yield a piece a token; tokens that hold parts of one character make one piece.
 
-        Each is decoded after the one before it: alone, some tokenizers drop its leading blank.
+        Each is decoded with the one before it: alone, some tokenizers drop its leading space.
         """
         before, start = 0, 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[before:end])
             is_last = end == len(ids) or ids[end] in self._special
-            if text.endswith(PART_OF_A_LETTER) and not is_last and end - start < 4:
+            if text.endswith(INCOMPLETE) and not is_last and end - start < 4:
                 continue
             text = text[len(self._decode(ids[before:start])) :]
             yield Piece(

@@ -21,7 +21,7 @@ from typing import Any
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.documents import COUNT, IDENTITY, shown
+from app.training.checkpoint.schema import COUNT, IDENTITY, shown
 from data_modules import redacted
 
 LIBRARIES = (

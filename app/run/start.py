@@ -34,6 +34,7 @@ LENGTHENS = ("epochs", "data")
 class Run:
     """An open run: its folder, held by this process, and where its training starts."""
 
+    config: TrainConfig
     folder: Path
     checkpoint: Checkpoint | None = None
     """the checkpoint to resume from, None for a new run"""
@@ -142,10 +143,11 @@ def open_run(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) ->
     if existing.problems:
         raise UserError(existing.problems)
     if existing.is_done:
-        return Run(folder=folder, is_done=True, manifest=existing.manifest)
+        return Run(config=config, folder=folder, is_done=True, manifest=existing.manifest)
     if is_first_rank():
         hold_run(folder)
     run = Run(
+        config=config,
         folder=folder,
         checkpoint=_choose_checkpoint(config, folder) if _is_resumed(config) else None,
         manifest=existing.manifest,
@@ -174,6 +176,7 @@ def _open_as_rank(config: TrainConfig) -> Run:
     folder = Path(config.output.dir or run_dir() or "")
     step = int(os.environ.get(STEP_VARIABLE, 0))
     return Run(
+        config=config,
         folder=folder,
         checkpoint=_checkpoint_of_step(folder, step) if step else None,
         manifest=read_manifest(folder) if step and is_first_rank() else {},

@@ -1,7 +1,10 @@
-"""ZeRO by DeepSpeed: optimizer states, gradients or weights in parts, one on each rank.
+"""DeepSpeed ZeRO: optimizer states, gradients or weights sharded over the ranks.
 
-The engine is DeepSpeed's; all around it stays as under DDP: our optimizer, Lightning's schedule and
-autocast, our own checkpoints. The DeepSpeed config is made from our settings alone.
+The engine is DeepSpeed's. Optimizer, schedule, autocast and checkpoints are the same as under DDP.
+
+Private names of DeepSpeed's optimizers are read here, tried with 0.19.8: flat groups, positions and
+averaged gradients. Its public `safe_get_full_*` cast to fp32, add parts up as floats, which loses
+the sign of zeros, and have no state before the first step; checkpoints are bit for bit.
 """
 
 from __future__ import annotations
@@ -21,32 +24,48 @@ from torch import Tensor
 
 from app.model.adapter import reached_weights, unfuse_adapters
 from app.process.collectives import run_on_ranks
+from app.process.errors import UserError
 from app.strategy.deepspeed_config import deepspeed_config
+from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import BuildModel, StrategyMixin
-from app.strategy.operators import prepare_operator
+from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import ZeroConfig
-from app.strategy.shards import ShardedTensor, StateTensor
 
 if TYPE_CHECKING:
     import lightning as L
 
 
 def build_zero(config: ZeroConfig, *, accelerator: str) -> StrategyMixin:
-    """Build the strategy of one of ZeRO's stages; on "cpu" too, by gloo."""
-    # DeepSpeed looks once, while it is imported.
+    """Build the strategy of a ZeRO stage, also for the CPU with gloo."""
+    # Read once, when DeepSpeed is imported.
     os.environ["DS_ACCELERATOR"] = {"gpu": "cuda"}.get(accelerator, accelerator)
     return Zero(config)
 
 
+def check_zero_config(config: Mapping[str, Any]) -> None:
+    """Check the values of `zero_optimization` with DeepSpeed's own model; UserError by full key."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**config["zero_optimization"])
+    except ValidationError as error:
+        raise UserError(
+            f"strategy.config.zero_optimization.{'.'.join(map(str, problem['loc']))} is "
+            f"{problem['input']!r}: {problem['msg']}; type a value that DeepSpeed accepts, or "
+            "leave the key out"
+            for problem in error.errors()
+        ) from error
+
+
 class Zero(StrategyMixin, DDPStrategy):
-    """DeepSpeed's engine in the processes that DDP would have."""
+    """DeepSpeed's engine, in processes set up as for DDP."""
 
-    # Not Lightning's own DeepSpeedStrategy: that is for GPUs alone, hides the optimizer that was
-    # built, casts weights and inputs by rules of its own, and writes DeepSpeed's checkpoints.
+    # Not Lightning's DeepSpeedStrategy (2.6): it needs GPUs, hides the optimizer that was built,
+    # casts weights and inputs by its own rules, and writes DeepSpeed's checkpoints.
 
-    keeps_gradients = False  # the engine takes them away as they come
+    keeps_gradients = False  # the engine takes them during the backward pass
 
     def __init__(self, config: ZeroConfig) -> None:
         super().__init__()
@@ -54,13 +73,13 @@ class Zero(StrategyMixin, DDPStrategy):
         self.shards_weights = config.stage == 3
         self.fuses_adapters = not self.shards_weights
         self._zero: Any = None
-        """DeepSpeed's optimizer, once it is there"""
+        """DeepSpeed's optimizer, after setup"""
         self._weights_by_group: list[list[torch.nn.Parameter]] = []
         self._peak_before = 0
-        """most bytes that this process had held before it built the model"""
+        """peak memory of this process before it built the model, in bytes"""
 
     def setup_distributed(self) -> None:
-        """Meet the other ranks as under DDP, and tell DeepSpeed of it."""
+        """Connect the ranks as under DDP, and initialize DeepSpeed."""
         meet_on_loopback(self)
         super().setup_distributed()
         environment = self.cluster_environment
@@ -76,12 +95,12 @@ class Zero(StrategyMixin, DDPStrategy):
         from deepspeed.utils import logger
 
         logger.setLevel(logging.ERROR)
-        # It would compile an operator for a minute that nothing but its inference uses.
+        # It would compile for a minute an operator that only its inference uses (0.19, no switch).
         import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed(self._get_process_group_backend(), verbose=False)
 
     def build_model(self, build: BuildModel) -> Any:
-        """Build the model, its weights on the first rank alone where each will hold parts."""
+        """Build the model; with sharded weights only rank 0 reads them."""
         if self.zero_config.quantized_weights or self.zero_config.quantized_gradients:
             run_on_ranks(self._prepare_quantizer, here=self.local_rank == 0)
         if not self.shards_weights:
@@ -92,19 +111,19 @@ class Zero(StrategyMixin, DDPStrategy):
         return model
 
     def _prepare_quantizer(self) -> None:
-        """Have compiled what would be compiled by all ranks at once when it is first used."""
+        """Compile the quantizer once, instead of on all ranks at its first use."""
         from deepspeed.accelerator import get_accelerator
 
         builder = get_accelerator().create_op_builder("QuantizerBuilder")
         prepare_operator(builder, "type strategy=zero3_hpz")
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Make the optimizer, spread the weights, and hand both to DeepSpeed's engine."""
+        """Build the optimizer, shard the weights, and pass both to DeepSpeed's engine."""
         import deepspeed
 
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        # Before the weights are spread: its groups go by the shapes of whole ones.
+        # Before sharding: parameter groups depend on full shapes.
         self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         module: Any = self.lightning_module
@@ -120,13 +139,14 @@ class Zero(StrategyMixin, DDPStrategy):
             accumulation=trainer.accumulate_grad_batches,
             max_norm=trainer.gradient_clip_val or 0.0,
         )
+        check_zero_config(config)
         if self.shards_weights:
-            self._spread_weights(module, config)
+            self._shard_weights(module, config)
         self.model_to_device()
         engine, *_ = deepspeed.initialize(
             model=module, model_parameters=trained, optimizer=optimizer, config=config
         )
-        # The engine clears gradients itself, also those that it keeps for good.
+        # The engine clears gradients itself, also its persistent buffers.
         optimizer.zero_grad = lambda *args, **kwargs: None
         engine.set_gradient_accumulation_boundary(True)
         self.model, self._zero = engine, engine.optimizer
@@ -134,26 +154,26 @@ class Zero(StrategyMixin, DDPStrategy):
             for layer, weight in reached_weights(module):
                 deepspeed.zero.register_external_parameter(layer, weight)
 
-    def _spread_weights(self, module: torch.nn.Module, config: dict[str, Any]) -> None:
-        """Give every rank its parts of what the first one has read, a weight at a time."""
+    def _shard_weights(self, module: torch.nn.Module, config: dict[str, Any]) -> None:
+        """Shard the weights that rank 0 has read, one at a time."""
         import deepspeed
 
-        first = Broadcaster(self.root_device, self.world_size, self.world_size)
-        first.check_same(module)
+        broadcaster = Broadcaster(self.root_device, self.world_size, self.world_size)
+        broadcaster.check_same(module)
         for owner in module.modules():
-            first.hand_unlearned(owner)
+            broadcaster.broadcast_buffers(owner)
         deepspeed.zero.Init(
-            module=_OneByOne(list(module.parameters()), self.root_device),
+            module=_Materializing(list(module.parameters()), self.root_device),
             config_dict_or_path=config,
         )
-        log_host_memory(self._peak_before, reads_here=first.reads_here)
+        log_host_memory(self._peak_before, reads_here=broadcaster.reads_here)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the module's training step through the engine."""
+        """Run the module's training step through the engine."""
         return self._through_engine("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the module's validation step through the engine."""
+        """Run the module's validation step through the engine."""
         return self._through_engine("validation_step", *args, **kwargs)
 
     def _through_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +181,7 @@ class Zero(StrategyMixin, DDPStrategy):
         module: Any = self.lightning_module
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Opened inside: the engine turns an autocast off that is open around it.
+            # Inside: the engine disables an autocast context around it.
             with self.precision_plugin.forward_context():
                 return getattr(module, method)(*args, **kwargs)
 
@@ -172,7 +192,7 @@ class Zero(StrategyMixin, DDPStrategy):
             del module.forward
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Let the engine go backward: it spreads the gradients as they come."""
+        """Run the engine's backward pass, which reduces gradients as they come."""
         module, engine = self.lightning_module, self.model
         assert module is not None
         assert engine is not None
@@ -182,7 +202,7 @@ class Zero(StrategyMixin, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Mark micro-batches that no optimizer step follows."""
+        """Mark micro-batches without an optimizer step."""
         engine = self.model
         assert engine is not None
         engine.set_gradient_accumulation_boundary(False)
@@ -198,33 +218,34 @@ class Zero(StrategyMixin, DDPStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Step our optimizer within the engine, which gives it the gradients of its parts."""
+        """Step our optimizer within the engine, which gives it this rank's gradients."""
         module, engine = self.lightning_module, self.model
         assert module is not None
         assert engine is not None
         result = closure()
+        # As Lightning 2.6's own DeepSpeed plugin does: it calls the hooks around gradient clipping.
         self.precision_plugin._after_closure(module, optimizer)
         engine.step()
         return result
 
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Return the global norm; the engine clips by it as it steps."""
+        """Return the global norm; the engine clips in its step."""
         from deepspeed.accelerator import get_accelerator
 
         if self._steps_in_host_memory:
-            # Gradients are still on their way there: the engine waits for them in its own step.
+            # Gradients are still being copied: the engine waits for them only in its own step.
             get_accelerator().synchronize()
         squares = torch.zeros((), device=self.root_device)
         for gradient in self._gradients():
             squares += gradient.float().square().sum().to(self.root_device)
         torch.distributed.all_reduce(squares)
-        # The fused AdamW would read a flag of the device in host memory before it has come there;
-        # the other way round it waits.
+        # On the host for a step on the host: a fused AdamW there would read a device's flag before
+        # it has been copied.
         return squares.sqrt().to("cpu" if self._steps_in_host_memory else self.root_device)
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Go over the gradients of this rank's parts, averaged over the ranks."""
+        """Yield the gradients of this rank's shards, averaged over the ranks."""
         if self._steps_in_host_memory:
             yield from (flat.grad for flat in self._flats if flat.grad is not None)
         else:
@@ -236,7 +257,7 @@ class Zero(StrategyMixin, DDPStrategy):
 
     @property
     def _flats(self) -> list[Tensor]:
-        """What our optimizer moves: this rank's parts of weights, one behind the other."""
+        """What our optimizer steps: this rank's shards of weights, concatenated per group."""
         flats: list[Tensor] = (
             self._zero.fp32_partitioned_groups_flat
             if self.shards_weights
@@ -245,50 +266,50 @@ class Zero(StrategyMixin, DDPStrategy):
         return flats
 
     def weights_by_group(self, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:
-        """Return what was in the groups before the engine put its parts there."""
+        """Return the weights of the groups before the engine replaced them by its flat tensors."""
         return self._weights_by_group
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
-        """Return a weight, or how to gather it."""
-        if not _is_spread(weight):
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
+        """Return a weight for a checkpoint, as a ShardedTensor if it is one."""
+        if not _is_sharded(weight):
             return weight.detach()
-        piece = self._piece(weight)
-        return self._scattered(weight, piece.flat.dtype, lambda: piece.flat)
+        shard = self._shard_of(weight)
+        return self._sharded(weight, shard.flat.dtype, lambda: shard.flat)
 
-    def stepped_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
-        """Return the dtype of this rank's parts."""
-        return self._piece(weight).flat.dtype
+    def optimizer_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
+        """Return the dtype of this rank's shards."""
+        return self._shard_of(weight).flat.dtype
 
-    def kept_states(
+    def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        """Return how to gather the states of a weight, and its step."""
-        states = optimizer.state.get(self._piece(weight).flat, {})
+        """Return the optimizer state of a weight: ShardedTensors, and its step."""
+        states = optimizer.state.get(self._shard_of(weight).flat, {})
         return {
-            key: self._scattered(weight, value.dtype, partial(states.get, key))
+            key: self._sharded(weight, value.dtype, partial(states.get, key))
             if value.ndim
             else value
             for key, value in states.items()
         }
 
-    def _scattered(
+    def _sharded(
         self, weight: torch.nn.Parameter, dtype: torch.dtype, flat: Callable[[], Any]
     ) -> ShardedTensor:
         return ShardedTensor(_shape(weight), dtype, partial(self._gather, weight, flat))
 
     @torch.no_grad()
     def _gather(self, weight: torch.nn.Parameter, flat: Callable[[], Tensor]) -> Tensor:
-        """Put a whole together out of every rank's part of it, bit for bit."""
-        piece, own = self._piece(weight), flat()
-        whole = torch.zeros(_shape(weight), dtype=own.dtype, device=self.root_device)
-        piece.of(whole).copy_(own[piece.at : piece.at + piece.length])
-        # As bytes: zeros of the others leave them as they are, also the sign of a zero.
-        torch.distributed.all_reduce(whole.view(torch.uint8))
-        return whole
+        """Gather a full tensor from the shards of all ranks, bit for bit."""
+        shard, local = self._shard_of(weight), flat()
+        full = torch.zeros(_shape(weight), dtype=local.dtype, device=self.root_device)
+        shard.of(full).copy_(local[shard.at : shard.at + shard.length])
+        # As bytes: adding the zeros of other ranks keeps every bit, also the sign of a zero.
+        torch.distributed.all_reduce(full.view(torch.uint8))
+        return full
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
-        """Copy a whole value into a weight, which only the first rank has before it is spread."""
-        if not _is_spread(weight):
+        """Copy a full tensor into a weight, which only rank 0 has before it is sharded."""
+        if not _is_sharded(weight):
             if not weight.is_meta:
                 weight.data.copy_(value)
             return
@@ -296,63 +317,63 @@ class Zero(StrategyMixin, DDPStrategy):
 
         with torch.no_grad(), deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
             weight.data.copy_(value)
-        piece = self._piece(weight)
-        piece.flat.data[piece.at : piece.at + piece.length].copy_(piece.of(value))
+        shard = self._shard_of(weight)
+        shard.flat.data[shard.at : shard.at + shard.length].copy_(shard.of(value))
 
-    def restore_states(
+    def restore_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
         states: Mapping[str, Tensor],
-        room: Callable[[str, Tensor], Tensor],
+        allocate: Callable[[str, Tensor], Tensor],
     ) -> None:
-        """Cut this rank's part out of whole states."""
-        piece = self._piece(weight)
-        kept = optimizer.state[piece.flat]
+        """Restore this rank's shards of full states."""
+        shard = self._shard_of(weight)
+        states_here = optimizer.state[shard.flat]
         for key, value in states.items():
             if not value.ndim:
-                kept[key] = room(key, value).copy_(value)
+                states_here[key] = allocate(key, value).copy_(value)
                 continue
-            if key not in kept:
-                kept[key] = torch.zeros_like(piece.flat, dtype=value.dtype)
-            kept[key][piece.at : piece.at + piece.length].copy_(piece.of(value))
+            if key not in states_here:
+                states_here[key] = torch.zeros_like(shard.flat, dtype=value.dtype)
+            states_here[key][shard.at : shard.at + shard.length].copy_(shard.of(value))
 
-    def whole(self, weight: Tensor) -> Tensor:
-        """Gather a weight."""
-        if not _is_spread(weight):
+    def full_tensor(self, weight: Tensor) -> Tensor:
+        """Return the full tensor of a weight."""
+        if not _is_sharded(weight):
             return weight.detach()
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([weight]):
             return weight.detach().clone()
 
-    def _piece(self, weight: torch.nn.Parameter) -> _Piece:
-        """Find this rank's part of a weight that trains."""
+    def _shard_of(self, weight: torch.nn.Parameter) -> _Shard:
+        """Find this rank's shard of a trainable weight."""
         zero, rank = self._zero, self.global_rank
         if self.shards_weights:
             group, at, size = zero.grad_position[zero.get_param_id(weight)]
-            return _Piece(self._flats[group], at, rank * size, weight.ds_numel, size)
+            return _Shard(self._flats[group], at, rank * size, weight.ds_numel, size)
         group = next(
             number
             for number, weights in enumerate(zero.bit16_groups)
             if any(other is weight for other in weights)
         )
-        # All weights of a group lie one behind the other, and every rank has an equal run of that.
+        # The weights of a group are concatenated, and every rank has an equal slice of them.
         size = int(zero.partition_size[group])
         begin = weight.storage_offset() - zero.bit16_groups_flat[group].storage_offset()
         start = max(rank * size - begin, 0)
         at = max(begin - rank * size, 0)
-        return _Piece(self._flats[group], at, start, weight.numel(), size - at)
+        return _Shard(self._flats[group], at, start, weight.numel(), size - at)
 
     def teardown(self) -> None:
-        """Leave a model that is whole as DDP would, and one that is spread where it is."""
+        """Tear down as DDP does; sharded weights stay where they are."""
         if not self.shards_weights:
             if self._zero is not None:
                 self.model.destroy()
             self.model = self.lightning_module
             super().teardown()
             return
-        # What is saved and measured after the training still goes through the engine's hooks.
+        # Saving and evaluation after the training still need the engine's hooks.
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
@@ -362,52 +383,52 @@ class Zero(StrategyMixin, DDPStrategy):
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """Where a rank keeps what part of a weight."""
+class _Shard:
+    """Where a rank's shard of a weight is."""
 
     flat: Tensor
-    """what the optimizer moves"""
+    """the tensor that the optimizer steps"""
     at: int
-    """where the part begins in it"""
+    """start of the shard in `flat`"""
     start: int
-    """where it begins in the weight, counted in elements"""
+    """start of the shard in the weight, in elements"""
     numel: int
-    """of the whole weight"""
-    room: int
-    """elements that the rank has room for"""
+    """elements of the full weight"""
+    capacity: int
+    """elements of the weight that this rank can hold"""
 
     @property
     def length(self) -> int:
-        return max(0, min(self.room, self.numel - self.start))
+        return max(0, min(self.capacity, self.numel - self.start))
 
-    def of(self, whole: Tensor) -> Tensor:
-        """Return the part of a whole, or of a state of one, as a view."""
-        return whole.view(-1)[self.start : self.start + self.length]
+    def of(self, full: Tensor) -> Tensor:
+        """Return the shard of a full weight or state, as a view."""
+        return full.view(-1)[self.start : self.start + self.length]
 
 
-class _OneByOne(torch.nn.Module):
-    """Parameters of a model of which only one that is not spread yet is on the device at a time."""
+class _Materializing(torch.nn.Module):
+    """A model's parameters, materialized on the device one at a time while ZeRO-3 shards them."""
 
     def __init__(self, weights: list[torch.nn.Parameter], device: torch.device) -> None:
         super().__init__()
         self._weights, self._device = tuple(weights), device
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """Make room for each as its turn comes, on ranks that have not read it."""
+        """Yield each, allocated first on ranks that have not read it."""
         for weight in self._weights:
             if weight.is_meta:
-                room = torch.nn.Parameter(
+                allocated = torch.nn.Parameter(
                     torch.empty_like(weight, device=self._device),
                     requires_grad=weight.requires_grad,
                 )
-                torch.utils.swap_tensors(weight, room)  # the optimizer knows it by its identity
+                torch.utils.swap_tensors(weight, allocated)  # the optimizer refers to this object
             yield weight
 
 
-def _is_spread(weight: Tensor) -> bool:
+def _is_sharded(weight: Tensor) -> bool:
     return "ds_id" in vars(weight)
 
 
 def _shape(weight: Any) -> torch.Size:
-    shape: torch.Size = weight.ds_shape if _is_spread(weight) else weight.shape
+    shape: torch.Size = weight.ds_shape if _is_sharded(weight) else weight.shape
     return shape

@@ -1,4 +1,8 @@
-"""The config that DeepSpeed is given: made from our settings alone, so that none is said twice."""
+"""The DeepSpeed config of a run, made from our settings, and the keys that DeepSpeed has.
+
+The keys are listed here so that a wrong one is refused before torch is imported; a test compares
+them with DeepSpeed's own config model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,118 @@ if TYPE_CHECKING:
     import torch
 
 MAX_BUCKET = 500_000_000
-"""numbers that travel at once, as many as DeepSpeed itself would take"""
+"""elements per message, DeepSpeed's default"""
+
+
+DEEPSPEED_KEYS = {
+    "train_batch_size": "trainer.global_batch_size",
+    "train_micro_batch_size_per_gpu": "trainer.micro_batch_size",
+    "gradient_accumulation_steps": "trainer.gradient_accumulation_steps",
+    "gradient_clipping": "trainer.max_grad_norm",
+    "optimizer": "optimizer",
+    "scheduler": "schedule",
+    "zero_allow_untested_optimizer": "optimizer",
+    "zero_force_ds_cpu_optimizer": "optimizer",
+    "data_types": "trainer.precision",
+    "fp16": "trainer.precision",
+    "bf16": "trainer.precision",
+    "bfloat16": "trainer.precision",
+    "amp": "trainer.precision",
+    "torch_autocast": "trainer.precision",
+    "activation_checkpointing": "recompute",
+    "tensor_parallel": "strategy=tp",
+    "zero_optimization.stage": "strategy.stage",
+    "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
+    "zero_optimization.cpu_offload": "strategy.offload_optimizer",
+    "zero_optimization.offload_param.device": "strategy.offload_parameters",
+    "zero_optimization.cpu_offload_param": "strategy.offload_parameters",
+    "zero_optimization.zero_hpz_partition_size": "strategy.partition_within_node",
+    "zero_optimization.zero_quantized_weights": "strategy.quantized_weights",
+    "zero_optimization.zero_quantized_nontrainable_weights": "strategy.quantized_weights",
+    "zero_optimization.zero_quantized_gradients": "strategy.quantized_gradients",
+}
+"""keys of a DeepSpeed config, with all below them, and the setting of ours that decides each"""
+STAGE_3_KEYS = (
+    "allgather_sequential",
+    "gather_16bit_weights_on_model_save",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "model_persistence_threshold",
+    "module_granularity_threshold",
+    "param_persistence_threshold",
+    "prefetch_bucket_size",
+    "use_all_reduce_for_fetch_params",
+)
+"""keys of zero_optimization that DeepSpeed accepts with and without the prefix `stage3_`"""
+ZERO_KEYS = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "compute_grad_norm",
+    "contiguous_gradients",
+    "cpu_offload_use_pin_memory",
+    "elastic_checkpoint",
+    "enable_sanity_checks",
+    "ignore_unused_parameters",
+    "leaf_module",
+    "legacy_stage1",
+    "load_from_fp32_weights",
+    "log_trace_cache_warnings",
+    "memory_efficient_linear",
+    "offload_optimizer",
+    "offload_param",
+    "overlap_comm",
+    "override_module_apply",
+    "parameter_alignment",
+    "pipeline_loading_checkpoint",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "save_muon_momentum_buffer_in_memory",
+    "stage3_gather_fp16_weights_on_model_save",
+    "sub_group_size",
+    "use_multi_rank_bucket_allreduce",
+    "zenflow",
+)
+FURTHER_DEEPSPEED_KEYS = (
+    "aio",
+    "autotuning",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "communication_data_type",
+    "compile",
+    "csv_monitor",
+    "data_efficiency",
+    "dataloader_drop_last",
+    "datastates_ckpt",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "expert_parallel",
+    "flops_profiler",
+    "gradient_allreduce_op",
+    "gradient_predivide_factor",
+    "hybrid_engine",
+    "log_level",
+    "managed_gradient_accumulation",
+    "memory_breakdown",
+    "pipeline",
+    "prescale_gradients",
+    "seq_parallel_communication_data_type",
+    "sequence_parallel_size",
+    "steps_per_print",
+    "tensorboard",
+    "timers",
+    "use_data_before_expert_parallelism",
+    "vocabulary_size",
+    "wall_clock_breakdown",
+    "wandb",
+    "weight_quantization",
+    *(f"zero_optimization.{name}" for name in ZERO_KEYS),
+    *(f"zero_optimization.{name}" for name in STAGE_3_KEYS),
+    *(f"zero_optimization.stage3_{name}" for name in STAGE_3_KEYS),
+)
+"""the other keys of a DeepSpeed 0.19 config, at its top and in zero_optimization"""
 
 
 def deepspeed_config(
@@ -24,13 +139,13 @@ def deepspeed_config(
     accumulation: int,
     max_norm: float,
 ) -> dict[str, Any]:
-    """Return the DeepSpeed config of a run: ours, and under it what `config.config` adds.
+    """Return the DeepSpeed config of a run, merged with the further keys of `config.config`.
 
-    `dtype` is that of the weights that train, `num_trained` counts their elements.
+    `dtype` and `num_trained`: dtype and number of elements of the trainable parameters.
     """
     import torch
 
-    # What is given space for it beforehand need not be larger than all there is to send.
+    # Buckets are allocated up front: no larger than all there is to send.
     bucket = min(MAX_BUCKET, num_trained + num_trained % 2)
     zero: dict[str, Any] = {
         "stage": config.stage,
@@ -50,16 +165,16 @@ def deepspeed_config(
     if config.quantized_gradients:
         zero["zero_quantized_gradients"] = True
     made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # only its own figures of speed go by it
+        "train_micro_batch_size_per_gpu": 1,  # only its speed figures depend on it
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": max_norm,
-        # PyTorch's fused AdamW: as fast as DeepSpeed's own on a CPU, and nothing is compiled.
+        # PyTorch's fused AdamW is as fast as DeepSpeed's on a CPU, and needs no compiler.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
     }
     if dtype == torch.bfloat16:
-        # All in bf16, as under DDP: no second, precise copy of the weights.
+        # All in bf16, as under DDP: no fp32 master weights.
         made["bf16"] = {
             "enabled": True,
             "bf16_master_weights_and_grads": True,
@@ -70,7 +185,7 @@ def deepspeed_config(
 
 
 def _merged(made: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """Add keys to a config, at any depth; which of them may be given is checked before a run."""
+    """Merge keys into a config at any depth; preflight has checked that they are allowed."""
     merged = dict(made)
     for key, value in further.items():
         known = merged.get(key)

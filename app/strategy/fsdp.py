@@ -1,7 +1,7 @@
-"""FSDP2 and tensor parallelism: a layer's weights are whole only while it runs, if at all.
+"""FSDP2 and tensor parallelism.
 
-One mesh, (replicate, shard, tensor): groups of ranks that each hold all weights, ranks that share
-one copy, and within those ranks that compute parts of the same matrices on the same data.
+One mesh, (replicate, shard, tensor): groups of ranks that each hold a full copy of the weights,
+ranks that shard one copy, and ranks that split each layer's matrices and see the same data.
 """
 
 from __future__ import annotations
@@ -27,23 +27,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from app.model.layers import decoder_layers
 from app.process.errors import UserError
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import BuildModel, StrategyMixin
+from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import FsdpConfig
-from app.strategy.shards import ShardedTensor, StateTensor
 from app.strategy.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
-FEW = 0.1
-"""the share of a model that may train with its gradients whole on every rank between two steps"""
+MAX_UNSHARDED_SHARE = 0.1
+"""trainable share of a model up to which gradients stay unsharded between micro-batches"""
 
 
 def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:
-    """Build what `config` says of `num_ranks` processes.
-
-    UserError where they cannot be divided so, or the device cannot do it.
-    """
+    """Build FSDP2, tensor parallelism, or both; UserError if the device does not support it."""
     if config.offload_parameters and accelerator != "gpu":
         raise UserError(
             f"strategy={config.name} keeps weights in pinned host memory, from which a GPU reads, "
@@ -53,7 +49,11 @@ def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> St
 
 
 class Sharded(StrategyMixin, ModelParallelStrategy):
-    """Weights, gradients and optimizer states in parts, by torch's own means."""
+    """FSDP2 and tensor parallelism on top of Lightning's ModelParallelStrategy.
+
+    Overrides `_device_mesh`, `_setup_distributed` and `_timeout` of Lightning 2.6: its own mesh has
+    two dimensions, and it has no public way to give another.
+    """
 
     shards_weights = True
 
@@ -62,49 +62,49 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         self.config = config
         self.fuses_adapters = config.tensor_parallel_size == 1
         self.model_root: Any = None
-        self._keeps_gradients_whole = False
-        self._cut: dict[torch.nn.Parameter, int] = {}
-        """dimension along which tensor parallelism has cut a weight"""
-        self._on_parts: set[torch.nn.Parameter] = set()
-        """weights whose gradients tensor parallelism leaves as parts of a sum"""
+        self._accumulates_unsharded = False
+        self._split_dims: dict[torch.nn.Parameter, int] = {}
+        """dimension along which tensor parallelism has split a weight"""
+        self._partial_grads: set[torch.nn.Parameter] = set()
+        """replicated weights whose gradients are partial sums under tensor parallelism"""
         self._owners: dict[torch.nn.Module, FSDPModule] = {}
-        """which module's weights are gathered with a module's"""
+        """the FSDP module with which a module's weights are gathered"""
 
-    # Where ranks are.
+    # Ranks
 
     @property
     def tensor_size(self) -> int:
-        """Count the ranks that compute parts of the same matrices."""
+        """Number of ranks that split each matrix."""
         return self.config.tensor_parallel_size or self.num_processes
 
     @property
     def num_data_ranks(self) -> int:
-        """Count the groups of ranks that see data of their own."""
+        """Number of groups of ranks with different data."""
         return self.world_size // self.tensor_size
 
     @property
     def data_rank(self) -> int:
-        """Say which of the `num_data_ranks` this rank belongs to."""
+        """Index of this rank's group among the `num_data_ranks`."""
         return self.global_rank // self.tensor_size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Say whose data this rank sees."""
+        """Arguments of a distributed sampler for this rank."""
         return {"num_replicas": self.num_data_ranks, "rank": self.data_rank}
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Restore as early as any other strategy: `configure_model` has put the weights here."""
+        """Restore before setup, as other strategies: `configure_model` has placed the weights."""
         return False
 
     def setup_environment(self) -> None:
-        """Meet the other ranks; whether all were told the same is asked before more is."""
+        """Connect the ranks; the mesh is set up later, after all ranks are known to agree."""
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         meet_on_loopback(self)
         self._setup_distributed()
 
-    def _lay_out_mesh(self) -> None:
+    def _init_mesh(self) -> None:
         replicas, shards = self._divide()
         self._device_mesh = init_device_mesh(
             self.root_device.type,
@@ -125,51 +125,55 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             replicas = groups
         if groups % replicas:
             raise UserError(
-                f"strategy.replicas={replicas} does not divide the {groups} ranks that see data of "
-                f"their own; type a divisor of {groups}"
+                f"strategy.replicas={replicas} does not divide the {groups} ranks with different "
+                f"data; type a divisor of {groups}"
             )
         return replicas, groups // replicas
 
-    # The model.
+    # Model
 
     def build_model(self, build: BuildModel) -> Any:
-        """Build the model where it is read, and share it out a layer at a time."""
-        self._lay_out_mesh()
+        """Build the model on the ranks that read it; broadcast and shard it layer by layer."""
+        self._init_mesh()
         before = peak_host_bytes()
-        handing = Broadcaster(self.root_device, self.world_size, self.num_processes)
-        model = build(on_meta=not handing.reads_here, on_host=True)
-        handing.check_same(model)
+        broadcaster = Broadcaster(self.root_device, self.world_size, self.num_processes)
+        model = build(on_meta=not broadcaster.reads_here, on_host=True)
+        broadcaster.check_same(model)
         names = decoder_layers(model, "model.wrap_class=NAME")
         parallel = None
         if self.tensor_size > 1:
             parallel = TensorParallel(model, self.device_mesh["tensor"].get_group(), names)
             log.info(
-                "tensor parallel: matrices are split over %d ranks; what is counted below is one's",
+                "tensor parallel: matrices are split over %d ranks; counts below are of one rank",
                 self.tensor_size,
             )
         for layer in [model.get_submodule(name) for name in names]:
-            handing.hand_states(layer)
-            handing.hand(layer.modules())
+            broadcaster.broadcast_quantization(layer)
+            broadcaster.broadcast(layer.modules())
             if parallel:
-                parallel.cut(layer)
+                parallel.split(layer)
             self._shard(layer)
         inner = {module for name in names for module in model.get_submodule(name).modules()}
-        handing.hand_states(model)
-        handing.hand(module for module in model.modules() if module not in inner)
+        broadcaster.broadcast_quantization(model)
+        broadcaster.broadcast(module for module in model.modules() if module not in inner)
         self._shard(model)
         if parallel:
-            self._cut = {cut.module._parameters[cut.name]: cut.dim for cut in parallel.cuts}
-            self._on_parts = {w for m in parallel.on_parts for w in m.parameters()}
-        # Counted here, where quantized weights are packed on every rank: all must come to the same.
+            self._split_dims = {
+                getattr(split.module, split.name): split.dim for split in parallel.splits
+            }
+            self._partial_grads = {w for m in parallel.partial_grads for w in m.parameters()}
+        # Counted here, where quantized weights are packed on every rank: all ranks must agree.
         numbers = [(weight.requires_grad, weight.numel()) for weight in model.parameters()]
         trained = sum(number for trains, number in numbers if trains)
-        self._keeps_gradients_whole = trained <= FEW * sum(number for _, number in numbers)
+        self._accumulates_unsharded = trained <= MAX_UNSHARDED_SHARE * sum(
+            number for _, number in numbers
+        )
         self.model_root = model
-        log_host_memory(before, reads_here=handing.reads_here)
+        log_host_memory(before, reads_here=broadcaster.reads_here)
         return model
 
     def _shard(self, module: Any) -> None:
-        """Leave of a module's weights what this rank keeps; those inside it that were left stay."""
+        """Shard a module's weights, except those of submodules that are sharded already."""
         mesh, offloads = self.device_mesh, self.config.offload_parameters
         if self.num_data_ranks == 1 and not offloads:
             return
@@ -190,14 +194,14 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         fully_shard(
             module, mesh=mesh["replicate", "shard"] if replicates else mesh["shard"], **options
         )
-        module.register_forward_hook(_let_go_unless_training)
+        module.register_forward_hook(_reshard_without_grad)
         self._owners |= dict.fromkeys(owned, module)
 
     def _computes_in_bf16(self, module: torch.nn.Module) -> bool:
-        """Say whether autocast would copy all of a layer's weights, to keep them for the backward.
+        """Return whether FSDP should gather a module's weights in bf16.
 
-        They are gathered in bf16 instead. The root is not: its embedding gives the hidden states
-        their fp32.
+        Autocast would keep a bf16 copy of all of a layer's weights for the backward pass. Not the
+        root: its embedding makes the hidden states fp32.
         """
         own = {weight.dtype for weight in module.parameters() if not isinstance(weight, DTensor)}
         is_layer = not any(isinstance(inner, FSDPModule) for inner in module.modules())
@@ -206,11 +210,11 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         )
 
     def model_to_device(self) -> None:
-        """Leave everything where `build_model` has put it."""
+        """Do nothing: `build_model` has placed the weights."""
 
     @contextmanager
     def gathered(self, module: torch.nn.Module) -> Iterator[None]:
-        """Have a module's own weights whole; all ranks enter together."""
+        """Gather a module's own weights; all ranks enter together."""
         owner = self._owners.get(module)
         if owner is None:
             yield
@@ -221,23 +225,23 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         finally:
             owner.reshard()
 
-    def settle(self, model: Any) -> None:
-        """Let every weight go back to its parts."""
+    def reshard(self, model: Any) -> None:
+        """Reshard all weights."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    # A step.
+    # Step
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Add gradients up without sending them, where whole ones are small enough to be kept."""
+        """Accumulate gradients without communication, if they are small enough unsharded."""
         root = self.model_root
         if not isinstance(root, FSDPModule):
             yield
             return
         switch = root.set_requires_all_reduce
-        if self._keeps_gradients_whole:
+        if self._accumulates_unsharded:
             switch = root.set_requires_gradient_sync
         switch(False)
         try:
@@ -246,15 +250,15 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             switch(True)
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
-        """Return this rank's part of a weight's gradient; None without."""
+        """Return this rank's shard of a weight's gradient, or None."""
         return None if weight.grad is None else _local(weight.grad)
 
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip by the norm over the parts of all ranks; return it."""
+        """Clip by the norm over the shards of all ranks; return the norm."""
         parts = []
         if self.tensor_size > 1:
-            self._agree_on_gradients(optimizer)
+            self._sync_replicated_gradients(optimizer)
         squares = torch.zeros((), device=self.root_device)
         by_copies: dict[int, list[Tensor]] = {}
         for group in optimizer.param_groups:
@@ -274,125 +278,125 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             torch._foreach_mul_(parts, scale)
         return norm
 
-    def _agree_on_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ranks that split matrices have one gradient of what they hold whole.
+    def _sync_replicated_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make gradients of replicated weights equal on all ranks of a tensor parallel group.
 
-        Each has computed it, though kernels need not round alike, and weights would drift apart.
+        Every rank has computed them, but kernels may round differently, and weights would diverge.
         """
         group = self.device_mesh["tensor"].get_group()
         for weight in (weight for one in optimizer.param_groups for weight in one["params"]):
-            if weight.grad is None or weight in self._cut:
+            if weight.grad is None or weight in self._split_dims:
                 continue
-            if weight in self._on_parts:
+            if weight in self._partial_grads:
                 dist.all_reduce(_local(weight.grad), group=group)
             else:
                 dist.broadcast(_local(weight.grad), group=group, group_src=0)
 
     def _num_copies(self, weight: Tensor) -> int:
-        """Count the ranks that hold the same part of a weight as this one."""
-        num_parts = self.tensor_size if weight in self._cut else 1
+        """Return the number of ranks with the same shard of a weight as this one."""
+        num_parts = self.tensor_size if weight in self._split_dims else 1
         if isinstance(weight, DTensor):
             num_parts *= self.device_mesh["shard"].size()
         return self.world_size // num_parts
 
-    # What is kept.
+    # State
 
-    def whole(self, weight: Tensor) -> Tensor:
-        """Return a weight from all its parts."""
-        return self._whole(weight.detach(), self._cut.get(weight))
+    def full_tensor(self, weight: Tensor) -> Tensor:
+        """Return the full tensor of a weight."""
+        return self._full(weight.detach(), self._split_dims.get(weight))
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
-        """Return what a checkpoint keeps of a weight: its parts, and how to put them together."""
-        return self._kept(weight.detach(), self._cut.get(weight))
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
+        """Return a weight for a checkpoint, as a ShardedTensor if it is one."""
+        return self._as_state(weight.detach(), self._split_dims.get(weight))
 
-    def kept_states(
+    def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        """Return an optimizer's state of a weight by key."""
+        """Return the optimizer state of a weight by key."""
         states = optimizer.state.get(weight, {})
-        cut = self._cut.get(weight)
+        dim = self._split_dims.get(weight)
         return {
-            key: self._kept(value, cut) if _is_like(value, weight) else value
+            key: self._as_state(value, dim) if _is_like(value, weight) else value
             for key, value in states.items()
         }
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
-        """Copy this rank's part of a whole value into a weight."""
-        _local(weight.detach()).copy_(self._part(weight, value))
+        """Copy this rank's shard of a full tensor into a weight."""
+        _local(weight.detach()).copy_(self._shard_of(weight, value))
 
-    def restore_states(
+    def restore_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
         states: Mapping[str, Tensor],
-        room: Callable[[str, Tensor], Tensor],
+        allocate: Callable[[str, Tensor], Tensor],
     ) -> None:
-        """Give a weight this rank's parts of whole states."""
-        shape = self._whole_shape(weight, self._cut.get(weight))
+        """Restore this rank's shards of full states."""
+        shape = self._full_shape(weight, self._split_dims.get(weight))
         for key, value in states.items():
             if value.shape == shape:
                 state = torch.zeros_like(weight, dtype=value.dtype, requires_grad=False)
-                _local(state).copy_(self._part(weight, value))
+                _local(state).copy_(self._shard_of(weight, value))
             else:
-                state = room(key, value).copy_(value)
+                state = allocate(key, value).copy_(value)
             optimizer.state[weight][key] = state
 
-    def _kept(self, tensor: Tensor, cut: int | None) -> StateTensor:
-        if not isinstance(tensor, DTensor) and cut is None:
+    def _as_state(self, tensor: Tensor, dim: int | None) -> StateTensor:
+        if not isinstance(tensor, DTensor) and dim is None:
             return tensor
-        gather = partial(self._whole, tensor, cut)
-        return ShardedTensor(self._whole_shape(tensor, cut), tensor.dtype, gather)
+        gather = partial(self._full, tensor, dim)
+        return ShardedTensor(self._full_shape(tensor, dim), tensor.dtype, gather)
 
-    def _whole_shape(self, tensor: Tensor, cut: int | None) -> torch.Size:
+    def _full_shape(self, tensor: Tensor, dim: int | None) -> torch.Size:
         shape = list(tensor.shape)
-        if cut is not None:
-            shape[cut] *= self.tensor_size
+        if dim is not None:
+            shape[dim] *= self.tensor_size
         return torch.Size(shape)
 
     @torch.no_grad()
-    def _whole(self, tensor: Tensor, cut: int | None) -> Tensor:
+    def _full(self, tensor: Tensor, dim: int | None) -> Tensor:
         if isinstance(tensor, DTensor):
-            if tensor.device != self.root_device:  # parts in host memory travel over the devices
+            if tensor.device != self.root_device:  # gather offloaded shards through the devices
                 part = tensor.to_local().to(self.root_device)
-                placed = tensor.device_mesh, tensor.placements
+                placement = tensor.device_mesh, tensor.placements
                 tensor = DTensor.from_local(
-                    part, *placed, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                    part, *placement, run_check=False, shape=tensor.shape, stride=tensor.stride()
                 )
             tensor = tensor.full_tensor()
-        if cut is None:
+        if dim is None:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.tensor_size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.device_mesh["tensor"].get_group())
-        return torch.cat(parts, cut)
+        return torch.cat(parts, dim)
 
-    def _part(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Return this rank's part of a whole value for a weight, wherever it is."""
-        cut = self._cut.get(weight)
-        if cut is not None:
-            value = value.chunk(self.tensor_size, cut)[self.device_mesh["tensor"].get_local_rank()]
+    def _shard_of(self, weight: Tensor, value: Tensor) -> Tensor:
+        """Return this rank's shard of a full tensor for a weight, on any device."""
+        dim = self._split_dims.get(weight)
+        if dim is not None:
+            value = value.chunk(self.tensor_size, dim)[self.device_mesh["tensor"].get_local_rank()]
         if not isinstance(weight, DTensor):
             return value
-        placed = weight.device_mesh, weight.placements
+        placement = weight.device_mesh, weight.placements
         value = value.to(self.root_device).contiguous()
-        return distribute_tensor(value, *placed, src_data_rank=None).to_local()
+        return distribute_tensor(value, *placement, src_data_rank=None).to_local()
 
     def teardown(self) -> None:
-        """Let go of what a fit has used, writers of checkpoints too."""
+        """Tear down, and the CheckpointIO too: Lightning 2.6 leaves it out for this strategy."""
         super().teardown()
         self.checkpoint_io.teardown()
 
 
-def _let_go_unless_training(module: Any, inputs: Any, output: Any) -> None:
-    """Let weights go that no backward pass will ask for."""
+def _reshard_without_grad(module: Any, inputs: Any, output: Any) -> None:
+    """Reshard weights that no backward pass will use."""
     if not torch.is_grad_enabled():
         module.reshard()
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, not copied."""
+    """Return this rank's shard of a tensor, not copied."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_like(value: Any, weight: Tensor) -> bool:
-    """Tell a state that has a number for each of a weight's from a count."""
+    """Return whether a state has the shape of its weight, unlike a step count."""
     return isinstance(value, Tensor) and value.shape == weight.shape

@@ -1,4 +1,4 @@
-"""How a model comes onto its ranks: one rank of a node has read it, and hands its tensors on."""
+"""Loading a sharded model: one rank per node reads it and broadcasts its tensors."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ GIB = 2**30
 
 
 class Broadcaster:
-    """Hands a model's tensors from the rank that holds them to the others, one at a time.
+    """Broadcast a model's tensors, one at a time, to ranks that have built it on `meta`.
 
-    The others built it on `meta`. What trains comes from the first rank of the run, whose numbers
-    may be random; the rest from the first rank of each node, `reads_here` where this one is it.
+    Trainable parameters come from rank 0, since they may be random; the rest from the first rank of
+    each node, the one with `reads_here`.
     """
 
     def __init__(self, device: torch.device, num_ranks: int, ranks_per_node: int) -> None:
         self.device = device
         self._num_ranks = num_ranks
-        self._of_node: Any = None
+        self._node_group: Any = None
         self._node_reader = dist.get_rank() // ranks_per_node * ranks_per_node
-        self._is_alone = ranks_per_node == 1
+        self._is_only_rank = ranks_per_node == 1
         self.reads_here = dist.get_rank() == self._node_reader
         if num_ranks > ranks_per_node > 1:
-            self._of_node, _ = dist.new_subgroups(ranks_per_node)
+            self._node_group, _ = dist.new_subgroups(ranks_per_node)
 
     def check_same(self, model: torch.nn.Module) -> None:
-        """Make sure that all ranks have built the same modules; RuntimeError on all of them."""
-        # Quantized weights are packed where they are, and not yet on `meta`.
+        """Raise RuntimeError on all ranks unless all have built the same modules."""
+        # Quantized weights are packed on the rank that reads them, and not on `meta`.
         own = [
             (name, *(() if type(t).__name__ == "Params4bit" else (tuple(t.shape), t.dtype)))
             for name, t in _named_tensors(model)
@@ -50,7 +50,7 @@ class Broadcaster:
         dist.all_gather_object(hashes, hashlib.sha256(repr(own).encode()).hexdigest())
         if len(set(hashes)) == 1:
             return
-        # All raise, since one that went on would wait for the others; what they say is long.
+        # All ranks raise: one that continued would wait for the others.
         built: list[Any] = [None] * self._num_ranks
         dist.all_gather_object(built, own)
         first = built[0]
@@ -59,75 +59,81 @@ class Broadcaster:
         here, there = next(pair for pair in pairs if pair[0] != pair[1])
         raise RuntimeError(f"rank 0 has built {here} where rank {rank} has {there}")
 
-    def hand_states(self, module: torch.nn.Module) -> None:
-        """Let all ranks know how the 4-bit weights in `module` are kept, before they are handed."""
+    def broadcast_quantization(self, module: torch.nn.Module) -> None:
+        """Broadcast the quantization state of 4-bit weights, before the weights."""
         states = [take_states(module, self.device)]
-        if not self._is_alone:
-            dist.broadcast_object_list(states, self._node_reader, group=self._of_node)
+        if not self._is_only_rank:
+            dist.broadcast_object_list(states, self._node_reader, group=self._node_group)
         if not self.reads_here:
             give_states(module, states[0], self.device)
 
-    def hand(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Put the tensors of `modules` on this rank's device, whole; one that is shared once."""
+    def broadcast(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Put the full tensors of `modules` on this rank's device; shared ones stay shared."""
         arrived: dict[int, torch.nn.Parameter] = {}
         for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in arrived:
-                        arrived[id(parameter)] = self._parameter(parameter)
-                    module._parameters[name] = arrived[id(parameter)]
-            self.hand_unlearned(module)
+            for name, parameter in list(
+                module.named_parameters(recurse=False, remove_duplicate=False)
+            ):
+                if id(parameter) not in arrived:
+                    arrived[id(parameter)] = self._parameter(parameter)
+                module.register_parameter(name, arrived[id(parameter)])
+            self.broadcast_buffers(module)
 
-    def hand_unlearned(self, module: torch.nn.Module) -> None:
-        """Put on this rank's device what a module itself has besides parameters."""
-        for tensors in (module._buffers, vars(module)):
-            for name, tensor in tensors.items():
-                if isinstance(tensor, Tensor):
-                    tensors[name] = self._receive(tensor)
+    def broadcast_buffers(self, module: torch.nn.Module) -> None:
+        """Put buffers and plain tensor attributes of `module` on this rank's device."""
+        for name, tensor in list(_plain_tensors(module)):
+            setattr(module, name, self._receive(tensor))
 
     def _parameter(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if type(parameter) is not torch.nn.Parameter:
             raise UserError(
-                f"this strategy cannot share out weights that are kept as "
+                f"this strategy cannot shard weights of type "
                 f"{type(parameter).__name__}; type quantization=nf4 or none, or strategy=ddp"
             )
-        whole = self._receive(parameter.detach(), broadcast_from_rank0=parameter.requires_grad)
-        return torch.nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        full = self._receive(parameter.detach(), broadcast_from_rank0=parameter.requires_grad)
+        return torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
 
     def _receive(self, tensor: Tensor, *, broadcast_from_rank0: bool = False) -> Tensor:
         if tensor.is_meta:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         else:
-            whole = tensor.to(self.device).contiguous()
+            full = tensor.to(self.device).contiguous()
         if broadcast_from_rank0 and self._num_ranks > 1:
-            dist.broadcast(whole, 0)
-        elif not self._is_alone:
-            dist.broadcast(whole, self._node_reader, group=self._of_node)
-        return whole
+            dist.broadcast(full, 0)
+        elif not self._is_only_rank:
+            dist.broadcast(full, self._node_reader, group=self._node_group)
+        return full
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     for module_name, module in model.named_modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
-            for name, tensor in tensors.items():
-                if isinstance(tensor, Tensor):
-                    yield f"{module_name}.{name}", tensor
+        for name, tensor in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *_plain_tensors(module),
+        ):
+            yield f"{module_name}.{name}", tensor
+
+
+def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a module itself, and its tensors that are plain attributes."""
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+    yield from ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
 
 
 def peak_host_bytes() -> int:
-    """Return the most memory that this process has held so far."""
+    """Return the peak memory of this process so far."""
     lines = (line.split() for line in STATUS.read_text().splitlines())
     return next(int(words[1]) * 1024 for words in lines if words[0] == "VmHWM:")
 
 
 def log_host_memory(before: int, *, reads_here: bool) -> None:
-    """Say on the first rank what loading has cost every rank in host memory."""
+    """Log on rank 0 the peak host memory of every rank before and after loading."""
     own = before, peak_host_bytes(), reads_here
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
-    said = ", ".join(
+    peaks = ", ".join(
         f"rank {rank} {start / GIB:.2f} -> {end / GIB:.2f}{' (reads the base)' if reads else ''}"
         for rank, (start, end, reads) in enumerate(ranks)
     )
     if dist.get_rank() == 0:
-        log.info("load: peak host memory in GiB, before and after: %s", said)
+        log.info("load: peak host memory in GiB, before and after: %s", peaks)

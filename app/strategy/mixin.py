@@ -1,38 +1,47 @@
-"""How a strategy spreads weights, optimizer states and data over its ranks.
+"""What a step, a checkpoint and a save need from a strategy that may shard weights and states.
 
-The one seam between the training and its strategies: what a step, a checkpoint or a save must know
-of where things are is asked here. `StrategyMixin` is the plain case, in which every rank holds
-everything; strategies that hold parts override what differs for them.
+`StrategyMixin` is the replicated case, in which every rank holds everything; sharding strategies
+override what differs. Needs no torch and no Lightning until it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-
-from app.strategy.rendezvous import meet_on_loopback
-from app.strategy.shards import StateTensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 BuildModel = Callable[..., Any]
-"""makes the model that trains; with `on_meta=True` its shapes alone, without reading a weight"""
+"""builds the model; with `on_meta=True` only its shapes, without reading a weight"""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """A tensor of which each rank holds a part, or nothing, until it is gathered."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    gather: Callable[[], Tensor]
+    """returns the full tensor on every rank; all ranks must call it, in the same order"""
+
+
+StateTensor: TypeAlias = "Tensor | ShardedTensor"
+"""a tensor of a checkpoint, sharded or not"""
 
 
 class StrategyMixin:
-    """A mix-in for Lightning's strategies; as it stands: all ranks hold all, each its own data."""
+    """A mixin for Lightning strategies: all ranks hold all weights, and see different data."""
 
     shards_weights = False
-    """whether ranks hold parts of weights: a forward pass or a save then needs all of them"""
+    """whether weights are sharded: a forward pass or a save then needs all ranks"""
     keeps_gradients = True
-    """whether a gradient stays with its weight until the optimizer's step"""
+    """whether `weight.grad` is there until the optimizer step"""
     fuses_adapters = True
-    """whether a layer may read the weights of the layers inside it, past their own forward"""
+    """whether a layer may read weights of its submodules without calling their forward"""
 
     world_size: int
     global_rank: int
@@ -42,120 +51,107 @@ class StrategyMixin:
 
     @property
     def num_data_ranks(self) -> int:
-        """Count the ranks, or groups of ranks, that see data of their own."""
+        """Number of ranks, or of tensor parallel groups, with different data."""
         return self.world_size
 
     @property
     def data_rank(self) -> int:
-        """Say which of the `num_data_ranks` this rank belongs to."""
+        """Index of this rank among the `num_data_ranks`."""
         return self.global_rank
 
     def build_model(self, build: BuildModel) -> Any:
-        """Return the model as this strategy wants it before the optimizer is made."""
+        """Build the model, placed as this strategy needs it before the optimizer is built."""
         return build()
 
-    def own_optimizer(self, optimizer: Any) -> torch.optim.Optimizer:
-        """Return the optimizer that was built, out of what a strategy has put around it."""
-        own: torch.optim.Optimizer = optimizer
-        return own
+    def unwrap_optimizer(self, optimizer: Any) -> torch.optim.Optimizer:
+        """Return the optimizer that was built, without a strategy's wrapper."""
+        inner: torch.optim.Optimizer = optimizer
+        return inner
 
     def weights_by_group(self, optimizer: torch.optim.Optimizer) -> list[list[torch.nn.Parameter]]:
-        """Return the weights of each parameter group, as the optimizer was built with them."""
+        """Return the weights of each parameter group that the optimizer was built with."""
         return [group["params"] for group in optimizer.param_groups]
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip the gradients by their global norm; return that norm, a scalar on the device."""
+        """Clip gradients by their global norm; return the norm before, a scalar on the device."""
         import torch
 
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
-        """Return this rank's part of a weight's gradient, which `keeps_gradients`; None without."""
+        """Return this rank's shard of a weight's gradient, or None; see `keeps_gradients`."""
         return weight.grad
 
-    def kept_weight(self, weight: torch.nn.Parameter) -> StateTensor:
-        """Return what a checkpoint keeps of a weight that trains: the precise one, not copied."""
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
+        """Return a trainable weight for a checkpoint, in the optimizer's dtype, not copied."""
         return weight.detach()
 
-    def stepped_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
-        """Return the dtype of what the optimizer moves for a weight, which its states follow."""
+    def optimizer_dtype(self, weight: torch.nn.Parameter) -> torch.dtype:
+        """Return the dtype in which the optimizer steps a weight."""
         return weight.dtype
 
-    def kept_states(
+    def optimizer_state_of(
         self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
     ) -> dict[str, Any]:
-        """Return an optimizer's state of a weight by key, empty before the first step."""
+        """Return the optimizer state of a weight by key; empty before the first step."""
         return dict(optimizer.state.get(weight, {}))
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
-        """Copy a whole value into a weight; called on all ranks for all weights, in one order."""
+        """Copy a full tensor into a weight; all ranks call it for all weights, in one order."""
         weight.data.copy_(value)
 
-    def restore_states(
+    def restore_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
         weight: torch.nn.Parameter,
         states: Mapping[str, Tensor],
-        room: Callable[[str, Tensor], Tensor],
+        allocate: Callable[[str, Tensor], Tensor],
     ) -> None:
-        """Give a weight whole states by key; `room` makes room for one on its right device.
+        """Restore full states of a weight; `allocate(key, value)` makes an empty one on its device.
 
-        Called on all ranks for all weights that have states, in one order.
+        All ranks call it for all weights with states, in the same order.
         """
         for key, value in states.items():
-            optimizer.state[weight][key] = room(key, value).copy_(value)
+            optimizer.state[weight][key] = allocate(key, value).copy_(value)
 
     def gathered(self, module: torch.nn.Module) -> AbstractContextManager[None]:
-        """Have a module's own weights whole, as in its forward; all ranks enter together."""
+        """Gather a module's own weights, as its forward does; all ranks enter together."""
         return nullcontext()
 
-    def settle(self, model: Any) -> None:
-        """Let every weight go back to where it is kept, after passes that left some whole."""
+    def reshard(self, model: Any) -> None:
+        """Reshard all weights, after forward passes that left some gathered."""
 
-    def whole(self, weight: Tensor) -> Tensor:
-        """Return a weight as it is computed with, whole; all ranks call it, in the same order."""
+    def full_tensor(self, weight: Tensor) -> Tensor:
+        """Return the full tensor of a weight; all ranks call it, in the same order."""
         return weight.detach()
 
-    # What Lightning asks of a strategy when it saves and restores: our checkpoints take weights and
-    # states by name, so that no strategy has a way of its own.
+    # Overrides of Lightning's Strategy: our checkpoints hold weights and states by name, the same
+    # way for every strategy.
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Hand Lightning's dictionary to what writes checkpoints, on every rank."""
+        """Pass Lightning's dictionary to the CheckpointIO, on every rank."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Return the dictionary of a checkpoint, on every rank."""
+        """Return a checkpoint's dictionary, on every rank."""
         checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path)
         return checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: weights are not kept in Lightning's dictionary."""
+        """Return nothing: weights are not stored in Lightning's dictionary."""
         return {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give the model what the checkpoint keeps of it."""
+        """Restore the model from a checkpoint."""
         self.lightning_module.load_state_dict(checkpoint["state_dict"])
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: states are not kept in Lightning's dictionary."""
+        """Return nothing: states are not stored in Lightning's dictionary."""
         return {}
 
 
-EVERYTHING_HERE = StrategyMixin()
-"""for models that no trainer holds"""
-
-
-class OneDevice(StrategyMixin, SingleDeviceStrategy):
-    """One process on one device."""
-
-
-class Replicated(StrategyMixin, DDPStrategy):
-    """DDP: every rank holds all weights, gradients are averaged."""
-
-    def setup_distributed(self) -> None:
-        """Meet the other ranks, on this machine alone where they are all here."""
-        meet_on_loopback(self)
-        super().setup_distributed()
+REPLICATED = StrategyMixin()
+"""for models without a trainer"""

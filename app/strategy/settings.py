@@ -1,4 +1,4 @@
-"""What can be said of where a run computes, by family of strategies. Imports nothing heavy."""
+"""Settings of the strategies, by family; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
 HOMES = ("none", "cpu")
-"""where states may be kept besides the device: nowhere, in host memory"""
+"""where states may be offloaded: nowhere, to host memory"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,126 +87,16 @@ FAMILIES: dict[str, type[StrategyConfig]] = {
     "tp": FsdpConfig,
     "fsdp_tp": FsdpConfig,
 }
-"""what each name can be told; its values stand in conf/strategy"""
-
-DEEPSPEED_KEYS = {
-    "train_batch_size": "trainer.global_batch_size",
-    "train_micro_batch_size_per_gpu": "trainer.micro_batch_size",
-    "gradient_accumulation_steps": "trainer.gradient_accumulation_steps",
-    "gradient_clipping": "trainer.max_grad_norm",
-    "optimizer": "optimizer",
-    "scheduler": "schedule",
-    "zero_allow_untested_optimizer": "optimizer",
-    "zero_force_ds_cpu_optimizer": "optimizer",
-    "data_types": "trainer.precision",
-    "fp16": "trainer.precision",
-    "bf16": "trainer.precision",
-    "bfloat16": "trainer.precision",
-    "amp": "trainer.precision",
-    "torch_autocast": "trainer.precision",
-    "activation_checkpointing": "recompute",
-    "tensor_parallel": "strategy=tp",
-    "zero_optimization.stage": "strategy.stage",
-    "zero_optimization.offload_optimizer.device": "strategy.offload_optimizer",
-    "zero_optimization.cpu_offload": "strategy.offload_optimizer",
-    "zero_optimization.offload_param.device": "strategy.offload_parameters",
-    "zero_optimization.cpu_offload_param": "strategy.offload_parameters",
-    "zero_optimization.zero_hpz_partition_size": "strategy.partition_within_node",
-    "zero_optimization.zero_quantized_weights": "strategy.quantized_weights",
-    "zero_optimization.zero_quantized_nontrainable_weights": "strategy.quantized_weights",
-    "zero_optimization.zero_quantized_gradients": "strategy.quantized_gradients",
-}
-"""keys of a DeepSpeed config that are said by another setting, and which; all that is below them"""
-OF_STAGE_3 = (
-    "allgather_sequential",
-    "gather_16bit_weights_on_model_save",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "model_persistence_threshold",
-    "module_granularity_threshold",
-    "param_persistence_threshold",
-    "prefetch_bucket_size",
-    "use_all_reduce_for_fetch_params",
-)
-"""keys of zero_optimization that DeepSpeed takes with `stage3_` before them, and without"""
-OF_ZERO = (
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "compute_grad_norm",
-    "contiguous_gradients",
-    "cpu_offload_use_pin_memory",
-    "elastic_checkpoint",
-    "enable_sanity_checks",
-    "ignore_unused_parameters",
-    "leaf_module",
-    "legacy_stage1",
-    "load_from_fp32_weights",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "offload_optimizer",
-    "offload_param",
-    "overlap_comm",
-    "override_module_apply",
-    "parameter_alignment",
-    "pipeline_loading_checkpoint",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "save_muon_momentum_buffer_in_memory",
-    "stage3_gather_fp16_weights_on_model_save",
-    "sub_group_size",
-    "use_multi_rank_bucket_allreduce",
-    "zenflow",
-)
-FURTHER_DEEPSPEED_KEYS = (
-    "aio",
-    "autotuning",
-    "checkpoint",
-    "comet",
-    "comms_logger",
-    "communication_data_type",
-    "compile",
-    "csv_monitor",
-    "data_efficiency",
-    "dataloader_drop_last",
-    "datastates_ckpt",
-    "disable_allgather",
-    "disable_python_gc",
-    "dump_state",
-    "expert_parallel",
-    "flops_profiler",
-    "gradient_allreduce_op",
-    "gradient_predivide_factor",
-    "hybrid_engine",
-    "log_level",
-    "managed_gradient_accumulation",
-    "memory_breakdown",
-    "pipeline",
-    "prescale_gradients",
-    "seq_parallel_communication_data_type",
-    "sequence_parallel_size",
-    "steps_per_print",
-    "tensorboard",
-    "timers",
-    "use_data_before_expert_parallelism",
-    "vocabulary_size",
-    "wall_clock_breakdown",
-    "wandb",
-    "weight_quantization",
-    *(f"zero_optimization.{name}" for name in OF_ZERO),
-    *(f"zero_optimization.{name}" for name in OF_STAGE_3),
-    *(f"zero_optimization.stage3_{name}" for name in OF_STAGE_3),
-)
-"""the other keys of a DeepSpeed 0.19 config, at its top and in zero_optimization"""
+"""settings class of each name; values are in conf/strategy"""
 
 
 def is_sharding(config: StrategyConfig) -> bool:
-    """Say whether ranks hold parts of weights or of optimizer states."""
+    """Return whether weights or optimizer states are sharded."""
     return isinstance(config, (ZeroConfig, FsdpConfig))
 
 
 def tensor_parallel_size(config: StrategyConfig, ranks_per_node: int) -> int:
-    """Return how many ranks split each layer's matrices, and see the same data."""
+    """Return the number of ranks that split each layer's matrices and see the same data."""
     if not isinstance(config, FsdpConfig):
         return 1
     return config.tensor_parallel_size or ranks_per_node

@@ -1,12 +1,11 @@
-"""Tensor parallelism: ranks that compute parts of the same matrices on the same data (1909.08053).
+"""Tensor parallelism: ranks split each layer's matrices and see the same data (arXiv 1909.08053).
 
-A layer's first matrices are cut by rows (each rank computes some of the heads, or of the inner
-features), its last ones by columns (each adds its part to the output). Embedding, norms and head
-are whole on every rank. Two operations stand between: `copied` in front of the cut matrices, whose
-gradients are parts of a sum, and `summed` behind them, whose outputs are. An adapter is cut with
-its matrix: of a LoRA the small side, which both see, stays whole.
+A layer's first matrices are split by rows (each rank computes some heads or inner features), its
+last ones by columns (each rank's output is a partial sum). Embedding, norms and head are
+replicated. `copied` before the first sums the partial gradients, `summed` after the last the
+partial outputs. An adapter is split with its matrix; the small side of a LoRA stays replicated.
 
-What is cut are plain tensors, so that FSDP2 may share them out again.
+Split weights are plain tensors, so that FSDP2 can shard them further.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from torch import Tensor
 from app.model.adapter import unfuse_adapters
 from app.process.errors import UserError
 
-BY_ROWS, BY_COLUMNS, ON_PARTS = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""kinds of transformers' plans, by the side of x W that is cut: here W is kept transposed"""
+BY_ROWS, BY_COLUMNS, PARTIAL_GRADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""transformers' names in a tensor parallel plan, by the split side of x W; torch stores W.T"""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A weight that was cut: which, and along which dimension."""
+class Split:
+    """A weight that was split, and along which dimension."""
 
     module: torch.nn.Module
     name: str
@@ -36,59 +35,60 @@ class Cut:
 
 
 class TensorParallel:
-    """Cuts the layers of one model over the ranks of `group`."""
+    """Split the layers of one model over the ranks of `group`."""
 
     def __init__(self, model: Any, group: Any, names: Sequence[str]) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.cuts: list[Cut] = []
-        self.on_parts: list[torch.nn.Module] = []
-        """modules whole on every rank whose gradients are parts of a sum, as norms of heads"""
-        self._kinds = _kinds_by_path(model)
+        self.splits: list[Split] = []
+        self.partial_grads: list[torch.nn.Module] = []
+        """replicated modules whose gradients are partial sums, such as norms of heads"""
+        self._plan = layer_plan(model)
         self._check(model, [model.get_submodule(name) for name in names])
         unfuse_adapters(model)
 
-    def cut(self, layer: torch.nn.Module) -> None:
-        """Leave of a layer's matrices, which are whole, what this rank computes with."""
-        for path, kind in self._kinds.items():
+    def split(self, layer: torch.nn.Module) -> None:
+        """Replace a layer's full matrices by this rank's parts."""
+        for path, kind in self._plan.items():
             module: Any = layer.get_submodule(path)
-            if kind == ON_PARTS:
-                self.on_parts.append(module)
+            if kind == PARTIAL_GRADS:
+                self.partial_grads.append(module)
             elif kind == BY_ROWS:
-                self._cut_rows(module)
+                self._split_rows(module)
             else:
-                self._cut_columns(module)
+                self._split_columns(module)
 
-    def _cut_rows(self, module: Any) -> None:
+    def _split_rows(self, module: Any) -> None:
         linear = _matrix(module)
-        self._keep(linear, "weight", 0)
-        self._keep(linear, "bias", 0)
+        self._split_weight(linear, "weight", 0)
+        self._split_weight(linear, "bias", 0)
         linear.register_forward_pre_hook(self._copy_input)
         for part, tensors in _adapter_parts(module):
             if part == "lora_A":
                 tensors.register_forward_hook(self._copy_output)
             elif part == "lora_B":
-                self._keep(tensors, "weight", 0)
+                self._split_weight(tensors, "weight", 0)
             elif part == "ia3_l" and not module.is_feedforward:
-                self._keep(tensors, "default", 0)
+                self._split_weight(tensors, "default", 0)
 
-    def _cut_columns(self, module: Any) -> None:
+    def _split_columns(self, module: Any) -> None:
         linear = _matrix(module)
-        self._keep(linear, "weight", 1)
+        self._split_weight(linear, "weight", 1)
         linear.forward = _SummedLinear(linear, self.group)
         for part, tensors in _adapter_parts(module):
             if part == "lora_A":
-                self._keep(tensors, "weight", 1)
+                self._split_weight(tensors, "weight", 1)
                 tensors.register_forward_hook(self._sum_output)
             elif part == "ia3_l" and module.is_feedforward:
-                self._keep(tensors, "default", 1)
+                self._split_weight(tensors, "default", 1)
 
-    def _keep(self, module: Any, name: str, dim: int) -> None:
-        weight = module._parameters[name]
+    def _split_weight(self, module: Any, name: str, dim: int) -> None:
+        weight = getattr(module, name)
         if weight is None:
             return
         part = weight.detach().chunk(self.size, dim)[self.rank].contiguous().clone()
-        module._parameters[name] = torch.nn.Parameter(part, requires_grad=weight.requires_grad)
-        self.cuts.append(Cut(module, name, dim))
+        part = torch.nn.Parameter(part, requires_grad=weight.requires_grad)
+        module.register_parameter(name, part)
+        self.splits.append(Split(module, name, dim))
 
     def _copy_input(self, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (copied(inputs[0], self.group), *inputs[1:])
@@ -100,30 +100,30 @@ class TensorParallel:
         return summed(output, self.group)
 
     def _check(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
-        """Raise UserError for what cannot be cut."""
-        numbers = model.config.get_text_config()
-        heads = getattr(numbers, "num_key_value_heads", None) or numbers.num_attention_heads
-        if heads % self.size or numbers.num_attention_heads % self.size:
+        """Raise UserError for layers that cannot be split."""
+        text_config = model.config.get_text_config()
+        heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+        if heads % self.size or text_config.num_attention_heads % self.size:
             raise UserError(
                 f"strategy.tensor_parallel_size={self.size} does not divide the {heads} key heads "
                 f"of this model; type a divisor of {heads}, or strategy=fsdp"
             )
         for layer in layers:
-            for path, kind in self._kinds.items():
-                if kind != ON_PARTS:
+            for path, kind in self._plan.items():
+                if kind != PARTIAL_GRADS:
                     self._check_matrix(layer.get_submodule(path), path, kind)
 
     def _check_matrix(self, module: Any, path: str, kind: str) -> None:
         linear = _matrix(module)
         if type(linear) is not torch.nn.Linear:
             raise UserError(
-                f"strategy.tensor_parallel_size={self.size} cuts plain matrices, and {path} is a "
+                f"strategy.tensor_parallel_size={self.size} splits plain matrices, and {path} is a "
                 f"{type(linear).__name__}; type strategy=fsdp"
             )
         if len(getattr(module, "lora_magnitude_vector", ())):
             raise UserError(
-                "adapter.use_dora=true measures whole columns, which strategy.tensor_parallel_size="
-                f"{self.size} cuts; type adapter.use_dora=false, or strategy=fsdp"
+                "adapter.use_dora=true needs full columns, which strategy.tensor_parallel_size="
+                f"{self.size} splits; type adapter.use_dora=false, or strategy=fsdp"
             )
         side = linear.out_features if kind == BY_ROWS else linear.in_features
         if side % self.size:
@@ -133,57 +133,61 @@ class TensorParallel:
             )
 
 
-def _kinds_by_path(model: Any) -> Mapping[str, str]:
-    """Return how each module of a layer is cut, by its name in the layer, as the model says."""
-    numbers = model.config.get_text_config()
-    plan = numbers.base_model_tp_plan or {}
-    kinds = {
-        path: kind for full, kind in plan.items() for _, dot, path in [full.partition(".*.")] if dot
+def layer_plan(model: Any) -> Mapping[str, str]:
+    """Return how each module of a layer is split, by its name in the layer."""
+    text_config = model.config.get_text_config()
+    full_plan = text_config.base_model_tp_plan or {}
+    plan = {
+        path: kind
+        for name, kind in full_plan.items()
+        for _, dot, path in [name.partition(".*.")]
+        if dot
     }
-    unknown = sorted(set(kinds.values()) - {BY_ROWS, BY_COLUMNS, ON_PARTS})
-    if not kinds or unknown:
-        why = f"cuts matrices as {unknown[0]}" if unknown else "has no plan for it"
+    unknown = sorted(set(plan.values()) - {BY_ROWS, BY_COLUMNS, PARTIAL_GRADS})
+    if not plan or unknown:
+        why = f"splits matrices as {unknown[0]}" if unknown else "has no plan for it"
         raise UserError(
-            f"strategy.tensor_parallel_size: a {numbers.model_type} model {why}, which is not "
-            "known here; type strategy=fsdp"
+            f"strategy.tensor_parallel_size: a {text_config.model_type} model {why}, which is not "
+            "supported; type strategy=fsdp"
         )
-    return kinds
+    return plan
 
 
 def _matrix(module: Any) -> Any:
-    """Return a matrix without the adapter around it."""
-    return module._modules.get("base_layer", module)
+    """Return a linear layer without the adapter around it."""
+    return getattr(module, "base_layer", module)
 
 
 def _adapter_parts(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an adapter's one layer, by peft's names for them."""
+    """Yield the parts of a layer's adapter by peft's names for them."""
+    children = dict(module.named_children())
     for part in ("lora_A", "lora_B"):
-        if part in module._modules:
-            yield part, module._modules[part]["default"]
-    if "ia3_l" in module._modules:
-        yield "ia3_l", module._modules["ia3_l"]
+        if part in children:
+            yield part, children[part]["default"]
+    if "ia3_l" in children:
+        yield "ia3_l", children["ia3_l"]
 
 
 class _SummedLinear:
-    """The forward of a linear layer of which each rank holds some columns."""
+    """The forward of a linear layer split by columns."""
 
     def __init__(self, linear: torch.nn.Linear, group: Any) -> None:
         self.linear, self.group = linear, group
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        whole = summed(torch.nn.functional.linear(hidden, self.linear.weight), self.group)
+        full = summed(torch.nn.functional.linear(hidden, self.linear.weight), self.group)
         bias = self.linear.bias
-        return whole if bias is None else whole + bias.to(whole.dtype)
+        return full if bias is None else full + bias.to(full.dtype)
 
 
 def copied(tensor: Tensor, group: Any) -> Tensor:
-    """Return a tensor as it is; the gradients that each rank of `group` has for it are added."""
+    """Return a tensor unchanged; its gradients are summed over the ranks of `group`."""
     result: Tensor = _Copied.apply(tensor, group)
     return result
 
 
 def summed(tensor: Tensor, group: Any) -> Tensor:
-    """Return the sum of the tensors of all ranks of `group`."""
+    """Return the sum of a tensor over the ranks of `group`; its gradient is unchanged."""
     result: Tensor = _Summed.apply(tensor, group)
     return result
 

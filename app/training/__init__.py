@@ -1,1 +1,1 @@
-"""How a step goes and is kept: module, loss, optimizer, trainer, checkpoint, logger, callbacks."""
+"""How a step goes: module, loss, optimizer, schedule, trainer, checkpoints, loggers, callbacks."""

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits: the door of bitsandbytes' optimizers."""
+"""AdamW with moments of 8 bits, by bitsandbytes, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 log = logging.getLogger(__name__)
 
 MOMENTS = ("state1", "state2")
-"""bitsandbytes' names of them in a weight's state; they may be paged, the rest never is"""
+"""bitsandbytes' names of the moments in a weight's state; only these may be paged"""
 
 
 class AdamW8bit(bitsandbytes.optim.AdamW8bit):
-    """Bitsandbytes' AdamW of 8 bits, in which a group may keep its moments in fp32.
+    """bitsandbytes' AdamW of 8 bits, with `optim_bits` set per parameter group.
 
-    Its own way to say so is a table of the whole process by the parameters' addresses.
+    bitsandbytes' own GlobalOptimManager sets it in a process-wide table by parameter address.
     """
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Return what holds for one parameter of a group."""
+        """Return the settings of one parameter of a group."""
         config: dict[str, Any] = super().get_config(gindex, pindex, group)
         config["optim_bits"] = group["optim_bits"]
         return config
@@ -30,17 +30,17 @@ class AdamW8bit(bitsandbytes.optim.AdamW8bit):
 
 def build_adamw8bit(
     groups: list[dict[str, Any]],
-    looked_up: Collection[int],
+    embeddings: Collection[int],
     *,
     betas: tuple[float, float],
     eps: float,
     is_paged: bool,
 ) -> torch.optim.Optimizer:
-    """Build AdamW over parameter groups, with moments in blocks of 256 numbers of 8 bits.
+    """Build AdamW over parameter groups, with moments quantized to 8 bits in blocks of 256.
 
-    `looked_up`: ids of parameters whose moments stay in fp32, as in arXiv 2110.02861: rows of an
-    embedding have gradients as unlike as their tokens are frequent, and a block that holds large
-    and small moments loses the small ones. Parameters below 4096 numbers keep fp32, too.
+    `embeddings`: ids of parameters whose moments stay in fp32 (arXiv 2110.02861): gradients of an
+    embedding's rows differ as much as the frequencies of their tokens, and a block that holds large
+    and small moments rounds the small ones to zero. Parameters below 4096 elements keep fp32, too.
     """
     if is_paged and groups[0]["params"][0].device.type == "cpu":
         log.info("optimizer: on the CPU paged_adamw8bit is adamw8bit, there is nowhere to page to")
@@ -48,7 +48,7 @@ def build_adamw8bit(
     split = []
     for group in groups:
         for bits, name in ((8, group["name"]), (32, f"{group['name']}, fp32 moments")):
-            params = [p for p in group["params"] if (id(p) in looked_up) == (bits == 32)]
+            params = [p for p in group["params"] if (id(p) in embeddings) == (bits == 32)]
             if params:
                 split.append(group | {"name": name, "params": params, "optim_bits": bits})
     return AdamW8bit(split, betas=betas, eps=eps, is_paged=is_paged)

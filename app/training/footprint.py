@@ -1,4 +1,4 @@
-"""What a run keeps on its devices besides activations, counted on a model without numbers."""
+"""Memory for weights, gradients and optimizer states, from the shapes of a meta model."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.quantization import QuantizationConfig
-from app.strategy.choose import STORED, Facts
+from app.strategy.build import STORED, Facts
 from app.training.optimizers import OptimizerConfig
-from app.training.trainer import Placement, TrainerConfig
+from app.training.trainer import Environment, TrainerConfig
 
 if TYPE_CHECKING:
     import torch
 
 FABRIC = Path("/sys/class/infiniband")
-"""where Linux lists adapters of InfiniBand, RoCE and EFA"""
+"""where Linux lists InfiniBand, RoCE and EFA adapters"""
 STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}
-"""numbers that an optimizer keeps of each weight, in the weight's own type and on the device"""
+"""states per weight, in its dtype and on the device"""
 EIGHT_BIT_STATES = {"adamw8bit": 2}
-"""the same for numbers of a byte"""
+"""states per weight of one byte each"""
 BITS = {"int8": 8.0, "nf4": 4.5}
-"""of a quantized weight with its scales (arXiv 2305.14314: one of 32 bits for 64 weights)"""
-DOUBLE_QUANT_SAVES = 0.373
-"""bits a weight, of the same source"""
+"""per quantized weight with its scales (arXiv 2305.14314: one of 32 bits for 64 weights)"""
+DOUBLE_QUANT_SAVED_BITS = 0.373
+"""bits per weight, same source"""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Sizes of the whole model, wherever its parts will be."""
+    """Sizes of the whole model, however it will be sharded."""
 
     weights_gib: float
     states_gib: float
@@ -40,7 +40,7 @@ class Footprint:
 def measure_footprint(
     model: Any, optimizer: str, quantization: QuantizationConfig | None = None
 ) -> Footprint:
-    """Add up what is kept of a model's weights: on the meta device, say, and not yet quantized."""
+    """Add up weights and states of a model that is not quantized yet; it may be on meta."""
     aside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     weights = states = 0.0
     for parameter in model.parameters():
@@ -55,33 +55,35 @@ def measure_footprint(
 
 
 def _bytes_of(parameter: torch.nn.Parameter, quantization: QuantizationConfig | None) -> float:
-    """Return the bytes that a frozen matrix keeps of each weight."""
+    """Return the bytes per weight of a frozen matrix."""
     if quantization is None or quantization.method == "none":
         return float(parameter.element_size())
-    saves = DOUBLE_QUANT_SAVES if quantization.method == "nf4" and quantization.double_quant else 0
+    saves = (
+        DOUBLE_QUANT_SAVED_BITS if quantization.method == "nf4" and quantization.double_quant else 0
+    )
     return (BITS[quantization.method] - saves) / 8
 
 
 def gather_facts(
-    placement: Placement,
+    env: Environment,
     trainer: TrainerConfig,
     optimizer: OptimizerConfig,
     quantization: QuantizationConfig,
     build: Callable[[], Any] | None,
 ) -> Facts:
-    """Look up what a strategy is chosen by.
+    """Return what the strategy is chosen by.
 
-    `build` makes the model without numbers, and not quantized; None where its files are quantized.
+    `build` makes the model on meta and not quantized; None where its files are quantized.
     """
     import torch
 
-    facts = Facts(num_ranks=placement.num_ranks, num_nodes=trainer.num_nodes)
-    if placement.accelerator == "cpu" or placement.num_ranks == 1:
+    facts = Facts(num_ranks=env.num_ranks, num_nodes=trainer.num_nodes)
+    if env.accelerator == "cpu" or env.num_ranks == 1:
         return facts  # the size of the model decides nothing
     if build is None:
         return replace(facts, device_gib=0.0, quantization=STORED)
     footprint = measure_footprint(build(), optimizer.name, quantization)
-    gpus = map(torch.cuda.get_device_properties, range(placement.devices))
+    gpus = map(torch.cuda.get_device_properties, range(env.devices))
     return replace(
         facts,
         device_gib=min(gpu.total_memory for gpu in gpus) / 2**30,

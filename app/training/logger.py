@@ -1,4 +1,4 @@
-"""Where the curves go: metrics.csv always, TensorBoard beside it."""
+"""Where metrics are logged: metrics.csv always, TensorBoard beside it."""
 
 from __future__ import annotations
 
@@ -21,29 +21,27 @@ class LoggerConfig:
 def build_loggers(
     config: LoggerConfig, folder: Path, dataset_names: list[str], *, last_step: int | None = None
 ) -> list[Logger]:
-    """Build the loggers of a run that writes into `folder`, and goes on from `last_step` or anew.
+    """Build the loggers of a run in `folder` that resumes from `last_step`, or starts at None.
 
-    They change nothing that is there: `drop_rows_after` does, when the run takes its folder.
+    Existing files stay as they are: `drop_rows_after` changes them once the run owns its folder.
     """
-    from app.training.csv_logger import CsvLogger
+    from app.training.log_files import CsvLogger, TensorBoardLogger
 
     loggers: list[Logger] = [CsvLogger(folder / "metrics.csv", dataset_names)]
     if config.name == "tensorboard":
-        from app.training.tensorboard_logger import TensorBoardLogger
-
         loggers.append(TensorBoardLogger(folder / "tensorboard", last_step=last_step))
     return loggers
 
 
 def drop_rows_after(last_step: int | None, loggers: list[Logger]) -> None:
-    """Keep the rows of metrics.csv up to `last_step`, from which the run goes on; None: no row.
+    """Drop the rows of metrics.csv after `last_step`, from which the run resumes; None: all rows.
 
-    TensorBoard hides its own when the first new one comes.
+    TensorBoard hides its own once the first new event is written.
     """
-    from app.training.csv_logger import CsvLogger
+    from app.training.log_files import CsvLogger
 
     (rows,) = (logger for logger in loggers if isinstance(logger, CsvLogger))
     if last_step is None:
-        rows.begin_anew()
+        rows.clear()
     else:
-        rows.cut_after(last_step)
+        rows.drop_rows_after(last_step)

@@ -1,4 +1,4 @@
-"""Every data set's curve: an exact row for each optimizer step, without a host sync per step."""
+"""Metrics by data set: an exact row per optimizer step, without a host sync per step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from app.process.errors import TrainingFault, UserError
-from app.training.checkpoint.documents import listed
+from app.training.checkpoint.schema import listed
 from app.training.nonfinite import StepWatch, not_finite
 from app.training.objective import losses_by_dataset
 
-COUNTED = (
+STATE_KEYS = (
     "dataset_names",
     "latest",
     "latest_step",
@@ -26,12 +26,12 @@ COUNTED = (
     "num_tokens",
     "train_seconds",
 )
-"""of `Curves`: what a resumed run goes on from"""
+"""attributes of `Metrics` that a checkpoint holds"""
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """One optimizer step as it waits, on the device, to be written."""
+    """One optimizer step, on the device until its block is written."""
 
     step: int
     lr: float
@@ -39,20 +39,20 @@ class StepRecord:
     sums: Tensor
     """[3, data sets]: weighted losses, weights, trained tokens, of this rank"""
     num_tokens: int
-    """tokens this rank ran through the model, without padding"""
+    """tokens of this rank without padding"""
     is_scaled: bool
-    """whether a loss scaler watches over the gradients (fp16)"""
+    """whether a loss scaler checks the gradients (fp16)"""
     losses: list[Tensor]
-    """of this rank's micro-batches, as far as they are parts of the step's"""
+    """of this rank's micro-batches, each its share of the step's loss"""
     rank: int = 0
     num_ranks: int = 1
 
 
-class Curves:
-    """Collects steps and writes them in blocks: one reduction and one copy to the host a block.
+class Metrics:
+    """Collect steps and write them in blocks: one reduction and one copy to the host per block.
 
-    `watch` judges each step that is written. One that was left out stands in the rows with the loss
-    and the norm for which it was: nan or inf.
+    `watch` checks each step that is written. A skipped step's row has the loss and the norm for
+    which it was skipped: nan or inf.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Curves:
         self._block_started: float | None = None
 
     def resume_clock(self) -> None:
-        """Start, or go on after a validation, to measure the time that training takes."""
+        """Start the training clock, or continue it after a validation."""
         if self._block_started is None:
             self._block_started = time.monotonic()
 
     def add(self, record: StepRecord, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Keep a step; write the block when it is full. `reduce` sums a tensor over all ranks."""
+        """Add a step; write the block when it is full. `reduce` sums a tensor over all ranks."""
         self.waiting.append(record)
-        # The first step is written at once: a person sees soon whether the run is sound.
+        # The first step is written at once: it shows whether the run is healthy.
         if record.step == 1 or record.step % self.every_steps == 0:
             self.flush(reduce)
 
     def flush(self, reduce: Callable[[Tensor], Tensor], *, pause: bool = False) -> None:
-        """Write what waits; TrainingFault where `watch` finds a step bad that may not pass."""
+        """Write the waiting steps; TrainingFault if `watch` finds one that may not be skipped."""
         seconds = self._take_seconds(pause)
         if not self.waiting:
             return
@@ -114,13 +114,13 @@ class Curves:
                 "speed/tokens_per_second": rate,
             }
             self.write(record.step, metrics)
-            self.watch.judge(record, metrics, reduce)
+            self.watch.check(record, metrics, reduce)
         self.waiting = []
 
     def add_validation(self, step: int, sums: Tensor) -> None:
-        """Write a validation's exact losses; sums [3, data sets] are those of all ranks.
+        """Write a validation's exact losses; `sums` [3, data sets] is over all ranks.
 
-        TrainingFault where one is not finite: no checkpoint could be rated by it.
+        TrainingFault if one is not finite: no checkpoint could be ranked by it.
         """
         metrics = losses_by_dataset(sums.cpu(), self.dataset_names, "val")
         self.validations.append(metrics)
@@ -129,12 +129,12 @@ class Curves:
         if bad := not_finite(metrics, "val/loss/"):
             raise TrainingFault(
                 f"validation after step {step}: loss {metrics['val/loss']} (of {', '.join(bad)}); "
-                "lower optimizer.lr, or look at the validation rows"
+                "lower optimizer.lr, or check the validation rows"
             )
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Hand one row to every logger."""
-        # Without what is not finite: it is kept in checkpoints.
+        """Write one row to every logger."""
+        # Only finite values: checkpoints hold them as JSON.
         self.latest |= {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.latest_step = step
         for logger in self.loggers:
@@ -148,7 +148,7 @@ class Curves:
         return seconds
 
     def summary(self) -> dict[str, float]:
-        """Figures of the whole training: tokens a second over all ranks, seconds, tokens."""
+        """Return figures of the whole run: tokens per second over all ranks, seconds, tokens."""
         return {
             "speed/tokens_per_second": self.num_tokens / max(self.train_seconds, 1e-9),
             "speed/train_seconds": self.train_seconds,
@@ -160,26 +160,26 @@ class Curves:
         }
 
     def val_loss_at(self, step: int) -> float | None:
-        """Return the validation loss after `step`; None where there was none."""
+        """Return the validation loss after `step`; None if there was none."""
         if self.validated_step != step:
             return None
         return self.validations[-1].get("val/loss")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that was counted and measured so far, as JSON; nothing may wait."""
+        """Return the state as JSON; RuntimeError while steps wait to be written."""
         if self.waiting:
             raise RuntimeError("steps wait to be written")
-        counted = {name: getattr(self, name) for name in COUNTED}
+        counted = {name: getattr(self, name) for name in STATE_KEYS}
         return counted | {"skipped_steps": self.watch.num_skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`; UserError where the data sets have other names."""
+        """Restore `state_dict`; UserError if the data sets have other names."""
         if state["dataset_names"] != self.dataset_names:
             raise UserError(
-                f"resume: the run's curves are of the data sets {listed(state['dataset_names'])}"
-                f", these are named {', '.join(self.dataset_names)}; give them their names back by "
+                f"resume: the run's data sets were named {listed(state['dataset_names'])}"
+                f", now they are {', '.join(self.dataset_names)}; restore the names with "
                 "data.datasets=[{name: ...}], or start anew with resume=never"
             )
-        for name in COUNTED:
+        for name in STATE_KEYS:
             setattr(self, name, state[name])
         self.watch.num_skipped = state["skipped_steps"]

@@ -14,27 +14,27 @@ from data_modules import Batch, DecoderInputs
 
 
 class DatasetSums:
-    """Running sums by data set, kept on the device: weighted losses, weights, trained tokens."""
+    """Running sums by data set, on the device: weighted losses, weights, trained tokens."""
 
     def __init__(self, num_datasets: int) -> None:
         self.num_datasets = num_datasets
         self.sums: Tensor | None = None
 
     def add(self, losses: Tensor, weights: Tensor, dataset_ids: Tensor) -> None:
-        """Add positions; all arguments [positions], weight 0 where nothing is learned."""
+        """Add positions; all arguments [positions], weight 0 where the loss is masked."""
         # fp64: a validation set's sum of millions of losses must not depend on its order.
         parts = torch.stack([losses * weights, weights, (weights > 0).to(losses.dtype)]).double()
         if self.sums is None:
             self.sums = parts.new_zeros(3, self.num_datasets)
         self.sums.index_add_(1, dataset_ids, parts)
 
-    def spoil(self, datasets: Tensor, value: float) -> None:
-        """Multiply the losses so far of data sets [k] with `value`, which may be NaN."""
+    def scale_losses(self, datasets: Tensor, value: float) -> None:
+        """Multiply the losses so far of data sets [k] by `value`, which may be NaN."""
         assert self.sums is not None
         self.sums[0, datasets] *= value
 
     def take(self) -> Tensor:
-        """Return the sums [3, data sets] and start again at zero; raises if nothing was added."""
+        """Return the sums [3, data sets] and reset them; RuntimeError if nothing was added."""
         if self.sums is None:
             raise RuntimeError("no batch was added since the last step")
         taken, self.sums = self.sums, None
@@ -42,10 +42,10 @@ class DatasetSums:
 
 
 def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Tensor:
-    """Sum of loss times weight over a micro-batch; its parts are added to `sums`."""
-    columns: Tensor | slice = slice(None)  # nearly all that a decoder writes is learned
+    """Return the sum of loss times weight over a micro-batch; its parts are added to `sums`."""
+    columns: Tensor | slice = slice(None)  # nearly all positions of a decoder are trained on
     if batch.decoder is None:
-        # The head runs only where something is learned: prompts cost no logits.
+        # The head runs only on trained positions: prompts cost no logits.
         columns = batch.trained_columns
         inputs = _causal_inputs(model, batch, backend)
     else:
@@ -57,13 +57,13 @@ def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Ten
 
 
 def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
-    """What a causal model is given, for logits [rows, trained columns, vocabulary]."""
+    """Return a causal model's inputs, for logits [rows, trained columns, vocabulary]."""
     inputs = {
         "input_ids": batch.input_ids,
         "use_cache": False,
         "logits_to_keep": batch.trained_columns,
     }
-    # A model numbers whole documents itself: not all of them begin with 0, as RoBERTa does not.
+    # A single document gets its positions from the model: not every model starts at 0 (RoBERTa).
     if any(len(lengths) > 1 for lengths in batch.document_lengths):
         inputs["position_ids"] = batch.position_ids
     return inputs | attention_inputs(model, backend, batch.document_lengths, batch.input_ids)
@@ -72,7 +72,7 @@ def _causal_inputs(model: Any, batch: Batch, backend: str) -> dict[str, Any]:
 def _decoder_inputs(
     model: Any, batch: Batch, decoder: DecoderInputs, backend: str
 ) -> dict[str, Any]:
-    """What an encoder-decoder model is given, for logits [rows, targets, vocabulary]."""
+    """Return an encoder-decoder model's inputs, for logits [rows, targets, vocabulary]."""
     return {
         "input_ids": batch.input_ids,
         "decoder_input_ids": decoder.input_ids,
@@ -96,9 +96,9 @@ def validate(
     device: torch.device | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, float]:
-    """Exact validation losses over all batches, on one device: the model's own if none is given.
+    """Return exact validation losses over all batches, on `device` or the model's own.
 
-    With `sum_over_ranks` each rank has a share of the batches, and all have the same figures.
+    With `sum_over_ranks` each rank has a share of the batches, and all return the same figures.
     """
     sums = DatasetSums(len(dataset_names))
     device = device or model.device

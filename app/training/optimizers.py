@@ -1,4 +1,4 @@
-"""Which algorithm moves the weights, and what it is told: the optimizer of a run."""
+"""The optimizer of a run: settings by name, and the builder that reads them."""
 
 from __future__ import annotations
 
@@ -102,10 +102,10 @@ def build_optimizer(
     lr: float,
     fused: bool,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over what trains; no group is ever empty.
+    """Build the optimizer over the trainable parameters; no group is ever empty.
 
-    Each group has a `name`, and as `lr_ratio` its learning rate over `lr`. `fused` is of AdamW
-    alone.
+    Each group has a `name`, and as `lr_ratio` its learning rate over `lr`. `fused` is read by AdamW
+    only.
     """
     weights = trained_weights(model)
     check_patterns(weights, config.lr_by_pattern)
@@ -131,24 +131,22 @@ def _build(
     config: OptimizerConfig,
     fused: bool,
 ) -> torch.optim.Optimizer:
-    if isinstance(config, AdafactorConfig):
-        from app.training.adafactor import build_adafactor
+    from app.training.algorithms import build_adafactor, build_schedule_free
 
+    if isinstance(config, AdafactorConfig):
         return build_adafactor(
             groups, beta2_decay=config.beta2_decay, clip_threshold=config.clip_threshold
         )
     assert isinstance(config, AdamWConfig)
     betas = (config.beta1, config.beta2)
     if isinstance(config, ScheduleFreeConfig):
-        from app.training.schedule_free import build_schedule_free
-
         return build_schedule_free(groups, betas=betas, eps=config.eps)
     if isinstance(config, AdamW8bitConfig):
         from app.training.eight_bit import build_adamw8bit
 
         return build_adamw8bit(
             groups,
-            _looked_up(model, weights),
+            _embeddings(model, weights),
             betas=betas,
             eps=config.eps,
             is_paged=isinstance(config, PagedAdamW8bitConfig),
@@ -173,10 +171,10 @@ def _build_muon(
     lr: float,
     fused: bool,
 ) -> torch.optim.Optimizer:
-    """Build Muon for matrices and AdamW for the rest, or one of them where that is all there is."""
+    """Build Muon for matrices and AdamW for the rest, or only one of them if the other has none."""
     import torch
 
-    from app.training.muon import MuonWithAdamW
+    from app.training.algorithms import MuonWithAdamW
 
     vocabulary = {id(parameter) for parameter in vocabulary_weights(model)}
     matrices, others = [], []
@@ -199,13 +197,13 @@ def _build_muon(
     return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
 
 
-def _looked_up(model: torch.nn.Module, weights: Sequence[TrainedWeight]) -> set[int]:
-    """Ids of the parameters of which a step reads the rows, or columns, of its tokens alone."""
+def _embeddings(model: torch.nn.Module, weights: Sequence[TrainedWeight]) -> set[int]:
+    """Return ids of parameters of which a step reads only its tokens' rows or columns."""
     by_kind = [w.parameter for w in weights if w.kind in ("token rows", "lora embedding A")]
     return {id(parameter) for parameter in (*embedding_weights(model), *by_kind)}
 
 
 def base_lr(optimizer: torch.optim.Optimizer) -> float:
-    """Return the learning rate of now, without the ratios of LoRA+, Muon and patterns."""
+    """Return the current learning rate, without the ratios of LoRA+, Muon and patterns."""
     group = optimizer.param_groups[-1]
     return float(group["lr"] / group["lr_ratio"])

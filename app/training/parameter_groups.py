@@ -1,4 +1,4 @@
-"""Which weights move together: groups by learning rate and decay, none of them empty."""
+"""Parameter groups by learning rate and weight decay, none of them empty."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class LrPattern:
-    """The weights of some names learn faster or slower than the others."""
+    """A learning rate of their own for the weights whose names match a pattern."""
 
     pattern: str
     """whole names, * for any text: '*.embed_tokens.*', '*.layers.0.*', '*.q_proj.lora_A.weight'"""
@@ -29,7 +29,7 @@ class LrPattern:
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """What decides on a weight's group before any pattern does."""
+    """A group's settings before any pattern."""
 
     name: str
     weight_decay: float
@@ -44,10 +44,10 @@ def parameter_groups(
     weight_decay: float,
     patterns: Sequence[LrPattern],
 ) -> list[dict[str, Any]]:
-    """Divide weights by how fast they move and whether they decay.
+    """Divide weights by learning rate and weight decay.
 
-    With `adapter.lora_plus_ratio` every B of a linear layer moves faster than all else (LoRA+,
-    arXiv 2402.12354); in LoRA of an embedding, where A starts at zero instead of B, none does.
+    With `adapter.lora_plus_ratio` the B matrices of linear layers have a higher rate (LoRA+, arXiv
+    2402.12354); those of embeddings do not, where A starts at zero instead of B.
     """
     matrices, no_decay = GroupKind("matrices", weight_decay), GroupKind("no decay", 0.0)
     lora_b = _lora_plus(adapter, weight_decay)
@@ -55,7 +55,7 @@ def parameter_groups(
         kind: [] for kind in (matrices, lora_b, no_decay) if kind is not None
     }
     for weight in weights:
-        # A token's row would shrink in every step, also in all those that never see the token.
+        # A token's row would decay in every step, also in those that never see the token.
         if weight.is_vector or weight.kind == "token rows":
             kinds[no_decay].append(weight)
         elif lora_b is not None and weight.kind == "lora B":
@@ -79,7 +79,7 @@ def make_groups(
     lr: float,
     patterns: Sequence[LrPattern],
 ) -> list[dict[str, Any]]:
-    """Make a group of each kind, and of each pattern within a kind, that has any weights.
+    """Make a group for each kind, and for each pattern within a kind, that has any weights.
 
     Each group has a `name`, and as `lr_ratio` its learning rate over `lr`.
     """
@@ -101,21 +101,21 @@ def make_groups(
 
 
 def first_match(weight: TrainedWeight, patterns: Iterable[LrPattern]) -> LrPattern | None:
-    """Return the first pattern that fits a weight's whole name."""
+    """Return the first pattern that matches a weight's full name."""
     return next((each for each in patterns if fnmatchcase(weight.name, each.pattern)), None)
 
 
 def check_patterns(weights: Sequence[TrainedWeight], patterns: Sequence[LrPattern]) -> None:
-    """Refuse patterns that change nothing; UserError with the nearest names."""
+    """Raise UserError, with the nearest names, for patterns that change no weight."""
     used = [first_match(weight, patterns) for weight in weights]
     problems = []
     for each in patterns:
         if any(match is each for match in used):
             continue
         if any(fnmatchcase(weight.name, each.pattern) for weight in weights):
-            why = "an earlier pattern takes all that it matches; type it before that one"
+            why = "an earlier pattern matches the same weights; type it before that one"
         else:
-            why = f"matches no weight that trains; {_nearest(each.pattern, weights)}"
+            why = f"matches no trainable parameter; {_nearest(each.pattern, weights)}"
         problems.append(f"optimizer.lr_by_pattern: {each.pattern} {why}")
     if problems:
         raise UserError(problems)
@@ -124,27 +124,27 @@ def check_patterns(weights: Sequence[TrainedWeight], patterns: Sequence[LrPatter
 def _nearest(pattern: str, weights: Sequence[TrainedWeight]) -> str:
     for wider in (f"*.{pattern}", f"{pattern}.*", f"*.{pattern}.*"):
         if any(fnmatchcase(weight.name, wider) for weight in weights):
-            return f"type {{pattern: '{wider}'}}, since whole names are compared"
+            return f"type {{pattern: '{wider}'}}, since full names are compared"
     names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", weight.name) for weight in weights)
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
     return f"the nearest are {', '.join(near)}"
 
 
 def embedding_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Weights that look tokens up; a tied head is the same parameter."""
+    """Return the weights of all embeddings; a tied head is the same parameter."""
     import torch
 
     return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
 
 
 def vocabulary_weights(model: Any) -> list[torch.nn.Parameter]:
-    """Weights that look tokens up, and the head where it is not tied to them."""
+    """Return the weights of all embeddings, and of a head that is not tied to them."""
     import torch
 
     weights = embedding_weights(model)
     shapes = {weight.shape for weight in weights}
     head = model.get_output_embeddings()
-    # An adapter's wrapper has matrices of its own in it.
+    # An adapter's wrapper contains matrices of its own.
     in_head = [m.weight for m in head.modules() if isinstance(m, torch.nn.Linear)]
     return weights + [weight for weight in in_head if weight.shape in shapes]
 
@@ -152,7 +152,7 @@ def vocabulary_weights(model: Any) -> list[torch.nn.Parameter]:
 def check_every_weight_is_in_one_group(
     weights: Iterable[TrainedWeight], groups: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Raise ValueError where a weight is in no group or in several, or a group is empty."""
+    """Raise ValueError if a weight is in no group or in several, or a group is empty."""
     groups = list(groups)
     if empty := [group["name"] for group in groups if not group["params"]]:
         raise ValueError(f"the parameter group {empty[0]} is empty")
@@ -161,4 +161,4 @@ def check_every_weight_is_in_one_group(
         if (count := grouped.pop(id(weight.parameter), 0)) != 1:
             raise ValueError(f"{weight.module} ({weight.kind}) is in {count} parameter groups")
     if grouped:
-        raise ValueError(f"the optimizer holds {len(grouped)} weights that do not train")
+        raise ValueError(f"the optimizer holds {len(grouped)} weights that are not trainable")

@@ -1,4 +1,4 @@
-"""The table at the start of a run: which weights train, how fast, and what share they are."""
+"""The tables at the start of a run: trainable parameters and parameter groups."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import report_trainable, trained_weights
-from app.training.learning_rate import written
+from app.training.schedule import format_lr
 
 if TYPE_CHECKING:
     import torch
     from rich.console import JustifyMethod
     from rich.table import Table
 
+    from app.model.adapter.weights import TrainableReport
+
 MAX_ROWS = 20
 MAX_SHAPES = 4
+SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(slots=True)
 class TrainedPattern:
-    """Weights of one name, layer numbers aside, that train alike."""
+    """Trainable parameters of one name, layer numbers aside, with the same settings."""
 
     pattern: str
     """module names with `*` for layer numbers"""
@@ -30,7 +33,7 @@ class TrainedPattern:
     weight_decay: float
     num_weights: int = 0
     kinds: dict[str, None] = field(default_factory=dict)
-    """what of the module trains, in the model's order: weight, bias, lora A, ..."""
+    """trainable parts of the module, in the model's order: weight, bias, lora A, ..."""
     shapes: dict[str, None] = field(default_factory=dict)
     modules: set[str] = field(default_factory=set)
 
@@ -38,7 +41,7 @@ class TrainedPattern:
 def trained_patterns(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[TrainedPattern]:
-    """Sum what trains up by pattern, in the model's order; ask before a schedule is built."""
+    """Sum trainable parameters up by pattern, in the model's order, before a schedule is built."""
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     patterns: dict[Any, TrainedPattern] = {}
     for weight in trained_weights(model):
@@ -57,10 +60,10 @@ def trained_patterns(
     return list(patterns.values())
 
 
-def what_trains_table(patterns: list[TrainedPattern]) -> Table:
+def trainable_table(patterns: list[TrainedPattern]) -> Table:
     """Lay out the largest patterns, in the model's order; a last row sums the others up.
 
-    What is the same for all rows (dtype, learning rate, decay) is said once, in the title.
+    Settings that all rows share (dtype, learning rate, decay) go into the title.
     """
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
@@ -86,7 +89,9 @@ def what_trains_table(patterns: list[TrainedPattern]) -> Table:
     shared = {name: text for name, text in settings[0].items() if _is_same(settings, name)}
     own = [name for name in settings[0] if name not in shared]
 
-    title = ", ".join(["what trains", *(f"{name} {text}" for name, text in shared.items())])
+    title = ", ".join(
+        ["trainable parameters", *(f"{name} {text}" for name, text in shared.items())]
+    )
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for heading in ("module", "part", "number", "shapes", "weights", "share", *own):
         is_text = heading in ("module", "part", "shapes")
@@ -115,10 +120,10 @@ def _size(num_weights: int, total: int) -> tuple[str, str]:
 
 
 def _settings(patterns: list[TrainedPattern]) -> dict[str, str]:
-    """Word what holds for patterns taken together."""
+    """Return the settings of patterns taken together, as text."""
     texts = {
         "dtype": [pattern.dtype for pattern in patterns],
-        "lr": [written(pattern.lr) for pattern in patterns],
+        "lr": [format_lr(pattern.lr) for pattern in patterns],
         "decay": [f"{pattern.weight_decay:g}" for pattern in patterns],
     }
     return {name: _at_most(2, dict.fromkeys(each)) for name, each in texts.items()}
@@ -134,7 +139,7 @@ def _at_most(count: int, words: Iterable[str]) -> str:
 
 
 def groups_table(optimizer: torch.optim.Optimizer) -> Table:
-    """Lay out the optimizer's groups, as they are before a schedule is built."""
+    """Lay out the optimizer's groups, before a schedule is built."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
     from rich.table import Table
@@ -149,7 +154,7 @@ def groups_table(optimizer: torch.optim.Optimizer) -> Table:
             escape(group["name"]),
             f"{len(group['params']):,}",
             *_size(sum(p.numel() for p in group["params"]), total),
-            written(group["lr"]),
+            format_lr(group["lr"]),
             f"{group['weight_decay']:g}",
         )
     return table
@@ -160,24 +165,41 @@ def num_grouped(optimizer: torch.optim.Optimizer) -> int:
     return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
 
 
-def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Print the table of what trains, the optimizer's groups, and how much that is of the model.
+def describe_parameters(report: TrainableReport) -> list[str]:
+    """Return a line each on the trainable parameters and on the memory of all weights."""
+    share = f"{report.num_trainable / report.num_total:.2%}".replace("%", " %")
+    counts = {SHORT_DTYPES.get(name, name): n for name, n in sorted(report.dtypes.items())}
+    dtypes = ", ".join(f"{n:,} {name}" for name, n in counts.items())
+    if len(counts) == 1:
+        dtypes = next(iter(counts))
+    mib = report.num_bytes / 2**20
+    size = f"{mib:,.1f} MiB" if mib < 1024 else f"{mib / 1024:,.1f} GiB"
+    return [
+        f"trainable params: {report.num_trainable:,} / {report.num_total:,} ({share})",
+        f"model weights: {dtypes}, {size}",
+    ]
 
-    ValueError when the groups do not hold what trains.
+
+def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Print trainable parameters, parameter groups, and their share of the model.
+
+    ValueError if the groups do not hold all trainable parameters.
     """
     from rich.console import Console
 
     report = report_trainable(model)
     if (grouped := num_grouped(optimizer)) != report.num_trainable:
         raise ValueError(
-            f"the optimizer's groups hold {grouped:,} weights, but {report.num_trainable:,} train"
+            f"the optimizer's groups hold {grouped:,} weights, but {report.num_trainable:,} are "
+            "trainable"
         )
     console = Console(highlight=False)
-    tables = [what_trains_table(trained_patterns(model, optimizer)), groups_table(optimizer)]
+    tables = [trainable_table(trained_patterns(model, optimizer)), groups_table(optimizer)]
     if not console.is_terminal:
         # A log file has no width that its lines would have to fit.
         widths = [Console(width=1000).measure(table).maximum for table in tables]
         console.width = max(console.width, *widths)
     for table in tables:
         console.print(table)
-    console.print(f"model: {report}", soft_wrap=True)
+    for line in describe_parameters(report):
+        console.print(line, soft_wrap=True)

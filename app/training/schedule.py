@@ -1,6 +1,6 @@
-"""How the learning rate moves over a run: a pure function of the step, the run's length, the shape.
+"""The learning rate of a run: its peak, and its schedule as a pure function of the step.
 
-The momentum of an optimizer is left alone, also by one_cycle.
+Momentum is never scheduled, also not by one_cycle.
 """
 
 from __future__ import annotations
@@ -9,10 +9,23 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from app.model.adapter import DEFAULT_LR, AdapterConfig
+from app.training.optimizers import OptimizerConfig
+
 if TYPE_CHECKING:
     import torch
 
 SHAPES = ("cosine", "linear", "constant", "one_cycle", "wsd")
+USUAL_LR = {
+    # Lowest and highest of published recipes: 1e-5 for LoRA on a 70B model (axolotl),
+    # 5e-5 for full fine-tuning (transformers' default), 3e-3 for IA3 (arXiv 2205.05638).
+    "lora": (1e-5, 5e-4),
+    "ia3": (1e-3, 1e-2),
+    "freeze": (1e-6, 5e-5),
+    "full": (1e-6, 5e-5),
+}
+FAR = 10.0
+"""factor outside the usual range from which on a run gets a warning"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,7 +47,7 @@ class ScheduleConfig:
 def build_schedule(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Build the schedule over `total_steps` optimizer steps, the same for any number of ranks."""
+    """Build the schedule over `total_steps` optimizer steps."""
     import torch
 
     return torch.optim.lr_scheduler.LambdaLR(
@@ -43,9 +56,9 @@ def build_schedule(
 
 
 def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
-    """Share of the peak learning rate that optimizer step `step` (from 0) uses.
+    """Return the share of the peak learning rate at optimizer step `step`, counted from 0.
 
-    The first step already moves; the peak is reached with the warm-up's last step.
+    The first step has a rate above 0; the last step of the warm-up reaches the peak.
     """
     warmup = config.warmup_steps
     if warmup is None:
@@ -62,7 +75,7 @@ def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
         "cosine": _half_cosine(progress),
         "linear": 1.0 - progress,
         "constant": 1.0,
-        # The best of the shapes tried by Haegele et al. (arXiv 2405.18392), with a fifth of the
+        # The best of the shapes compared by Haegele et al. (arXiv 2405.18392), with a fifth of the
         # steps as good as a cosine over all of them.
         "wsd": 1.0 - math.sqrt(progress),
     }[config.shape]
@@ -70,9 +83,9 @@ def lr_factor(step: int, total_steps: int, config: ScheduleConfig) -> float:
 
 
 def _one_cycle(step: int, warmup: int, total_steps: int, config: ScheduleConfig) -> float:
-    """Rise and fall along half a cosine each, to the end in the last step (arXiv 1708.07120).
+    """Return the factor of a one-cycle schedule: half a cosine up, half a cosine down.
 
-    The same as torch's OneCycleLR, where the peak falls on a whole step.
+    Equals torch's OneCycleLR where the peak falls on a whole step (arXiv 1708.07120).
     """
     peak = max(warmup - 1, 0)
     if step < peak:
@@ -84,3 +97,62 @@ def _one_cycle(step: int, warmup: int, total_steps: int, config: ScheduleConfig)
 def _half_cosine(progress: float) -> float:
     """Fall from 1 to 0 as `progress` goes from 0 to 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """The peak learning rate, where it comes from, and a warning if it is unusual."""
+
+    value: float
+    sentence: str
+    """where the value comes from, with the arithmetic if it was scaled"""
+    warning: str | None
+
+
+def resolve_lr(
+    optimizer: OptimizerConfig,
+    adapter: AdapterConfig,
+    global_batch_size: int,
+    *,
+    from_scratch: bool,
+) -> LearningRate:
+    """Resolve the peak learning rate of a run.
+
+    `global_batch_size`: packs (rows when not packing) per optimizer step over all ranks. Models
+    trained from scratch give no warning.
+    """
+    start = DEFAULT_LR[adapter.name] if optimizer.lr is None else optimizer.lr
+    value, sentence = start, f"lr {format_lr(start)}"
+    if optimizer.scale_lr != "none":
+        ratio = global_batch_size / optimizer.base_batch_size
+        factor = f"{global_batch_size} / {optimizer.base_batch_size}"
+        if optimizer.scale_lr == "sqrt":
+            value, factor = start * math.sqrt(ratio), f"sqrt({factor})"
+        else:
+            value, factor = start * ratio, f"({factor})"
+        sentence = f"lr {format_lr(start)} x {factor} = {format_lr(value)}"
+    if optimizer.lr is None:
+        sentence += f" ({format_lr(start)} is the default of adapter={adapter.name})"
+    warning = None if from_scratch else _warning(value, adapter.name, optimizer.scale_lr)
+    return LearningRate(value, sentence, warning)
+
+
+def _warning(value: float, method: str, scale_lr: str) -> str | None:
+    lowest, highest = USUAL_LR[method]
+    if lowest / FAR <= value <= highest * FAR:
+        return None
+    factor, where = (value / highest, "above") if value > highest else (lowest / value, "below")
+    unscaled = "" if scale_lr == "none" else " optimizer.scale_lr=none"
+    return (
+        f"warning: learning rate {format_lr(value)} is {factor:.0f} times {where} the usual range "
+        f"of adapter={method} ({format_lr(lowest)} to {format_lr(highest)}); "
+        f"type optimizer.lr={format_lr(DEFAULT_LR[method])}{unscaled} if that is not intended"
+    )
+
+
+def format_lr(lr: float) -> str:
+    """Format a learning rate as 2e-4 or 5.66e-4; from 0.01 up as a plain number."""
+    if lr >= 0.01 or lr == 0:
+        return f"{lr:.3g}"
+    mantissa, exponent = f"{lr:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"

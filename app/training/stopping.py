@@ -1,6 +1,6 @@
-"""How ranks agree that a signal ends the run: between two steps, all of them after the same one.
+"""Stop all ranks after the same optimizer step when any of them has received a signal.
 
-A step whose data does not come never ends: that is noted here for the signals, too.
+Signals also learn here whether the loop waits for data, since such a step may never end.
 """
 
 from __future__ import annotations
@@ -15,30 +15,29 @@ from app.process.signals import signal_received, take_handlers, wait_for_data, w
 
 
 class Stopping:
-    """Asks all ranks, once an optimizer step, whether a signal came to any of them.
+    """Ask once per optimizer step whether any rank has received a signal.
 
-    Alone a rank only looks at a number of its own. Several exchange four bytes between their hosts,
-    for which no GPU waits.
+    Several ranks exchange four bytes between their hosts, for which no GPU waits.
     """
 
     def __init__(self) -> None:
         self._hosts: Any = None
-        """the process group of the ranks' hosts; None for one rank"""
+        """a gloo process group; None for one rank"""
 
     def begin(self, trainer: L.Trainer) -> None:
-        """Let signals wait for the end of a step from now on; called by all ranks."""
+        """Defer signals to the end of a step from now on; all ranks call it."""
         if trainer.world_size > 1:
             import torch.distributed as dist
 
             self._hosts = dist.new_group(backend="gloo")
-            # Lightning lets ranks wait for each other, and for their GPUs, at every micro-batch to
-            # hear of a SIGTERM (its #21487); its handler would wait for them within the handler.
+            # Private, tried with Lightning 2.6: it synchronizes ranks and GPUs at every micro-batch
+            # to broadcast a SIGTERM (its #21487), and offers no switch.
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
         take_handlers()
         wait_for_step(True)
 
     def agreed(self) -> int | None:
-        """Return the signal that ends the run after this step, on all ranks or on none."""
+        """Return the signal that ends the run after this step, the same on all ranks, or None."""
         signum = signal_received()
         if self._hosts is None:
             return signum
@@ -47,20 +46,23 @@ class Stopping:
         return int(highest) or None
 
     def end(self, trainer: L.Trainer) -> None:
-        """Let signals end the program where it stands again, where something is left to do."""
+        """Let signals end the process at once again, on the rank that still has work to do."""
         if trainer.is_global_zero:
             wait_for_step(False)
 
 
 class FetchWatch(PassThroughProfiler):
-    """Notes when the training loop waits for a batch: Lightning tells its profiler alone."""
+    """Tell the signal handlers when the training loop waits for a batch.
+
+    A profiler, since Lightning has no hook around the fetch of a batch.
+    """
 
     def start(self, action_name: str) -> None:
-        """Note that a batch is waited for."""
+        """Mark the start of a fetch."""
         if action_name.endswith("_next"):
             wait_for_data(True)
 
     def stop(self, action_name: str) -> None:
-        """Note that it has come."""
+        """Mark the end of a fetch."""
         if action_name.endswith("_next"):
             wait_for_data(False)

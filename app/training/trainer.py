@@ -1,4 +1,4 @@
-"""How long, how precisely and on what a run trains: the Lightning trainer."""
+"""Where and how long a run trains: its environment, and the Lightning trainer."""
 
 from __future__ import annotations
 
@@ -80,45 +80,47 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Where a run computes, and how precisely: every `auto` resolved."""
+class Environment:
+    """Devices, ranks, precision and accumulation of a run: every `auto` resolved."""
 
     accelerator: str
     """gpu or cpu"""
     devices: int
     num_ranks: int
     num_data_ranks: int
-    """ranks, or groups of ranks that split each matrix, that see data of their own"""
+    """ranks with data of their own; the ranks of a tensor-parallel group count as one"""
     precision: str
     accumulation: int
     """micro-batches a rank adds up before an optimizer step"""
 
     @property
     def torch_device(self) -> str:
-        """Name of the first rank's device in torch."""
+        """Return torch's name of the first rank's device."""
         return "cuda" if self.accelerator == "gpu" else "cpu"
 
     @property
     def row_multiple(self) -> int:
-        """Tokens of a packed row are rounded up to a multiple of this."""
-        # A CPU makes a kernel for every new size, which costs as much as a layer.
+        """Return what the tokens of a packed row are rounded up to a multiple of."""
+        # On a CPU a kernel is made for every new shape, which costs as much as a layer.
         return 64 if self.accelerator == "cpu" else 1
 
     def autocast(self) -> torch.autocast:
-        """Context in which a model computes as it does in training."""
+        """Return the autocast context of a training step."""
         import torch
 
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
         return torch.autocast(self.torch_device, dtype=dtype, enabled=dtype is not None)
 
     def __str__(self) -> str:
-        together = self.num_ranks // self.num_data_ranks
-        split = f" ({together} split each matrix)" if together > 1 else ""
+        group = self.num_ranks // self.num_data_ranks
+        split = f" (tensor parallel {group})" if group > 1 else ""
         return f"{self.num_ranks} x {self.accelerator}{split}, precision {self.precision}"
 
 
-def resolve_placement(config: TrainerConfig, strategy: StrategyConfig | None = None) -> Placement:
-    """Look at this machine and resolve every `auto`; ValueError when it lacks what was typed."""
+def resolve_environment(
+    config: TrainerConfig, strategy: StrategyConfig | None = None
+) -> Environment:
+    """Resolve every `auto` on this machine; UserError where it lacks what was typed."""
     import torch
 
     strategy = strategy or StrategyConfig()
@@ -135,7 +137,7 @@ def resolve_placement(config: TrainerConfig, strategy: StrategyConfig | None = N
     accumulation = config.gradient_accumulation_steps
     if config.global_batch_size is not None:
         accumulation = config.global_batch_size // (config.micro_batch_size * num_data_ranks)
-    return Placement(
+    return Environment(
         accelerator=accelerator,
         devices=devices,
         num_ranks=num_ranks,
@@ -145,11 +147,11 @@ def resolve_placement(config: TrainerConfig, strategy: StrategyConfig | None = N
     )
 
 
-def place_on_one_device(accelerator: str, precision: str) -> Placement:
-    """Resolve where a model is measured: by one process, without optimizer steps."""
+def resolve_single_device(accelerator: str, precision: str) -> Environment:
+    """Resolve the environment of an evaluation: one process, no optimizer steps."""
     accelerator = resolve_accelerator(accelerator)
     precision = resolve_precision(precision, accelerator)
-    return Placement(
+    return Environment(
         accelerator=accelerator,
         devices=1,
         num_ranks=1,
@@ -160,7 +162,7 @@ def place_on_one_device(accelerator: str, precision: str) -> Placement:
 
 
 def resolve_accelerator(accelerator: str) -> str:
-    """Return "gpu" where CUDA is and was not turned down, else "cpu"."""
+    """Return gpu or cpu, with `auto` resolved to what is available."""
     import torch
 
     if accelerator != "auto":
@@ -187,15 +189,15 @@ def resolve_precision(precision: str, accelerator: str) -> str:
 
 
 def validation_interval(config: TrainerConfig, total_steps: int) -> int:
-    """Return the steps from one validation to the next; there is one more at the end."""
+    """Return the number of steps between validations; one more runs at the end."""
     every = config.validate_every_steps or math.ceil(total_steps / VALIDATIONS_PER_RUN)
     return min(every, total_steps)
 
 
-def build_trainer(
+def build_lightning_trainer(
     config: TrainerConfig,
     *,
-    placement: Placement,
+    env: Environment,
     strategy: Strategy,
     total_steps: int,
     loggers: Sequence[Logger],
@@ -203,38 +205,37 @@ def build_trainer(
     folder: Path,
     checkpoints: CheckpointIO | None = None,
 ) -> Trainer:
-    """Build the trainer of one run.
+    """Build the trainer of one run of `total_steps` optimizer steps.
 
-    A run is one sequence of `total_steps` global steps through all epochs of the data, which
-    Lightning sees as one epoch: where an epoch ends is the data plan's business alone.
+    For Lightning they are one epoch: only the data's plan knows where an epoch ends.
     """
     import lightning as L
 
     from app.training.stopping import FetchWatch
 
-    # Importing Lightning sets its log levels; what it says of devices is said by the verb.
+    # Importing Lightning sets its log levels; the verb logs the devices itself.
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return L.Trainer(
-        accelerator=placement.accelerator,
-        devices=placement.devices,
+        accelerator=env.accelerator,
+        devices=env.devices,
         num_nodes=config.num_nodes,
         strategy=strategy,
-        # How weights are kept is the model's business; here only the autocast around a step.
-        precision={"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(placement.precision, "32-true"),
+        # The model decides the dtypes of its weights; this is the autocast around a step.
+        precision={"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(env.precision, "32-true"),
         max_epochs=1,
         max_steps=total_steps,
-        accumulate_grad_batches=placement.accumulation,
+        accumulate_grad_batches=env.accumulation,
         gradient_clip_val=config.max_grad_norm,
-        num_sanity_val_steps=-1,  # the whole validation set: the curves' step 0
-        val_check_interval=validation_interval(config, total_steps) * placement.accumulation,
-        check_val_every_n_epoch=None,  # by the batches of the whole run, also of a resumed one
+        num_sanity_val_steps=-1,  # the whole validation set: step 0 of the metrics
+        val_check_interval=validation_interval(config, total_steps) * env.accumulation,
+        check_val_every_n_epoch=None,  # by batches from the start of the run, also after a resume
         plugins=[checkpoints] if checkpoints is not None else None,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,  # the plan already gives each rank its packs
-        # Weights that are gathered in inference mode could not be trained with afterwards.
+        # Weights that are gathered in inference mode cannot train afterwards.
         inference_mode=not strategy.shards_weights,
         profiler=FetchWatch(),
         logger=list(loggers),

@@ -28,11 +28,11 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.model.base import ModelConfig, load_architecture
     from app.strategy.build import build_strategy
     from app.strategy.settings import StrategyConfig
-    from app.training.metrics import Curves
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import build_optimizer
     from app.training.schedule import ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
+    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 
     adapter: AdapterConfig = LoraConfig(r=RANK, alpha=2 * RANK, dropout=0.0)
     config = TrainerConfig(
@@ -44,16 +44,14 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     )
     if part.adapter == "full":
         adapter, config.precision = FullConfig(), "bf16-pure"
-    placement = resolve_placement(config)
+    env = resolve_environment(config)
     architecture = load_architecture(ModelConfig(from_scratch=True, architecture=task.shape))
-    attention = choose_backend(
-        AttentionConfig(), architecture, placement.accelerator, placement.precision
-    )
+    attention = choose_backend(AttentionConfig(), architecture, env.accelerator, env.precision)
     backend = attention.backend
     total_steps = part.warm_up + task.steps + 1
-    curves = Curves(NAMES, [], config.log_every_steps)
+    metrics = Metrics(NAMES, [], config.log_every_steps)
     module = FinetuneModule(
-        partial(build, task, part, adapter, recompute, backend, placement.precision),
+        partial(build, task, part, adapter, recompute, backend, env.precision),
         backend=backend,
         build_optimizer=partial(
             build_optimizer, config=optimizer_of(part), adapter=adapter, lr=1e-5, fused=True
@@ -61,15 +59,15 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
         schedule=ScheduleConfig(shape="constant", warmup_steps=0),
         total_steps=total_steps,
         is_packed=True,
-        curves=curves,
+        metrics=metrics,
         uses_fused_kernels=not part.is_compiled,
     )
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(
+        trainer = build_lightning_trainer(
             config,
-            placement=placement,
+            env=env,
             strategy=build_strategy(
-                StrategyConfig(), accelerator=placement.accelerator, num_ranks=placement.num_ranks
+                StrategyConfig(), accelerator=env.accelerator, num_ranks=env.num_ranks
             ),
             total_steps=total_steps,
             loggers=[],

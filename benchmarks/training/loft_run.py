@@ -25,13 +25,20 @@ def main(task: Task) -> None:
     from app.model.build import build_model
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import RecomputeConfig
-    from app.strategy.mixin import OneDevice
-    from app.training.metrics import Curves
+    from app.strategy.ddp import OneDevice
+    from app.training.metrics import Metrics
     from app.training.module import FinetuneModule
     from app.training.optimizers import AdamWConfig, build_optimizer
     from app.training.schedule import ScheduleConfig
-    from app.training.trainer import TrainerConfig, build_trainer, resolve_placement
-    from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+    from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
+    from data_modules import (
+        BatchSpec,
+        DataConfig,
+        DatasetConfig,
+        FinetuneDataModule,
+        ModelSpec,
+        PackingConfig,
+    )
 
     L.seed_everything(0, verbose=False)
     clock = Clock(task.warm_up)
@@ -41,19 +48,19 @@ def main(task: Task) -> None:
         precision=task.precision,
         log_every_steps=1,
     )
-    placement = resolve_placement(config)
+    env = resolve_environment(config)
     row_file = DatasetConfig(path=f"{task.folder}/rows.jsonl", format="pretokenized", name="rows")
     data = FinetuneDataModule(
         DataConfig(datasets=[row_file], sequence_len=SEQUENCE_LEN, val_set_size=0),
         PackingConfig(),
         AutoTokenizer.from_pretrained(f"{task.folder}/base"),
-        context_len=SEQUENCE_LEN,
-        micro_batch_size=1,
-        accumulation_steps=placement.accumulation,
-        num_epochs=1,
-        max_steps=task.steps,
+        ModelSpec(context_len=SEQUENCE_LEN),
+        BatchSpec(
+            accumulation_steps=env.accumulation,
+            max_steps=task.steps,
+            row_multiple=env.row_multiple,
+        ),
         seed=0,
-        row_multiple=placement.row_multiple,
     )
     data.setup("fit")
 
@@ -73,7 +80,7 @@ def main(task: Task) -> None:
             if "train/loss" in metrics:
                 clock.losses.append(metrics["train/loss"])
 
-    curves = Curves(data.dataset_names, [Losses()], config.log_every_steps)
+    metrics = Metrics(data.dataset_names, [Losses()], config.log_every_steps)
     adapter = LoraConfig(dropout=0.0) if task.adapter == "lora" else FullConfig()
     parts = (QuantizationConfig(), "sdpa", adapter, RecomputeConfig(), task.precision)
     module = FinetuneModule(
@@ -85,12 +92,12 @@ def main(task: Task) -> None:
         schedule=ScheduleConfig(shape="constant", warmup_steps=0),
         total_steps=task.steps,
         is_packed=True,
-        curves=curves,
+        metrics=metrics,
     )
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(
+        trainer = build_lightning_trainer(
             config,
-            placement=placement,
+            env=env,
             strategy=OneDevice("cpu"),
             total_steps=task.steps,
             loggers=[],

@@ -1,4 +1,4 @@
-"""Say before training what will be learned: counts per data set, and what is wrong with them.
+"""Audit before training: counts per data set of what is trained on, and what is wrong with it.
 
 Compares the two sides and hands the counts to the rules. Never changes a row, and never raises by
 itself: `Audit.check` does, so that a preview can show what it complains of.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from data_modules.audit.figures import Audit, BenchmarkAudit, DatasetAudit, Warned
+from data_modules.audit.figures import Audit, AuditWarning, BenchmarkAudit, DatasetAudit
 from data_modules.audit.overlap import Columns, find_overlap
-from data_modules.audit.rules import Asked, AuditConfig, DatasetFacts, judge, of
+from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, count_of, judge
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -34,7 +34,7 @@ def audit_documents(
     *,
     benchmarks: Columns | None = None,
     benchmark_names: Sequence[str] = (),
-    asked: Asked | None = None,
+    run: RunSettings | None = None,
 ) -> Audit:
     """Count what both sides hold, compare them and judge.
 
@@ -54,7 +54,7 @@ def audit_documents(
     if config.overlap and benchmarks is not None and len(benchmarks):
         overlapping = _find_overlap(audit, config, train, benchmarks, "test", benchmark_names)
         audit.benchmarks = _count_benchmarks(train, benchmarks, benchmark_names, overlapping)
-    judge(audit, facts, config, asked or Asked())
+    judge(audit, facts, config, run or RunSettings())
     return audit
 
 
@@ -127,7 +127,7 @@ def _longest(
 def _find_duplicates(audit: Audit, train: Columns) -> None:
     """Count documents of training that stand there already, to the token.
 
-    Pieces of one row that was split may be alike: they are no duplicates of each other.
+    Pieces of one row that was split may be alike: they are not duplicates of each other.
     """
     import numpy as np
 
@@ -141,18 +141,18 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
         if len(own):
             place, earlier = train.origin(int(own[0])), train.origin(int(first[group[own[0]]]))
             advice = "remove them, or type data.audit.max_duplicate_share=0 to stop on them"
-            audit.warned.append(
-                Warned(
+            audit.findings.append(
+                AuditWarning(
                     dataset=dataset.name,
                     count=len(own),
                     total=dataset.train,
-                    what="training documents",
-                    says="are there already",
+                    what="training examples",
+                    statement="are duplicates",
                     first=(str(place), str(earlier)),
-                    joint=", the same as ",
+                    joiner=", the same as ",
                     advice="remove them",
-                    text=f"{dataset.name}: {of(len(own), dataset.train)} training documents are "
-                    f"there already, first {place}, the same as {earlier}; {advice}",
+                    text=f"{dataset.name}: {count_of(len(own), dataset.train)} training examples "
+                    f"are duplicates, first {place}, the same as {earlier}; {advice}",
                 )
             )
 
@@ -171,19 +171,20 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
         dataset.repeated = len(own)
         if len(own):
             here, there = validation.origin(int(own[0])), train.origin(int(first[place[own[0]]]))
-            advice = "remove them: their loss does not show what is learned beyond the rows"
-            audit.warned.append(
-                Warned(
+            advice = "remove them: their loss does not show generalization"
+            audit.findings.append(
+                AuditWarning(
                     dataset=dataset.name,
                     count=len(own),
                     total=dataset.validation,
                     what="validation documents",
-                    says="also stand in training",
+                    statement="also stand in training",
                     first=(str(here), str(there)),
-                    joint=", the same as ",
+                    joiner=", the same as ",
                     advice="remove them",
-                    text=f"{dataset.name}: {of(len(own), dataset.validation)} validation documents "
-                    f"also stand in training, first {here}, the same as {there}; {advice}",
+                    text=f"{dataset.name}: {count_of(len(own), dataset.validation)} validation "
+                    f"documents also stand in training, first {here}, the same as {there}; "
+                    f"{advice}",
                 )
             )
 
@@ -207,7 +208,7 @@ def _find_overlap(
         max_train_tokens=MAX_TRAIN_TOKENS,
         max_held_out_tokens=MAX_HELD_OUT_TOKENS,
     )
-    _say_searched(audit, what, found)
+    _note_searched_share(audit, what, found)
     counts = []
     for index, name in enumerate(names):
         own = held_out.datasets == index
@@ -220,16 +221,16 @@ def _find_overlap(
             ]
             named = ", ".join(" with ".join(pair) for pair in pairs)
             total = int(own.sum())
-            audit.warned.append(
-                Warned(
+            audit.findings.append(
+                AuditWarning(
                     dataset=name,
                     count=len(flagged),
                     total=total,
                     what=f"{what} documents",
-                    says="overlap with training",
+                    statement="overlap with training",
                     first=pairs[0],
                     advice="data.audit.max_overlap_share=0 stops on them",
-                    text=f"{name}: {of(len(flagged), total)} {what} documents overlap with "
+                    text=f"{name}: {count_of(len(flagged), total)} {what} documents overlap with "
                     f"training (share {config.overlap_share:.0%} of their runs of {config.ngram} "
                     f"tokens), first {named}; look at these pairs, or type "
                     "data.audit.max_overlap_share=0 to stop on them",
@@ -238,7 +239,7 @@ def _find_overlap(
     return counts
 
 
-def _say_searched(audit: Audit, what: str, found: Overlap) -> None:
+def _note_searched_share(audit: Audit, what: str, found: Overlap) -> None:
     for share, side in ((found.train_share, "training"), (found.held_out_share, what)):
         if share < 1:
             audit.facts.append(

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_modules.redaction import redact, redacted
-from data_modules.types import DataError, printable
+from data_modules.messages import DataError, printable, redact, redacted
 
 MAX_FILE = 32
 """letters of a file's path that are shown as they are"""
@@ -35,10 +34,10 @@ def short_file(file: str) -> str:
     return f".../{parts[1]}/{parts[2]}"
 
 
-def short_places(places: Iterable[str]) -> list[str]:
+def short_paths(places: Iterable[str]) -> list[str]:
     """Return places, `file:line` and what follows, short; a file that was just named only `:line`.
 
-    What is no place stays as it is.
+    Other texts stay as they are.
     """
     named, shown = "", []
     for place in places:
@@ -57,13 +56,13 @@ HEADINGS = {
     "train": "train",
     "validation": "validation",
     "tokens": "tokens",
-    "trained": "learned",
+    "trained": "trained",
     "lost_tokens": "lost",
     "bad_rows": "bad",
     "dropped": "too long",
     "truncated": "truncated",
     "split": "split",
-    "empty": "nothing to learn",
+    "empty": "nothing to train on",
     "no_stop": "no stop",
     "double_bos": "two BOS",
     "duplicates": "duplicates",
@@ -85,13 +84,13 @@ class DatasetAudit:
 
     rows          all that were read
     train         documents of training; a row is several where it was split
-    trained       learned tokens
+    trained       trained tokens
     bad_rows      rows that could not be read, in quarantine
     dropped       rows above the sequence length that were left out
     lost_tokens   tokens that were lost with long rows, left out or cut away
     lost_share    these as a share of all tokens of the data set, from 0 to 1
-    empty         rows with nothing to learn, left out
-    no_stop       documents whose last learned token is no stop token
+    empty         rows with nothing to train on, left out
+    no_stop       documents whose last trained token is no stop token
     duplicates    documents that stand in training already, to the token
     repeated      validation documents that also stand in training, to the token
     overlapping   validation documents that share words with training
@@ -121,7 +120,7 @@ class DatasetAudit:
 
     @property
     def trained_share(self) -> float:
-        """Return the share of its tokens that is learned, from 0 to 1."""
+        """Return the share of its tokens that is trained on, from 0 to 1."""
         return self.trained / max(1, self.tokens)
 
 
@@ -138,22 +137,23 @@ class BenchmarkAudit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Warned:
+class AuditWarning:
     """Hold a warning about one data set: in parts for a screen, and whole in `text` for a file.
 
-    `count` of `total` `what` (rows, documents) `says`; `share` is that of the tokens, from 0 to 1;
-    `first` are the places of one example, `file:line`, joined by `joint`; `advice` what to do.
+    It reads `count` of `total` `what` (rows, documents) `statement`; `share` is that of the tokens,
+    from 0 to 1; `first` are the origins (file:line) of one example, joined by `joiner`; `advice`
+    says what to do.
     """
 
     dataset: str
     count: int
     total: int
     what: str
-    says: str
+    statement: str
     text: str
     share: float | None = None
     first: tuple[str, ...] = ()
-    joint: str = " with "
+    joiner: str = " with "
     advice: str = ""
 
     @property
@@ -164,12 +164,12 @@ class Warned:
     @property
     def example(self) -> str:
         """Return the places of its example, short."""
-        return self.joint.join(short_places(self.first))
+        return self.joiner.join(short_paths(self.first))
 
 
 @dataclass(kw_only=True, slots=True)
 class Audit:
-    """Hold what was found: `problems` stop a run, `warned` is said, `facts` only explain.
+    """Hold what was found: `problems` stop a run, `findings` is said, `facts` only explain.
 
     `longest` are (tokens, file:line) of the longest rows, before any cut.
     """
@@ -178,13 +178,13 @@ class Audit:
     benchmarks: list[BenchmarkAudit] = field(default_factory=list)
     longest: list[tuple[int, str]] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
-    warned: list[Warned] = field(default_factory=list)
+    findings: list[AuditWarning] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def warnings(self) -> list[str]:
         """Return the warnings in full, one a data set and kind."""
-        return [warned.text for warned in self.warned]
+        return [findings.text for findings in self.findings]
 
     def cells(self) -> list[list[str]]:
         """Return the whole table as text: headings, a row a data set, their total where several
@@ -209,7 +209,7 @@ class Audit:
     def remarks(self) -> list[str]:
         """Return what a screen shows besides the table, a line a kind of warning."""
         longest = [f"{origin} {tokens:,}" for tokens, origin in self.longest]
-        lines = [f"longest rows, in tokens: {', '.join(short_places(longest))}"] if longest else []
+        lines = [f"longest rows, in tokens: {', '.join(short_paths(longest))}"] if longest else []
         same = [
             f"{test.name} {test.repeated:,} of {test.rows:,}"
             for test in self.benchmarks
@@ -219,7 +219,7 @@ class Audit:
             named = ", ".join(same)
             lines.append(f"test documents are the same as one of training, to the token: {named}")
         lines += self.facts
-        lines += [f"warning: {line}" for line in compact(self.warned)]
+        lines += [f"warning: {line}" for line in compact(self.findings)]
         lines += [f"problem: {problem}" for problem in self.problems]
         return [printable(line) for line in lines]
 
@@ -239,7 +239,7 @@ class Audit:
             counts["trained_share"] = round(dataset.trained_share, 6)
             counts["lost_share"] = round(dataset.lost_share, 6)
         values["longest"] = [{"tokens": t, "origin": origin} for t, origin in self.longest]
-        del values["warned"]
+        del values["findings"]
         return values | {"warnings": self.warnings}
 
     def write(self, folder: Path) -> None:
@@ -256,29 +256,32 @@ class Audit:
             raise DataError(self.problems)
 
 
-def compact(warned: Sequence[Warned]) -> list[str]:
+def compact(findings: Sequence[AuditWarning]) -> list[str]:
     """Return a line a kind of warning: of one data set a sentence, of several their counts."""
-    kinds: dict[tuple[str, str, str], list[Warned]] = {}
-    for one in warned:
-        kinds.setdefault((one.what, one.says, one.advice), []).append(one)
-    return [_sentence(of[0]) if len(of) == 1 else _listing(of) for of in kinds.values()]
+    kinds: dict[tuple[str, str, str], list[AuditWarning]] = {}
+    for one in findings:
+        kinds.setdefault((one.what, one.statement, one.advice), []).append(one)
+    return [
+        _sentence(count_of[0]) if len(count_of) == 1 else _listing(count_of)
+        for count_of in kinds.values()
+    ]
 
 
-def _sentence(one: Warned) -> str:
+def _sentence(one: AuditWarning) -> str:
     first = f", first {one.example}" if one.first else ""
     amount = "" if one.share is None else f" ({one.share:.0%} of the tokens)"
     advice = f"; {one.advice}" if one.advice else ""
-    return f"{one.dataset}: {one.counted} {one.what}{amount} {one.says}{first}{advice}"
+    return f"{one.dataset}: {one.counted} {one.what}{amount} {one.statement}{first}{advice}"
 
 
-def _listing(several: Sequence[Warned]) -> str:
+def _listing(several: Sequence[AuditWarning]) -> str:
     """Return the counts of several data sets in a line, the largest ones where it grows long."""
     ordered = sorted(several, key=lambda one: (-(one.share or 0), -one.count))
     first = ordered[0]
     example = f" (first {first.example})" if first.first else ""
     end = example + (f"; {first.advice}" if first.advice else "")
     of_tokens = "" if first.share is None else " (tokens lost)"
-    start = f"{first.what} {first.says}{of_tokens}: "
+    start = f"{first.what} {first.statement}{of_tokens}: "
     for shown in range(len(ordered), 1, -1):
         listed = [
             f"{one.dataset} {one.counted}" + ("" if one.share is None else f" ({one.share:.0%})")

@@ -1,13 +1,13 @@
 """Find documents that share a run of tokens with documents of training.
 
-Decides what counts as the same words: n-grams of token ids that are no scaffolding (a system
+Decides what counts as the same words: n-grams of token ids that are not boilerplate (a system
 prompt, a template's header), and how many of them. One alone says little: of unrelated real data
 up to nine documents in ten share one, two or three in a hundred share a fifth of theirs. Never
 decides what it means for a run. Compares `input_ids`; a decoder's labels are not searched.
 
-Scaffolding is told by counting: it stands in many documents. Of few documents the count says
-little, so there the loss mask helps: what is learned was written for its row, while a prompt's
-words are scaffolding as soon as two rows share them (or there is one row alone).
+Boilerplate is found by counting: it occurs in many documents. Of few documents the count says
+little, so there the loss mask helps: what is trained on was written for its row, while a prompt's
+words are boilerplate as soon as two rows share them (or there is one row alone).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Hashes = npt.NDArray[np.uint64]
-    from data_modules.types import Example, Origin
+    from data_modules.messages import Origin
+    from data_modules.types import Example
 
     Indices = npt.NDArray[np.int64]
     Flags = npt.NDArray[np.bool_]
@@ -67,8 +68,8 @@ def _mixed(words: Hashes) -> Hashes:
 
 CHUNK_TOKENS = 1 << 20
 """tokens that are hashed at a time: about 60 MB with what comes of them"""
-SCAFFOLDING_SHARE, SCAFFOLDING_DOCUMENTS = 0.10, 2
-"""an n-gram in more documents of a data set than the larger of the two is scaffolding"""
+BOILERPLATE_SHARE, BOILERPLATE_DOCUMENTS = 0.10, 2
+"""an n-gram in more documents of a data set than the larger of the two is boilerplate"""
 FEW_DOCUMENTS = 20
 """in data sets of up to so many documents of training the loss mask is looked at too"""
 _MAX_TABLE_BITS = 27
@@ -83,7 +84,7 @@ class Columns(Protocol):
 
     @property
     def trained(self) -> npt.NDArray[np.int64]:
-        """Return the learned tokens of each document, int64 [n]; the first one never is."""
+        """Return the trained tokens of each document, int64 [n]; the first one never is."""
 
     @property
     def datasets(self) -> npt.NDArray[np.int64]:
@@ -95,7 +96,7 @@ class Columns(Protocol):
 
     @property
     def ends_in_stop(self) -> npt.NDArray[np.bool_]:
-        """Return whether the last learned token is a stop token, bool [n]."""
+        """Return whether the last trained token is a stop token, bool [n]."""
 
     @property
     def double_bos(self) -> npt.NDArray[np.bool_]:
@@ -166,26 +167,26 @@ def find_overlap(
 
     Documents shorter than `ngram` tokens are compared whole, and so are copies to the token.
     N-grams in more than 10 % of the documents of a data set of either side (and in more than 2) are
-    scaffolding and do not count, wherever they stand. In data sets of up to 20 documents of
-    training those without a learned token are scaffolding already in the second document, or in
+    boilerplate and do not count, wherever they stand. In data sets of up to 20 documents of
+    training those without a trained token are boilerplate already in the second document, or in
     the only one. Above the maxima, evenly spread documents stand for all.
     """
     import numpy as np
 
     partner = np.full(len(held_out), -1, dtype=np.int64)
     searched, train_share = _spread(train.lengths, max_train_tokens)
-    asked, held_out_share = _spread(held_out.lengths, max_held_out_tokens)
+    run, held_out_share = _spread(held_out.lengths, max_held_out_tokens)
     _match_copies(train, held_out, partner)
-    index = _index_grams(held_out, asked, ngram)
+    index = _index_grams(held_out, run, ngram)
     known = np.full(len(index.grams), -1, dtype=np.int64)
-    scaffolding = np.zeros(len(index.grams), dtype=np.bool_)
+    boilerplate = np.zeros(len(index.grams), dtype=np.bool_)
     if len(index.grams):
         for dataset in np.unique(train.datasets[searched]):
             chosen = searched[train.datasets[searched] == dataset]
             first, is_common = _search(train, chosen, index, ngram)
             known = np.where(known < 0, first, known)
-            scaffolding |= is_common
-    known[scaffolding] = -1
+            boilerplate |= is_common
+    known[boilerplate] = -1
     _match_shares(index, known, min_share, len(train), partner)
     return Overlap(partner, train_share, held_out_share)
 
@@ -237,14 +238,14 @@ def _match_shares(
     partner[enough] = matched[enough]
 
 
-def _index_grams(held_out: Columns, asked: Indices, ngram: int) -> _Index:
+def _index_grams(held_out: Columns, run: Indices, ngram: int) -> _Index:
     import numpy as np
 
     hashes: list[Hashes] = []
     documents: list[Indices] = []
-    scaffolding: list[Hashes] = []
-    for dataset in np.unique(held_out.datasets[asked]):
-        chosen = asked[held_out.datasets[asked] == dataset]
+    boilerplate: list[Hashes] = []
+    for dataset in np.unique(held_out.datasets[run]):
+        chosen = run[held_out.datasets[run] == dataset]
         parts = [_different(*part) for part in _grams(held_out, chosen, ngram)]
         if not parts:
             continue
@@ -252,11 +253,11 @@ def _index_grams(held_out: Columns, asked: Indices, ngram: int) -> _Index:
         hashes.append(grams)
         documents.append(np.concatenate([part[1] for part in parts]))
         each, counts = np.unique(grams, return_counts=True)
-        scaffolding.append(each[counts > _most(len(chosen))])
+        boilerplate.append(each[counts > _most(len(chosen))])
     grams = np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
     owners = np.concatenate(documents) if documents else np.zeros(0, np.int64)
-    if scaffolding:
-        kept = ~np.isin(grams, np.concatenate(scaffolding))
+    if boilerplate:
+        kept = ~np.isin(grams, np.concatenate(boilerplate))
         grams, owners = grams[kept], owners[kept]
     order = np.argsort(grams, kind="stable")
     each, starts = np.unique(grams[order], return_index=True)
@@ -289,16 +290,16 @@ def _search(train: Columns, chosen: Indices, index: _Index, ngram: int) -> tuple
         first[grams[unseen][::-1]] = owners[unseen][::-1]
     is_common = counts > _most(len(chosen))
     if len(chosen) <= FEW_DOCUMENTS:
-        is_prompt = ~_learned_grams(train, chosen, index, ngram)
+        is_prompt = ~_trained_grams(train, chosen, index, ngram)
         first[is_prompt & (counts > min(1, len(chosen) - 1))] = -1
     return first, is_common
 
 
-def _learned_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Flags:
-    """Return which grams of `index` hold a learned token in one of the `chosen` documents."""
+def _trained_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -> Flags:
+    """Return which grams of `index` hold a trained token in one of the `chosen` documents."""
     import numpy as np
 
-    learned = np.zeros(len(index.grams), dtype=np.bool_)
+    trained_grams = np.zeros(len(index.grams), dtype=np.bool_)
     for one in chosen[train.lengths[chosen] >= ngram].tolist():
         example = train[one]
         if len(example.input_ids) < ngram:
@@ -311,12 +312,12 @@ def _learned_grams(train: Columns, chosen: Indices, index: _Index, ngram: int) -
         )
         sums = np.concatenate([[0], np.cumsum(weights > 0)])
         at, grams = index.find(hash_grams(example.input_ids, ngram))
-        learned[grams[(sums[ngram:] > sums[:-ngram])[at]]] = True
-    return learned
+        trained_grams[grams[(sums[ngram:] > sums[:-ngram])[at]]] = True
+    return trained_grams
 
 
 def _most(num_documents: int) -> float:
-    return max(SCAFFOLDING_DOCUMENTS, SCAFFOLDING_SHARE * num_documents)
+    return max(BOILERPLATE_DOCUMENTS, BOILERPLATE_SHARE * num_documents)
 
 
 def _different(hashes: Hashes, documents: Indices) -> tuple[Hashes, Indices]:

@@ -1,4 +1,4 @@
-"""Judge what an audit has counted: what stops a run, what is only said, and what to do about it.
+"""Judge what an audit has counted: what stops a run, what is a warning, and the fix.
 
 Holds the audit's settings. Never counts.
 """
@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from data_modules.audit.figures import Audit, DatasetAudit, Warned
+from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit
 
-SAID_ABOVE = 0.01
+REPORTED_ABOVE = 0.01
 """share of a data set's tokens that may be lost with long rows unsaid"""
 NOTES = {
     "lost_system": (
@@ -138,52 +138,56 @@ class DatasetFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """Hold what a run asked for that would else be taken for a mistake.
+class RunSettings:
+    """Hold settings of a run that would otherwise be taken for a mistake.
 
-    `learns_prompts`: data.train_on_inputs, or data.roles_to_train beyond the assistant.
-    `sequence_len`: the tokens that a document may have; None = not said.
+    `trains_prompts`: data.train_on_inputs, or data.roles_to_train beyond the assistant.
+    `sequence_len`: the tokens that a document may have; None = not known.
     """
 
-    learns_prompts: bool = False
+    trains_prompts: bool = False
     train_on_eos: str = "turn"
     is_encoder_decoder: bool = False
     sequence_len: int | None = None
 
 
-def judge(audit: Audit, facts: Sequence[DatasetFacts], config: AuditConfig, asked: Asked) -> None:
-    """Add to `audit` what is to be said of its counts, and what stops the run."""
-    # What costs most is said first.
-    long = [_warn_of_long(*pair, asked) for pair in zip(audit.datasets, facts, strict=True)]
-    audit.warned[:0] = [warned for warned in long if warned is not None]
+def judge(
+    audit: Audit, facts: Sequence[DatasetFacts], config: AuditConfig, run: RunSettings
+) -> None:
+    """Add to `audit` the warnings about its counts, and what stops the run."""
+    # What costs most comes first.
+    long = [_warn_of_long(*pair, run) for pair in zip(audit.datasets, facts, strict=True)]
+    audit.findings[:0] = [findings for findings in long if findings is not None]
     for dataset, fact in zip(audit.datasets, facts, strict=True):
         _judge_rows(audit, dataset, fact)
         if fact.is_chat and dataset.train:
-            _judge_mask(audit, dataset, asked)
-            _judge_stops(audit, dataset, asked.train_on_eos)
+            _judge_mask(audit, dataset, run)
+            _judge_stops(audit, dataset, run.train_on_eos)
         _judge_shares(audit, dataset, config)
         _judge_overlap(audit, config, dataset.path, dataset.overlapping, dataset.validation)
     for test in audit.benchmarks:
         _judge_overlap(audit, config, f"test data {test.name}", test.overlapping, test.rows)
 
 
-def of(count: int, total: int) -> str:
+def count_of(count: int, total: int) -> str:
     """Word a count and what it is a part of."""
     return f"{count:,} of {total:,}"
 
 
-def _warn_of_long(dataset: DatasetAudit, fact: DatasetFacts, asked: Asked) -> Warned | None:
+def _warn_of_long(
+    dataset: DatasetAudit, fact: DatasetFacts, run: RunSettings
+) -> AuditWarning | None:
     """Return what to say of the tokens that a data set loses with long rows."""
-    if dataset.lost_share <= SAID_ABOVE:
+    if dataset.lost_share <= REPORTED_ABOVE:
         return None
     if fact.on_long == "drop":
         # Of a tree of conversations some may fit: the others are dropped.
         count, done = dataset.dropped + dataset.truncated, "dropped"
     else:
         count, done = dataset.truncated, "cut"
-    limit = "" if asked.sequence_len is None else f"={asked.sequence_len}"
-    says = f"are longer than data.sequence_len{limit} and {done}"
-    if fact.is_chat or asked.is_encoder_decoder:
+    limit = "" if run.sequence_len is None else f"={run.sequence_len}"
+    statement = f"are longer than data.sequence_len{limit} and {done}"
+    if fact.is_chat or run.is_encoder_decoder:
         advice = "a larger data.sequence_len keeps them"
     else:
         advice = "data.on_long=split keeps them, or a larger data.sequence_len"
@@ -191,15 +195,16 @@ def _warn_of_long(dataset: DatasetAudit, fact: DatasetFacts, asked: Asked) -> Wa
         advice += ", or data.on_long=truncate_right a part"
     amount = f"({dataset.lost_share:.0%} of the tokens)"
     longest = f"; the longest has {fact.longest[0][0]:,} tokens" if fact.longest else ""
-    return Warned(
+    return AuditWarning(
         dataset=fact.name,
         count=count,
         total=dataset.rows,
         what="rows",
         share=dataset.lost_share,
-        says=says,
+        statement=statement,
         advice=advice,
-        text=f"{fact.name}: {of(count, dataset.rows)} rows {amount} {says}; {advice}{longest}",
+        text=f"{fact.name}: {count_of(count, dataset.rows)} rows {amount} {statement}; {advice}"
+        f"{longest}",
     )
 
 
@@ -208,74 +213,75 @@ def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None
         audit.problems.append(
             f"{fact.path}: no document of data set {dataset.name} is left to train on "
             f"({fact.rows:,} rows, {fact.dropped_long:,} too long, {fact.empty:,} with nothing to "
-            f"learn, {dataset.validation:,} for validation); give more rows, or a larger "
+            f"train on, {dataset.validation:,} for validation); give more rows, or a larger "
             "data.sequence_len"
         )
     if dataset.empty:
         first = ", ".join(fact.empty_origins)
-        audit.warned.append(
-            Warned(
+        audit.findings.append(
+            AuditWarning(
                 dataset=dataset.name,
                 count=dataset.empty,
                 total=dataset.rows,
                 what="rows",
-                says="have nothing to learn (no answer, or it was cut away) and are left out",
+                statement="have nothing to train on (no answer, or it was cut away) and are left "
+                "out",
                 first=tuple(fact.empty_origins),
-                joint=", ",
-                text=f"{dataset.name}: {of(dataset.empty, dataset.rows)} rows have nothing to "
-                f"learn and are left out ({first}: no answer, or it was cut away)",
+                joiner=", ",
+                text=f"{dataset.name}: {count_of(dataset.empty, dataset.rows)} rows have nothing "
+                f"to train on and are left out ({first}: no answer, or it was cut away)",
             )
         )
     for kind, (count, first) in fact.notes.items():
-        audit.warned.append(_warn_of_note(dataset, kind, count, first))
+        audit.findings.append(_warn_of_note(dataset, kind, count, first))
     if dataset.double_bos:
-        says = "begin with two BOS tokens"
+        statement = "begin with two BOS tokens"
         advice = "remove the one that stands in the rows, or the chat template's"
-        number = of(dataset.double_bos, dataset.train)
-        audit.warned.append(
-            Warned(
+        number = count_of(dataset.double_bos, dataset.train)
+        audit.findings.append(
+            AuditWarning(
                 dataset=dataset.name,
                 count=dataset.double_bos,
                 total=dataset.train,
                 what="documents",
-                says=says,
+                statement=statement,
                 advice=advice,
-                text=f"{dataset.name}: {number} documents {says}; {advice}",
+                text=f"{dataset.name}: {number} documents {statement}; {advice}",
             )
         )
 
 
-def _warn_of_note(dataset: DatasetAudit, kind: str, count: int, first: str) -> Warned:
+def _warn_of_note(dataset: DatasetAudit, kind: str, count: int, first: str) -> AuditWarning:
     plain = kind.replace("_", " ")
-    meaning, says, advice = NOTES.get(kind, (plain, f"are noted: {plain}", ""))
+    meaning, statement, advice = NOTES.get(kind, (plain, f"are noted: {plain}", ""))
     what_to_do = f"; {advice}" if advice else ""
-    number = of(count, dataset.rows)
-    return Warned(
+    number = count_of(count, dataset.rows)
+    return AuditWarning(
         dataset=dataset.name,
         count=count,
         total=dataset.rows,
         what="rows",
-        says=says,
+        statement=statement,
         first=(first,),
         advice=advice,
         text=f"{dataset.name}: {number} rows, first {first}: {meaning}{what_to_do}",
     )
 
 
-def _judge_mask(audit: Audit, dataset: DatasetAudit, asked: Asked) -> None:
+def _judge_mask(audit: Audit, dataset: DatasetAudit, run: RunSettings) -> None:
     if not dataset.trained:
         audit.problems.append(
             f"{dataset.path}: 0 % of the {dataset.tokens:,} tokens of chat data set {dataset.name} "
-            "are learned; set data.roles_to_train=[assistant], and look at its rows with "
+            "are trained on; set data.roles_to_train=[assistant], and look at its rows with "
             "python -m app.preview"
         )
-    # A causal model never predicts the first token; a decoder's targets are learned whole.
+    # A causal model never predicts the first token; a decoder's targets are trained on whole.
     labels = dataset.tokens - dataset.train
-    may_learn_all = asked.learns_prompts or asked.is_encoder_decoder
-    if dataset.trained and dataset.trained >= labels and not may_learn_all:
+    may_train_all = run.trains_prompts or run.is_encoder_decoder
+    if dataset.trained and dataset.trained >= labels and not may_train_all:
         audit.problems.append(
             f"{dataset.path}: 100 % of the {dataset.tokens:,} tokens of chat data set "
-            f"{dataset.name} are learned, its prompts too; set data.chat_template to one that "
+            f"{dataset.name} are trained on, its prompts too; set data.chat_template to one that "
             "shows where answers begin, or data.train_on_inputs=true if this is meant"
         )
 
@@ -283,37 +289,39 @@ def _judge_mask(audit: Audit, dataset: DatasetAudit, asked: Asked) -> None:
 def _judge_stops(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None:
     if not dataset.no_stop or not dataset.trained:
         return
-    number = of(dataset.no_stop, dataset.train)
+    number = count_of(dataset.no_stop, dataset.train)
     num_cut = dataset.truncated + dataset.split
     if train_on_eos == "none":
-        says = "teach no stop token (data.train_on_eos=none), so the model will not learn to end"
-        advice = "data.train_on_eos=turn learns it"
+        statement = (
+            "train on no stop token (data.train_on_eos=none), so the model will not learn to end"
+        )
+        advice = "data.train_on_eos=turn trains on it"
         text = (
-            f"{dataset.name}: no stop token is learned (data.train_on_eos=none), so the model will "
-            f"not learn to end an answer; {advice}"
+            f"{dataset.name}: no stop token is trained on (data.train_on_eos=none), so the model "
+            f"will not learn to end an answer; {advice}"
         )
     elif dataset.no_stop < dataset.train:
-        says = "end their learned tokens without a stop token"
+        statement = "end their trained tokens without a stop token"
         advice = "raise data.sequence_len, or look at them with python -m app.preview"
         text = (
-            f"{dataset.name}: in {number} documents the last learned token is no stop token "
+            f"{dataset.name}: in {number} documents the last trained token is no stop token "
             f"({num_cut:,} rows were cut); {advice}"
         )
     else:
         audit.problems.append(
-            f"{dataset.path}: no stop token is learned in any of the {dataset.train:,} documents "
-            f"of data set {dataset.name}, so the model will not learn to end an answer "
+            f"{dataset.path}: no stop token is trained on in any of the {dataset.train:,} "
+            f"documents of data set {dataset.name}, so the model will not learn to end an answer "
             f"({num_cut:,} of {dataset.rows:,} rows were cut); raise data.sequence_len, set "
             "data.train_on_eos=turn, or a data.chat_template that ends its answers"
         )
         return
-    audit.warned.append(
-        Warned(
+    audit.findings.append(
+        AuditWarning(
             dataset=dataset.name,
             count=dataset.no_stop,
             total=dataset.train,
             what="documents",
-            says=says,
+            statement=statement,
             advice=advice,
             text=text,
         )
@@ -324,19 +332,20 @@ def _judge_shares(audit: Audit, dataset: DatasetAudit, config: AuditConfig) -> N
     limit = config.max_truncated_share
     if limit is not None and dataset.truncated > limit * dataset.rows:
         audit.problems.append(
-            f"{dataset.path}: {of(dataset.truncated, dataset.rows)} rows are truncated, "
+            f"{dataset.path}: {count_of(dataset.truncated, dataset.rows)} rows are truncated, "
             f"data.audit.max_truncated_share is {limit}; raise data.sequence_len, or the limit"
         )
     limit = config.max_duplicate_share
     if limit is not None and dataset.duplicates > limit * dataset.train:
         audit.problems.append(
-            f"{dataset.path}: {of(dataset.duplicates, dataset.train)} training documents are there "
-            f"already, data.audit.max_duplicate_share is {limit}; remove them, or raise the limit"
+            f"{dataset.path}: {count_of(dataset.duplicates, dataset.train)} training examples are "
+            f"duplicates, data.audit.max_duplicate_share is {limit}; remove them, or raise the "
+            "limit"
         )
     limit = config.min_trained_share
     if limit is not None and dataset.trained_share < limit:
         audit.problems.append(
-            f"{dataset.path}: {dataset.trained_share:.2%} of the tokens are learned, "
+            f"{dataset.path}: {dataset.trained_share:.2%} of the tokens are trained on, "
             f"data.audit.min_trained_share is {limit}; look at the mask with "
             "python -m app.preview, or lower the limit"
         )
@@ -346,7 +355,7 @@ def _judge_overlap(audit: Audit, config: AuditConfig, where: str, count: int, to
     limit = config.max_overlap_share
     if limit is not None and count > limit * total:
         audit.problems.append(
-            f"{where}: {of(count, total)} held-out documents overlap with training, "
+            f"{where}: {count_of(count, total)} held-out documents overlap with training, "
             f"data.audit.max_overlap_share is {limit}; remove them from training, or raise the "
             "limit"
         )

@@ -1,4 +1,4 @@
-"""Suggest the settings by which a row of no known format can be read.
+"""Suggest the settings by which a row whose format is not recognized can be read.
 
 Decides by the names of its columns and by what stands in them. Never reads a row as a format.
 """
@@ -22,23 +22,23 @@ _DEPTH = 3
 def suggest_settings(values: Mapping[str, Any]) -> str:
     """Return format and columns to set, as in `format: alpaca, columns: {instruction: question}`.
 
-    "" where nothing in the row looks like one; `values` are those of a row of no known format.
+    "" where nothing in the row looks like one; `values` are those of such a row.
     """
     for name, value in values.items():
         if _is_turns(value):
             return f"format: messages, columns: {{messages: {name}}}"
-    asked = _find(values, _QUESTIONS)
-    answer = _find(values, _ANSWERS, but=asked) or _find_inside(values, _ANSWERS)
-    if asked and answer:
-        extra = _find(values, _EXTRAS, but=asked)
+    question = _find(values, _QUESTIONS)
+    answer = _find(values, _ANSWERS, but=question) or _find_inside(values, _ANSWERS)
+    if question and answer:
+        extra = _find(values, _EXTRAS, but=question)
         if not extra and "." in answer:
             extra = _beside(values, answer)
-        columns = {"instruction": asked, "input": extra, "output": answer}
+        columns = {"instruction": question, "input": extra, "output": answer}
         named = [f"{field}: {path}" for field, path in columns.items() if path not in ("", field)]
         return f"format: alpaca, columns: {{{', '.join(named)}}}"
     texts = [name for name, value in values.items() if isinstance(value, str)]
     text = _find(values, _TEXTS) or (texts[0] if len(texts) == 1 and not answer else "")
-    return f"format: completion, columns: {{text: {text}}}" if text and not asked else ""
+    return f"format: completion, columns: {{text: {text}}}" if text and not question else ""
 
 
 def _is_turns(value: Any) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from data_modules.types import listed, shown
+from data_modules.messages import listed, shown
 
 MAX_WEIGHT = 3.4e38
 """weights are float32 in a batch: what lies above would be infinite there"""
@@ -83,7 +83,7 @@ def read_answer(value: Any, where: str) -> str:
     text = read_text(value, where)
     if is_blank(text):
         raise EmptyAnswerError(
-            f"{where} is empty: there is no answer to learn; drop the row, {LEAVE_OUT}"
+            f"{where} is empty: there is no answer to train on; drop the row, {LEAVE_OUT}"
         )
     return text
 
@@ -123,7 +123,7 @@ def read_text_part(part: Any, where: str) -> str:
     name = part.get("type") or "text" if isinstance(part, dict) else type(part).__name__
     if name not in _TEXT_PARTS:
         what = shown(name) if isinstance(name, str) else kind(name)
-        raise RowError(f"{where} is {what}: not supported; only text is learned")
+        raise RowError(f"{where} is {what}: not supported; only text is trained on")
     return read_part(part, name, where)
 
 
@@ -165,7 +165,7 @@ def row_weight(values: Mapping[str, Any]) -> float:
         except ValueError as error:
             raise RowError(
                 f"weight is {quoted(value)}, not a number from 0 up; rename the column if it "
-                "is no weight"
+                "is not a weight"
             ) from error
     return read_weight(value, "weight")
 

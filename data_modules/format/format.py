@@ -1,7 +1,7 @@
-"""Turn a row into what is learned from it, by the name of its format.
+"""Turn a row into conversations, documents or tokens, by the name of its format.
 
 Decides which columns a format reads and what they become: a conversation, raw text or tokens.
-Never tokenises and never reads files.
+Never tokenizes and never reads files.
 
 Rules for conversations: roles go by their usual names (`human`, `gpt`, ...); neighbours of one
 role are joined (turns.py says how); a system turn comes first; a user turn comes before the first
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data_modules.format.calls import read_tools
 from data_modules.format.fields import (
     MissingColumnError,
     RowError,
@@ -31,8 +30,9 @@ from data_modules.format.fields import (
 )
 from data_modules.format.pretokenized import read_tokens
 from data_modules.format.trees import read_tree
-from data_modules.format.turns import arrange, read_turns
-from data_modules.types import Conversation, Document, Item, Origin, Row, Segment, Turn, listed
+from data_modules.format.turns import arrange, read_tools, read_turns
+from data_modules.messages import Origin, listed
+from data_modules.types import Conversation, Document, Item, Row, Segment, Turn
 
 _ANSWERS = ("output", "response", "completion")
 _COMPLETIONS = ("completion", "response", "output")
@@ -70,7 +70,7 @@ class Format:
 def guess_format(columns: Iterable[str]) -> str | None:
     """Return the name of the first format whose required fields are all in `columns`.
 
-    Rows that are single messages of a tree are of none: each alone says nothing to learn from.
+    Rows that are single messages of a tree are of none: each alone says nothing to train on.
     """
     present = set(columns)
     if present >= _FLAT_TREE:
@@ -201,9 +201,9 @@ def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[I
     prompt = values["prompt"]
     name, answer = _first(values, _COMPLETIONS)
     if _is_turns(prompt) or _is_turns(answer):
-        return [_read_asked_turns(prompt, answer, name, values, origin)]
-    asked = Segment(read_text(prompt, "prompt"), 0.0)
-    return [Document((asked, Segment(read_answer(answer, name), row_weight(values))), origin)]
+        return [_read_prompt_turns(prompt, answer, name, values, origin)]
+    question = Segment(read_text(prompt, "prompt"), 0.0)
+    return [Document((question, Segment(read_answer(answer, name), row_weight(values))), origin)]
 
 
 def _is_turns(value: Any) -> bool:
@@ -211,19 +211,19 @@ def _is_turns(value: Any) -> bool:
     return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
-def _read_asked_turns(
+def _read_prompt_turns(
     prompt: Any, answer: Any, name: str, values: Mapping[str, Any], origin: Origin
 ) -> Conversation:
-    """Return prompt and completion as one conversation; what the prompt answers is not learned."""
+    """Return prompt and completion as one conversation; answers in the prompt are masked."""
     if not (_is_turns(prompt) and _is_turns(answer)):
         raise RowError(f"prompt is {kind(prompt)} and {name} {kind(answer)}; give turns in both")
-    asked = [
+    prompt_turns = [
         Turn(turn.role, turn.content, 0.0, turn.reasoning, turn.tool_calls)
         if turn.role == "assistant"
         else turn
         for turn in read_turns(prompt, "prompt")
     ]
-    turns = arrange(asked + read_turns(answer, name), f"prompt + {name}")
+    turns = arrange(prompt_turns + read_turns(answer, name), f"prompt + {name}")
     return Conversation(turns, origin, read_tools(values), row_weight(values))
 
 

@@ -1,4 +1,4 @@
-"""Read rows that are tokenised already: their ids, and what of them is learned.
+"""Read rows that are tokenized already: their ids, and what of them is trained on.
 
 Decides the weight of each token. Knows no tokenizer: whether an id is one of its, it cannot tell.
 """
@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from data_modules.format.fields import RowError, kind, quoted, read_weight, row_weight
-from data_modules.types import Origin, Tokens
+from data_modules.messages import Origin
+from data_modules.types import Tokens
 
 IGNORED = -100
-"""the label of a token that is not learned"""
+"""the label of a token that is not trained on"""
 
 _MAX_ID = 2**31 - 1
 
@@ -21,7 +22,7 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
     """Return ids and weights; `labels`, `loss_mask` and `weights` multiply where several are given.
 
     Tokens that `attention_mask` hides are padding, at either end, and are cut off. Labels stand at
-    the place of their token (not shifted), -100 where nothing is learned.
+    the place of their token (not shifted), -100 where nothing is trained on.
     """
     ids = _integers(values["input_ids"], "input_ids")
     if not ids:
@@ -34,7 +35,7 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
     first, end = _visible(values, len(ids))
     weights = [row_weight(values)] * len(ids)
     if values.get("labels") is not None:
-        weights = _learned(values["labels"], ids, weights, first, end)
+        weights = _label_weights(values["labels"], ids, weights, first, end)
     for name in ("loss_mask", "weights"):
         if values.get(name) is not None:
             factors = _numbers(values[name], name, len(ids))
@@ -43,7 +44,7 @@ def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
 
 
 def _visible(values: Mapping[str, Any], count: int) -> tuple[int, int]:
-    """Return where the tokens begin and end that are no padding."""
+    """Return where the tokens begin and end that are not padding."""
     if values.get("attention_mask") is None:
         return 0, count
     mask = _integers(values["attention_mask"], "attention_mask")
@@ -53,28 +54,30 @@ def _visible(values: Mapping[str, Any], count: int) -> tuple[int, int]:
     first, end = mask.index(1), count - mask[::-1].index(1)
     if any(mask[:first]) or any(mask[end:]) or mask[first:end] != [1] * (end - first):
         raise RowError(
-            "attention_mask is no run of 1 with 0 at its ends; give one document a row, for "
+            "attention_mask is not one run of 1 with 0 at its ends; give one document a row, for "
             "documents are packed here"
         )
     return first, end
 
 
-def _learned(value: Any, ids: list[int], weights: list[float], first: int, end: int) -> list[float]:
+def _label_weights(
+    value: Any, ids: list[int], weights: list[float], first: int, end: int
+) -> list[float]:
     labels = _integers(value, "labels")
     _check_length(labels, "labels", len(ids))
     if labels == ids:
         return weights
-    learned = [
+    labelled = [
         0.0 if label == IGNORED else weight if label == token else -1.0
         for label, token, weight in zip(labels, ids, weights, strict=True)
     ]
-    if -1.0 in learned[first:end]:
-        place = learned.index(-1.0, first)
+    if -1.0 in labelled[first:end]:
+        place = labelled.index(-1.0, first)
         raise RowError(
             f"labels[{place}] is {labels[place]} and input_ids[{place}] is {ids[place]}; a label "
             f"is its own token, not the next one, or {IGNORED}"
         )
-    return learned
+    return labelled
 
 
 def _integers(value: Any, name: str) -> list[int]:

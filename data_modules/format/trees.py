@@ -1,6 +1,6 @@
 """Read trees of replies, as OpenAssistant publishes them: one conversation for each last answer.
 
-Decides which paths of a tree are conversations, and that no answer is learned twice.
+Decides which paths of a tree are conversations, and that no answer is trained on twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from data_modules.format.fields import (
     read_text,
 )
 from data_modules.format.turns import ROLES, arrange
-from data_modules.types import Conversation, Origin, Turn, listed
+from data_modules.messages import Origin, listed
+from data_modules.types import Conversation, Turn
 
 
 @dataclass(slots=True)
@@ -35,9 +36,9 @@ def read_tree(prompt: Any, origin: Origin, weight: float) -> list[Conversation]:
     """Return every path from the root to an answer that no further answer follows.
 
     Each turn has its weight in the shortest path that holds it, in characters, and weight 0 in the
-    others: where any of them is short enough to be learned, that one is. Replies that are deleted
-    or were refused in review are left out, with all that follows them. A tree without an answer
-    gives its prompt alone, in which there is nothing to learn.
+    others: where any of them is short enough to be kept, that one is. Replies that are deleted or
+    were refused in review are left out, with all that follows them. A tree without an answer gives
+    its prompt alone, in which there is nothing to train on.
     """
     nodes = _flatten(prompt)
     for node in reversed(nodes):
@@ -113,6 +114,7 @@ def _read_message(value: dict[str, Any], where: str) -> Turn:
     text = read_text(value["text"], f"{where}.text")
     if role == "assistant" and is_blank(text):
         raise EmptyAnswerError(
-            f"{where} is an empty answer: there is nothing to learn; mark it deleted, {LEAVE_OUT}"
+            f"{where} is an empty answer: there is nothing to train on; mark it deleted, "
+            f"{LEAVE_OUT}"
         )
     return Turn(role, text)

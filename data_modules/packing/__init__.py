@@ -1,1 +1,1 @@
-"""The plan of the steps: which documents share a pack, and which rank learns them when."""
+"""The plan of the steps: which documents share a pack, and which rank trains on them when."""

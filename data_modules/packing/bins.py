@@ -5,11 +5,10 @@ Never reads a token, and knows neither steps nor ranks: those are packing.py's.
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from data_modules.types import seeded_generator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +26,14 @@ WELL_FILLED = 0.995
 """how full packs must be on average for no tighter, less mixed way to be tried"""
 WORTH_IT = 0.995
 """a tighter way is taken when it needs at most this share of the packs"""
+
+
+def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
+    """Return a generator that depends on `seed` and `keys` only, on every machine."""
+    import numpy as np
+
+    digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ def pack_documents(
         columns = int(datasets.max()) + 1
         cells = pack_of * columns + datasets[order]
         tokens = np.bincount(cells, lengths[order], num_packs * columns).reshape(-1, columns)
-    pack_of = _places(num_packs, tokens, rng)[pack_of]
+    pack_of = _pack_order(num_packs, tokens, rng)[pack_of]
     counts = np.bincount(pack_of, minlength=num_packs)
     return Packs(order[sort_order(pack_of)], np.concatenate([[0], np.cumsum(counts)]))
 
@@ -105,7 +112,9 @@ def sort_order(keys: Indices) -> Indices:
     return order[sort_order(keys[order] >> 16)]
 
 
-def _places(num_packs: int, tokens: npt.NDArray[Any] | None, rng: np.random.Generator) -> Indices:
+def _pack_order(
+    num_packs: int, tokens: npt.NDArray[Any] | None, rng: np.random.Generator
+) -> Indices:
     """Return the place of each pack in the epoch, every place equally likely.
 
     `tokens` [packs, data sets]. The epoch is cut into blocks of about BLOCK_PACKS packs. Each block

@@ -10,13 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from data_modules.types import DataError, seeded_generator
+from data_modules.messages import DataError
+from data_modules.packing.bins import seeded_generator
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     Indices = npt.NDArray[np.int64]
+    from data_modules.tokens.store import TokenStore
+
+    Mask = npt.NDArray[np.bool_]
 
 WEIGHT_KINDS = ("epochs", "rows", "tokens")
 STOPS = ("all", "first")
@@ -68,9 +72,9 @@ def check_mixture(config: MixtureConfig) -> list[str]:
 class MixtureRow:
     """Say what one data set gives to an epoch.
 
-    `rows` and `tokens` are there, `rows_seen` and `tokens_seen` are in the epoch;
-    `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `asked` is
-    the share that was asked for, None with weights in epochs. Tokens are 0 without lengths.
+    `rows` and `tokens` are those of the data set, `rows_seen` and `tokens_seen` those of the epoch;
+    `epochs` is how often a row is seen on average. Shares are those of the whole epoch; `requested`
+    is None with weights in epochs. Tokens are 0 without lengths.
     """
 
     name: str
@@ -81,7 +85,7 @@ class MixtureRow:
     epochs: float
     share_of_rows: float
     share_of_tokens: float
-    asked: float | None
+    requested: float | None
 
     HEADINGS: ClassVar[tuple[str, ...]] = (
         "data set",
@@ -91,7 +95,7 @@ class MixtureRow:
         "rows seen",
         "of rows",
         "of tokens",
-        "asked",
+        "requested",
     )
 
     def cells(self) -> tuple[str, ...]:
@@ -104,7 +108,7 @@ class MixtureRow:
             f"{self.rows_seen:,}",
             f"{self.share_of_rows:.2%}",
             f"{self.share_of_tokens:.2%}",
-            "" if self.asked is None else f"{self.asked:.2%}",
+            "" if self.requested is None else f"{self.requested:.2%}",
         )
 
 
@@ -142,7 +146,7 @@ class Mixture:
         self._ends = None
         if self._config.weights == "tokens" and lengths is not None:
             self._ends = [np.cumsum(lengths[order]) for order in self._orders]
-        self._asked, self._passes = self._plan([float(weight) for weight in weights])
+        self._shares, self._passes = self._plan([float(weight) for weight in weights])
 
     def epoch(self, number: int) -> Indices:
         """Return the example indices of epoch `number` (from 0), int64 [rows seen]."""
@@ -166,7 +170,7 @@ class Mixture:
                 epochs=len(rows) / max(1, len(order)),
                 share_of_rows=len(rows) / all_rows,
                 share_of_tokens=tokens / all_tokens,
-                asked=None if self._asked is None else self._asked[index],
+                requested=None if self._shares is None else self._shares[index],
             )
             for index, (name, order, rows, tokens) in enumerate(
                 zip(names, self._orders, seen, tokens_seen, strict=True)
@@ -174,7 +178,7 @@ class Mixture:
         ]
 
     def _plan(self, weights: list[float]) -> tuple[list[float] | None, list[float]]:
-        """Return the shares that are asked for, and how often each row is seen in an epoch."""
+        """Return the requested shares, and how often each row is seen in an epoch."""
         kind, temperature, stop = (
             self._config.weights,
             self._config.temperature,
@@ -244,7 +248,7 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
         ).rstrip()
         for line in cells
     ]
-    repeated = [row for row in rows if row.asked is not None and row.epochs > MANY_EPOCHS]
+    repeated = [row for row in rows if row.requested is not None and row.epochs > MANY_EPOCHS]
     if repeated:
         named = ", ".join(f"{row.name} {row.epochs:.3g} times" for row in repeated)
         lines.append(
@@ -252,3 +256,120 @@ def describe_mixture(rows: Sequence[MixtureRow]) -> list[str]:
             "data.mixture.stop=first ends an epoch before a data set repeats"
         )
     return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Say of a data set's documents which are trained on and which are for validation.
+
+    Both are bool [documents]; a document may be neither. `repeated_rows` stand in validation of
+    some data set, word for word, and are left out of the training.
+    """
+
+    training: Mask
+    validation: Mask
+    repeated_rows: int = 0
+
+
+def hold_out(
+    stores: Sequence[TokenStore],
+    names: Sequence[str],
+    paths: Sequence[str],
+    max_rows: Sequence[int | None],
+    val_set_size: float,
+    seed: int,
+) -> list[Split]:
+    """Return the sides of each data set.
+
+    `val_set_size` is a share of the rows below 1, else a number of rows; a data set of one row
+    holds none out. Rows alike are held out together or not at all, so there may be fewer.
+    `max_rows` caps the training rows. Raises DataError when a number of rows leaves
+    none to train on.
+    """
+    import numpy as np
+
+    validation = []
+    for store, name, path in zip(stores, names, paths, strict=True):
+        rows = _Rows(store)
+        if val_set_size >= max(2, len(rows)):
+            raise DataError(
+                f"{path}: data.val_set_size={val_set_size:g} leaves none of its {len(rows):,} rows "
+                "to train on; give fewer, or a share below 1"
+            )
+        validation.append(rows.choose(val_set_size, seed, name))
+    held_out = [store.digests[mask] for store, mask in zip(stores, validation, strict=True)]
+    digests = np.unique(np.concatenate([np.zeros(0, np.uint64), *held_out]))
+    return [
+        _split_rows(store, mask, digests, cap, seed, name)
+        for store, mask, cap, name in zip(stores, validation, max_rows, names, strict=True)
+    ]
+
+
+class _Rows:
+    """Number the rows of a data set that have documents, and tell which are alike."""
+
+    def __init__(self, store: TokenStore) -> None:
+        import numpy as np
+
+        _, self._firsts, self._of_document = np.unique(
+            store.rows, return_index=True, return_inverse=True
+        )
+        self._content = np.add.reduceat(store.digests, self._firsts)
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def choose(self, val_set_size: float, seed: int, name: str) -> Mask:
+        """Return a seeded choice of rows, all those alike or none, as bool [documents]."""
+        import numpy as np
+
+        chosen = np.zeros(len(self), dtype=np.bool_)
+        if val_set_size > 0 and len(self) > 1:
+            wanted = val_set_size if val_set_size >= 1 else round(val_set_size * len(self))
+            count = min(max(1, int(wanted)), len(self) - 1)
+            _, first_rows, kinds, sizes = np.unique(
+                self._content, return_index=True, return_inverse=True, return_counts=True
+            )
+            # Numbered as they come, so that without doubles the choice is one among the rows.
+            in_order = np.argsort(first_rows)
+            order = in_order[seeded_generator(seed, "split", name).permutation(len(sizes))]
+            taken = np.zeros(len(sizes), dtype=np.bool_)
+            taken[_fill(order, sizes, count)] = True
+            chosen = taken[kinds]
+        return chosen[self._of_document]
+
+
+def _fill(
+    order: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], count: int
+) -> npt.NDArray[np.int64]:
+    """Return the kinds that together have `count` rows, in their order; what is too large waits."""
+    import numpy as np
+
+    chosen: list[npt.NDArray[np.int64]] = []
+    while count and len(order):
+        ends = np.cumsum(sizes[order])
+        fitting = int(ends.searchsorted(count, side="right"))
+        chosen.append(order[:fitting])
+        count -= int(ends[fitting - 1]) if fitting else 0
+        order = order[fitting:]
+        order = order[sizes[order] <= count]
+    return np.concatenate([order[:0], *chosen])
+
+
+def _split_rows(
+    store: TokenStore,
+    validation: Mask,
+    held_out: npt.NDArray[np.uint64],
+    cap: int | None,
+    seed: int,
+    name: str,
+) -> Split:
+    import numpy as np
+
+    repeated = np.unique(store.rows[np.isin(store.digests, held_out) & ~validation])
+    training = ~validation & ~np.isin(store.rows, repeated)
+    rows = np.unique(store.rows[training])
+    if cap is not None and cap < len(rows):
+        kept = seeded_generator(seed, "cap", name).permutation(rows)[:cap]
+        training &= np.isin(store.rows, kept)
+    return Split(training, validation, len(repeated))

@@ -1,4 +1,4 @@
-"""Plan which documents are learned in which step and by which rank.
+"""Plan which documents are trained on in which step and by which rank.
 
 A step's documents are a pure function of (lengths, capacity, seed, epoch), the same for every
 number of ranks. Which documents share a pack, bins.py decides. Never reads a token.

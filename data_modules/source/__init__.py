@@ -2,7 +2,15 @@
 
 from data_modules.source.chunks import MAX_RAW, BadRow, Chunk
 from data_modules.source.limits import MAX_ROW_BYTES, Limits, check_limits
-from data_modules.source.locating import is_generated, is_hub_id, is_remote, is_url, name_of
+from data_modules.source.locating import (
+    Part,
+    check_split,
+    is_generated,
+    is_hub_id,
+    is_remote,
+    is_url,
+    name_of,
+)
 from data_modules.source.opening import Budget, open_regular
 from data_modules.source.source import (
     find_files,
@@ -11,7 +19,6 @@ from data_modules.source.source import (
     read_chunks,
     resolved_revision,
 )
-from data_modules.source.splits import Part, check_split
 
 __all__ = [
     "MAX_RAW",

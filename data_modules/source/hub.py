@@ -1,7 +1,7 @@
 """Read a data set of the Hugging Face hub, or the copy of it that was downloaded before.
 
-Decides which commit is read, and what is said where the hub does not answer: it is asked once, not
-again and again. Never looks at what a row means.
+Decides which commit is read, and how a hub that does not answer is reported: it is queried
+only once. Never looks at what a row means.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from data_modules.source.chunks import BadRow, BatchChunk, Chunk, grouped, too_large
+from data_modules.messages import DataError, Origin, RemoteError, reason_of
+from data_modules.source.arrow import BatchChunk
+from data_modules.source.chunks import BadRow, Chunk, grouped, too_large
 from data_modules.source.limits import Limits
-from data_modules.source.opening import reason_of
-from data_modules.source.splits import Part, rows_of, take
-from data_modules.types import DataError, Origin, RemoteError, Row
+from data_modules.source.locating import Part, rows_of, take
+from data_modules.types import Row
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEWEST = (None, "main")
@@ -35,7 +36,7 @@ def commit_of(path: str, revision: str | None) -> str | None:
     if revision is not None and _COMMIT.fullmatch(revision):
         return revision
     try:
-        return _ask(path, revision)
+        return _query_hub(path, revision)
     except _UnreachableError:
         if revision not in _NEWEST:
             return None
@@ -75,15 +76,15 @@ def read_hub(
         raise
     except _errors(ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
         cause = e.__cause__ if isinstance(e, datasets.exceptions.DatasetGenerationError) else None
-        asked = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
+        requested = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
         raise DataError(
             f"{path}: no such file here, and the hub gave no data set of that name "
-            f"({asked}): {reason_of(cause if isinstance(cause, Exception) else e)}"
+            f"({requested}): {reason_of(cause if isinstance(cause, Exception) else e)}"
         ) from e
 
 
-def _ask(path: str, revision: str | None) -> str | None:
-    """Return the commit on the hub, None where the hub says that there is none."""
+def _query_hub(path: str, revision: str | None) -> str | None:
+    """Return the commit on the hub, None where the hub has no such data set."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -111,22 +112,22 @@ def _errors(*more: type[Exception]) -> tuple[type[Exception], ...]:
 
 
 def _builder_of(path: str, revision: str | None) -> Any:
-    """Return what `datasets` builds the rows with, of the commit that is asked for.
+    """Return what `datasets` builds the rows with, of the requested commit.
 
-    Where the hub does not answer `datasets` is not asked: it would try for half a minute.
+    Where the hub does not answer `datasets` is not called: it would try for half a minute.
     """
     import datasets
 
     try:
-        commit = _ask(path, revision)
+        commit = _query_hub(path, revision)
     except _UnreachableError as error:
         return _copy_instead(path, revision, error)
     builder = datasets.load_dataset_builder(path, revision=revision)
     # It takes what was downloaded before, of any commit, where the network breaks off.
-    asked = commit or (builder.hash if revision in _NEWEST else revision)
-    if builder.hash != asked:
+    requested = commit or (builder.hash if revision in _NEWEST else revision)
+    if builder.hash != requested:
         raise DataError(
-            f"{path}: commit {builder.hash} was given where {asked} is asked for; start again"
+            f"{path}: commit {builder.hash} was given where {requested} was requested; start again"
         )
     return builder
 
@@ -144,7 +145,7 @@ def _copy_instead(path: str, revision: str | None, why: _UnreachableError) -> An
     if revision not in (*_NEWEST, builder.hash):
         raise DataError(
             f"{path}: {unreachable}; the copy downloaded before is of commit {builder.hash}, "
-            f"revision '{revision}' is asked for; give revision: {builder.hash} to take it"
+            f"revision '{revision}' was requested; give revision: {builder.hash} to take it"
         )
     return builder
 

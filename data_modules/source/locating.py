@@ -1,44 +1,44 @@
 """Find the files that a path means, on disk or remote, and what tells that one has changed.
 
-Decides which files belong to a split and what is said where there is none. Never reads a row.
+Decides which files belong to a split and how a missing one is reported. Never reads a row.
 """
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import glob
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
-from data_modules.samples.corpus import CORPORA
+from data_modules.messages import DataError, Problems, reason_of
+from data_modules.source.arrow import read_arrow, read_parquet
+from data_modules.source.chunks import Chunk, ReadOptions
+from data_modules.source.corpus import CORPORA, SAMPLES
+from data_modules.source.delimited import read_csv, read_tsv
 from data_modules.source.limits import Limits
-from data_modules.source.opening import File, Url, reason_of, special_file, stem_of, unreadable
-from data_modules.source.readers import READERS, is_readable
-from data_modules.source.remote import answer_within
-from data_modules.types import DataError, Problems, RemoteError, printable
+from data_modules.source.opening import File, special_file, stem_of, suffix_of
+from data_modules.source.remote import REMOTE_MARKS, Url, fresh_info, list_urls, query_remote
+from data_modules.source.text import read_json, read_jsonl, read_txt
 
 SAMPLE_PREFIX = "sample:"
-SAMPLES = Path(__file__).parent.parent / "samples"
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SAVED_BY_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
-_REMOTE_MARKS = (
-    "ETag",
-    "etag",
-    "md5Hash",
-    "sha256",
-    "LastModified",
-    "last_modified",
-    "updated",
-    "mtime",
-    "created",
-    "blob_id",
-    "last_commit",
-)
+_BOUND = r"-?\d[\d_]*(?:\.\d+)?%?"
+_PART = re.compile(rf"([\w.-]+)(?:\[({_BOUND})?:({_BOUND})?\])?")
+READERS: dict[str, Callable[[File, ReadOptions], Iterator[Chunk]]] = {
+    ".json": read_json,
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".csv": read_csv,
+    ".tsv": read_tsv,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+    ".txt": read_txt,
+}
 
 
 def name_of(path: str) -> str:
@@ -114,8 +114,8 @@ def stamp_of(file: File) -> object:
         except OSError as error:
             return str(error)
         return stat.st_size, stat.st_mtime_ns, stat.st_ino
-    info = _remote(file, _fresh_info)
-    marks = [str(info[key]) for key in _REMOTE_MARKS if info.get(key)]
+    info = query_remote(file, fresh_info)
+    marks = [str(info[key]) for key in REMOTE_MARKS if info.get(key)]
     return (info.get("size"), *marks) if marks else None
 
 
@@ -123,61 +123,8 @@ def size_of(file: File) -> int:
     """Return the bytes of a file as it is stored; 0 where that is not known."""
     if isinstance(file, Path):
         return file.stat().st_size
-    info = _remote(file, lambda fs, place: fs.info(place))
+    info = query_remote(file, lambda fs, place: fs.info(place))
     return int(info.get("size") or 0)
-
-
-def _fresh_info(file_system: Any, place: str) -> dict[str, Any]:
-    file_system.invalidate_cache(place)
-    info: dict[str, Any] = file_system.info(place)
-    return info
-
-
-def _remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
-    """Ask the file system of an address; raises DataError with what it says."""
-    import fsspec
-
-    def answer() -> Any:
-        try:
-            file_system, place = fsspec.core.url_to_fs(url.address, **url.options())
-        except ValueError as error:
-            known = "give a URL of https, s3, gs, ..."
-            raise DataError(f"{url}: {reason_of(error)}; {known}") from error
-        return ask(file_system, place)
-
-    try:
-        return answer_within(url.limits, answer)
-    except ImportError as error:
-        raise DataError(
-            f"{url}: needs a package that is not installed ({reason_of(error)}); "
-            "pip install 'loft[remote]'"
-        ) from error
-    except FileNotFoundError as error:
-        raise _why_not_found(url, error.__cause__) from error
-    except DataError:
-        raise
-    except Exception as error:
-        # Each remote file system has errors of its own.
-        raise RemoteError(unreadable(url, error)) from error
-
-
-def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
-    """Word what fsspec calls a missing file: it does so whatever goes wrong over http."""
-    if cause is not None and url.address.startswith(("http://", "https://")):
-        import aiohttp
-
-        if isinstance(cause, aiohttp.ClientResponseError) and cause.status != 404:
-            kind = DataError if 400 <= cause.status < 500 else RemoteError
-            return kind(
-                f"{url}: cannot be read: the server says {cause.status} {printable(cause.message)}"
-            )
-        if isinstance(cause, (aiohttp.ClientConnectionError, asyncio.TimeoutError)):
-            reason = reason_of(cause) if isinstance(cause, Exception) else ""
-            return RemoteError(
-                f"{url}: host {urlsplit(str(url)).netloc} cannot be reached ({reason}; no "
-                "network?); check the address, or give a local file"
-            )
-    return DataError(f"{url}: no such file")
 
 
 def _check_readable(path: str, name: str) -> None:
@@ -189,26 +136,22 @@ def _check_readable(path: str, name: str) -> None:
 
 def _remote_files(url: Url, split: str) -> list[File]:
     if "*" in url.address:
-        found = _remote(url, lambda fs, place: _addresses(url, fs, fs.glob(place)))
+        found = query_remote(url, lambda fs, place: list_urls(url, fs, fs.glob(place)))
         files = [file for file in found if is_readable(file.name)]
         if not files:
             raise DataError(f"{url}: no file matches")
         return _named_by_split(str(url), files, split)
     if is_readable(url.name):
-        # That its package is there is asked here, before anything is read.
-        _remote(url, lambda fs, place: None)
+        # Checks that its package is installed before anything is read.
+        query_remote(url, lambda fs, place: None)
         return _named_by_split(str(url), [url], split)
-    if not _remote(url, lambda fs, place: fs.isdir(place)):
+    if not query_remote(url, lambda fs, place: fs.isdir(place)):
         _check_readable(str(url), url.name)
-    listed = _remote(url, lambda fs, place: _addresses(url, fs, fs.ls(place, detail=False)))
+    listed = query_remote(url, lambda fs, place: list_urls(url, fs, fs.ls(place, detail=False)))
     files = _of_split([file for file in listed if is_readable(file.name)], split)
     if not files:
         raise DataError(_no_split(str(url), split, [file.name for file in listed]))
     return files
-
-
-def _addresses(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:
-    return [Url(file_system.unstrip_protocol(place), folder.limits) for place in sorted(places)]
 
 
 def _sample_file(path: str) -> Path:
@@ -236,7 +179,7 @@ def _files_in(folder: Path, split: str) -> list[File]:
 
 
 def _regular(files: Sequence[Path]) -> list[File]:
-    """Return files that a folder or a pattern has; raises DataError where one is no file.
+    """Return files that a folder or a pattern has; raises DataError for one that is not a file.
 
     Left out in silence, it would be a part of the data that nobody misses.
     """
@@ -272,7 +215,7 @@ def _named_by_split(path: str, files: Sequence[File], split: str) -> list[File]:
 
 
 def only_train(path: str, split: str) -> str:
-    """Say that what is no folder has no split but train."""
+    """Say that a single file, or files named one by one, have no split but train."""
     return (
         f"{path}: no split '{split}' in what is one file, or files named one by one: their split "
         "is train; give a folder, or the file of that split"
@@ -309,3 +252,135 @@ def _nearest(file: Path) -> str:
     if not close:
         return "; check data.datasets[].path"
     return f"; did you mean {' or '.join(str(folder / name) for name in close)}?"
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Hold one end of a slice: a row's number, from the end where negative, or a percentage."""
+
+    value: Fraction
+    is_percent: bool
+
+    @property
+    def needs_total(self) -> bool:
+        """Tell whether it depends on how many rows there are."""
+        return self.is_percent or self.value < 0
+
+    def resolve(self, total: int) -> int:
+        """Return the row's number from 0; the same share gives the same row at both ends."""
+        if self.is_percent:
+            value = self.value + 100 if self.value < 0 else self.value
+            return min(total, max(0, round(value * total / 100)))
+        value = self.value + total if self.value < 0 else self.value
+        return min(total, max(0, int(value)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Hold a split's name and the slice of its rows that is meant."""
+
+    name: str
+    start: _Bound | None = None
+    stop: _Bound | None = None
+
+    @property
+    def needs_total(self) -> bool:
+        """Tell whether the slice depends on how many rows there are."""
+        return any(bound is not None and bound.needs_total for bound in (self.start, self.stop))
+
+    @property
+    def is_sliced(self) -> bool:
+        """Tell whether some rows are left out."""
+        return self.start is not None or self.stop is not None
+
+    def resolve(self, total: int | None) -> tuple[int, int | None]:
+        """Return first row, from 0, and the row after the last (None = all that follow)."""
+        known = total if total is not None else 1 << 62
+        start = 0 if self.start is None else self.start.resolve(known)
+        return start, None if self.stop is None else self.stop.resolve(known)
+
+    def __str__(self) -> str:
+        def text(bound: _Bound | None) -> str:
+            if bound is None:
+                return ""
+            return f"{float(bound.value):g}%" if bound.is_percent else str(bound.value)
+
+        cut = f"[{text(self.start)}:{text(self.stop)}]" if self.is_sliced else ""
+        return f"{self.name}{cut}"
+
+
+def check_split(split: str) -> list[Part]:
+    """Return the parts of `split`, as in `train[:90%]+validation`; raises ValueError."""
+    return [_parse_part(part) for part in split.split("+")]
+
+
+def rows_of(path: str, part: Part, total: int | None) -> tuple[int, int | None]:
+    """Return first row of the slice, from 0, and the row after its last; raises DataError."""
+    start, stop = part.resolve(total)
+    if part.is_sliced and (start == total or (stop is not None and stop <= start)):
+        rows = "" if total is None else f" of {total:,} rows"
+        raise DataError(f"{path}: 0 rows in '{part}'{rows}; give another slice")
+    return start, stop
+
+
+def take(
+    chunks: Iterator[Chunk], start: int, stop: int | None, shard: tuple[int, int] = (0, 1)
+) -> Generator[Chunk, None, int]:
+    """Yield the rows from `start` to `stop`, and of those every count-th; return how many passed.
+
+    Nothing is counted where all rows are taken.
+    """
+    index, count = shard
+    position = 0
+    if start == 0 and stop is None and count == 1:
+        yield from chunks
+        return position
+    for chunk in chunks:
+        num_rows = chunk.count()
+        first = max(start - position, 0)
+        last = num_rows if stop is None else min(stop - position, num_rows)
+        offset = (index - (position + first - start)) % count
+        kept = range(num_rows)[first:last][offset::count]
+        position += num_rows
+        if len(kept) == num_rows:
+            yield chunk
+        elif kept:
+            yield chunk.select(kept)
+        if stop is not None and position >= stop:
+            break
+    return position
+
+
+def _parse_part(text: str) -> Part:
+    match = _PART.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(
+            f"split '{text}' cannot be read; use NAME, NAME[:90%], NAME[100:200] or NAME+NAME"
+        )
+    start, stop = (
+        None if bound is None else _parse_bound(bound, text) for bound in match.groups()[1:]
+    )
+    # -10 and 90 cannot be compared: rows have to be counted first.
+    if (
+        start is not None
+        and stop is not None
+        and (start.is_percent, start.value < 0) == (stop.is_percent, stop.value < 0)
+        and start.value >= stop.value
+    ):
+        raise ValueError(f"split '{text}' has no row: it ends where it begins, or before")
+    return Part(match[1], start, stop)
+
+
+def _parse_bound(text: str, whole: str) -> _Bound:
+    is_percent = text.endswith("%")
+    value = Fraction(text.removesuffix("%").replace("_", ""))
+    if is_percent and abs(value) > 100:
+        raise ValueError(f"split '{whole}' has {text}; give a percentage up to 100")
+    if not is_percent and value.denominator != 1:
+        raise ValueError(f"split '{whole}' has row {text}; give a whole number, or a percentage")
+    return _Bound(value, is_percent)
+
+
+def is_readable(name: str) -> bool:
+    """Tell whether a file of this name can be read."""
+    return suffix_of(name) in READERS

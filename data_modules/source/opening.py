@@ -8,20 +8,18 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from data_modules.redaction import redact
+from data_modules.messages import DataError, RemoteError, unreadable
 from data_modules.source.limits import Limits, too_many
-from data_modules.source.remote import BLOCK_BYTES, RemoteStream
-from data_modules.types import DataError, RemoteError
+from data_modules.source.remote import BLOCK_BYTES, RemoteStream, Url
 
 CHUNK_BYTES = 1 << 20
 _SNIFFED_BYTES = 1 << 16
@@ -48,6 +46,7 @@ _SPECIAL_FILES = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+File = Path | Url
 
 
 @dataclass(slots=True)
@@ -60,48 +59,6 @@ class Budget:
     def spent(self) -> bool:
         """Tell whether nothing more may be read."""
         return self.left <= 0
-
-
-@dataclass(frozen=True, slots=True)
-class Url:
-    """Name a file that fsspec opens; as text it is shown without password and query."""
-
-    address: str
-    limits: Limits = field(default_factory=Limits, compare=False)
-
-    @property
-    def name(self) -> str:
-        """Return the last part of its path."""
-        return PurePosixPath(str(self)).name
-
-    @property
-    def suffix(self) -> str:
-        """Return the suffix of its name."""
-        return PurePosixPath(self.name).suffix
-
-    def open(self) -> IO[bytes]:
-        """Open it; raises what its file system raises."""
-        import fsspec
-
-        stream: IO[bytes] = fsspec.open(self.address, "rb", **self.options()).open()
-        return stream
-
-    def options(self) -> dict[str, Any]:
-        """Return what its file system is made with."""
-        if not self.address.startswith(("http://", "https://")):
-            return {}
-        import aiohttp
-
-        seconds = self.limits.remote_seconds
-        # Without it a request ends after five minutes, however much comes.
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
-        return {"block_size": BLOCK_BYTES, "client_kwargs": {"timeout": timeout}}
-
-    def __str__(self) -> str:
-        return re.sub(r"(?<=://)[^/@]*@", "", self.address).split("?")[0].split("#")[0]
-
-
-File = Path | Url
 
 
 @dataclass(slots=True)
@@ -145,14 +102,6 @@ def stem_of(name: str) -> str:
     return bare[: len(bare) - len(suffix_of(name))]
 
 
-def reason_of(error: Exception) -> str:
-    """Return in one line what an error of a library says."""
-    strerror = error.strerror if isinstance(error, OSError) else None
-    said = strerror or next(iter(str(error).splitlines()), "") or type(error).__name__
-    # A library may quote an address, with the password or the token in it.
-    return redact(said)
-
-
 def open_regular(file: Path) -> io.BufferedReader:
     """Open a file on disk without ever waiting for it.
 
@@ -182,11 +131,6 @@ def special_file(file: Path) -> str | None:
 def _not_a_file(file: Path, mode: int) -> str:
     what = _SPECIAL_FILES.get(stat.S_IFMT(mode), "a special file")
     return f"{file}: is {what}, not a file; give a regular file"
-
-
-def unreadable(file: File, error: Exception) -> str:
-    """Say that a file cannot be read, and why."""
-    return f"{file}: cannot be read: {reason_of(error)}"
 
 
 @contextmanager
@@ -234,12 +178,12 @@ def open_bytes(file: File, limits: Limits) -> Iterator[IO[bytes]]:
             raise DataError(f"{file}: {what}")
         if found == ".gz":
             with gzip.GzipFile(fileobj=raw) as unzipped:
-                yield cast(IO[bytes], _Unpacked(file, cast(IO[bytes], unzipped), raw, limits))
+                yield cast("IO[bytes]", _Unpacked(file, cast("IO[bytes]", unzipped), raw, limits))
         elif found == ".zst":
             import pyarrow
 
             with pyarrow.CompressedInputStream(raw, "zstd") as stream:
-                yield cast(IO[bytes], _Unpacked(file, stream, raw, limits))
+                yield cast("IO[bytes]", _Unpacked(file, stream, raw, limits))
         else:
             yield raw
 

@@ -5,20 +5,77 @@ Decides when a server is too slow or too silent. Knows no addresses and never lo
 
 from __future__ import annotations
 
+import asyncio
 import io
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import IO, Any, TypeVar
+from urllib.parse import urlsplit
 
+from data_modules.messages import DataError, RemoteError, printable, reason_of, unreadable
 from data_modules.source.limits import Limits, too_many
 
 BLOCK_BYTES = 1 << 20
 """bytes over which the rate of a server is counted"""
 _WHAT_TO_DO = "try again later, download the file and give its path, or raise the limit"
-
 Answer = TypeVar("Answer")
+REMOTE_MARKS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "sha256",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+    "blob_id",
+    "last_commit",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """Name a file that fsspec opens; as text it is shown without password and query."""
+
+    address: str
+    limits: Limits = field(default_factory=Limits, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Return the last part of its path."""
+        return PurePosixPath(str(self)).name
+
+    @property
+    def suffix(self) -> str:
+        """Return the suffix of its name."""
+        return PurePosixPath(self.name).suffix
+
+    def open(self) -> IO[bytes]:
+        """Open it; raises what its file system raises."""
+        import fsspec
+
+        stream: IO[bytes] = fsspec.open(self.address, "rb", **self.options()).open()
+        return stream
+
+    def options(self) -> dict[str, Any]:
+        """Return what its file system is made with."""
+        if not self.address.startswith(("http://", "https://")):
+            return {}
+        import aiohttp
+
+        seconds = self.limits.remote_seconds
+        # Without it a request ends after five minutes, however much comes.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=seconds, sock_read=seconds)
+        return {"block_size": BLOCK_BYTES, "client_kwargs": {"timeout": timeout}}
+
+    def __str__(self) -> str:
+        return re.sub(r"(?<=://)[^/@]*@", "", self.address).split("?")[0].split("#")[0]
 
 
 def answer_within(limits: Limits, ask: Callable[[], Answer]) -> Answer:
@@ -118,3 +175,62 @@ class RemoteStream(io.RawIOBase):
         if not self.closed:
             self._stream.close()
         super().close()
+
+
+def fresh_info(file_system: Any, place: str) -> dict[str, Any]:
+    """Return the present facts of a remote file, not those remembered."""
+    file_system.invalidate_cache(place)
+    info: dict[str, Any] = file_system.info(place)
+    return info
+
+
+def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
+    """Query the file system of an address; raises DataError with its answer."""
+    import fsspec
+
+    def answer() -> Any:
+        try:
+            file_system, place = fsspec.core.url_to_fs(url.address, **url.options())
+        except ValueError as error:
+            known = "give a URL of https, s3, gs, ..."
+            raise DataError(f"{url}: {reason_of(error)}; {known}") from error
+        return ask(file_system, place)
+
+    try:
+        return answer_within(url.limits, answer)
+    except ImportError as error:
+        raise DataError(
+            f"{url}: needs a package that is not installed ({reason_of(error)}); "
+            "pip install 'loft[remote]'"
+        ) from error
+    except FileNotFoundError as error:
+        raise _why_not_found(url, error.__cause__) from error
+    except DataError:
+        raise
+    except Exception as error:
+        # Each remote file system has errors of its own.
+        raise RemoteError(unreadable(url, error)) from error
+
+
+def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
+    """Word what fsspec calls a missing file: it does so whatever goes wrong over http."""
+    if cause is not None and url.address.startswith(("http://", "https://")):
+        import aiohttp
+
+        if isinstance(cause, aiohttp.ClientResponseError) and cause.status != 404:
+            kind = DataError if 400 <= cause.status < 500 else RemoteError
+            return kind(
+                f"{url}: cannot be read: the server says {cause.status} {printable(cause.message)}"
+            )
+        if isinstance(cause, (aiohttp.ClientConnectionError, asyncio.TimeoutError)):
+            reason = reason_of(cause) if isinstance(cause, Exception) else ""
+            return RemoteError(
+                f"{url}: host {urlsplit(str(url)).netloc} cannot be reached ({reason}; no "
+                "network?); check the address, or give a local file"
+            )
+    return DataError(f"{url}: no such file")
+
+
+def list_urls(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:
+    """Return the addresses of files that a remote folder or glob has, sorted."""
+    return [Url(file_system.unstrip_protocol(place), folder.limits) for place in sorted(places)]

@@ -11,28 +11,42 @@ import functools
 import hashlib
 import itertools
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_modules.samples.corpus import CORPORA, read_corpus
-from data_modules.source.chunks import Chunk, grouped
+from data_modules.messages import (
+    MAX_PROBLEMS,
+    DataError,
+    Origin,
+    RemoteError,
+    reason_of,
+    unreadable,
+)
+from data_modules.source import corpus
+from data_modules.source.arrow import count_parquet_rows
+from data_modules.source.chunks import Chunk, ReadOptions, grouped
+from data_modules.source.corpus import CORPORA, WORDS_FILE, read_corpus
 from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
+    READERS,
     SAMPLE_PREFIX,
-    SAMPLES,
+    Part,
+    check_split,
     files_of,
     is_generated,
     is_hub_id,
     is_remote,
     only_train,
+    rows_of,
     size_of,
     stamp_of,
+    take,
 )
-from data_modules.source.opening import Budget, File, Url, open_stored, reason_of, unreadable
-from data_modules.source.readers import count_rows, read_file
-from data_modules.source.splits import Part, check_split, rows_of, take
-from data_modules.types import MAX_PROBLEMS, DataError, Origin, RemoteError, Row
+from data_modules.source.opening import Budget, File, open_stored, suffix_of
+from data_modules.source.remote import Url
+from data_modules.types import Row
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 _SAMPLE_ROW_BYTES = 1000  # about; only the size of a chunk hangs on it
@@ -122,8 +136,8 @@ def fingerprint(
         return commit_of(path, revision) or ""
     digest = hashlib.sha256()
     if is_generated(path):
-        for code in sorted(SAMPLES.glob("*.py")):
-            digest.update(repr((code.name, _sha256_of(code))).encode())
+        for made_by in (Path(corpus.__file__), WORDS_FILE):
+            digest.update(repr((made_by.name, _sha256_of(made_by))).encode())
         return digest.hexdigest()
     files = find_files(path, split, limits)
     if not by_stamp and len(files) == 1 and files[0] == Path(path).expanduser():
@@ -238,3 +252,39 @@ def _check_unchanged(
             f"{file}: changed while it was read; start again when it is written" for file in changed
         ]
         raise DataError(problems[:MAX_PROBLEMS]) from cause
+
+
+def read_file(
+    file: File,
+    budget: Budget | None = None,
+    max_row_bytes: int = MAX_ROW_BYTES,
+    limits: Limits | None = None,
+) -> Iterator[Chunk]:
+    """Yield the rows of a file in chunks.
+
+    With a `budget` only about so many bytes are read. Raises DataError, after what could be read,
+    where the rest of the file cannot be.
+    """
+    limits = limits or Limits()
+    options = ReadOptions(budget=budget, max_row_bytes=max_row_bytes, limits=limits)
+    try:
+        yield from READERS[suffix_of(file.name)](file, options)
+    except DataError:
+        raise
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"{file}: cannot be read to its end: {error}; copy it again?") from error
+    except Exception as error:
+        # Each remote file system has errors of its own.
+        if not isinstance(file, Path):
+            raise RemoteError(unreadable(file, error)) from error
+        if not isinstance(error, OSError):
+            raise
+        raise DataError(unreadable(file, error)) from error
+
+
+def count_rows(file: File, max_row_bytes: int = MAX_ROW_BYTES, limits: Limits | None = None) -> int:
+    """Return how many rows `read_file` yields, good and bad."""
+    limits = limits or Limits()
+    if file.suffix.lower() == ".parquet":
+        return count_parquet_rows(file, limits)
+    return sum(chunk.count() for chunk in read_file(file, None, max_row_bytes, limits))

@@ -1,16 +1,19 @@
-"""Turn conversations and documents into token ids, and say which of them are learned."""
+"""Turn conversations and documents into token ids, and say which of them are trained on."""
 
-from data_modules.template.masking import MaskConfig, check_mask
+from data_modules.template.masking import Encoded, MaskConfig, Note, check_mask
 from data_modules.template.named_templates import TEMPLATE_NAMES, TEMPLATES_WITH_TOOLS
-from data_modules.template.template import ChatTemplate, RowProblem
-from data_modules.template.trial import Limits
+from data_modules.template.proof import Limits
+from data_modules.template.template import ChatTemplate, Prompt, RowProblem
 
 __all__ = [
     "TEMPLATES_WITH_TOOLS",
     "TEMPLATE_NAMES",
     "ChatTemplate",
+    "Encoded",
     "Limits",
     "MaskConfig",
+    "Note",
+    "Prompt",
     "RowProblem",
     "check_mask",
 ]

@@ -15,12 +15,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from data_modules.messages import shown
 from data_modules.template.marks import CALL_PARTS, TOOLS, Mark, holds_content, marks_in, unmarked
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError
-from data_modules.types import Turn, shown
+from data_modules.types import Turn
 
 MAX_PLACES = 4096
-_ASKS, _SAYS = Turn("user", "\ue0f1c0\ue0f2"), Turn("assistant", "\ue0f1c1\ue0f2")
+_QUESTION, _ANSWER = Turn("user", "\ue0f1c0\ue0f2"), Turn("assistant", "\ue0f1c1\ue0f2")
 
 
 Tails = list[tuple[tuple[str, int], str]]
@@ -63,7 +64,7 @@ class _Ending(NamedTuple):
     suffix: str = ""
 
 
-class _Manners(NamedTuple):
+class _Style(NamedTuple):
     """Say how a template writes a small chat.
 
     `header` is what an answer has in front of it although no generation prompt ends in that,
@@ -98,12 +99,12 @@ class BoundFinder:
         self._starts: dict[object, int] = {}
         self._endings: dict[object, _Ending] = {}
         self._framing = frozenset(framing)
-        self._found_manners: _Manners | None = None
+        self._known_style: _Style | None = None
 
     def find(self, chat: Chat, text: str, marks: Sequence[Mark]) -> Bounds:
         """Return where the answers of `chat` stand in its `text`.
 
-        RowRefusedError where an answer cannot be told apart, with its turn and the reason.
+        RowRefusedError, with turn and reason, where the span of an answer cannot be determined.
         """
         runs = _runs(marks)
         spans: list[TurnSpan] = []
@@ -163,12 +164,12 @@ class BoundFinder:
 
     def _find_start(self, chat: Chat, number: int, run: _Run, before: str) -> int:
         """Return how many characters of `before` the template writes as generation prompt."""
-        asked = Chat(chat.turns[:number], chat.tools)
-        prompt, plain = (self._renderer.render([asked], adds)[0] for adds in (True, False))
-        manners = self._manners()
+        before_answer = Chat(chat.turns[:number], chat.tools)
+        prompt, plain = (self._renderer.render([before_answer], adds)[0] for adds in (True, False))
+        style = self._style()
         if isinstance(prompt, RowRefusedError) or isinstance(plain, RowRefusedError):
-            # It is never asked for an answer there, for one that nothing stands in front of.
-            return self._aligned(before, manners.added)
+            # Nothing stands in front of this answer: no prompt is ever generated from there.
+            return self._aligned(before, style.added)
         marks = marks_in(prompt, chat) or []
         last = marks[-1] if marks else None
         if _whose(last, number) != _whose(run.before, number):
@@ -176,14 +177,14 @@ class BoundFinder:
                 number,
                 chat.turns[number],
                 "the chat template writes other texts in front of this answer than in front of the "
-                "generation prompt, so where it begins cannot be told",
+                "generation prompt, so where it begins cannot be determined",
             )
-        asks = prompt[last.end if last else 0 :] + manners.header
+        asks = prompt[last.end if last else 0 :] + style.header
         shared = _shared(asks, before)
         if shared in (len(asks), len(before)):
             return shared
         # What comes before the answers may differ, by a count of turns or thoughts left out.
-        added = prompt[_shared(prompt, plain) :] + manners.header
+        added = prompt[_shared(prompt, plain) :] + style.header
         return max(self._border(before, shared), self._aligned(before, added))
 
     def _aligned(self, before: str, added: str) -> int:
@@ -234,13 +235,13 @@ class BoundFinder:
         `there` is what follows it in other renders: first at the end of a conversation, where
         `is_closed`, then in front of a next message. `is_last`: nothing comes next `here`.
         """
-        manners = self._manners()
-        if manners.usual_stop is not None:
-            return self._open_stop(here, there, manners.usual_stop, is_last)
+        style = self._style()
+        if style.usual_stop is not None:
+            return self._open_stop(here, there, style.usual_stop, is_last)
         controls = [list(self.special.finditer(one)) for one in (here, *there)]
         shared = _shared(*([control[0] for control in one] for one in controls))
-        # Some write the header of the next answer behind each conversation, asked for or not.
-        headers = (n for n in range(1, shared) if controls[0][n][0] in manners.openers)
+        # Some write the header of the next answer behind each conversation, with or without prompt.
+        headers = (n for n in range(1, shared) if controls[0][n][0] in style.openers)
         shared = next(headers, shared)
         if shared:
             # Where the end alone cannot be rendered, the next header may be shared as well.
@@ -301,38 +302,38 @@ class BoundFinder:
             for mark, border in zip(run.marks, borders, strict=True)
         ]
 
-    def _manners(self) -> _Manners:
-        if self._found_manners is None:
-            self._found_manners = self._find_manners()
-        return self._found_manners
+    def _style(self) -> _Style:
+        if self._known_style is None:
+            self._known_style = self._find_style()
+        return self._known_style
 
-    def _find_manners(self) -> _Manners:
-        asked, said = Chat((_ASKS,)), Chat((_ASKS, _SAYS))
-        texts = [self._renderer.render([asked], adds)[0] for adds in (False, True)]
-        plain, prompt, whole = *texts, self._renderer.render([said], False)[0]
+    def _find_style(self) -> _Style:
+        question, dialog = Chat((_QUESTION,)), Chat((_QUESTION, _ANSWER))
+        texts = [self._renderer.render([question], adds)[0] for adds in (False, True)]
+        plain, prompt, whole = *texts, self._renderer.render([dialog], False)[0]
         if not (isinstance(plain, str) and isinstance(prompt, str) and isinstance(whole, str)):
-            return _Manners()
-        marks = marks_in(whole, said) or []
+            return _Style()
+        marks = marks_in(whole, dialog) or []
         own = [mark for mark in marks if mark.turn == 1]
         if not own:
-            return _Manners()
+            return _Style()
         header = ""
         if plain == prompt:
             asks = plain[plain.rfind("\ue0f2") + 1 :]
             before = whole[whole.find("\ue0f2") + 1 : own[0].start]
             header = before[_shared(asks, before) :]
         header = header if header.strip() else ""
-        return _Manners(
+        return _Style(
             header,
             prompt[_shared(plain, prompt) :] or header,
-            self._usual_stop(said, whole[own[-1].end :]),
+            self._usual_stop(dialog, whole[own[-1].end :]),
             frozenset(self._openers(plain)),
         )
 
-    def _usual_stop(self, said: Chat, end: str) -> str | None:
+    def _usual_stop(self, dialog: Chat, end: str) -> str | None:
         if self.special.search(end):
             return None
-        tails = self._tails(Chat((*said.turns, *_following(said.turns[-1]))), 1)
+        tails = self._tails(Chat((*dialog.turns, *_following(dialog.turns[-1]))), 1)
         stop = self._follows.match(tails[-1][1], _shared(end, tails[-1][1])) if tails else None
         return stop[1] if stop else ""
 
@@ -406,7 +407,7 @@ def _check_alone(span: TurnSpan, marks: Sequence[Mark]) -> None:
         if mark.turn != span.turn:
             raise RowRefusedError(
                 f"turn {span.turn + 1} (assistant): the chat template writes turn {mark.turn + 1} "
-                "inside it, so it cannot be told apart; set data.chat_template=plain"
+                "inside it, so its span cannot be determined; set data.chat_template=plain"
             )
 
 

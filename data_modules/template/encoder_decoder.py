@@ -1,6 +1,6 @@
 """Make the encoder's and the decoder's tokens of a row, for models that have both.
 
-Decides what is asked (all before the last answer) and what is answered. Both sides get the special
+Decides what is source (all before the last answer) and what is target. Both sides get the special
 tokens that the tokenizer itself adds, and a target always ends in the EOS.
 """
 
@@ -9,23 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_modules.template.layout import Layer
-from data_modules.template.masking import MaskConfig
+from data_modules.messages import DataError
+from data_modules.template.masking import Encoded, LayoutBuilder, MaskConfig, Note
 from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
-from data_modules.types import Conversation, DataError, Document, Encoded, Item, Note, Tokens
+from data_modules.types import Conversation, Document, Item, Tokens
 
 if TYPE_CHECKING:
     import transformers
 
 
 class Pair(NamedTuple):
-    """Hold what is asked and what is answered, as text; the first `unlearned` characters of the
-    answer are not learned."""
+    """Hold source and target as text; `num_masked` characters of the target come first, masked."""
 
     source: str
     target: str
     weight: float
-    unlearned: int = 0
+    num_masked: int = 0
     notes: tuple[Note, ...] = ()
 
 
@@ -36,12 +35,12 @@ class PairEncoder:
         self,
         tokenizer: transformers.PreTrainedTokenizerBase,
         renderer: Renderer,
-        layer: Layer,
+        layout_builder: LayoutBuilder,
         mask: MaskConfig,
     ) -> None:
         problems = [
-            f"data.{name}={value}: not for an encoder-decoder model, which learns the last answer "
-            f"only; set data.{name}={instead}"
+            f"data.{name}={value}: not for an encoder-decoder model, which is trained on the last "
+            f"answer only; set data.{name}={instead}"
             for name, value, instead in (
                 ("train_on_inputs", mask.train_on_inputs, False),
                 ("roles_to_train", mask.roles_to_train, "[assistant]"),
@@ -52,7 +51,7 @@ class PairEncoder:
         if problems:
             raise DataError(problems)
         self._tokenizer, self._renderer = tokenizer, renderer
-        self._layer, self._mask = layer, mask
+        self._layout_builder, self._mask = layout_builder, mask
 
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         """Yield the encoder's ids of each item, and the decoder's with their weights."""
@@ -69,8 +68,8 @@ class PairEncoder:
     def _pairs(self, items: Sequence[Item]) -> list[Pair | RowRefusedError]:
         """Return the texts of both sides of each item, all sources rendered together."""
         given = [self._given(item) for item in items]
-        asked = [Chat(one.turns[:-1], one.tools) for one in given if isinstance(one, Chat)]
-        sources = iter(self._renderer.render(asked, True))
+        prompts = [Chat(one.turns[:-1], one.tools) for one in given if isinstance(one, Chat)]
+        sources = iter(self._renderer.render(prompts, True))
         pairs: list[Pair | RowRefusedError] = []
         for item, one in zip(items, given, strict=True):
             pair = self._pair_of_chat(item, one, next(sources)) if isinstance(one, Chat) else one
@@ -78,9 +77,9 @@ class PairEncoder:
         return pairs
 
     def _noted(self, item: Item, pair: Pair) -> Pair | RowRefusedError:
-        token = self._layer.control_token(item)
+        token = self._layout_builder.control_token(item)
         try:
-            notes, _ = self._layer.control_in([(token, 0, 0)] if token else [], "")
+            notes, _ = self._layout_builder.control_in([(token, 0, 0)] if token else [], "")
         except RowRefusedError as refused:
             return refused
         return pair._replace(notes=(*pair.notes, *notes))
@@ -89,7 +88,7 @@ class PairEncoder:
         """Return a chat up to its last answer, or the pair that a document is."""
         if isinstance(item, Tokens):
             return RowRefusedError(
-                "an encoder-decoder model needs a prompt and an answer, and this row is tokenised "
+                "an encoder-decoder model needs a prompt and an answer, and this row is tokenized "
                 "already; give it as text"
             )
         if isinstance(item, Document):
@@ -119,9 +118,9 @@ class PairEncoder:
         for number, (pair, source) in enumerate(zip(pairs, sources, strict=True)):
             ids = list(targets["input_ids"][number])
             weights = np.full(len(ids), pair.weight, np.float32)
-            if pair.unlearned:
+            if pair.num_masked:
                 for index, (_, end) in enumerate(targets.encodings[number].offsets):
-                    if 0 < end <= pair.unlearned:
+                    if 0 < end <= pair.num_masked:
                         weights[index] = 0.0
             if eos is not None and ids[-1:] != [eos]:
                 ids.append(eos)

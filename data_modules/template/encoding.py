@@ -1,7 +1,7 @@
 """Turn texts into token ids, and characters into tokens.
 
 Decides which token holds a character: one that lies over a border belongs to what comes after it.
-Never renders, and never adds a token that the text does not spell.
+Never renders, and never adds a token that is not in the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from data_modules.template.rendering import RowRefusedError
-from data_modules.template.words import WordSpeller
+from data_modules.template.words import WordTokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,7 @@ LONG_TEXT = 4096
 """characters from which on it is found out once for all where each of them stands"""
 
 
-class Spelled(Protocol):
+class TokenizedText(Protocol):
     """Hold the token ids of a text, int32 [tokens], and say which of them hold its characters."""
 
     ids: npt.NDArray[np.int32]
@@ -37,8 +37,8 @@ class Spelled(Protocol):
         """Return the index after the last token that holds a character before `end`."""
 
 
-class Tokeniser:
-    """Spell many texts at once with a fast tokenizer, as they are: no token is added.
+class TextTokenizer:
+    """Tokenize many texts at once with a fast tokenizer; no special token is added.
 
     Byte-level tokenizers are asked for ids only: the bytes of each token say which characters it
     holds, and asking for the offsets costs more than the rest of the mask.
@@ -46,55 +46,55 @@ class Tokeniser:
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
         # TokenizersBackend's Rust tokenizer: its encodings answer char_to_token without building
-        # a Python list of offsets, which costs more than the tokenising.
+        # a Python list of offsets, which costs more than the tokenizing.
         self._backend: Any = tokenizer.backend_tokenizer
         self._widths: npt.NDArray[np.int64] | None = None
         self._is_nfc = False
-        self._words: WordSpeller | None = None
+        self._words: WordTokenizer | None = None
         self._control_ids = {
             id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special
         } | set(tokenizer.all_special_ids)
-        if _spells_bytes(self._backend):
+        if _is_byte_level(self._backend):
             self._widths = _byte_widths(self._backend)
             self._is_nfc = self._backend.normalizer is not None
-            self._words = WordSpeller.of(self._backend)
+            self._words = WordTokenizer.of(self._backend)
 
-    def spell(
+    def tokenize(
         self, texts: Sequence[str], plain: Mapping[int, Sequence[tuple[int, int]]]
-    ) -> list[Spelled | RowRefusedError]:
+    ) -> list[TokenizedText | RowRefusedError]:
         """Return the tokens of each text.
 
         `plain[i]` are the stretches of text i that hold a control token, in their order: they are
-        spelled as plain text.
+        tokenized as plain text.
         """
         self._backend.no_truncation()
         self._backend.no_padding()
-        spelled: list[Spelled | RowRefusedError]
+        tokenized: list[TokenizedText | RowRefusedError]
         if self._widths is None:
             encodings = self._encode(texts, self._backend.encode_batch)
-            spelled = [
+            tokenized = [
                 (_sorted_offsets(encoding) if len(text) >= LONG_TEXT else None)
                 or _Offsets(encoding)
                 for text, encoding in zip(texts, encodings, strict=True)
             ]
         else:
-            spelled = self._spell_bytes(texts, self._widths)
+            tokenized = self._tokenize_bytes(texts, self._widths)
         for index, stretches in plain.items():
-            spelled[index] = self._spell_apart(texts[index], stretches)
-        return spelled
+            tokenized[index] = self._tokenize_escaped(texts[index], stretches)
+        return tokenized
 
-    def _spell_bytes(
+    def _tokenize_bytes(
         self, texts: Sequence[str], widths: npt.NDArray[np.int64]
-    ) -> list[Spelled | RowRefusedError]:
+    ) -> list[TokenizedText | RowRefusedError]:
         import numpy as np
 
         ids = [self._words.ids(text) if self._words else None for text in texts]
         if not self._agrees(texts, ids):
             self._words = None
-            return self._spell_bytes(texts, widths)
+            return self._tokenize_bytes(texts, widths)
         left = [text for text, known in zip(texts, ids, strict=True) if known is None]
         encodings = iter(self._encode(left, self._backend.encode_batch_fast))
-        spelled: list[Spelled | RowRefusedError] = []
+        tokenized: list[TokenizedText | RowRefusedError] = []
         for text, known in zip(texts, ids, strict=True):
             own = np.array(next(encodings).ids if known is None else known, np.int32)
             ends = widths[own].cumsum()
@@ -102,10 +102,10 @@ class Tokeniser:
             num_bytes = len(text) if is_ascii else len(text.encode())
             changed = self._is_nfc and not is_ascii and not unicodedata.is_normalized("NFC", text)
             if changed or (ends[-1] if len(ends) else 0) != num_bytes:
-                spelled.append(_Offsets(self._backend.encode(text, add_special_tokens=False)))
+                tokenized.append(_Offsets(self._backend.encode(text, add_special_tokens=False)))
             else:
-                spelled.append(_Bytes(own, ends, "" if is_ascii else text))
-        return spelled
+                tokenized.append(_Bytes(own, ends, "" if is_ascii else text))
+        return tokenized
 
     def _encode(self, texts: Sequence[str], batch: Callable[..., Any]) -> Sequence[Any]:
         """Encode texts as a batch, which takes threads; none are taken for one text."""
@@ -114,16 +114,16 @@ class Tokeniser:
         return [self._backend.encode(text, add_special_tokens=False) for text in texts]
 
     def _agrees(self, texts: Sequence[str], ids: Sequence[list[int] | None]) -> bool:
-        """Ask the tokenizer for one text of each batch: what is spelled here must never differ."""
+        """Compare one text of each batch with the tokenizer: the ids here must never differ."""
         known = next((pair for pair in zip(texts, ids, strict=True) if pair[1] is not None), None)
         if known is None:
             return True
         own: list[int] = self._backend.encode(known[0], add_special_tokens=False).ids
         return own == known[1]
 
-    def _spell_apart(
+    def _tokenize_escaped(
         self, text: str, plain: Sequence[tuple[int, int]]
-    ) -> Spelled | RowRefusedError:
+    ) -> TokenizedText | RowRefusedError:
         """Take the text apart behind the first character of each control token."""
         import numpy as np
 
@@ -131,20 +131,22 @@ class Tokeniser:
         offsets: list[tuple[int, int]] = []
         borders = [0, *(start + 1 for start, _ in plain), len(text)]
         for start, end in itertools.pairwise(borders):
-            part_ids, part_offsets = self._spell_part(text[start:end], is_first=start == 0)
+            part_ids, part_offsets = self._tokenize_part(text[start:end], is_first=start == 0)
             ids += part_ids
             offsets += [(start + first, start + last) for first, last in part_offsets]
         starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
-        spelled = _Arrays(np.array(ids, np.int32), starts, ends)
+        tokenized = _Arrays(np.array(ids, np.int32), starts, ends)
         for start, end in plain:
-            if self._control_ids.intersection(ids[spelled.first(start, end) : spelled.after(end)]):
+            if self._control_ids.intersection(
+                ids[tokenized.first(start, end) : tokenized.after(end)]
+            ):
                 return RowRefusedError(
-                    f"the control token `{text[start:end]}` cannot be spelled as plain text; "
+                    f"the control token `{text[start:end]}` cannot be tokenized as plain text; "
                     "remove it, or set data.control_tokens=keep"
                 )
-        return spelled
+        return tokenized
 
-    def _spell_part(self, part: str, is_first: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def _tokenize_part(self, part: str, is_first: bool) -> tuple[list[int], list[tuple[int, int]]]:
         if not is_first:
             # After a newline: some tokenizers write a blank before whatever comes first.
             encoding = self._backend.encode("\n" + part, add_special_tokens=False)
@@ -271,7 +273,7 @@ def control_texts(tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
     return sorted(filter(str.strip, texts), key=len, reverse=True)
 
 
-def _spells_bytes(backend: Any) -> bool:
+def _is_byte_level(backend: Any) -> bool:
     """Tell whether all tokens of a tokenizer are the bytes of the text, one after the other."""
     described = _described(backend.pre_tokenizer)
     steps: list[dict[str, Any]] = described.get("pretokenizers") or [described]

@@ -16,7 +16,7 @@ from data_modules.template.rendering import Chat
 from data_modules.types import ToolCall, Turn
 
 TOOLS = -1
-"""the turn that the marks of declared tools are said to belong to"""
+"""the turn that the marks of declared tools belong to"""
 # The letter says what a mark stands for: a turn's content (c), reasoning (r) or name (n), the name
 # (f) and arguments (k) of its calls, the tools (t), an id (i). Opened ones end at a CLOSE. Ids are
 # nine letters and digits, which is all that some templates take.
@@ -120,7 +120,7 @@ def unmarked(text: str) -> tuple[str, Callable[[int], int]]:
 
 
 def form_of(chat: Chat) -> tuple[object, ...]:
-    """Return what decides how the template lays out `chat`, its contents aside."""
+    """Return what decides how the template writes `chat`, its contents aside."""
     form: list[object] = [bool(chat.tools)]
     has_ids = False
     for turn in chat.turns:

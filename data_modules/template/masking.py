@@ -1,30 +1,62 @@
-"""Choose what of a rendered conversation is learned.
+"""Weigh the text of a row in the loss: which stretches are trained on, which are masked.
 
 Decides the weight of each stretch of text from the settings and the turns. Never renders and
-never tokenises.
+never tokenizes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from data_modules.messages import shown
 from data_modules.template.bounds import TurnSpan
-from data_modules.template.skeleton import Placed
-from data_modules.types import Conversation, Document, Note, Turn, shown
+from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
+from data_modules.template.spans import RenderedChat, SpanFinder
+from data_modules.types import Conversation, Document, Item, Tokens, Turn
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 ROLES = ("system", "user", "assistant", "tool")
 EOS_MODES = ("all", "turn", "last", "none")
 REASONING_MODES = ("keep", "strip", "mask")
 CONTROL_MODES = ("keep", "escape", "error")
 _AFTER_THOUGHT = re.compile(r"</think>\s*")
+Plain = tuple[tuple[int, int], ...]
+"""stretches of a text that hold control tokens, to be tokenized as plain text"""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Note a fact about a row that is not an error: a kind to count by, and what was seen."""
+
+    kind: str
+    seen: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Hold the tokens of one item.
+
+    `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label. For
+    encoder-decoder models `input_ids` are the encoder's, `target_ids` int32 [targets] the
+    decoder's labels, and `weights` float32 [targets] belong to those.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    target_ids: npt.NDArray[np.int32] | None = None
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)
 class MaskConfig:
-    """Choose what is learned of a conversation."""
+    """Choose what of a conversation is trained on."""
 
     train_on_inputs: bool = False
     """learn prompts too, not only answers"""
@@ -61,7 +93,7 @@ def check_mask(config: MaskConfig) -> list[str]:
         )
     if not config.roles_to_train and not config.train_on_inputs:
         problems.append(
-            "data.roles_to_train=[]: nothing of a conversation would be learned; set "
+            "data.roles_to_train=[]: nothing of a conversation would be trained on; set "
             "data.roles_to_train=[assistant]"
         )
     return problems
@@ -75,10 +107,10 @@ class Stretch(NamedTuple):
     weight: float
 
 
-class Learned(NamedTuple):
+class LossWeights(NamedTuple):
     """Hold the weights of a text: `base` for all of it, a later stretch over earlier ones.
 
-    `every_stop` has the texts of the stop tokens that are learned wherever they stand.
+    `every_stop` has the texts of the stop tokens that are trained on wherever they stand.
     """
 
     base: float
@@ -87,10 +119,10 @@ class Learned(NamedTuple):
     every_stop_weight: float = 1.0
 
 
-def learned_of_chat(
-    chat: Conversation, given: Sequence[Turn], placed: Placed, mask: MaskConfig
-) -> Learned:
-    """Return what is learned of a rendered conversation; `given` are its turns as rendered."""
+def chat_loss_weights(
+    chat: Conversation, given: Sequence[Turn], placed: RenderedChat, mask: MaskConfig
+) -> LossWeights:
+    """Return the loss weights of a rendered conversation; `given` are its turns as rendered."""
     weights = [
         _turn_weight(chat.turns[span.turn], given[span.turn], mask)
         # A call that the template does not write leaves nothing to say.
@@ -121,7 +153,7 @@ def learned_of_chat(
         if mask.reasoning == "mask" and turn.role == "assistant":
             stretches += _thought(turn, span, placed.text)
     every = frozenset(span.stop for span in placed.spans if span.stop)
-    return Learned(
+    return LossWeights(
         scale if mask.train_on_inputs else 0.0,
         stretches,
         every if mask.train_on_eos == "all" else frozenset(),
@@ -129,15 +161,15 @@ def learned_of_chat(
     )
 
 
-def learned_of_document(document: Document, mask: MaskConfig) -> Learned:
-    """Return what is learned of a document: its segments by their weights."""
+def document_loss_weights(document: Document, mask: MaskConfig) -> LossWeights:
+    """Return the loss weights of a document: those of its segments."""
     stretches, start = [], 0
     for segment in document.segments:
         end = start + len(segment.text)
         if segment.weight > 0 or not mask.train_on_inputs:
             stretches.append(Stretch(start, end, segment.weight))
         start = end
-    return Learned(1.0 if mask.train_on_inputs else 0.0, stretches)
+    return LossWeights(1.0 if mask.train_on_inputs else 0.0, stretches)
 
 
 def lost_reasoning(
@@ -193,10 +225,163 @@ def extents_of(spans: Iterable[TurnSpan]) -> dict[int, tuple[int, int]]:
 
 
 def _thought(turn: Turn, span: TurnSpan, text: str) -> list[Stretch]:
-    """Return the stretch of an answer up to the end of its thought, not learned."""
+    """Return the stretch of an answer up to the end of its thought, masked."""
     closed = _AFTER_THOUGHT.search(text, span.start, span.end)
     if closed:
         return [Stretch(span.start, closed.end(), 0.0)]
     thought = (turn.reasoning or "").strip()
     found = text.find(thought, span.start, span.end) if thought else -1
     return [Stretch(found, found + len(thought), 0.0)] if found >= 0 else []
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Hold the text of an item, its loss weights, and the stretches that are control tokens."""
+
+    text: str
+    loss_weights: LossWeights
+    notes: tuple[Note, ...] = ()
+    plain: Plain = ()
+    spans: Sequence[TurnSpan] = ()
+
+
+class LayoutBuilder:
+    """Build layouts of conversations and documents; `seen_stops` are texts found to end answers."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        finder: SpanFinder,
+        mask: MaskConfig,
+        control_texts: Iterable[str],
+    ) -> None:
+        self._renderer, self._finder, self._mask = renderer, finder, mask
+        self._control = re.compile("|".join(map(re.escape, control_texts)) or "(?!)")
+        self.seen_stops: set[str] = set()
+
+    def build(self, items: Sequence[Conversation | Document]) -> list[Layout | RowRefusedError]:
+        """Return the layout of each item; conversations are rendered, documents are not."""
+        mask = self._mask
+        chats = [item for item in items if isinstance(item, Conversation)]
+        given = [self._renderer.given(chat, mask.reasoning) for chat in chats]
+        placed = iter(zip(given, self._finder.place(given), strict=True))
+        layouts: list[Layout | RowRefusedError] = []
+        for item in items:
+            try:
+                if isinstance(item, Document):
+                    layouts.append(self._document_layout(item))
+                else:
+                    layouts.append(self._chat_layout(item, *next(placed)))
+            except RowRefusedError as refused:
+                layouts.append(refused)
+        return layouts
+
+    def _document_layout(self, document: Document) -> Layout:
+        text = "".join(segment.text for segment in document.segments)
+        control, plain = self.control_in([(text, 0, len(text))], text)
+        return Layout(text, document_loss_weights(document, self._mask), control, plain)
+
+    def _chat_layout(
+        self, chat: Conversation, given: Chat, placed: RenderedChat | RowRefusedError
+    ) -> Layout:
+        if isinstance(placed, RowRefusedError):
+            raise placed
+        notes = [Note(kind) for kind in placed.lost]
+        if given.turns is not chat.turns:
+            notes += self._moved_thought(chat, given)
+        extents = extents_of(placed.spans)
+        notes += lost_reasoning(chat, placed.text, extents, self._mask, THOUGHT)
+        self.seen_stops.update(
+            span.stop
+            for span in placed.spans
+            if span.stop and chat.turns[span.turn].role == "assistant"
+        )
+        contents = []
+        for number, turn in enumerate(given.turns):
+            start, end = extents.get(number, (0, 0))
+            own = _own_texts(turn)
+            if end or any(text.strip() in placed.text for text in own):
+                contents += [(text, start, end) for text in own]
+        control, plain = self.control_in(contents, placed.text)
+        loss_weights = chat_loss_weights(chat, given.turns, placed, self._mask)
+        return Layout(placed.text, loss_weights, (*notes, *control), plain, placed.spans)
+
+    def _moved_thought(self, chat: Conversation, given: Chat) -> list[Note]:
+        """Note that a thought was written in <think> tags, as the template knows no other."""
+        for own, turn in zip(chat.turns, given.turns, strict=True):
+            if own.reasoning is not None and turn.reasoning is None and turn.content != own.content:
+                return [] if self._mask.reasoning == "strip" else [Note("reasoning_in_tags")]
+        return []
+
+    def control_in(
+        self, contents: Sequence[tuple[str, int, int]], text: str
+    ) -> tuple[tuple[Note, ...], Plain]:
+        """Note the control token that stands in contents, and say where those to be escaped are.
+
+        Each content stands in `text` between two characters.
+        """
+        held = [
+            (content, start, end, found)
+            for content, start, end in contents
+            if (found := self._control.search(content))
+        ]
+        if not held:
+            return (), ()
+        token = held[0][3][0]
+        if self._mask.control_tokens == "error":
+            raise RowRefusedError(
+                f"its text holds the control token `{token}`; remove it, or set "
+                "data.control_tokens=escape (read as plain text) or keep"
+            )
+        plain: list[tuple[int, int]] = []
+        if self._mask.control_tokens == "escape":
+            for content, start, end, _ in held:
+                core = content.strip()
+                at = text.find(core, start, end)
+                if at < 0:
+                    raise RowRefusedError(
+                        f"its text holds the control token `{token}`, and the chat template does "
+                        "not write that text as it is, so it cannot be escaped; remove the token"
+                    )
+                matches = self._control.finditer(text, at, at + len(core))
+                plain += [match.span() for match in matches]
+        return (Note("control_token", token),), tuple(sorted(plain))
+
+    def prompt(self, item: Conversation | Document) -> tuple[str, int, Plain] | None:
+        """Return a text, where in it the last answer begins, and its stretches of plain text."""
+        layout = self.build([item])[0]
+        if isinstance(layout, RowRefusedError):
+            return None
+        if isinstance(item, Document):
+            start = len(layout.text) - len(item.segments[-1].text)
+            return (layout.text, start, layout.plain) if len(item.segments) > 1 else None
+        numbers = [n for n, turn in enumerate(item.turns) if turn.role == "assistant"]
+        if not numbers:
+            return None
+        span = next((span for span in layout.spans if span.turn == numbers[-1]), None)
+        given = self._renderer.given(item, self._mask.reasoning)
+        prompt = self._renderer.render([Chat(given.turns[: numbers[-1]], given.tools)], True)[0]
+        if isinstance(prompt, RowRefusedError):
+            return None
+        if span and layout.text.startswith(prompt):
+            return layout.text, span.start, layout.plain
+        return prompt, len(prompt), ()
+
+    def control_token(self, item: Item) -> str | None:
+        """Return the first control token that stands in an item's own text, None without one."""
+        if isinstance(item, Tokens):
+            return None
+        if isinstance(item, Document):
+            texts = ["".join(segment.text for segment in item.segments)]
+        else:
+            texts = [text for turn in item.turns for text in _own_texts(turn)]
+        found = next((match for text in texts if (match := self._control.search(text))), None)
+        return found[0] if found else None
+
+
+def _own_texts(turn: Turn) -> list[str]:
+    """Return what a turn brings into the text: its content, thought and calls."""
+    if turn.reasoning is None and not turn.tool_calls:
+        return [turn.content]
+    calls = [json.dumps(dict(call.arguments), ensure_ascii=False) for call in turn.tool_calls]
+    return [turn.content, turn.reasoning or "", *calls]

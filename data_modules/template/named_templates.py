@@ -6,10 +6,13 @@ renders: that is the renderer's.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_modules.types import DataError
+from data_modules.messages import DataError
+from data_modules.template.rendering import Chat, Renderer
+from data_modules.types import ToolCall, Turn
 
 if TYPE_CHECKING:
     import transformers
@@ -35,6 +38,20 @@ TEMPLATES_WITH_TOOLS = ("plain", "qwen3")
 """those that write tools, the calls of an answer and what the tools gave back"""
 MAX_TEMPLATE_BYTES = 1 << 20
 _FOLDER = Path(__file__).parent / "named"
+_QUESTION, _ANSWER = Turn("user", "a"), Turn("assistant", "b")
+_CALL = Turn("assistant", "", tool_calls=(ToolCall("f", {}),))
+_TOOL = {"type": "function", "function": {"name": "f", "description": "c", "parameters": {}}}
+_PROBES = (
+    Chat((_QUESTION,)),
+    Chat((_QUESTION, _ANSWER)),
+    Chat((_QUESTION, _ANSWER, _QUESTION, _ANSWER)),
+    Chat((Turn("system", "d"), _QUESTION, _ANSWER)),
+    Chat((_QUESTION, _CALL, Turn("tool", "e"), _ANSWER), (_TOOL,)),
+    Chat((Turn("system", "d"), _QUESTION), (_TOOL,)),
+)
+# Blanks before a block are taken out at the beginning of a line only, which this is no longer.
+_BLANKS = re.compile(r"\A[ \t]+(?=\{[%#](?!\+))")
+_LAST_NEWLINE = re.compile(r"(?:\r\n|\r|\n)\Z")
 
 
 def named_template(name: str) -> str:
@@ -59,7 +76,7 @@ def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> N
 
 
 def read_template(name: str) -> str:
-    """Return the text of the .jinja file `name`; raises DataError where it is no template."""
+    """Return the text of the .jinja file `name`; raises DataError where it is not one."""
     file = Path(name).expanduser()
     if file.suffix != ".jinja" or not file.is_file():
         what = "no such file" if file.suffix == ".jinja" else "unknown chat template"
@@ -69,8 +86,8 @@ def read_template(name: str) -> str:
         )
     if file.stat().st_size > MAX_TEMPLATE_BYTES:
         raise DataError(
-            f"data.chat_template={name}: {file.stat().st_size:,} bytes are no chat template; give "
-            "a .jinja file"
+            f"data.chat_template={name}: {file.stat().st_size:,} bytes, too large for a chat "
+            "template; give a .jinja file"
         )
     try:
         return file.read_text("utf-8")
@@ -80,13 +97,21 @@ def read_template(name: str) -> str:
         ) from error
 
 
-def default_of(template: str | dict[str, str]) -> str:
-    """Return the default of a tokenizer's template; some ship several by name."""
-    if isinstance(template, str):
-        return template
-    if "default" in template:
-        return template["default"]
-    raise DataError(
-        f"the tokenizer has the chat templates {', '.join(template)} but no default; save one of "
-        "them as a file and set data.chat_template=FILE.jinja"
-    )
+def add_bos(text: str, bos: str, renderer: Renderer) -> str:
+    """Return the template `text` so that it begins every chat with `bos`, once.
+
+    `renderer` renders `text` itself. A template that begins all chats so is returned as it is; one
+    that does so for some chats is rendered first, and the BOS added where it lacks.
+    """
+    rendered = [one for prompt in (False, True) for one in renderer.render(_PROBES, prompt)]
+    begins = [one.lstrip().startswith(bos) for one in rendered if isinstance(one, str)]
+    if begins and all(begins):
+        return text
+    if any(begins) or "bos_token" in text or bos in text:
+        # Its own line, so that blanks and newlines at both ends mean what they meant before.
+        return (
+            "{% set chat_of_template %}\n" + _LAST_NEWLINE.sub("", text) + "{%+ endset %}"
+            "{% if not chat_of_template.lstrip().startswith(bos_token) %}{{ bos_token }}{% endif %}"
+            "{{ chat_of_template }}"
+        )
+    return "{{ bos_token }}" + _BLANKS.sub("", text)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from data_modules.types import Conversation, ToolCall, Turn, shown
+from data_modules.messages import shown
+from data_modules.types import Conversation, ToolCall, Turn
 
 if TYPE_CHECKING:
     import transformers

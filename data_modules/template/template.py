@@ -1,7 +1,7 @@
 """Turn a conversation or a document into token ids and the weight of each token.
 
-Decides which template is used, and joins the steps: render, find the turns, choose what is learned,
-tokenise. A row that cannot be encoded becomes a RowProblem; nothing is raised for single rows.
+Decides which template is used, and joins the steps: render, find the turns, weigh them, tokenize.
+A row that cannot be encoded becomes a RowProblem; nothing is raised for single rows.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from data_modules.template.answer_spans import SpanFinder
-from data_modules.template.bos import begun_with_bos
+from data_modules.messages import DataError, Origin, shown
 from data_modules.template.encoder_decoder import PairEncoder
-from data_modules.template.encoding import Spelled, Tokeniser, control_texts, stop_texts
-from data_modules.template.layout import Laid, Layer
-from data_modules.template.masking import MaskConfig as MaskConfig
-from data_modules.template.masking import check_mask as check_mask
-from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
-from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
+from data_modules.template.encoding import TextTokenizer, TokenizedText, control_texts, stop_texts
+from data_modules.template.masking import Encoded, Layout, LayoutBuilder, MaskConfig
 from data_modules.template.named_templates import (
+    TEMPLATE_NAMES,
+    add_bos,
     check_named,
-    default_of,
     named_template,
     read_template,
 )
-from data_modules.template.proof import FORMS, Traced, prove
+from data_modules.template.proof import FORMS, LimitError, Limits, Traced, attempt, prove
 from data_modules.template.rendering import (
     Chat,
     MessageFormat,
@@ -36,20 +32,8 @@ from data_modules.template.rendering import (
     RowRefusedError,
     render_errors,
 )
-from data_modules.template.skeleton import Placed
-from data_modules.template.trial import LimitError, Limits, attempt
-from data_modules.types import (
-    Conversation,
-    DataError,
-    Document,
-    Encoded,
-    Item,
-    Origin,
-    Prompt,
-    Tokens,
-    Turn,
-    shown,
-)
+from data_modules.template.spans import RenderedChat, SpanFinder
+from data_modules.types import Conversation, Document, Item, Tokens, Turn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,9 +42,16 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 256
 _SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
-
-
 _proven: set[bytes] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Hold a prompt (all tokens before the last answer) and the expected answer."""
+
+    input_ids: list[int]
+    answer: str
+    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +97,12 @@ class ChatTemplate:
         self._renderer = Renderer(tokenizer)
         framing = filter(None, (tokenizer.bos_token, tokenizer.eos_token))
         self._finder = SpanFinder(self._renderer, self.stop_texts, framing)
-        self._layer = Layer(self._renderer, self._finder, self._mask, control_texts(tokenizer))
-        self._tokeniser = Tokeniser(tokenizer)
+        self._layout_builder = LayoutBuilder(
+            self._renderer, self._finder, self._mask, control_texts(tokenizer)
+        )
+        self._text_tokenizer = TextTokenizer(tokenizer)
         self._pairs = (
-            PairEncoder(tokenizer, self._renderer, self._layer, self._mask)
+            PairEncoder(tokenizer, self._renderer, self._layout_builder, self._mask)
             if is_encoder_decoder
             else None
         )
@@ -131,16 +124,16 @@ class ChatTemplate:
         """
         own = tokenizer.chat_template
         if name is None and own:
-            note = checked = "the tokenizer's own chat template"
+            note, checked = "chat template: the tokenizer's", "the tokenizer's own chat template"
             text = default_of(own)
         elif name is None or name in TEMPLATE_NAMES:
             chosen = name or ("t5" if is_encoder_decoder else "plain")
             check_named(tokenizer, chosen)
             text = named_template(chosen)
             checked = f"chat template `{chosen}`"
-            note = checked if name else _note_of_default(chosen)
+            note = f"chat template: {chosen}" if name else _note_of_default(chosen)
         else:
-            note, checked = f"chat template {name}", f"data.chat_template={name}"
+            note, checked = f"chat template: {name}", f"data.chat_template={name}"
             text = read_template(name)
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
         template._check_on_forms(checked, limits or Limits())
@@ -170,13 +163,13 @@ class ChatTemplate:
     def stop_token_ids(self) -> set[int]:
         """Return the tokens that end answers: of a small chat, and of all rows encoded so far."""
         small = self._finder.place([_SMALL_CHAT])[0]
-        stops = {span.stop for span in small.spans} if isinstance(small, Placed) else set()
-        return {self.stop_texts[stop] for stop in stops | self._layer.seen_stops if stop}
+        stops = {span.stop for span in small.spans} if isinstance(small, RenderedChat) else set()
+        return {self.stop_texts[stop] for stop in stops | self._layout_builder.seen_stops if stop}
 
     def encode(self, items: Sequence[Item]) -> Iterator[Encoded | RowProblem]:
         """Yield what becomes of each item, in order.
 
-        Tokens after the last learned one are left out: nothing depends on them. A row whose answer
+        Tokens after the last trained one are left out: nothing depends on them. A row whose answer
         cannot be found in the rendered text, or has no stop token, is a RowProblem.
         """
         for first in range(0, len(items), CHUNK_ROWS):
@@ -191,48 +184,52 @@ class ChatTemplate:
     def prompt(self, item: Item) -> Prompt | None:
         """Return what comes before the last answer, and that answer; None where nothing does.
 
-        Its tokens are those that training sees there: the whole item is tokenised and cut where
-        the last answer begins. Only where the template's generation prompt is no beginning of the
-        whole conversation, it is tokenised alone, as anybody who asks the model will do it.
+        Its tokens are those that training sees there: the whole item is tokenized and cut where
+        the last answer begins. Only where the template's generation prompt is not a prefix of the
+        whole conversation, it is tokenized alone, as whoever serves the model does.
         """
         if isinstance(item, Tokens):
             return None
         if self._pairs:
             ids = self._pairs.prompt_ids(item)
             return Prompt(ids, _last_answer(item), item.origin) if ids else None
-        asked = self._layer.asked(item)
-        if asked is None:
+        prompt = self._layout_builder.prompt(item)
+        if prompt is None:
             return None
-        text, start, plain = asked
-        spelled = self._tokeniser.spell([text], {0: plain} if plain else {})[0]
-        if isinstance(spelled, RowRefusedError):
+        text, start, plain = prompt
+        tokenized = self._text_tokenizer.tokenize([text], {0: plain} if plain else {})[0]
+        if isinstance(tokenized, RowRefusedError):
             return None
-        asked_ids = spelled.ids[: spelled.first(start, len(text))]
+        prompt_ids = tokenized.ids[: tokenized.first(start, len(text))]
         is_document = isinstance(item, Document)
-        ids = (self._with_bos(asked_ids) if is_document else asked_ids).tolist()
+        ids = (self._with_bos(prompt_ids) if is_document else prompt_ids).tolist()
         return Prompt(ids, _last_answer(item), item.origin) if ids else None
 
     def control_token(self, item: Item) -> str | None:
         """Return the first control token that stands in an item's own text, None without one."""
-        return self._layer.control_token(item)
+        return self._layout_builder.control_token(item)
 
     def trace(self, chat: Conversation) -> Traced | RowRefusedError:
         """Encode one conversation, and say which characters its tokens hold."""
-        return self._trace(self._layer, chat)
+        return self._trace(self._layout_builder, chat)
 
-    def _trace(self, layer: Layer, chat: Conversation) -> Traced | RowRefusedError:
+    def _trace(self, layout_builder: LayoutBuilder, chat: Conversation) -> Traced | RowRefusedError:
         import numpy as np
 
-        (laid,) = layer.lay([chat])
-        if isinstance(laid, RowRefusedError):
-            return laid
-        (spelled,) = self._tokeniser.spell([laid.text], {0: laid.plain} if laid.plain else {})
-        if isinstance(spelled, RowRefusedError):
-            return spelled
-        weights = np.zeros(len(spelled.ids), np.float32)
-        trained = self._weigh(chat, laid, spelled).weights
+        (layout,) = layout_builder.build([chat])
+        if isinstance(layout, RowRefusedError):
+            return layout
+        (tokenized,) = self._text_tokenizer.tokenize(
+            [layout.text], {0: layout.plain} if layout.plain else {}
+        )
+        if isinstance(tokenized, RowRefusedError):
+            return tokenized
+        weights = np.zeros(len(tokenized.ids), np.float32)
+        trained = self._weigh(chat, layout, tokenized).weights
         weights[: len(trained)] = trained
-        return Traced(laid.text, spelled, weights, frozenset(note.kind for note in laid.notes))
+        return Traced(
+            layout.text, tokenized, weights, frozenset(note.kind for note in layout.notes)
+        )
 
     def _write_bos(self) -> bool:
         """Let the template write the BOS that the tokenizer adds to texts; tell whether it had to.
@@ -242,7 +239,7 @@ class ChatTemplate:
         if self.bos_token_id is None or self._pairs:
             return False
         bos = str(self._tokenizer.bos_token)
-        text = begun_with_bos(self.text, bos, self._renderer)
+        text = add_bos(self.text, bos, self._renderer)
         is_changed = text != self.text
         if is_changed:
             self.text = self._tokenizer.chat_template = text
@@ -253,7 +250,7 @@ class ChatTemplate:
         return is_changed
 
     def _check_on_forms(self, name: str, limits: Limits) -> None:
-        """Prove the masks of the template; DataError where it is none, takes too much, or lies."""
+        """Prove the masks of the template; DataError where one is wrong, or it takes too much."""
         backend = self._tokenizer.backend_tokenizer.to_str()
         whole = repr((name, self.text, backend, self._tokenizer.special_tokens_map, limits))
         key = hashlib.sha256(whole.encode()).digest()
@@ -279,7 +276,7 @@ class ChatTemplate:
             self._renderer.apply([_SMALL_CHAT], False, MessageFormat())
         except jinja2.TemplateSyntaxError as error:
             return [
-                f"{name} is no valid template: line {error.lineno}: {shown(str(error.message))}"
+                f"{name} is not a valid template: line {error.lineno}: {shown(str(error.message))}"
                 "; mend it, or set data.chat_template=plain"
             ]
         except MemoryError:
@@ -289,19 +286,19 @@ class ChatTemplate:
         if self._pairs:
             return []
         finder, controls = self._finder, control_texts(self._tokenizer)
-        layer = Layer(self._renderer, finder, MaskConfig(), controls)
+        layout_builder = LayoutBuilder(self._renderer, finder, MaskConfig(), controls)
         return [
             f"{name}: {fault}, so its loss mask is wrong; set data.chat_template=plain"
-            for fault in prove(partial(self._trace, layer)).faults
+            for fault in prove(partial(self._trace, layout_builder)).faults
         ]
 
     def _encode_chunk(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         texts = [item for item in items if not isinstance(item, Tokens)]
-        laid = self._layer.lay(texts)
-        good = [one for one in laid if isinstance(one, Laid)]
+        layouts = self._layout_builder.build(texts)
+        good = [one for one in layouts if isinstance(one, Layout)]
         plain = {index: one.plain for index, one in enumerate(good) if one.plain}
-        spelled = iter(self._tokeniser.spell([one.text for one in good], plain))
-        waiting = iter(laid)
+        tokenized = iter(self._text_tokenizer.tokenize([one.text for one in good], plain))
+        waiting = iter(layouts)
         for item in items:
             if isinstance(item, Tokens):
                 yield self._given_tokens(item)
@@ -310,7 +307,7 @@ class ChatTemplate:
             if isinstance(one, RowRefusedError):
                 yield one
                 continue
-            tokens = next(spelled)
+            tokens = next(tokenized)
             yield tokens if isinstance(tokens, RowRefusedError) else self._weigh(item, one, tokens)
 
     def _given_tokens(self, item: Tokens) -> Encoded | RowRefusedError:
@@ -322,36 +319,38 @@ class ChatTemplate:
         if len(wrong):
             return RowRefusedError(
                 f"input_ids has {int(wrong[0]):,}, but the tokenizer has the ids 0 to {known - 1:,}"
-                "; tokenise the row with this model's tokenizer"
+                "; tokenize the row with this model's tokenizer"
             )
         return Encoded(ids.astype(np.int32), np.array(item.weights, np.float32))
 
-    def _weigh(self, item: Conversation | Document, laid: Laid, spelled: Spelled) -> Encoded:
+    def _weigh(
+        self, item: Conversation | Document, layout: Layout, tokenized: TokenizedText
+    ) -> Encoded:
         import numpy as np
 
-        ids, learned = spelled.ids, laid.learned
+        ids, mask = tokenized.ids, layout.loss_weights
         weights = np.zeros(len(ids), np.float32)
-        if learned.base:
-            weights += learned.base
-        for start, end, weight in learned.stretches:
-            first = spelled.first(start, end)
+        if mask.base:
+            weights += mask.base
+        for start, end, weight in mask.stretches:
+            first = tokenized.first(start, end)
             if first is not None:
-                weights[first : spelled.after(end)] = weight
-        if learned.every_stop:
-            stops = [self.stop_texts[stop] for stop in learned.every_stop]
-            weights[np.isin(ids, stops) & (weights == 0)] = learned.every_stop_weight
+                weights[first : tokenized.after(end)] = weight
+        if mask.every_stop:
+            stops = [self.stop_texts[stop] for stop in mask.every_stop]
+            weights[np.isin(ids, stops) & (weights == 0)] = mask.every_stop_weight
         eos = self._tokenizer.eos_token_id
         if isinstance(item, Document) and eos is not None and (not len(ids) or ids[-1] != eos):
             ids = np.append(ids, np.int32(eos))
-            weights = np.append(weights, np.float32(_last_weight(item) or learned.base))
+            weights = np.append(weights, np.float32(_last_weight(item) or mask.base))
         if isinstance(item, Document):
             ids = self._with_bos(ids)
         if len(ids) > len(weights):
-            weights = np.concatenate([np.full(1, learned.base, np.float32), weights])
-        learned_at = weights.nonzero()[0]
-        if len(learned_at):
-            ids, weights = ids[: learned_at[-1] + 1], weights[: learned_at[-1] + 1]
-        return Encoded(ids, weights, notes=laid.notes)
+            weights = np.concatenate([np.full(1, mask.base, np.float32), weights])
+        trained_at = weights.nonzero()[0]
+        if len(trained_at):
+            ids, weights = ids[: trained_at[-1] + 1], weights[: trained_at[-1] + 1]
+        return Encoded(ids, weights, notes=layout.notes)
 
     def _added_bos(self) -> int | None:
         bos: int | None = self._tokenizer.bos_token_id
@@ -369,8 +368,8 @@ class ChatTemplate:
 def _note_of_default(name: str) -> str:
     looks = "contents only" if name == "t5" else "### User: / ### Assistant: turns"
     return (
-        f"the tokenizer has no chat template: `{name}` is used ({looks}); set "
-        "data.chat_template to choose another"
+        f"chat template: {name} ({looks}), because the tokenizer has none; set data.chat_template "
+        "to choose another"
     )
 
 
@@ -381,6 +380,18 @@ def _last_answer(item: Conversation | Document) -> str:
 
 
 def _last_weight(document: Document) -> float:
-    """Return the weight of the last learned segment, which the EOS gets; 0 if they are blank."""
-    learned = [s.weight for s in document.segments if s.weight > 0 and s.text.strip()]
-    return learned[-1] if learned else 0.0
+    """Return the weight of the last trained segment, which the EOS gets; 0 if they are blank."""
+    weights = [s.weight for s in document.segments if s.weight > 0 and s.text.strip()]
+    return weights[-1] if weights else 0.0
+
+
+def default_of(template: str | dict[str, str]) -> str:
+    """Return the default of a tokenizer's template; some ship several by name."""
+    if isinstance(template, str):
+        return template
+    if "default" in template:
+        return template["default"]
+    raise DataError(
+        f"the tokenizer has the chat templates {', '.join(template)} but no default; save one of "
+        "them as a file and set data.chat_template=FILE.jinja"
+    )

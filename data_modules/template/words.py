@@ -1,9 +1,9 @@
-"""Spell plain Western text a word at a time, and remember the words.
+"""Tokenize plain Western text a word at a time, and cache the words.
 
-Decides which texts may be spelled so: those whose tokenizer is byte-level BPE with a well-known
+Decides which texts may be tokenized so: those whose tokenizer is byte-level BPE with a well-known
 way to split words, and whose characters are split alike by every Unicode version. A word's tokens
 never depend on its neighbours there, so the ids are those of the tokenizer itself, several times
-faster: splitting and merging the same words again is what tokenising costs. All else is left to
+faster: splitting and merging the same words again is what tokenizing costs. All else is left to
 the tokenizer (`ids` returns None).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 MAX_WORDS = 100_000
 MAX_WORD = 40
-# Letters and numbers (Unicode's L and N) among the characters that are spelled here. U+017F is
+# Letters and numbers (Unicode's L and N) among the characters that are handled here. U+017F is
 # none of them: it is an `s` to patterns that ignore case.
 _LETTERS = r"A-Za-z\u00aa\u00b5\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u017e\u0180-\u024f"
 _NUMBERS = r"0-9\u00b2\u00b3\u00b9\u00bc-\u00be"
@@ -33,8 +33,8 @@ _KNOWN = {_GPT2, _CL100K % "{1,3}", _CL100K % ""}
 """how GPT-2, Llama 3 and Qwen split words"""
 
 
-class WordSpeller:
-    """Spell texts with `backend`, a byte-level BPE that splits words by `pattern`."""
+class WordTokenizer:
+    """Tokenize texts with `backend`, a byte-level BPE that splits words by `pattern`."""
 
     def __init__(self, backend: Any, pattern: str) -> None:
         self._split = re.compile(_translate(pattern)).findall
@@ -48,8 +48,8 @@ class WordSpeller:
         ]
 
     @classmethod
-    def of(cls, backend: Any) -> WordSpeller | None:
-        """Return a speller for the tokenizer, None where its words cannot be told apart here."""
+    def of(cls, backend: Any) -> WordTokenizer | None:
+        """Return one for the tokenizer, None where its words cannot be split here."""
         pattern = _pattern_of(backend.pre_tokenizer)
         added = backend.get_added_tokens_decoder().values()
         if pattern not in _KNOWN or backend.model.dropout or backend.encode_special_tokens:
@@ -67,7 +67,7 @@ class WordSpeller:
         return cls(backend, pattern)
 
     def ids(self, text: str) -> list[int] | None:
-        """Return the ids of `text`, None where it has characters that are not spelled here."""
+        """Return the ids of `text`, None where it has characters that are not handled here."""
         if _OTHER.search(text):
             return None
         parts = [text]
@@ -97,8 +97,8 @@ class _Words(dict[str, tuple[int, ...]]):
         self._bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def __missing__(self, word: str) -> tuple[int, ...]:
-        ((spelled, _),) = self._bytes.pre_tokenize_str(word)
-        ids = tuple(token.id for token in self._model.tokenize(spelled))
+        ((tokenized, _),) = self._bytes.pre_tokenize_str(word)
+        ids = tuple(token.id for token in self._model.tokenize(tokenized))
         if len(word) <= MAX_WORD and len(self) < MAX_WORDS:
             self[word] = ids
         return ids
@@ -126,7 +126,7 @@ class _Cutter:
 
 
 def _pattern_of(pre_tokenizer: Any) -> str:
-    """Return the pattern that splits words, "" where there is no such one."""
+    """Return the pattern that splits words, "" where it has none of these."""
     described = json.loads(pre_tokenizer.__getstate__())
     steps = described.get("pretokenizers") or [described]
     kinds = [step["type"] for step in steps]

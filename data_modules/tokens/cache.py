@@ -1,4 +1,4 @@
-"""Keep what was tokenised for the next run, under a name made of all that shapes the tokens.
+"""Keep what was tokenized for the next run, under a name made of all that shapes the tokens.
 
 Decides when a prepared data set may be used again. A folder appears under its final name only when
 it is complete; who prepares holds a lock, so that a second process waits and then finds it.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_modules.types import DataError
+from data_modules.messages import DataError
 
 KEY_FILE = "key.json"
 _NO_ROOM = {
@@ -89,7 +89,7 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key.name}.lock"):
             if _is_whole(folder):
-                return folder, "prepared by another process"
+                return folder, "tokenized by another process"
             reason = "the entry was damaged" if folder.exists() else _why_missing(root, key)
             _remove_left_over(root, key)
             unfinished = root / f"{key.name}.tmp-{os.getpid()}"
@@ -109,7 +109,7 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
             f"{root}: the prepared data cannot be written: {error.strerror}; give a folder with "
             "room by data.cache_dir=FOLDER"
         ) from error
-    return folder, f"prepared ({reason})"
+    return folder, f"tokenized ({reason})"
 
 
 def _seal(folder: Path, key: Key) -> None:
@@ -174,7 +174,7 @@ def _why_missing(root: Path, key: Key) -> str:
         newest = Path((root / key.newest).read_text()).name
         before = json.loads((root / newest / KEY_FILE).read_text())["parts"]
     except (OSError, ValueError, LookupError):
-        return "not in the cache yet"  # or removed by somebody
+        return "now cached"  # there was none, or it was removed
     changed = [part for part in key.parts if before.get(part) != key.parts[part]]
     return ", ".join(_in_words(part, before.get(part), key.parts[part]) for part in changed)
 

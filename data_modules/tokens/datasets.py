@@ -1,4 +1,4 @@
-"""Hold all data sets of a run: tokens on disk, split into what is learned and what is held out.
+"""Hold all data sets of a run: tokens on disk, split into training and validation.
 
 Composes prepare, holdout and audit. Of a stream it has the rows held out for validation. Never
 plans a step.
@@ -9,36 +9,106 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_modules.audit import Asked, Audit, DatasetFacts, audit_documents
-from data_modules.packing.holdout import Sides, hold_out
-from data_modules.redaction import redact
+from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
+from data_modules.messages import DataError, redact
+from data_modules.packing.mixture import Split, hold_out
 from data_modules.settings import DataConfig, DatasetConfig, dataset_names
-from data_modules.stream import held_out_part
+from data_modules.stream import validation_slice
 from data_modules.template import ChatTemplate
 from data_modules.tokens.prepare import REJECTED_FILE, Prepared, hash_of, prepare_dataset
-from data_modules.tokens.report import DataReport, DatasetReport, Fingerprint
 from data_modules.tokens.rows import read_items
 from data_modules.tokens.store import Examples
-from data_modules.types import DataError, Item
+from data_modules.types import Item
 
 if TYPE_CHECKING:
     import transformers
 
+    from data_modules.settings import DataConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class DatasetReport:
+    """Describe a data set; tokens are those of training."""
+
+    name: str
+    path: str
+    format: str
+    format_guessed: bool
+    sha256: str
+    how: str
+    rows: int
+    train_rows: int
+    validation_rows: int
+    repeated_rows: int
+    tokens: int
+    trained_tokens: int
+    rejected: int
+    is_cut: bool
+    is_streamed: bool
+    asks_validation: bool
+
+    def line(self) -> str:
+        """Return it in one line."""
+        guessed = ", guessed" if self.format_guessed else ""
+        if self.is_streamed:
+            return (
+                f"{self.name}: streamed ({self.format}{guessed}), {self.validation_rows:,} of its "
+                "first rows are for validation"
+            )
+        first = "the first " if self.is_cut else ""
+        parts = [
+            f"{first}{self.rows:,} rows ({self.format}{guessed})",
+            f"{self.train_rows:,} train + {self.validation_rows:,} validation",
+            self.how,
+        ]
+        if self.asks_validation and not self.validation_rows:
+            parts.append("too few distinct rows for validation")
+        if self.repeated_rows:
+            parts.append(f"{self.repeated_rows:,} left out that stand in validation")
+        if self.rejected:
+            parts.append(f"{self.rejected:,} bad rows left out")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+@dataclass(kw_only=True, slots=True)
+class Fingerprint:
+    """Tell which rows the evaluation asks; `sha256` is "" for a hub id."""
+
+    name: str
+    path: str
+    sha256: str
+
+
+@dataclass(kw_only=True, slots=True)
+class DataReport:
+    """Say what was read, for the screen and for the run's manifest."""
+
+    datasets: list[DatasetReport]
+    template_note: str
+    mixture: list[str] = field(default_factory=list)
+    test_datasets: list[Fingerprint] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """Return what is said aloud: a line a data set, their shares, and how turns are written."""
+        note = [self.template_note] if self.template_note else []
+        return [*(report.line() for report in self.datasets), *self.mixture, *note]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadyDataset:
-    """Hold a data set with its name: what was read of it, and which documents are learned."""
+    """Hold a data set with its name: what was read of it, and which documents are trained on."""
 
     name: str
     config: DatasetConfig
     data: Prepared
-    sides: Sides
+    split: Split
 
 
 class PreparedData:
@@ -66,8 +136,8 @@ class PreparedData:
             [*prepared.values(), *self._tests.values()], vocab_size, tokenizer.pad_token_id
         )
         self.datasets = self._split(prepared, seed)
-        self.train_examples = self._examples([one.sides.training for one in self.datasets])
-        self.val_examples = self._examples([one.sides.validation for one in self.datasets])
+        self.train_examples = self._examples([one.split.training for one in self.datasets])
+        self.val_examples = self._examples([one.split.validation for one in self.datasets])
 
     @property
     def stop_token_ids(self) -> set[int]:
@@ -83,7 +153,7 @@ class PreparedData:
 
     @cached_property
     def audit(self) -> Audit:
-        """Return what will be learned and what is wrong with it; of a stream, the rows read."""
+        """Return what will be trained on and what is wrong with it; of a stream, the rows read."""
         config = self._config
         is_stream = config.streaming
         stores = [data.store for data in self._tests.values()]
@@ -95,8 +165,8 @@ class PreparedData:
             nothing if is_stream else self.val_examples,
             benchmarks=Examples(stores, [np.arange(len(store)) for store in stores]),
             benchmark_names=list(self._tests),
-            asked=Asked(
-                learns_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
+            run=RunSettings(
+                trains_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
                 train_on_eos=config.train_on_eos,
                 sequence_len=self._sequence_len,
                 is_encoder_decoder=self._template.is_encoder_decoder,
@@ -111,7 +181,7 @@ class PreparedData:
         reports = []
         for index, one in enumerate(self.datasets):
             rows, counts = one.data.store.rows, one.data.counts
-            learned = self.train_examples.datasets == index
+            trained_grams = self.train_examples.datasets == index
             reports.append(
                 DatasetReport(
                     name=one.name,
@@ -121,11 +191,11 @@ class PreparedData:
                     sha256=one.data.sha256,
                     how=one.data.how,
                     rows=counts.rows,
-                    train_rows=len(np.unique(rows[one.sides.training])),
-                    validation_rows=len(np.unique(rows[one.sides.validation])),
-                    repeated_rows=one.sides.repeated_rows,
-                    tokens=int(self.train_examples.lengths[learned].sum()),
-                    trained_tokens=int(self.train_examples.trained[learned].sum()),
+                    train_rows=len(np.unique(rows[one.split.training])),
+                    validation_rows=len(np.unique(rows[one.split.validation])),
+                    repeated_rows=one.split.repeated_rows,
+                    tokens=int(self.train_examples.lengths[trained_grams].sum()),
+                    trained_tokens=int(self.train_examples.trained[trained_grams].sum()),
                     rejected=counts.rejected,
                     is_cut=one.data.is_cut,
                     is_streamed=self._config.streaming,
@@ -142,7 +212,7 @@ class PreparedData:
             ],
         )
 
-    def items_to_ask(self, max_rows: int) -> Iterator[tuple[str, list[Item]]]:
+    def prompt_items(self, max_rows: int) -> Iterator[tuple[str, list[Item]]]:
         """Yield the items of the first rows of each test data set, or else of those held out."""
         if self._tests:
             for name, dataset in zip(self._tests, self._config.test_datasets, strict=True):
@@ -150,7 +220,7 @@ class PreparedData:
                 yield name, read_items(dataset, self._config, max_rows=most)
             return
         for one in self.datasets:
-            rows = np.unique(one.data.store.rows[one.sides.validation])
+            rows = np.unique(one.data.store.rows[one.split.validation])
             wanted = set(rows[:max_rows].tolist())
             yield one.name, read_items(one.config, self._config, wanted=wanted)
 
@@ -204,16 +274,16 @@ class PreparedData:
         ]
         if not config.streaming:
             return named
-        return [held_out_part(one, config) for one in named] if config.val_set_size else []
+        return [validation_slice(one, config) for one in named] if config.val_set_size else []
 
     def _split(self, prepared: dict[str, Prepared], seed: int) -> list[ReadyDataset]:
         config, read = self._config, self._read()
         stores = [data.store for data in prepared.values()]
         if config.streaming:
             every = [np.ones(len(store), np.bool_) for store in stores]
-            sides = [Sides(~mask, mask) for mask in every]
+            splits = [Split(~mask, mask) for mask in every]
         else:
-            sides = hold_out(
+            splits = hold_out(
                 stores,
                 list(prepared),
                 [dataset.path for dataset in read],
@@ -221,7 +291,7 @@ class PreparedData:
                 config.val_set_size,
                 seed,
             )
-        parts = zip(prepared.items(), read, sides, strict=True)
+        parts = zip(prepared.items(), read, splits, strict=True)
         return [ReadyDataset(name, one, data, side) for (name, data), one, side in parts]
 
     def _examples(self, masks: list[np.ndarray[tuple[int], np.dtype[np.bool_]]]) -> Examples:

@@ -15,21 +15,122 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from data_modules import source
+from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate, RowProblem
-from data_modules.tokens.report import Counts
+from data_modules.template.masking import Encoded
 from data_modules.tokens.rows import Rejected, read_chunk, reject
 from data_modules.tokens.store import Documents
-from data_modules.types import Conversation, DataError, Encoded, Item, Origin
+from data_modules.types import Conversation, Item
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from data_modules.settings import DataConfig
 
-class Tokenising(Protocol):
+_SUMMED = (
+    "rows",
+    "kept",
+    "chats",
+    "dropped",
+    "truncated",
+    "split",
+    "lost_tokens",
+    "empty",
+    "rejected",
+)
+CHUNKS_IN_PROCESS = 4
+"""data sets of no more chunks are tokenized by this process: others would start for nothing"""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Count what became of the rows of a data set; origins are file:line."""
+
+    rows: int = 0
+    kept: int = 0
+    chats: int = 0
+    dropped: int = 0
+    truncated: int = 0
+    split: int = 0
+    lost_tokens: int = 0
+    empty: int = 0
+    empty_origins: list[str] = field(default_factory=list)
+    rejected: int = 0
+    longest: list[tuple[int, str]] = field(default_factory=list)
+    notes: dict[str, tuple[int, str]] = field(default_factory=dict)
+    stop_token_ids: list[int] = field(default_factory=list)
+    largest_token: tuple[int, str] = (-1, "")
+
+    def add_empty(self, origin: str) -> None:
+        """Count a row that leaves nothing to train on."""
+        self.empty += 1
+        self.empty_origins = [*self.empty_origins, origin][:5]
+
+    def add_length(self, tokens: int, origin: str) -> None:
+        """Remember the row if it is one of the five longest."""
+        if len(self.longest) < 5 or tokens > self.longest[-1][0]:
+            self.longest = sorted([*self.longest, (tokens, origin)], key=_by_length)[:5]
+
+    def add_note(self, kind: str, seen: str, count: int = 1) -> None:
+        """Count a fact about a row; the first one seen is kept."""
+        before, first = self.notes.get(kind, (0, seen))
+        self.notes[kind] = (before + count, first)
+
+    def merge(self, other: Counts) -> None:
+        """Add the counts of the rows that come after these."""
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.empty_origins = [*self.empty_origins, *other.empty_origins][:5]
+        for tokens, origin in other.longest:
+            self.add_length(tokens, origin)
+        for kind, (count, seen) in other.notes.items():
+            self.add_note(kind, seen, count)
+        self.stop_token_ids = sorted({*self.stop_token_ids, *other.stop_token_ids})
+        self.largest_token = max(self.largest_token, other.largest_token)
+
+
+def _by_length(row: tuple[int, str]) -> int:
+    return -row[0]
+
+
+def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int) -> None:
+    """Raise DataError when no row is left, or more are dropped than `data.max_dropped_share`."""
+    tokens, origin = counts.longest[0] if counts.longest else (0, "")
+    longest = f"the longest, {origin}, has {tokens:,} tokens"
+    if data.on_long == "error" and counts.dropped:
+        raise DataError(
+            f"{path}: {counts.dropped:,} rows are longer than {sequence_len:,} tokens; "
+            f"{longest}; raise data.sequence_len, or set data.on_long=split, truncate_right or drop"
+        )
+    lost = counts.dropped + counts.empty + counts.rejected
+    num_rows = counts.rows + counts.rejected
+    detail = f"{counts.dropped:,} are longer than {sequence_len:,} tokens"
+    if counts.dropped:
+        detail += (
+            f" ({longest}; set data.sequence_len={tokens} or data.on_long=split or truncate_right)"
+        )
+    detail += f", {counts.empty:,} have nothing to train on"
+    if counts.empty:
+        detail += f" ({', '.join(counts.empty_origins)}: no answer, weight 0, or cut away)"
+    if counts.truncated and counts.empty:
+        detail += f"; {counts.truncated:,} were cut ({longest}; set data.sequence_len={tokens})"
+    if counts.rejected:
+        detail += f", {counts.rejected:,} are bad"
+    if not counts.kept:
+        raise DataError(f"{path}: no row of {counts.rows:,} is left: {detail}")
+    share = data.max_dropped_share
+    if share is not None and lost / num_rows > share:
+        raise DataError(
+            f"{path}: {lost:,} of {num_rows:,} rows are dropped ({lost / num_rows:.1%}"
+            f"), data.max_dropped_share is {share}: {detail}"
+        )
+
+
+class TokenizerFacts(Protocol):
     """What the documents need to know of the template."""
 
     bos_token_id: int | None
@@ -40,9 +141,11 @@ class Tokenising(Protocol):
 
 
 class DocumentBuilder:
-    """Collect the documents of one chunk of a file, and count rows that leave nothing to learn."""
+    """Collect the documents of one chunk of a file, and count rows without a trained token."""
 
-    def __init__(self, file: str, template: Tokenising, sequence_len: int, on_long: str) -> None:
+    def __init__(
+        self, file: str, template: TokenizerFacts, sequence_len: int, on_long: str
+    ) -> None:
         self._file, self._sequence_len, self._on_long = file, sequence_len, on_long
         self._template = template
         self._pieces: list[Encoded] = []
@@ -56,7 +159,7 @@ class DocumentBuilder:
         counts.add_length(longest, str(origin))
         how = self._sequence_len, self._on_long, self._template.bos_token_id
         fitting = [piece for one in encoded for piece in fit(one, *how)]
-        useful = [piece for piece in fitting if is_learned(piece)]
+        useful = [piece for piece in fitting if is_trained(piece)]
         if longest > self._sequence_len:
             if not fitting or self._on_long == "error":
                 counts.dropped += 1
@@ -101,7 +204,7 @@ class DocumentBuilder:
             trained=np.array([np.count_nonzero(_labels(one)) for one in pieces], dtype=np.int64),
             label_weights=np.array([_labels(one).sum(dtype=np.float64) for one in pieces]),
             digests=np.array([_digest(one) for one in pieces], dtype=np.uint64),
-            ends_in_stop=np.array([_last_learned(one) in stops for one in pieces]),
+            ends_in_stop=np.array([_last_trained(one) in stops for one in pieces]),
             double_bos=np.array([self._has_two_bos(one) for one in pieces]),
         )
 
@@ -149,7 +252,7 @@ def _split(one: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
     ]
 
 
-def is_learned(one: Encoded) -> bool:
+def is_trained(one: Encoded) -> bool:
     """Tell whether any label of a document has a weight."""
     return bool(_labels(one).any())
 
@@ -164,7 +267,7 @@ def _labels(one: Encoded) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return one.weights[1:] if one.target_ids is None else one.weights
 
 
-def _last_learned(one: Encoded) -> int:
+def _last_trained(one: Encoded) -> int:
     ids = one.input_ids if one.target_ids is None else one.target_ids
     return int(ids[one.weights.nonzero()[0][-1]])
 
@@ -174,10 +277,6 @@ def _digest(one: Encoded) -> int:
     if one.target_ids is not None:
         content.update(one.target_ids.tobytes())
     return int.from_bytes(content.digest(), "little")
-
-
-CHUNKS_IN_PROCESS = 4
-"""data sets of no more chunks are tokenised by this process: others would start for nothing"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +361,7 @@ def encode_chunks(
                 yield waiting.popleft().result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a process that tokenises was killed, often for lack of memory; set data.num_proc=1"
+                "a process that tokenizes was killed, often for lack of memory; set data.num_proc=1"
             ) from error
         finally:
             for future in waiting:

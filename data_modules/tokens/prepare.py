@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_modules import source
-from data_modules.redaction import redact
+from data_modules.messages import DataError, RemoteError, printable, redact
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
 from data_modules.tokens.cache import Key, code_version, open_or_make
-from data_modules.tokens.encode import ChunkEncoder, EncodedChunk, encode_chunks
-from data_modules.tokens.report import Counts, check_dropped
+from data_modules.tokens.encode import (
+    ChunkEncoder,
+    Counts,
+    EncodedChunk,
+    check_dropped,
+    encode_chunks,
+)
 from data_modules.tokens.rows import BadRows, FirstRows, chunks_of, find_format
 from data_modules.tokens.store import StoreWriter, TokenStore
-from data_modules.types import DataError, RemoteError, printable
 
 if TYPE_CHECKING:
     import transformers
@@ -168,7 +172,7 @@ def _write(
     sequence_len: int,
     first_rows: int | None,
 ) -> None:
-    """Tokenise a data set into `folder`."""
+    """Tokenize a data set into `folder`."""
     read = FirstRows(chunks_of(dataset, data), first_rows)
     format_name, chunks = find_format(dataset, iter(read))
     encoder = ChunkEncoder(
@@ -263,5 +267,5 @@ class _Progress:
     def advance(self, part: EncodedChunk) -> None:
         """Count a chunk that is done."""
         self._rows += part.counts.rows
-        text = f"tokenising {self._name}: {self._rows:,} rows"
+        text = f"tokenizing {self._name}: {self._rows:,} rows"
         self._bar.update(self._task, advance=part.num_bytes, description=text)

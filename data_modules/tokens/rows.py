@@ -1,6 +1,6 @@
 """Read rows as items: source and format together, with every row that cannot be read named.
 
-Decides what becomes of a bad row: an error, a line of a quarantine, or a count. Never tokenises.
+Decides what becomes of a bad row: an error, a line of a quarantine, or a count. Never tokenizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import IO, TYPE_CHECKING
 
 from data_modules import format as formats
 from data_modules import source
-from data_modules.types import MAX_PROBLEMS, DataError, Item, Origin, Problems, Row, listed
+from data_modules.messages import MAX_PROBLEMS, DataError, Origin, Problems, listed
+from data_modules.types import Item, Row
 
 if TYPE_CHECKING:
     from data_modules.settings import DataConfig, DatasetConfig
@@ -27,7 +28,7 @@ MAX_FIRST = 5
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Hold a row that cannot be learned: where it stands, why, and the beginning of its text.
+    """Hold a row that cannot be used: where it stands, why, and the beginning of its text.
 
     `columns` are its columns where it lacks one that its format needs. `is_empty` says that only
     its answer is empty.
@@ -145,7 +146,7 @@ def read_items(
         if num_found == most:
             return items
     if wanted is not None:
-        raise DataError(f"{dataset.path}: changed since it was tokenised; start again")
+        raise DataError(f"{dataset.path}: changed since it was tokenized; start again")
     return items
 
 
@@ -196,7 +197,7 @@ class FirstRows:
 
 
 class BadRows:
-    """Collect the rows that cannot be learned, and decide whether they stop the run.
+    """Collect the rows that cannot be used, and decide whether they stop the run.
 
     Rows that lack a column are named once for all rows with the same columns, beside how many rows
     are as they should be. Only the first ones are held: those that a quarantine takes are written
@@ -247,7 +248,7 @@ class BadRows:
             self.add(row)
 
     def add_good(self, format_name: str, origin: Origin) -> None:
-        """Count a row that can be learned."""
+        """Count a row that can be used."""
         self._num_good += 1
         self._first_good = self._first_good or f"of format {format_name}, first {origin}"
 
@@ -283,7 +284,7 @@ def _guess(dataset: DatasetConfig, first: Sequence[Row]) -> str:
             suggestion = formats.suggest_settings(row.values)
             example = "as in {instruction: question, output: answer}"
             unknown[number] = (
-                f"{row.origin} columns {listed(row.values)} are of no known format"
+                f"{row.origin} columns {listed(row.values)}: format not recognized"
                 f"{formats.near_field(columns)}; set data.datasets[].format to one of "
                 f"{', '.join(formats.FORMATS)}, and name the columns by data.datasets[].columns"
                 + (f"; try {suggestion}" if suggestion else f", {example}")

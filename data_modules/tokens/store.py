@@ -1,6 +1,6 @@
-"""Keep tokenised documents on disk in one Arrow file, and read them without loading them.
+"""Keep tokenized documents on disk in one Arrow file, and read them without loading them.
 
-Decides how documents lie on disk. Never decides which ones are learned, or when.
+Decides how documents are stored. Never decides which ones are trained on, or when.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from data_modules.types import Example, Origin
+from data_modules.messages import Origin
+from data_modules.types import Example
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +38,7 @@ class Documents:
     trained        int64 [documents], labels with a weight
     label_weights  float64 [documents], sum of the weights of the labels
     digests        uint64 [documents], hash of the ids
-    ends_in_stop   bool [documents], the last learned token is a stop token
+    ends_in_stop   bool [documents], the last trained token is a stop token
     double_bos     bool [documents], begins with two BOS
     """
 
@@ -122,7 +123,7 @@ class StoreWriter:
 
 
 class TokenStore:
-    """Read one prepared data set; the tokens stay on disk until they are asked for."""
+    """Read one prepared data set; the tokens stay on disk until they are used."""
 
     def __init__(self, folder: Path) -> None:
         self._open(folder)
@@ -237,7 +238,7 @@ class _Part:
 class Examples(Sequence[Example]):
     """Offer chosen documents of several data sets as one sequence, with their columns.
 
-    `lengths` int64 [n], tokens in a pack; `trained` int64 [n], learned labels; `label_weights`
+    `lengths` int64 [n], tokens in a pack; `trained` int64 [n], trained labels; `label_weights`
     float64 [n]; `datasets` int64 [n]; `digests` uint64 [n]; `ends_in_stop`, `double_bos` bool [n].
     """
 

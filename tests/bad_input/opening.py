@@ -79,9 +79,7 @@ def _open(config: Any) -> Any:
         reading_first_forward,
     )
     from app.model.build import build_model
-    from app.model.chat import stop_token_ids
-    from app.model.tokenizer import build_tokenizer, new_token_ids
-    from app.model.tokens import num_rows
+    from app.model.tokenizer import build_tokenizer, new_token_ids, num_rows, stop_token_ids
 
     architecture = load_architecture(config.model)
     backend = choose_backend(config.attention, architecture, "cpu", "fp32").backend

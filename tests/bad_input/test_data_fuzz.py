@@ -33,7 +33,7 @@ from tests.bad_input.asking import chat, named, prepare
 
 NUM_MUTATIONS = 300
 NUM_PREPARED = 4
-"""mutations of each kind that are tokenised too"""
+"""mutations of each kind that are tokenized too"""
 MAX_SECONDS = 20
 ROOT = Path(__file__).parents[2]
 
@@ -304,7 +304,7 @@ def test_damaged_bytes_never_end_otherwise(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_damaged_text_is_tokenised_or_refused(name: str, tmp_path: Path, base: Any) -> None:
+def test_damaged_text_is_tokenized_or_refused(name: str, tmp_path: Path, base: Any) -> None:
     for number, (file_name, content) in enumerate(mutations(name)):
         if number % (NUM_MUTATIONS // NUM_PREPARED):
             continue

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from data_modules import DataConfig, DataError, DatasetConfig, PackingConfig, check_datasets
-from data_modules.datamodule import FinetuneDataModule
+from data_modules.datamodule import BatchSpec, FinetuneDataModule, ModelSpec
 from tests.bad_input.asking import ASKED_ONLY, LONG, ROWS, chat, named, prepare, write
 from tests.conftest import TrainRun, read_column
 from tests.door import make_data
@@ -38,11 +38,8 @@ def build(
         config,
         PackingConfig(),
         tokenizer,
-        context_len=1024,
-        micro_batch_size=1,
-        accumulation_steps=accumulation_steps,
-        num_epochs=1,
-        max_steps=None,
+        ModelSpec(context_len=1024),
+        BatchSpec(accumulation_steps=accumulation_steps),
         seed=0,
     )
     module.setup("fit")
@@ -65,16 +62,16 @@ def said(module: FinetuneDataModule) -> str:
 def test_rows_with_nothing_to_learn(tmp_path: Path, base: Any) -> None:
     file = write(tmp_path / "d.jsonl", [*ROWS, ASKED_ONLY, ASKED_ONLY])
     module = build(file, tokenizer=base)
-    assert f"2 of 14 rows have nothing to learn and are left out ({file}:13, {file}:14" in (
+    assert f"2 of 14 rows have nothing to train on and are left out ({file}:13, {file}:14" in (
         said(module)
     )
     (problem,) = problems_of(tmp_path, file, tokenizer=base, max_dropped_share=0.1)
     assert problem.startswith("d.jsonl: 2 of 14 rows are dropped (14.3%), data.max_dropped_share")
-    assert "2 have nothing to learn (d.jsonl:13, d.jsonl:14: no answer" in problem
+    assert "2 have nothing to train on (d.jsonl:13, d.jsonl:14: no answer" in problem
     assert build(file, tokenizer=base, max_dropped_share=0.2)
     (problem,) = problems_of(tmp_path, write(file, [ASKED_ONLY]), tokenizer=base)
     assert problem.startswith("d.jsonl: no row of 1 is left: ")
-    assert "nothing to learn" not in said(build(write(file, ROWS), tokenizer=base))
+    assert "nothing to train on" not in said(build(write(file, ROWS), tokenizer=base))
 
 
 def test_answers_that_are_cut_away(tmp_path: Path, base: Any) -> None:
@@ -87,7 +84,7 @@ def test_answers_that_are_cut_away(tmp_path: Path, base: Any) -> None:
     # Beside good rows it is no error, and said with the longest row.
     text = said(build(write(file, [*ROWS, LONG]), **settings))
     assert f"longest rows, in tokens: {file}:13 {tokens:,}," in text
-    assert f"1 of 13 rows have nothing to learn and are left out ({file}:13" in text
+    assert f"1 of 13 rows have nothing to train on and are left out ({file}:13" in text
     with pytest.raises(DataError, match=f"sequence_len={tokens}"):
         build(write(file, [LONG]), **{**settings, "on_long": "drop"})
 
@@ -128,7 +125,7 @@ def test_weights_of_zero(tmp_path: Path, base: Any) -> None:
     assert "(bad.jsonl:1, bad.jsonl:2, " in problem and "weight 0" in problem
     # One such row is left out and counted.
     module = build(good, write(bad, [rows[0], *ROWS[1:]]), tokenizer=base)
-    assert f"bad: 1 of 12 rows have nothing to learn and are left out ({bad}:1" in said(module)
+    assert f"bad: 1 of 12 rows have nothing to train on and are left out ({bad}:1" in said(module)
 
 
 def test_what_a_template_drops_is_said(tmp_path: Path, base: Any) -> None:
@@ -148,12 +145,12 @@ def test_what_a_template_drops_is_said(tmp_path: Path, base: Any) -> None:
 def test_rows_that_stand_twice(tmp_path: Path, base: Any) -> None:
     file = write(tmp_path / "d.jsonl", [*ROWS, *ROWS[:3]])
     text = said(build(file, tokenizer=base, val_set_size=0))
-    assert f"3 of 15 training documents are there already, first {file}:13, the same as" in text
+    assert f"3 of 15 training examples are duplicates, first {file}:13, the same as" in text
     (problem,) = problems_of(
         tmp_path, file, tokenizer=base, val_set_size=0, audit=audit(max_duplicate_share=0.1)
     )
-    assert "d.jsonl: 3 of 15 training documents are there already" in problem
-    assert "there already" not in said(build(write(file, ROWS), tokenizer=base, val_set_size=0))
+    assert "d.jsonl: 3 of 15 training examples are duplicates" in problem
+    assert "are duplicates" not in said(build(write(file, ROWS), tokenizer=base, val_set_size=0))
 
 
 def audit(**settings: Any) -> Any:

@@ -30,6 +30,7 @@ from tests.processes import LONGEST
     [
         ("d.jsonl", b"", "d.jsonl: 0 rows; give a file with at least one row", b"GOOD\n"),
         ("d.jsonl", b"\n \n\t\n", "d.jsonl: 0 rows; give a file", b"\n \nGOOD\n"),
+        ("d.json", b"", "d.json: 0 rows; give a file", b"[GOOD]"),
         ("d.json", b"[]", "d.json: 0 rows; give a file", b"[GOOD]"),
         ("d.csv", b"instruction,output\n", "d.csv: 0 rows", b"instruction,output\nq,one\n"),
         (
@@ -59,7 +60,7 @@ from tests.processes import LONGEST
         (
             "d.csv",
             b"instruction,ouput\nq,one\n",
-            "d.csv:2 columns ['instruction', 'ouput'] are of no known format; 'ouput' is near: did "
+            "d.csv:2 columns ['instruction', 'ouput']: format not recognized; 'ouput' is near: did "
             "you mean 'output'?",
             b"instruction,output\nq,one\n",
         ),
@@ -90,7 +91,7 @@ from tests.processes import LONGEST
         ("d.json.gz", b"[GOOD]", "d.json.gz: is not gzip-compressed; name it without", b"GZIP"),
         ("d.jsonl", b"GZIP", "d.jsonl: is gzip-compressed; name it .gz", b"GOOD\n"),
         ("d.json.gz", b"GZIP-10", "d.json.gz: cannot be read to its end: ", b"GZIP"),
-        ("d.parquet", b"PAR1no", "d.parquet: is no parquet file that can be read: ", b"PARQUET"),
+        ("d.parquet", b"PAR1no", "d.parquet: not a readable parquet file: ", b"PARQUET"),
         ("d.jsonl", b"PARQUET", "d.jsonl: is a parquet file; name it .parquet", b"GOOD\n"),
         ("d.xlsx", b"PK", "d.xlsx: cannot read .xlsx; use .json, .jsonl", None),
     ],

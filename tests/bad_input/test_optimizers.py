@@ -143,4 +143,4 @@ def test_a_pattern_without_a_weight_ends_a_run_before_its_first_step(tmp_path: P
     assert load_config("train", words).optimizer.lr_by_pattern[0].ratio == 0.1
     assert run_verb("train", train, words=words) == 2
     said = (tmp_path / "run" / "error.txt").read_text()
-    assert "*.embed_tokens.* matches no weight that trains; the nearest are model.layers.*" in said
+    assert "*.embed_tokens.* matches no trainable parameter; the nearest are model.layers.*" in said

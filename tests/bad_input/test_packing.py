@@ -10,24 +10,24 @@ import pytest
 from tests.door import ask, make_data, make_model
 
 REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
-    ({"model_type": "bart", "is_encoder_decoder": True}, [], "bart models number the tokens"),
-    ({"model_type": "pegasus", "is_encoder_decoder": True}, [], "pegasus models number"),
-    ({"model_type": "roberta"}, [], "roberta models number the tokens"),
-    ({"model_type": "bloom"}, [], "bloom models with ALiBi"),
+    ({"model_type": "bart", "is_encoder_decoder": True}, [], "bart models compute positions from"),
+    ({"model_type": "pegasus", "is_encoder_decoder": True}, [], "pegasus models compute positions"),
+    ({"model_type": "roberta"}, [], "roberta models compute positions"),
+    ({"model_type": "bloom"}, [], "bloom models compute their ALiBi bias"),
     ({"model_type": "openai-gpt"}, [], "openai-gpt models take no mask"),
     *(
-        ({"model_type": model_type}, [], f"{model_type} models have layers that hand a state on")
+        ({"model_type": model_type}, [], f"{model_type} models have recurrent layers")
         for model_type in ("bamba", "falcon_mamba", "mamba", "mamba2", "qwen3_next", "nemotron_h")
     ),
     (
         {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
         [],
-        "granitemoehybrid models have layers that hand a state on",
+        "granitemoehybrid models have recurrent layers",
     ),
     (
         {"model_type": "new", "text_config": {"layer_types": ["linear_attention"]}},
         [],
-        "new models have layers that hand a state on",
+        "new models have recurrent layers",
     ),
     (
         {"model_type": "falcon", "alibi": True},
@@ -53,25 +53,43 @@ def test_a_base_that_cannot_be_packed(
         "adapter=full",
         *words,
     ]
-    for verb in ("train", "preview"):
-        answer = ask(*typed, verb=verb)
-        assert answer.code == 2
-        assert said in answer.said and "packing=none" in answer.said
+    answer = ask(*typed)
+    assert answer.code == 2
+    assert said in answer.said and "packing=none" in answer.said
     unpacked = [word for word in typed if not word.startswith("packing=")]
     assert ask(*unpacked, "packing=none").code == 0
 
 
-@pytest.mark.parametrize("packing", ["none", "multipack"])
-@pytest.mark.parametrize("model_type", ["encoder-decoder", "prophetnet"])
-def test_a_base_that_is_right_in_no_layout_is_refused_at_once(
-    model_type: str, packing: str, tmp_path: Path
+SEES_PADDING = "let documents see the padding after them"
+ANOTHER_BASE = "model.path=ANOTHER_BASE"
+UNBATCHED: list[tuple[dict[str, Any], str, str]] = [
+    ({"model_type": "encoder-decoder"}, SEES_PADDING, ANOTHER_BASE),
+    ({"model_type": "prophetnet"}, SEES_PADDING, ANOTHER_BASE),
+    ({"model_type": "nllb-moe"}, "drop tokens beyond an expert_capacity", ANOTHER_BASE),
+    (
+        {"model_type": "t5gemma", "decoder_start_token_id": 0, "decoder": {"pad_token_id": 0}},
+        "this decoder starts with one (decoder_start_token_id)",
+        ANOTHER_BASE,
+    ),
+    ({"model_type": "axk2", "index_topk": 64}, "the 64 keys", "data.sequence_len=64"),
+    ({"model_type": "doge", "keep_window_size": 64}, "the 64 keys", "data.sequence_len=64"),
+    ({"model_type": "deepseek_v4", "index_topk": 16}, "the 16 keys", "data.sequence_len=64"),
+]
+
+
+@pytest.mark.parametrize(("numbers", "said", "instead"), UNBATCHED)
+def test_a_base_whose_documents_depend_on_their_batch(
+    numbers: dict[str, Any], said: str, instead: str, tmp_path: Path
 ) -> None:
-    model = make_model(tmp_path / "model", model_type=model_type, is_encoder_decoder=True)
+    model = make_model(tmp_path / "model", **numbers)
     data = f"data.datasets=[{{path: {make_data(tmp_path / 'data.jsonl')}}}]"
-    answer = ask(f"model.path={model}", data, "adapter=full", f"packing={packing}")
-    assert answer.code == 2
-    assert "let documents see the padding behind them" in answer.said
-    assert "type model.path=ANOTHER_BASE" in answer.said
+    typed = [f"model.path={model}", data, "adapter=full"]
+    for verb, packing in (("train", "none"), ("train", "multipack"), ("preview", "multipack")):
+        answer = ask(*typed, "data.sequence_len=100", f"packing={packing}", verb=verb)
+        assert answer.code == 2
+        assert said in answer.said and f"type {instead}" in answer.said
+    if instead.startswith("data."):
+        assert said not in ask(*typed, instead).said
 
 
 @pytest.mark.parametrize(

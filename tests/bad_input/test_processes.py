@@ -67,8 +67,8 @@ def test_two_runs_prepare_the_same_data_at_once(large: Path, base: Any) -> None:
     with forked(run), forked(run):
         found = [results.get(timeout=LONGEST) for _ in range(2)]
     assert sorted(how for how, _, _ in found) == [
-        "prepared (not in the cache yet)",
-        "prepared by another process",
+        "tokenized (now cached)",
+        "tokenized by another process",
     ]
     assert found[0][1:] == found[1][1:]
     alone = prepare(large, base, num_proc=1, cache_dir=str(large.parent / "alone"))
@@ -112,7 +112,7 @@ def test_a_run_killed_while_it_prepares(large: Path, base: Any) -> None:
         time.sleep(0.01)
     assert list(cache.glob("*.tmp-*")) and not list(cache.glob("*/key.json"))
     after = prepare(large, base, num_proc=2)
-    assert after.how == "prepared (not in the cache yet)"
+    assert after.how == "tokenized (now cached)"
     alone = prepare(large, base, num_proc=1, cache_dir=str(large.parent / "alone"))
     assert content(after) == content(alone) and len(after.store) == 1500
     assert not list(cache.glob("*.tmp-*"))

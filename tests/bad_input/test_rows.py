@@ -79,7 +79,7 @@ CASES = {
     ),
     "D8 image": Case(
         parts({"type": "image", "image": "a.png"}),
-        r":3 messages\[0\].content\[1\] is image: not supported; only text is learned",
+        r":3 messages\[0\].content\[1\] is image: not supported; only text is trained on",
         parts({"type": "text", "value": "a.png"}),
     ),
     "D9 no turns": Case(chat(), ":3 messages is empty; give at least a user and", GOOD),
@@ -105,7 +105,7 @@ CASES = {
     ),
     "D13 empty answer": Case(
         chat(ASK, ("assistant", " \n")),
-        r":3 messages\[1\] is an empty answer: there is nothing to learn; drop the row, or set",
+        r":3 messages\[1\] is an empty answer: there is nothing to train on; drop the row, or set",
         GOOD,
     ),
     "D13 thinks only": Case(
@@ -232,7 +232,7 @@ def test_a_bad_row_is_named_or_put_aside(name: str, tmp_path: Path, base: Any) -
     [
         (
             {"input_ids": [5, 99_999], "labels": [5, 99_999]},
-            r":2 input_ids has 99,999, but the tokenizer has the ids 0 to 767; tokenise the row",
+            r":2 input_ids has 99,999, but the tokenizer has the ids 0 to 767; tokenize the row",
             {"input_ids": [5, 99], "labels": [5, 99]},
         ),
         (
@@ -299,8 +299,8 @@ def test_empty_answers_can_be_dropped_and_counted(tmp_path: Path, base: Any) -> 
     assert (counts.rows, counts.kept, counts.empty) == (3, 2, 1)
     assert counts.empty_origins == [f"{file}:2"]
     assert problems_of(file, base) == [
-        "data.jsonl:2 messages[1] is an empty answer: there is nothing to learn; drop the row, or "
-        "set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
+        "data.jsonl:2 messages[1] is an empty answer: there is nothing to train on; drop the row, "
+        "or set 'train: false' on the turn, or leave such rows out by data.drop_empty=true or "
         "data.on_bad_row=quarantine"
     ]
 
@@ -330,14 +330,14 @@ def test_a_first_row_like_no_other_hides_no_format(tmp_path: Path, base: Any) ->
     assert (rest.format, rest.counts.kept, rest.counts.rejected) == ("messages", 2, 1)
     # Most rows are of no format: then one row that is of some says nothing of the file.
     (problem,) = problems_of(write(tmp_path, bad, bad, bad, GOOD), base)
-    assert "data.jsonl:1 columns ['msgs'] are of no known format; set" in problem
+    assert "data.jsonl:1 columns ['msgs']: format not recognized; set" in problem
 
 
 def test_a_slip_in_every_row_is_seen(tmp_path: Path, base: Any) -> None:
     bad = GOOD.replace('"messages"', '"message"')
     (problem,) = problems_of(write(tmp_path, bad, bad), base)
     assert problem.startswith(
-        "data.jsonl:1 columns ['message'] are of no known format; 'message' is near: did you mean "
+        "data.jsonl:1 columns ['message']: format not recognized; 'message' is near: did you mean "
         "'messages'?; set data.datasets[].format to one of messages, sharegpt, alpaca,"
     )
     assert problem.endswith("columns; try format: messages, columns: {messages: message}")

@@ -213,7 +213,7 @@ def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path
     from app.process.files import write_whole
     from app.process.heartbeat import start_heartbeat
     from app.run.lock import hold_run
-    from app.training.csv_logger import CsvLogger
+    from app.training.log_files import CsvLogger
 
     victim, folder = tmp_path / "victim", tmp_path / "run"
     folder.mkdir()
@@ -224,7 +224,7 @@ def test_what_a_run_writes_itself_follows_no_link_that_came_later(tmp_path: Path
         hold_run(folder)
     rows = CsvLogger(folder / "metrics.csv", ["d"])
     with pytest.raises(OSError, match=r"metrics\.csv"):
-        rows.cut_after(1)
+        rows.drop_rows_after(1)
     with pytest.raises((OSError, RuntimeError), match=r"metrics\.csv"):
         rows.log_metrics({}, 3)
     with pytest.raises(OSError, match="stacks-rank-0"):

@@ -9,8 +9,9 @@ from typing import Any
 import hypothesis
 import pytest
 
+from data_modules.messages import DataError, Problems
 from data_modules.source import MAX_ROW_BYTES, BadRow, Budget, read_chunks
-from data_modules.types import DataError, Problems, Row
+from data_modules.types import Row
 
 # The same examples in every run and no folder of them in the tree: what fails here fails anywhere.
 hypothesis.settings.register_profile("loft", derandomize=True, database=None, deadline=None)

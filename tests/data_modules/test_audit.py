@@ -18,17 +18,18 @@ from hypothesis import strategies as st
 
 from data_modules import DataError
 from data_modules.audit import (
-    Asked,
     AuditConfig,
     DatasetFacts,
+    RunSettings,
     audit,
     audit_documents,
     check_audit,
     overlap,
 )
-from data_modules.audit.figures import short_file, short_places
+from data_modules.audit.figures import short_file, short_paths
 from data_modules.audit.overlap import find_overlap, hash_grams
-from data_modules.types import Example, Origin
+from data_modules.messages import Origin
+from data_modules.types import Example
 
 STOP = 2
 RANDOM = np.random.Generator(np.random.PCG64(3))
@@ -57,8 +58,8 @@ class Side:
 
     @staticmethod
     def _stops(doc: Doc) -> bool:
-        learned = np.flatnonzero(doc.weights)
-        return bool(len(learned)) and doc.ids[learned[-1]] == STOP
+        trained_grams = np.flatnonzero(doc.weights)
+        return bool(len(trained_grams)) and doc.ids[trained_grams[-1]] == STOP
 
     def __len__(self) -> int:
         return len(self.docs)
@@ -78,7 +79,7 @@ class Side:
 
 
 def chat(num: int = 30, dataset: int = 0, **changes: Any) -> Doc:
-    """A prompt of 10 tokens that is not learned, an answer that is, and its stop token."""
+    """A prompt of 10 tokens that is not trained on, an answer that is, and its stop token."""
     ids = [*RANDOM.integers(100, 30_000, num - 1).tolist(), STOP]
     doc = Doc(ids, [0.0] * 10 + [1.0] * (num - 10), dataset)
     return replace(doc, **changes)
@@ -95,7 +96,7 @@ def run_audit(
     *,
     benchmarks: Sequence[Doc] | None = None,
     config: AuditConfig | None = None,
-    asked: Asked | None = None,
+    run: RunSettings | None = None,
     datasets: Sequence[DatasetFacts] | None = None,
 ) -> audit.Audit:
     return audit_documents(
@@ -105,7 +106,7 @@ def run_audit(
         Side(validation, "val.jsonl"),
         benchmarks=None if benchmarks is None else Side(benchmarks, "bench.jsonl"),
         benchmark_names=["bench"] if benchmarks is not None else [],
-        asked=asked,
+        run=run,
     )
 
 
@@ -114,7 +115,7 @@ def test_clean_data_says_nothing_and_shows_a_small_table() -> None:
     assert (found.problems, found.warnings, found.facts) == ([], [], [])
     found.check()
     heading, row, longest = found.lines()
-    assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "learned"]
+    assert heading.split() == ["data", "set", "rows", "train", "validation", "tokens", "trained"]
     assert row.split() == ["a", "8", "6", "2", "180", "120", "(67%)"]
     assert longest == "longest rows, in tokens: train.jsonl:1 30, :2 30, :3 30, :4 30, :5 30"
 
@@ -131,8 +132,8 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
     columns = [" ".join(c.split()) for c in table[0] if c]
     rows = {row[0]: [c.strip() for c in row[1:] if c.strip()] for row in table[1:]}
     assert columns[1:] == [
-        *("rows", "train", "validation", "tokens", "learned", "bad", "too long", "truncated"),
-        *("nothing to learn", "two BOS", "duplicates", "in both", "overlap", "lost system"),
+        *("rows", "train", "validation", "tokens", "trained", "bad", "too long", "truncated"),
+        *("nothing to train on", "two BOS", "duplicates", "in both", "overlap", "lost system"),
     ]
     of_a = ["10", "3", "0", "90", "60 (67%)", "-", "2", "-", "1", "-", "1", "-", "-", "-"]
     of_b = ["7", "2", "1", "60", "40 (67%)", "1", "-", "3", "-", "1", "-", "1", "1", "2"]
@@ -140,12 +141,10 @@ def test_every_count_has_its_column_and_the_total_adds_up() -> None:
     assert rows["b"] == of_b
     assert rows["all"][:5] == ["17", "5", "1", "150", "100 (67%)"]
     said = "\n".join(found.warnings)
-    assert "a: 1 of 10 rows have nothing to learn and are left out (a.jsonl:3" in said
+    assert "a: 1 of 10 rows have nothing to train on and are left out (a.jsonl:3" in said
     assert "b: 2 of 7 rows, first b.jsonl:5: the chat template drops their system turn" in said
     assert "b: 1 of 2 documents begin with two BOS tokens" in said
-    assert (
-        "a: 1 of 3 training documents are there already, first train.jsonl:3, the same as" in said
-    )
+    assert "a: 1 of 3 training examples are duplicates, first train.jsonl:3, the same as" in said
     assert "b: 1 of 1 validation documents also stand in training, first val.jsonl:1" in said
     assert found.problems == []
 
@@ -159,13 +158,17 @@ def test_the_longest_rows_are_those_before_the_cut() -> None:
 
 
 MASKS: list[tuple[str, list[Doc], str]] = [
-    ("nothing", [chat(weights=[0.0] * 30)], "0 % of the 30 tokens of chat data set a are learned"),
+    (
+        "nothing",
+        [chat(weights=[0.0] * 30)],
+        "0 % of the 30 tokens of chat data set a are trained on",
+    ),
     ("everything", [chat(weights=[1.0] * 30)], "100 % of the 30 tokens of chat data set a"),
     ("all but BOS", [chat(weights=[0.0] + [1.0] * 29)], "100 % of the 30 tokens"),
     (
         "no stop",
         [chat(weights=[0.0] * 10 + [1.0] * 19 + [0.0])] * 2,
-        "no stop token is learned in any of the 2 documents of data set a",
+        "no stop token is trained on in any of the 2 documents of data set a",
     ),
     ("no document", [], "no document of data set a is left to train on (8 rows"),
 ]
@@ -185,16 +188,16 @@ def test_a_mask_that_cannot_be_meant_stops_the_run(docs: list[Doc], problem: str
         assert run_audit(docs, [chat()], datasets=[raw]).problems == []
 
 
-def test_what_was_asked_for_is_no_mistake() -> None:
+def test_what_was_requested_is_not_a_mistake() -> None:
     everything, no_stop = chat(weights=[1.0] * 30), chat(weights=[0.0] * 10 + [1.0] * 19 + [0.0])
-    assert run_audit([everything], asked=Asked(learns_prompts=True)).problems == []
-    assert run_audit([everything], asked=Asked(is_encoder_decoder=True)).problems == []
-    found = run_audit([no_stop], asked=Asked(train_on_eos="none"))
+    assert run_audit([everything], run=RunSettings(trains_prompts=True)).problems == []
+    assert run_audit([everything], run=RunSettings(is_encoder_decoder=True)).problems == []
+    found = run_audit([no_stop], run=RunSettings(train_on_eos="none"))
     assert found.problems == []
-    assert "no stop token is learned (data.train_on_eos=none)" in found.warnings[0]
+    assert "no stop token is trained on (data.train_on_eos=none)" in found.warnings[0]
     some = run_audit([no_stop, chat()])
     assert some.problems == []
-    assert "in 1 of 2 documents the last learned token is no stop token" in some.warnings[0]
+    assert "in 1 of 2 documents the last trained token is no stop token" in some.warnings[0]
 
 
 SHARED_WORDS = list(range(50_000, 50_020))
@@ -284,7 +287,7 @@ def test_the_document_that_shares_most_is_named() -> None:
     assert "first val.jsonl:1 with train.jsonl:2" in found.warnings[0]
 
 
-def test_words_that_many_documents_share_are_scaffolding() -> None:
+def test_words_that_many_documents_share_are_boilerplate() -> None:
     system = RANDOM.integers(100, 30_000, 20).tolist()
     prompted = [with_words(system, at=0) for _ in range(8)]
     assert run_audit(prompted[:5], prompted[5:]).datasets[0].overlapping == 0
@@ -299,9 +302,9 @@ HEADER = list(range(40_000, 40_030))
 """what a chat template writes before every prompt"""
 
 
-def answered(asked: Sequence[int], answer: Sequence[int], dataset: int = 0) -> Doc:
-    """A document as a template writes it: header, prompt, a few words more, and a learned answer"""
-    prompt = [*HEADER, *asked, *range(41_000, 41_005)]
+def answered(run: Sequence[int], answer: Sequence[int], dataset: int = 0) -> Doc:
+    """A document as a template writes it: header, prompt, a few words more, and a trained answer"""
+    prompt = [*HEADER, *run, *range(41_000, 41_005)]
     return Doc([*prompt, *answer, STOP], [0] * len(prompt) + [1] * (len(answer) + 1), dataset)
 
 
@@ -327,13 +330,13 @@ def test_a_template_is_no_overlap_however_few_the_documents(num_train: int) -> N
 
 @pytest.mark.parametrize("num_train", [1, 2, 3, 8, 21, 60])
 def test_a_planted_leak_is_found_however_few_the_documents(num_train: int) -> None:
-    asked, answer = words(25), words(40)
+    run, answer = words(25), words(40)
     others = [answered(words(25), words(40)) for _ in range(num_train - 1)]
-    held_out = [answered(words(25), words(40)), answered(asked, [*answer[:-1], 5])]
-    for leaked in (answered(asked, answer), answered(words(10), answer)):
+    held_out = [answered(words(25), words(40)), answered(run, [*answer[:-1], 5])]
+    for leaked in (answered(run, answer), answered(words(10), answer)):
         assert run_audit([*others, leaked], held_out).datasets[0].overlapping == 1
     # A question with another answer is told from the header when there is another row.
-    same_question = answered(asked, words(40))
+    same_question = answered(run, words(40))
     wanted = int(num_train > 1)
     assert run_audit([*others, same_question], held_out).datasets[0].overlapping == wanted
     # To the token it is found at any length and in any number.
@@ -349,7 +352,7 @@ def test_documents_shorter_than_the_words_are_compared_whole() -> None:
 
 
 def grams_of(doc: Doc, ngram: int) -> dict[tuple[int, ...], bool]:
-    """Return a document's n-grams, and whether any of each holds a learned token."""
+    """Return a document's n-grams, and whether any of each holds a trained token."""
     found: dict[tuple[int, ...], bool] = {}
     for i in range(len(doc.ids) - ngram + 1):
         gram = tuple(doc.ids[i : i + ngram])
@@ -360,16 +363,16 @@ def grams_of(doc: Doc, ngram: int) -> dict[tuple[int, ...], bool]:
 def reference(
     train: list[Doc], held_out: list[Doc], ngram: int, min_share: float, few: int
 ) -> list[bool]:
-    """Which held-out documents share enough n-grams that are no scaffolding, by Python sets."""
+    """Which held-out documents share enough n-grams that are no boilerplate, by Python sets."""
     known: set[tuple[int, ...]] = set()
     common: set[tuple[int, ...]] = set()
     for side in ([doc for doc in train if doc.dataset == number] for number in (0, 1)):
         grams = [grams_of(doc, ngram) for doc in side]
         counts = Counter(gram for each in grams for gram in each)
-        learned = {gram for each in grams for gram in each if each[gram]}
+        trained_grams = {gram for each in grams for gram in each if each[gram]}
         common |= {gram for gram, count in counts.items() if count > max(2, 0.1 * len(side))}
         most_prompts = min(1, len(side) - 1) if len(side) <= few else len(side)
-        known |= {g for g, count in counts.items() if g in learned or count <= most_prompts}
+        known |= {g for g, count in counts.items() if g in trained_grams or count <= most_prompts}
     of_held_out = Counter(gram for doc in held_out for gram in grams_of(doc, ngram))
     common_here = {g for g, count in of_held_out.items() if count > max(2, 0.1 * len(held_out))}
     copies = {tuple(doc.ids) for doc in train}
@@ -387,8 +390,8 @@ def reference(
 def documents(draw: st.DrawFn, num_datasets: int) -> list[Doc]:
     docs = []
     for ids in draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=8)):
-        asked = draw(st.integers(0, len(ids)))
-        weights = [0.0] * asked + [1.0] * (len(ids) - asked)
+        run = draw(st.integers(0, len(ids)))
+        weights = [0.0] * run + [1.0] * (len(ids) - run)
         docs.append(Doc(ids, weights, draw(st.integers(0, num_datasets - 1))))
     return docs
 
@@ -411,7 +414,7 @@ def test_overlap_is_that_of_plain_sets(
         mock.patch.object(overlap, "FEW_DOCUMENTS", few),
     ):
         found = find_overlap(*sides, ngram, min_share=min_share, **limits)
-        bulk = find_overlap(*map(BulkSide.of, sides), ngram, min_share=min_share, **limits)
+        bulk = find_overlap(*map(BulkSide.count_of, sides), ngram, min_share=min_share, **limits)
     assert found.flagged.tolist() == reference(train, held_out, ngram, min_share, few)
     assert bulk.partner.tolist() == found.partner.tolist()
 
@@ -420,7 +423,7 @@ class BulkSide(Side):
     """A side that gives the ids of many documents at once."""
 
     @classmethod
-    def of(cls, side: Side) -> BulkSide:
+    def count_of(cls, side: Side) -> BulkSide:
         return cls(side.docs, side.file)
 
     def token_ids(self, indices: Any) -> tuple[Any, Any]:
@@ -453,7 +456,7 @@ def test_pieces_of_one_row_are_no_duplicates_of_each_other() -> None:
     assert found.datasets[0].duplicates == 1
     assert "first t.jsonl:3, the same as t.jsonl:1" in found.warnings[0]
     (line,) = [line for line in found.lines() if line.startswith("warning")]
-    wanted = "warning: a: 1 of 4 training documents are there already, first t.jsonl:3, the same as"
+    wanted = "warning: a: 1 of 4 training examples are duplicates, first t.jsonl:3, the same as"
     assert line == f"{wanted} :1; remove them"
 
 
@@ -493,12 +496,12 @@ LOST: list[tuple[DatasetFacts, bool, str]] = [
 @pytest.mark.parametrize(
     ("lost", "is_pair", "said"), LOST, ids=["text", "chat", "cut", "encoder-decoder"]
 )
-def test_tokens_lost_with_long_rows_are_said_first(
+def test_tokens_lost_with_long_rows_are_reported_first(
     lost: DatasetFacts, is_pair: bool, said: str
 ) -> None:
     noted = replace(lost, notes={"lost_system": (3, "a.jsonl:2")})
-    asked = Asked(sequence_len=512, is_encoder_decoder=is_pair)
-    found = run_audit([chat(), chat()], [chat()], datasets=[noted], asked=asked)
+    run = RunSettings(sequence_len=512, is_encoder_decoder=is_pair)
+    found = run_audit([chat(), chat()], [chat()], datasets=[noted], run=run)
     sentence = f"a: 419 of 1,160 rows (93% of the tokens) {said}"
     assert found.warnings[0] == f"{sentence}; the longest has 2,201 tokens"
     lines = found.lines()
@@ -535,7 +538,7 @@ def test_many_data_sets_take_a_line_a_kind() -> None:
     train += [chat(dataset=number) for number in range(11)]
     several = [long_rows(name, is_chat=name.endswith("0")) for name in names]
     several = [replace(one, notes={"lost_tools": (2, f"{one.path}:5")}) for one in several]
-    found = run_audit(train, held_out, datasets=several, asked=Asked(sequence_len=512))
+    found = run_audit(train, held_out, datasets=several, run=RunSettings(sequence_len=512))
     lines = [line for line in found.lines() if line.startswith("warning")]
     assert len(lines) == 4, "too long: chat and text; tools; overlap"
     assert max(map(len, lines)) <= 280, "these names are long"
@@ -563,11 +566,11 @@ def test_places_are_short_and_a_file_is_named_once(
     deep = f"{tmp_path}/a/folder/below/the/working/directory/d.jsonl"
     assert short_file(deep) == "a/folder/below/the/working/directory/d.jsonl"
     far = "/somewhere/that/is/far/away/from/here/or/there/text/c4 demo.jsonl"
-    assert short_places([f"{here}:23 68", f"{here}:27 68", f"{far}:3 <s>:1", f"{here}:1"]) == [
+    assert short_paths([f"{here}:23 68", f"{here}:27 68", f"{far}:3 <s>:1", f"{here}:1"]) == [
         *("data/orders.jsonl:23 68", ":27 68", ".../text/c4 demo.jsonl:3 <s>:1"),
         "data/orders.jsonl:1",
     ]
-    assert short_places(["/a/b/c.json:1", "no place", "s3://bucket/x.json:2"]) == [
+    assert short_paths(["/a/b/c.json:1", "no place", "s3://bucket/x.json:2"]) == [
         *("/a/b/c.json:1", "no place", "s3://bucket/x.json:2")
     ]
     longest = [(90, f"{far}:7"), (80, f"{far}:9"), (70, f"{here}:1")]
@@ -583,7 +586,7 @@ def test_of_nothing_there_is_no_table() -> None:
     assert audit.Audit(datasets=[]).lines() == audit.Audit(datasets=[]).full_lines() == []
 
 
-def test_too_many_tokens_are_searched_in_part_and_this_is_said() -> None:
+def test_too_many_tokens_are_searched_in_part_and_this_is_reported() -> None:
     train = [chat(50) for _ in range(40)]
     with mock.patch.object(audit, "MAX_TRAIN_TOKENS", 1000):
         near = [replace(doc, ids=[7, *doc.ids[1:]]) for doc in train[:2]]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from data_modules.messages import DataError
 from data_modules.tokens.cache import Key, code_version, open_or_make
-from data_modules.types import DataError
 from tests.processes import LONGEST
 
 PARTS = {
@@ -43,7 +43,7 @@ def refuse(folder: Path) -> None:
 def test_the_second_call_finds_it(tmp_path: Path) -> None:
     folder, how = open_or_make(tmp_path, KEY, make)
     assert (folder / "tokens").read_text() == "whole"
-    assert how == "prepared (not in the cache yet)"
+    assert how == "tokenized (now cached)"
     assert open_or_make(tmp_path, KEY, refuse) == (folder, "found in the cache")
 
 
@@ -59,14 +59,14 @@ def test_the_second_call_finds_it(tmp_path: Path) -> None:
             "settings changed: sequence_len",
         ),
         (changed(versions={"tokenizers": "2"}), "library versions changed: tokenizers"),
-        (dataclasses.replace(KEY, path="b.jsonl"), "not in the cache yet"),
-        (dataclasses.replace(KEY, split="test"), "not in the cache yet"),
+        (dataclasses.replace(KEY, path="b.jsonl"), "now cached"),
+        (dataclasses.replace(KEY, split="test"), "now cached"),
     ],
 )
 def test_a_miss_says_what_changed(tmp_path: Path, key: Key, why: str) -> None:
     open_or_make(tmp_path, KEY, make)
     _, how = open_or_make(tmp_path, key, make)
-    assert how == f"prepared ({why})"
+    assert how == f"tokenized ({why})"
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
     found = sorted(results.get(timeout=LONGEST) for _ in processes)
     for process in processes:
         process.join()
-    others = [("prepared by another process", "whole")] * 2
-    assert found == [("prepared (not in the cache yet)", "whole"), *others]
+    others = [("tokenized by another process", "whole")] * 2
+    assert found == [("tokenized (now cached)", "whole"), *others]
 
 
 def _make_forever(folder: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     process.join()
     folder, how = open_or_make(tmp_path, KEY, make)
     assert (folder / "tokens").read_text() == "whole"
-    assert how == "prepared (not in the cache yet)"
+    assert how == "tokenized (now cached)"
     assert not list(tmp_path.glob("*.tmp-*"))
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path) -> None:
             (folder / "tokens").write_text("who")
         else:
             (folder / ("tokens" if damage == "gone" else "key.json")).unlink()
-        assert open_or_make(tmp_path, KEY, make) == (folder, "prepared (the entry was damaged)")
+        assert open_or_make(tmp_path, KEY, make) == (folder, "tokenized (the entry was damaged)")
         assert (folder / "tokens").read_text() == "whole"
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from data_modules.collator import Collator
-from data_modules.types import Batch, Example, Origin
+from data_modules.collator import Batch, Collator
+from data_modules.messages import Origin
+from data_modules.types import Example
 
 
 def make_example(ids: list[int], weights: list[float], dataset: int = 0) -> Example:
@@ -46,7 +47,7 @@ def test_padded_rows() -> None:
     assert batch.num_tokens == 7
 
 
-def test_end_token_that_is_also_the_pad_token_is_learned() -> None:
+def test_end_token_that_is_also_the_pad_token_is_trained_on() -> None:
     ended = make_example([1, 2, 99], [0, 1, 1])
     batch = Collator(99, packed=False)([[ended], [SECOND]], 1.0)
     assert batch.labels[0].tolist() == [2, 99, -100, -100]

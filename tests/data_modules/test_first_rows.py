@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 
 from data_modules import (
+    BatchSpec,
     DataConfig,
     DatasetConfig,
     FinetuneDataModule,
+    ModelSpec,
     PackingConfig,
     check_datasets,
 )
+from data_modules.messages import DataError, Origin
 from data_modules.source import Limits, opening, read_chunks
 from data_modules.template import ChatTemplate
 from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
 from data_modules.tokens.rows import BadRows, FirstRows, Rejected
-from data_modules.types import DataError, Origin
 
 
 def write(file: Path, num_rows: int) -> Path:
@@ -64,11 +66,8 @@ def test_the_report_says_that_it_is_of_a_part(
         DataConfig(datasets=[DatasetConfig(path=str(file))], cache_dir=cache),
         PackingConfig(),
         tokenizer,
-        context_len=64,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        num_epochs=1,
-        max_steps=None,
+        ModelSpec(context_len=64),
+        BatchSpec(),
         seed=1,
         first_rows=first_rows,
     )

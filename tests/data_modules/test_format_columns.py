@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from data_modules.format import convert_row, guess_format, suggest_settings
 from data_modules.format.fields import read_path
-from data_modules.types import Conversation, Origin, Row
+from data_modules.messages import Origin
+from data_modules.types import Conversation, Row
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SQUAD = {"id": "7", "context": "c", "question": "q", "answers": {"text": ["a"], "start": [1]}}

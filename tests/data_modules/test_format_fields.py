@@ -19,7 +19,8 @@ from data_modules.format.fields import (
     read_path,
     read_weight,
 )
-from data_modules.types import Origin, Row
+from data_modules.messages import Origin
+from data_modules.types import Row
 
 KEYS = st.text(st.characters(codec="utf-8", exclude_characters="."), min_size=1, max_size=5)
 NESTED = st.recursive(
@@ -51,7 +52,7 @@ def test_every_path_is_found(values: dict[str, Any]) -> None:
 
 
 @given(st.dictionaries(KEYS, NESTED, min_size=1, max_size=4), st.data())
-def test_a_broken_path_is_told_with_its_deepest_part(
+def test_a_broken_path_is_reported_with_its_deepest_part(
     values: dict[str, Any], data: st.DataObject
 ) -> None:
     path, value = data.draw(st.sampled_from(paths(values)))
@@ -74,7 +75,7 @@ def test_a_broken_path_is_told_with_its_deepest_part(
         ("meta.empty.x", "missing 'meta.empty.x'; 'meta.empty' is null, with"),
     ],
 )
-def test_what_is_told_about_a_path(path: str, told: str) -> None:
+def test_problems_of_a_path(path: str, told: str) -> None:
     values = {"meta": {"question": "q", "empty": None}, "list": [{"a": 1}, 7]}
     with pytest.raises(MissingColumnError) as caught:
         read_path(values, path, "columns.output")
@@ -128,7 +129,7 @@ def test_what_is_no_number_is_no_weight(value: Any) -> None:
         read_weight(value, "weight")
 
 
-def test_json_is_read_or_its_fault_told() -> None:
+def test_json_is_read_or_its_fault_reported() -> None:
     assert read_json('{"a": [1]}', "x") == {"a": [1]}
     with pytest.raises(RowError, match=r"x is not JSON: Expecting value at character 7 of '\{"):
         read_json('{"a": }', "x")

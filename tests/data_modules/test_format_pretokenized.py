@@ -1,4 +1,4 @@
-"""Rows that are tokenised already."""
+"""Rows that are tokenized already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_modules.format import MissingColumnError, RowError, convert_row, guess_format
-from data_modules.types import Origin, Row, Tokens
+from data_modules.messages import Origin
+from data_modules.types import Row, Tokens
 
 ORIGIN = Origin("rows.parquet", 3)
 FLAGS = st.lists(st.booleans(), min_size=1, max_size=20)
@@ -55,7 +56,7 @@ def test_masks_and_weights_multiply() -> None:
     assert convert(row).weights == (0.0, 1.5, 6.0)
 
 
-def test_all_is_learned_when_the_labels_are_the_ids() -> None:
+def test_all_is_trained_on_when_the_labels_are_the_ids() -> None:
     assert convert({"input_ids": [5, 6]}, input_ids="input_ids", labels="input_ids") == Tokens(
         (5, 6), (1.0, 1.0), ORIGIN
     )
@@ -75,8 +76,8 @@ def test_all_is_learned_when_the_labels_are_the_ids() -> None:
         ({"labels": [6, -100]}, r"labels\[0\] is 6 and input_ids\[0\] is 5; a label is its own"),
         ({"labels": [5, -1]}, r"labels\[1\] is -1 and"),
         ({"attention_mask": [0, 0]}, "hides every token"),
-        ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "no run of 1"),
-        ({"attention_mask": [1, 2]}, "no run of 1"),
+        ({"input_ids": [5, 6, 7], "attention_mask": [1, 0, 1]}, "not one run of 1"),
+        ({"attention_mask": [1, 2]}, "not one run of 1"),
         ({"attention_mask": [1]}, "attention_mask has 1 numbers"),
         ({"weights": [1, float("nan")]}, "weights is nan"),
         ({"loss_mask": [1, -1]}, "loss_mask is -1"),
@@ -84,13 +85,13 @@ def test_all_is_learned_when_the_labels_are_the_ids() -> None:
         ({"loss_mask": [1]}, "loss_mask has 1 numbers"),
     ],
 )
-def test_what_is_told_about_tokens(values: dict[str, Any], told: str) -> None:
+def test_problems_of_tokens(values: dict[str, Any], told: str) -> None:
     row = {"input_ids": [5, 6], **values}
     row.setdefault("labels", row["input_ids"])
     with pytest.raises(RowError, match=told):
         convert(row)
 
 
-def test_ids_alone_do_not_say_what_is_learned() -> None:
+def test_ids_alone_do_not_say_what_is_trained_on() -> None:
     with pytest.raises(MissingColumnError, match="missing 'labels'; found"):
         convert({"input_ids": [5, 6]})

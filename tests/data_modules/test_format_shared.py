@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from data_modules.format import apply_columns, convert_row, guess_format
-from data_modules.types import Conversation, Item, Origin, Row
+from data_modules.messages import Origin
+from data_modules.types import Conversation, Item, Row
 from tests.data_modules.conftest import SHARED
 
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
@@ -74,7 +75,7 @@ def test_calls_and_tools_of_glaive() -> None:
         assert len(item.turns) == len(row["conversations"])
 
 
-def test_every_answer_of_the_oasst_trees_is_learned_once() -> None:
+def test_every_answer_of_the_oasst_trees_is_trained_on_once() -> None:
     name, trees = convert("chat/oasst_trees.jsonl")
     assert name == "oasst"
     for items, row in zip(trees, load("chat/oasst_trees.jsonl"), strict=True):

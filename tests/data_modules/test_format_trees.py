@@ -1,4 +1,4 @@
-"""Trees of replies: which conversations they are, and that no answer is learned twice."""
+"""Trees of replies: which conversations they are, and that no answer is trained on twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_modules.format import EmptyAnswerError, RowError, convert_row, guess_format
-from data_modules.types import Conversation, Origin, Row
+from data_modules.messages import Origin
+from data_modules.types import Conversation, Row
 
 ORIGIN = Origin("trees.jsonl", 1)
 
@@ -49,7 +50,7 @@ def test_each_path_is_a_conversation_and_each_turn_has_its_weight_once() -> None
     assert {item.weight for item in convert(tree, weight=0.5)} == {0.5}
 
 
-def test_a_shared_answer_is_learned_in_its_shortest_path() -> None:
+def test_a_shared_answer_is_trained_on_in_its_shortest_path() -> None:
     tree = ask("q", say("a", ask("r", say("long " * 9)), ask("s", say("b"), say("long"))))
     assert told(convert(tree)) == [
         [("q", 0.0), ("a", 0.0), ("r", None), ("long " * 9, None)],
@@ -84,7 +85,7 @@ def trees(answers: bool) -> st.SearchStrategy[dict[str, Any]]:
 
 
 @given(trees(answers=False), st.lists(st.integers(0, 30), min_size=1))
-def test_every_answer_is_learned_exactly_once(tree: dict[str, Any], sizes: list[int]) -> None:
+def test_every_answer_is_trained_on_exactly_once(tree: dict[str, Any], sizes: list[int]) -> None:
     kept: dict[str, set[str]] = {"user": set(), "assistant": set()}
     pairs = set()
     todo = [(tree, "", not tree.get("deleted") and tree.get("review_result", True))]
@@ -137,12 +138,12 @@ def test_every_answer_is_learned_exactly_once(tree: dict[str, Any], sizes: list[
         (say("a"), "an assistant turn comes before any user turn"),
     ],
 )
-def test_what_is_told_about_a_tree(tree: Any, error: str) -> None:
+def test_problems_of_a_tree(tree: Any, error: str) -> None:
     with pytest.raises(RowError, match=error):
         convert(tree)
 
 
-def test_an_empty_answer_in_a_tree_is_told() -> None:
+def test_an_empty_answer_in_a_tree_is_reported() -> None:
     with pytest.raises(
         EmptyAnswerError, match=r"prompt.replies\[1\] is an empty.*drop_empty=true or"
     ):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_modules.format import RowError, convert_row, guess_format
-from data_modules.types import Conversation, Origin, Row, ToolCall, Turn
+from data_modules.messages import Origin
+from data_modules.types import Conversation, Row, ToolCall, Turn
 
 ORIGIN = Origin("rows.jsonl", 7)
 ASK = {"role": "user", "content": "q"}
@@ -213,9 +214,7 @@ def test_the_result_of_a_call_without_a_number_needs_none() -> None:
 @pytest.mark.parametrize(
     ("turns", "told"),
     [
-        ([ASK, say(None)], r"messages\[1\].content is null, not text"),
         ([ASK, say(None, tool_calls=[])], r"messages\[1\].content is null, not text"),
-        ([{**ASK, "content": None}, say()], r"messages\[0\].content is null"),
         ([ASK, say(3, tool_calls=[CALL])], r"messages\[1\].content is int 3"),
         ([ASK, say(None, tool_calls=CALL)], r"\[1\].tool_calls is dict, not a list"),
         ([ASK, say(None, tool_calls=["x"])], r"tool_calls\[0\] is not JSON: Exp.* at character 1"),
@@ -225,7 +224,6 @@ def test_the_result_of_a_call_without_a_number_needs_none() -> None:
             r"tool_calls\[0\].arguments is not JSON: Expecting value at character 1 of 'a=1'",
         ),
         ([ASK, say(None, tool_calls=[call("x", "")])], r"arguments is not JSON: Expecting value"),
-        ([ASK, say(None, tool_calls=[call("x", "[1]")])], r"arguments is list, not an object"),
         ([ASK, say(None, tool_calls=[call("x", '{"a": NaN}')])], "cannot be written as JSON"),
         ([ASK, say(None, tool_calls=[{**call(), "id": 1}])], r"tool_calls\[0\].id is int 1; give"),
         ([{**ASK, "tool_calls": [CALL]}, say()], r"messages\[0\] is a turn of user with a call"),
@@ -233,15 +231,10 @@ def test_the_result_of_a_call_without_a_number_needs_none() -> None:
         ([ASK, {"from": "function_call", "value": "add"}], r"\[1\].value is not JSON"),
         ([ASK, {"from": "function_call", "value": "[]"}], r"\[1\].value is an empty list"),
         ([ASK, {"from": "function_call"}], r"\[1\].content is null; a call is"),
-        ([ASK, say(), RESULT], r"messages\[2\] is the result of a tool that no turn before it"),
         ([ASK, RESULT, say()], r"messages\[1\] is the result"),
         ([RESULT, ASK, say()], r"messages\[0\] is the result"),
         ([ASK, say(None, tool_calls=[CALL]), RESULT, say(), RESULT], r"messages\[4\] is the res"),
         ([ASK, say(None, tool_calls=[CALL]), ASK, RESULT], r"messages\[3\] is the result"),
-        (
-            [ASK, say(None, tool_calls=[call("x")]), {**RESULT, "tool_call_id": "y"}],
-            r"messages\[2\].tool_call_id is 'y'; the calls before it are x",
-        ),
         (
             [ASK, say(None, tool_calls=[call("x")]), RESULT, {**RESULT, "tool_call_id": "y"}],
             r"messages\[3\].tool_call_id is 'y'; the calls before it are x",
@@ -249,17 +242,15 @@ def test_the_result_of_a_call_without_a_number_needs_none() -> None:
         ([ASK, say([{"type": "text"}])], r"content\[0\] has no text; give it under 'text'"),
         ([ASK, say([{"type": "text", "text": 3}])], r"content\[0\] has int 3 where its text"),
         ([ASK, say([3])], r"content\[0\] is int: not supported"),
-        ([ASK, say([{"type": "image_url"}])], r"content\[0\] is image_url: not supported"),
         ([ASK, say(["a", {"type": "thinking", "text": "hm"}])], r"\[1\] is thinking after text"),
         ([ASK, say([{"type": "tool_call", **CALL}, "a"])], r"content\[1\] is text after a call"),
         (
             [ASK, say([{"type": "thinking", "text": "hm"}, "a"], reasoning="oh")],
             "thinks twice, in its parts and in reasoning",
         ),
-        ([ASK, say("a\x1b[0m")], r"messages\[1\].content has a control character, '.x1b', at .* 2"),
     ],
 )
-def test_what_is_told_about_turns(turns: list[Any], told: str) -> None:
+def test_problems_of_turns(turns: list[Any], told: str) -> None:
     with pytest.raises(RowError, match=told):
         convert(*turns)
 
@@ -275,6 +266,6 @@ def test_what_is_told_about_turns(turns: list[Any], told: str) -> None:
         ([{"name": "add", "x": float("inf")}], r"tools\[0\] cannot be written as JSON"),
     ],
 )
-def test_what_is_told_about_tools(tools: Any, told: str) -> None:
+def test_problems_of_tools(tools: Any, told: str) -> None:
     with pytest.raises(RowError, match=told):
         convert(ASK, say(), tools=tools)

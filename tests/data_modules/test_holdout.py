@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.packing.holdout import Sides, hold_out
-from data_modules.types import DataError
+from data_modules.messages import DataError
+from data_modules.packing.mixture import Split, hold_out
 
 
 def store(contents: list[int], documents_a_row: int = 1) -> Any:
@@ -22,7 +22,7 @@ def store(contents: list[int], documents_a_row: int = 1) -> Any:
     return SimpleNamespace(rows=rows, digests=digests)
 
 
-def sides_of(*stores: Any, size: float, max_rows: int | None = None, seed: int = 0) -> list[Sides]:
+def sides_of(*stores: Any, size: float, max_rows: int | None = None, seed: int = 0) -> list[Split]:
     names = [f"set{number}" for number in range(len(stores))]
     return hold_out(stores, names, names, [max_rows] * len(stores), size, seed)
 
@@ -55,11 +55,11 @@ def test_no_content_is_on_both_sides(
 
 
 @given(st.integers(2, 60), st.integers(1, 59), st.integers(0, 5))
-def test_rows_that_differ_are_held_out_to_the_number(count: int, asked: int, seed: int) -> None:
-    if asked >= count:
+def test_rows_that_differ_are_held_out_to_the_number(count: int, requested: int, seed: int) -> None:
+    if requested >= count:
         return
-    (side,) = sides_of(store(list(range(count))), size=asked, seed=seed)
-    assert side.validation.sum() == asked and side.training.sum() == count - asked
+    (side,) = sides_of(store(list(range(count))), size=requested, seed=seed)
+    assert side.validation.sum() == requested and side.training.sum() == count - requested
 
 
 def test_rows_alike_never_make_it_more_than_asked_for() -> None:
@@ -74,7 +74,7 @@ def test_rows_all_alike_hold_none_out() -> None:
     assert not side.validation.any() and side.training.all()
 
 
-def test_a_row_of_another_data_set_that_is_held_out_is_not_learned() -> None:
+def test_a_row_of_another_data_set_that_is_held_out_is_masked() -> None:
     sides = sides_of(store(list(range(20))), store(list(range(20))), size=4)
     repeated = [side.repeated_rows for side in sides]
     assert all(side.validation.sum() == 4 for side in sides)

@@ -64,7 +64,7 @@ def test_epochs_depend_on_the_seed_only() -> None:
     st.integers(0, 3),
     st.integers(1, 6),
 )
-def test_shares_are_those_asked_for(
+def test_shares_are_those_requested(
     sizes: list[int], kind: str, stop: str, temperature: float | None, seed: int, epochs: int
 ) -> None:
     """Within the rounding to whole documents, which later epochs make good."""
@@ -76,13 +76,13 @@ def test_shares_are_those_asked_for(
     mixture = Mixture(groups, weights, seed, config, lengths=lengths)
     units = lengths if kind == "tokens" else np.ones_like(lengths)
     size = np.array([units[group].sum() for group in groups], dtype=float)
-    asked = np.array(weights) * (1 if temperature is None else size ** (1 / temperature))
-    asked /= asked.sum()
+    requested = np.array(weights) * (1 if temperature is None else size ** (1 / temperature))
+    requested /= requested.sum()
     counts = count_seen(mixture, epochs, len(lengths))
     got = np.array([(counts * units)[group].sum() for group in groups])
-    whole = epochs * (max if stop == "all" else min)(size / asked)
+    whole = epochs * (max if stop == "all" else min)(size / requested)
     slack = int(units.max()) + 0.01
-    assert np.all(got >= asked * whole - 0.01) and np.all(got <= asked * whole + slack)
+    assert np.all(got >= requested * whole - 0.01) and np.all(got <= requested * whole + slack)
     assert all(np.ptp(counts[group]) <= 1 for group in groups)
     if stop == "all":
         assert all(mixture.epoch(0)[np.isin(mixture.epoch(0), g)].size >= len(g) for g in groups)
@@ -111,7 +111,7 @@ def test_tokens_are_shared_where_rows_differ_in_length() -> None:
     lengths = np.concatenate([np.full(5000, 20), np.full(400, 700)])
     mixture = Mixture(groups, [7, 3], 0, MixtureConfig(weights="tokens"), lengths=lengths)
     short, long = mixture.report(["short", "long"])
-    assert (short.asked, long.asked) == pytest.approx((0.7, 0.3))
+    assert (short.requested, long.requested) == pytest.approx((0.7, 0.3))
     assert (short.share_of_tokens, long.share_of_tokens) == pytest.approx((0.7, 0.3), abs=1e-3)
     assert long.epochs == 1.0 and long.rows_seen == 400
     assert short.tokens_seen == pytest.approx(280_000 * 7 / 3, abs=20)
@@ -183,9 +183,9 @@ def test_report_is_a_table() -> None:
     lengths = np.full(31, 100)
     mixture = Mixture(GROUPS, [1, 3], 0, MixtureConfig(weights="tokens"), lengths=lengths)
     assert describe_mixture(mixture.report(["lists", "orders"])) == [
-        "data set  rows  tokens  epochs  rows seen  of rows  of tokens   asked",
-        "lists       10   1,000       1         10   25.00%     25.00%  25.00%",
-        "orders      21   2,100    1.43         30   75.00%     75.00%  75.00%",
+        "data set  rows  tokens  epochs  rows seen  of rows  of tokens  requested",
+        "lists       10   1,000       1         10   25.00%     25.00%     25.00%",
+        "orders      21   2,100    1.43         30   75.00%     75.00%     75.00%",
     ]
 
 

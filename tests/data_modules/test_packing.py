@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.packing.bins import WORTH_IT, best_fit, next_fit, sort_order
+from data_modules.packing.bins import WORTH_IT, best_fit, next_fit, seeded_generator, sort_order
 from data_modules.packing.plan import (
     MicroBatch,
     PackingConfig,
@@ -20,7 +20,6 @@ from data_modules.packing.plan import (
     pack_documents,
     shard_packs,
 )
-from data_modules.types import seeded_generator
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=120)
 

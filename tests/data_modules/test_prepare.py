@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import DataError
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
 from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
-from data_modules.types import DataError, Example
+from data_modules.types import Example
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +39,6 @@ def prepare(config: DatasetConfig, tokenizer: Any, sequence_len: int, **data: An
     return prepare_dataset(config, settings, template, sequence_len, hash_of(tokenizer))
 
 
-LONG = {
-    "messages": [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "one two three " * 9},
-    ]
-}
-UNANSWERED = {"messages": [{"role": "user", "content": "one two " * 2}]}
-SAY = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one"}]}
-
-
 def rows_of(prepared: Prepared) -> list[list[Example]]:
     """Return the documents of each row."""
     rows: dict[int, list[Example]] = {}
@@ -56,8 +47,8 @@ def rows_of(prepared: Prepared) -> list[list[Example]]:
     return list(rows.values())
 
 
-def learned(prepared: Prepared, tokenizer: Any) -> list[str]:
-    """Return the learned text of each document."""
+def trained(prepared: Prepared, tokenizer: Any) -> list[str]:
+    """Return the trained text of each document."""
     return [
         tokenizer.decode(example.input_ids[example.weights > 0])
         for examples in rows_of(prepared)
@@ -73,7 +64,7 @@ def length(tokenizer: Any, text: str) -> int:
 
 def test_rows_become_examples(tmp_path: Path, tokenizer: Any) -> None:
     prepared = prepare(write(tmp_path / "d.jsonl", alpaca("one", "two")), tokenizer, 99)
-    assert learned(prepared, tokenizer) == ["one</s>", "two</s>"]
+    assert trained(prepared, tokenizer) == ["one</s>", "two</s>"]
     example = rows_of(prepared)[1][0]
     assert example.dataset == 3 and example.origin.line == 2
     assert (example.input_ids.dtype, example.weights.dtype) == ("int32", "float32")
@@ -85,7 +76,7 @@ def test_rows_without_an_answer_are_dropped_and_counted(tmp_path: Path, tokenize
     ask = {"messages": [{"role": "user", "content": "q"}]}
     say = {"messages": [*ask["messages"], {"role": "assistant", "content": "one"}]}
     prepared = prepare(write(tmp_path / "d.jsonl", [ask, say, ask]), tokenizer, 99)
-    assert learned(prepared, tokenizer) == ["one</s>"]
+    assert trained(prepared, tokenizer) == ["one</s>"]
     assert prepared.counts.empty == 2
     assert [origin[-2:] for origin in prepared.counts.empty_origins] == [":1", ":3"]
 
@@ -105,7 +96,7 @@ def test_long_rows(
     limit = length(tokenizer, "one two three") - 1
     config = write(tmp_path / "d.jsonl", alpaca("one", long))
     prepared = prepare(config, tokenizer, limit, on_long=on_long)
-    texts = learned(prepared, tokenizer)
+    texts = trained(prepared, tokenizer)
     assert texts[0] == kept[0] and len(texts) == len(kept)
     assert all(len(e[0].input_ids) <= limit for e in rows_of(prepared))
     if on_long == "truncate_right":
@@ -141,8 +132,8 @@ def test_each_piece_of_a_split_row_has_one_bos(
     assert len(pieces) > 1 and max(sizes) <= 8 and max(sizes) - min(sizes) <= 1
     bos = tokenizer.bos_token_id
     assert all(piece[0] == bos and bos not in piece[1:] for piece in pieces)
-    # Without loss: each token but the BOS is learned in one piece.
-    assert "".join(learned(prepared, tokenizer)) == text + "</s>"
+    # Without loss: each token but the BOS is trained on in one piece.
+    assert "".join(trained(prepared, tokenizer)) == text + "</s>"
 
 
 def test_cut_on_the_left_keeps_the_bos(tmp_path: Path, make_tokenizer: Callable[..., Any]) -> None:
@@ -161,85 +152,11 @@ def test_longest_row_is_named(tmp_path: Path, tokenizer: Any) -> None:
     assert [origin[-2:] for _, origin in counts.longest] == [":3", ":4", ":2", ":1"]
 
 
-def test_answer_cut_away_counts_as_nothing_to_learn(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [*alpaca("one"), {"instruction": "one two " * 50, "output": "two"}]
-    limit = length(tokenizer, "one")
-    config = write(tmp_path / "d.jsonl", rows)
-    prepared = prepare(config, tokenizer, limit, on_long="truncate_right")
-    assert learned(prepared, tokenizer) == ["one</s>"]
-    assert (prepared.counts.truncated, prepared.counts.empty) == (1, 1)
-
-
-def test_long_rows_can_be_an_error(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one", "one two three " * 9))
-    with pytest.raises(
-        DataError, match=r"1 rows are longer than 30 tokens.*d.jsonl:2, has \d+ tok"
-    ):
-        prepare(config, tokenizer, 30, on_long="error")
-
-
-def test_data_set_that_becomes_empty_is_an_error(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", [LONG, UNANSWERED])
-    with pytest.raises(
-        DataError, match=r"no row of 2 is left: 1 are longer than 30 tokens.*1 have nothing"
-    ):
-        prepare(config, tokenizer, 30)
-
-
-def test_dropped_share(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", [SAY, SAY, SAY, UNANSWERED])
-    prepare(config, tokenizer, 99, max_dropped_share=0.25)
-    with pytest.raises(DataError, match=r"1 of 4 rows are dropped \(25.0%\).*max_dropped_share"):
-        prepare(config, tokenizer, 99, max_dropped_share=0.2)
-
-
-def test_control_tokens_in_the_text_are_counted(tmp_path: Path, tokenizer: Any) -> None:
-    rows = alpaca("one", "two </s> one", "three")
-    rows[2]["instruction"] = "what is </s>?"
-    counts = prepare(write(tmp_path / "d.jsonl", rows), tokenizer, 99).counts
-    count, first = counts.notes["control_token"]
-    assert count == 2 and first.endswith("d.jsonl:2 </s>")
-    clean = prepare(write(tmp_path / "e.jsonl", alpaca("one", "two")), tokenizer, 99).counts
-    assert not clean.notes
-
-
 def test_missing_mapped_column_names_its_row(tmp_path: Path, tokenizer: Any) -> None:
     config = write(tmp_path / "d.jsonl", alpaca("one"))
     config.columns = {"output": "a"}
     with pytest.raises(DataError, match=r"d\.jsonl:1 missing 'a'"):
         prepare(config, tokenizer, 99)
-
-
-def test_an_empty_answer_is_an_error_or_dropped(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one", " "))
-    with pytest.raises(DataError, match=r"d\.jsonl:2 "):
-        prepare(config, tokenizer, 99)
-    prepared = prepare(config, tokenizer, 99, drop_empty=True)
-    assert learned(prepared, tokenizer) == ["one</s>"]
-    assert (prepared.counts.rows, prepared.counts.empty) == (2, 1)
-    assert prepared.counts.empty_origins[0].endswith("d.jsonl:2")
-
-
-def test_bad_rows_stop_the_run_or_are_put_aside(tmp_path: Path, tokenizer: Any) -> None:
-    config = write(tmp_path / "d.jsonl", [*alpaca("one", "two"), {"x": 1}, {"x": 2}])
-    with Path(config.path).open("a") as file:
-        file.write('{"instruction": "q", "output": }\n')
-    with pytest.raises(DataError) as caught:
-        prepare(config, tokenizer, 99)
-    assert [problem.split("/")[-1][:18] for problem in caught.value.problems] == [
-        "d.jsonl:5:32 inval",
-        "d.jsonl:3 missing ",
-    ]
-    prepared = prepare(config, tokenizer, 99, on_bad_row="quarantine")
-    assert learned(prepared, tokenizer) == ["one</s>", "two</s>"]
-    assert prepared.counts.rejected == 3
-    lines = (prepared.folder / "rejected.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    assert [row["origin"].split("/")[-1] for row in rows] == ["d.jsonl:3", "d.jsonl:4", "d.jsonl:5"]
-    assert "missing 'instruction'" in rows[0]["problem"] and rows[2]["row"].startswith("{")
-    none = write(tmp_path / "n.jsonl", [{"messages": 1}, {"messages": 2}])
-    with pytest.raises(DataError, match="all 2 rows are bad"):
-        prepare(none, tokenizer, 99, on_bad_row="quarantine")
 
 
 def test_many_rows_come_the_same_from_several_processes(
@@ -253,15 +170,15 @@ def test_many_rows_come_the_same_from_several_processes(
     several = prepare(config, tokenizer, 200, num_proc=3, cache_dir=str(tmp_path / "several"))
     assert one.counts == several.counts
     assert one.counts.dropped == 1 and one.counts.kept == 899
-    assert learned(one, tokenizer) == learned(several, tokenizer)
+    assert trained(one, tokenizer) == trained(several, tokenizer)
     assert one.store.lines.tolist() == [line for line in range(1, 901) if line != 701]
     assert one.store.rows.tolist() == several.store.rows.tolist()
     assert one.store.rows.tolist() == [line - 1 for line in one.store.lines.tolist()]
 
 
-def test_what_changes_the_tokens_is_prepared_again(tmp_path: Path, tokenizer: Any) -> None:
+def test_what_changes_the_tokens_is_tokenized_again(tmp_path: Path, tokenizer: Any) -> None:
     config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
-    assert prepare(config, tokenizer, 99).how == "prepared (not in the cache yet)"
+    assert prepare(config, tokenizer, 99).how == "tokenized (now cached)"
     assert prepare(config, tokenizer, 99).how == "found in the cache"
     assert "settings changed: sequence_len" in prepare(config, tokenizer, 98).how
     again = prepare(config, tokenizer, 99, train_on_inputs=True)
@@ -269,20 +186,7 @@ def test_what_changes_the_tokens_is_prepared_again(tmp_path: Path, tokenizer: An
     write(tmp_path / "d.jsonl", alpaca("one", "three"))
     changed = prepare(config, tokenizer, 99)
     assert "the data changed" in changed.how
-    assert learned(changed, tokenizer) == ["one</s>", "three</s>"]
-
-
-def test_a_file_that_changes_meanwhile_is_named(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = write(tmp_path / "d.jsonl", alpaca("one", "two"))
-    hashes = iter(["a" * 64, "b" * 64])
-    monkeypatch.setattr(
-        "data_modules.tokens.prepare.source.fingerprint", lambda *_, **__: next(hashes)
-    )
-    with pytest.raises(DataError, match=r"d\.jsonl: changed while it was being read"):
-        prepare(config, tokenizer, 99)
-    assert not list((tmp_path / "cache").glob("*.tmp*"))
+    assert trained(changed, tokenizer) == ["one</s>", "three</s>"]
 
 
 @pytest.mark.parametrize("on_long", ["split", "truncate_left"])
@@ -298,13 +202,13 @@ def test_a_row_that_begins_without_a_bos_gets_none(
     assert all((piece.weights == 1).all() for piece in pieces)
 
 
-def test_branches_of_a_tree_that_are_too_long_are_said(tmp_path: Path, tokenizer: Any) -> None:
+def test_branches_of_a_tree_that_are_too_long_are_reported(tmp_path: Path, tokenizer: Any) -> None:
     long = {"text": "one two " * 90, "role": "assistant", "replies": []}
     short = {"text": "three", "role": "assistant", "replies": []}
     prompt = {"text": "q", "role": "prompter", "replies": [long, short]}
     config = write(tmp_path / "d.jsonl", [{"message_tree_id": "1", "prompt": prompt}])
     prepared = prepare(config, tokenizer, 40)
-    assert learned(prepared, tokenizer) == ["three</s>"]
+    assert trained(prepared, tokenizer) == ["three</s>"]
     counts = prepared.counts
     assert (counts.dropped, counts.truncated, counts.notes["branch_dropped"][0]) == (0, 0, 1)
     with pytest.raises(DataError, match="1 rows are longer than 40 tokens"):

@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_modules.messages import DataError
 from data_modules.source import opening
 from data_modules.source.chunks import BadRow, Chunk
 from data_modules.source.opening import Budget
-from data_modules.source.readers import count_rows, read_file
-from data_modules.types import DataError, Row
+from data_modules.source.source import count_rows, read_file
+from data_modules.types import Row
 
 ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]
 
@@ -117,28 +118,21 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
         ("d.jsonl.zst", b'{"a": 1}', "d.jsonl.zst: is not zstd-compressed; name it without .zst"),
         ("d.jsonl", zst(b'{"a": 1}'), "d.jsonl: is zstd-compressed; name it .zst"),
         ("d.json.gz", zst(b'[{"a": 1}]'), "d.json.gz: is zstd-compressed; name it .zst"),
-        ("d.json.gz", b'[{"a": 1}]', "d.json.gz: is not gzip-compressed; name it without .gz"),
-        ("d.csv.gz", gzip.compress(b"a\n1\n", mtime=0)[:-6], "d.csv.gz: cannot be read to its end"),
         ("d.csv.zst", zst(b"a\n1\n" * 99)[:-6], "d.csv.zst: cannot be read: Truncated"),
-        ("d.jsonl", CONTENTS["d.parquet"], "d.jsonl: is a parquet file; name it .parquet"),
         ("d.csv", CONTENTS["d.arrow"], "d.csv: is an arrow file; name it .arrow"),
         ("d.csv", b"PK\x03\x04....", "d.csv: is a zip archive; unpack it"),
         ("d.jsonl", '{"a": 1}'.encode("utf-16-le"), "d.jsonl: is UTF-16; save it as UTF-8"),
-        ("d.csv", "a,b\n".encode("utf-16-be"), "d.csv: is UTF-16; save it as UTF-8"),
-        ("d.jsonl", b'[\n{"a": 1}\n]\n', "d.jsonl: holds a JSON array, not one row a line"),
         ("d.csv", b"a,b\r1,2\r", "d.csv: its lines end in CR alone; save it with LF"),
-        ("d.csv", b"a;b\n1;2\n", "d.csv:1 has one column, 'a;b'; are its cells cut at ';'?"),
         ("d.csv", b"a\tb\n1\t2\n", "d.csv:1 has one column, 'a\\tb'; are its cells cut at '\\t'?"),
         ("d.tsv", b"a,b\n1,2\n", "d.tsv:1 has one column, 'a,b'; are its cells cut at ','?"),
         ("d.csv", b"a,b,a\n1,2,3\n", "d.csv:1 column 'a' stands twice in the header (a, b, a)"),
-        ("d.csv", b"a,b\n'x, y',2\n", "d.csv:2 3 cells, the header has 2 (a, b)"),
         ("d.tsv", b"a\tb\n1\n", "d.tsv:2 1 cells, the header has 2 (a, b); quote cells that hold"),
         ("d.csv", b'a,b\n1,2\n"x"y,2\n', "d.csv:3 broken CSV: ',' expected after '\"'; is a quote"),
         ("d.csv", b'a,b\n"x\n\xe9",2\n', "d.csv:3 byte 0xE9 at column 1 is not UTF-8"),
         ("d.csv", b"\xe9,b\n1,2\n", "d.csv:1 byte 0xE9 at column 1 is not UTF-8"),
         ("d.txt", b"one\ntwo\n\nthr\xe9e\n", "d.txt:4 byte 0xE9 at column 4 is not UTF-8"),
-        ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: is no arrow file that can be read"),
-        ("d.arrow", b"", "d.arrow: is no arrow file that can be read"),
+        ("d.arrow", b"ARROW1\0\0nonsense", "d.arrow: not a readable arrow file"),
+        ("d.arrow", b"", "d.arrow: not a readable arrow file"),
         (
             "d.jsonl",
             b'{"a": ' + b"1" * 5000 + b"}",
@@ -149,6 +143,13 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
             b'[{"a": ' + b"1" * 5000 + b"}]",
             "d.json:1 holds a number of more than 4,300 digits",
         ),
+        ("d.json", b'[{"a": 1},', "d.json:1:11 invalid JSON"),
+        ("d.json", b'[{"a": 1},\n', "d.json:2:1 invalid JSON"),
+        (
+            "d.json",
+            b'[{"a": 1},\n{"a": "caf\xe9"}]',
+            "d.json:2 byte 0xE9 at column 11 is not UTF-8",
+        ),
         ("d.jsonl", b'{"a": 1} x\n', "d.jsonl:1:10 invalid JSON: Extra data, near `{"),
         ("d.jsonl", b'{"a": 1} \r\n{"a": 2}{}\n', "d.jsonl:2:9 invalid JSON: Extra data"),
         (
@@ -158,7 +159,7 @@ def test_packed_files_written_in_pieces_are_read_to_the_end(tmp_path: Path) -> N
         ),
     ],
 )
-def test_what_is_told_about_bytes_that_are_not_what_their_name_says(
+def test_problems_of_bytes_that_are_not_what_their_name_says(
     tmp_path: Path, name: str, content: bytes, told: str
 ) -> None:
     assert problems_of(tmp_path / name, content)[0].startswith(told)
@@ -261,7 +262,7 @@ def test_text_without_blank_lines_is_a_row_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_wait_as_bytes_until_they_are_asked_for(tmp_path: Path) -> None:
+def test_lines_wait_as_bytes_until_they_are_needed(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(b"never parsed\n" * 300_000)
     chunks = list(read_file(file))

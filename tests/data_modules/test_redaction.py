@@ -7,8 +7,7 @@ import json
 import pytest
 
 from data_modules import redact, redacted
-from data_modules.redaction import REDACTED, holds_token, redacted_keys
-from data_modules.types import DataError
+from data_modules.messages import REDACTED, DataError, holds_token, redacted_keys
 
 SECRET = "Zq7planted0secret9"
 JWT = f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.{SECRET}"

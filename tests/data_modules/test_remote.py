@@ -12,8 +12,8 @@ import pytest
 
 from app.process.errors import ENVIRONMENT_ERROR, exit_code
 from app.process.reporting import report
+from data_modules.messages import DataError, RemoteError
 from data_modules.source import Limits, fingerprint, read_chunks
-from data_modules.types import DataError, RemoteError
 
 ROW = b'{"a": 1}\n'
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
@@ -144,7 +144,9 @@ def test_a_server_that_misbehaves_is_given_up(name: str) -> None:
     assert "word" not in said and "secret" not in said
 
 
-def test_what_is_said_is_one_message_of_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_one_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert report(RemoteError(["a.jsonl: is slow", "b.jsonl: is silent"])) == ENVIRONMENT_ERROR
     said = capsys.readouterr().err
     assert said == "error (the environment): a.jsonl: is slow\n  b.jsonl: is silent\n"

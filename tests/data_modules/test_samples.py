@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from data_modules.samples import phrasing
-from data_modules.samples.corpus import (
+from data_modules.source.corpus import (
     ANSWER_WEIGHT,
     CORPORA,
+    SAMPLES,
     TEXT_WEIGHT,
     Document,
     read_corpus,
-    skills_corpus,
+    words,
 )
-from data_modules.samples.skills import CITIES, JOBS, NAMES, SKILLS
 from tools.tiny_base import write
 from tools.tiny_base.probes import GATE, probe_rows
+from tools.tiny_base.tokenizer import skills_corpus
 
-SAMPLES = write.FOLDER
+NAMES, CITIES, JOBS = (words()[kind] for kind in ("names", "cities", "jobs"))
 DATA_FILES = ("lists", "orders", "people")
 NUM_DOCUMENTS = 5_000
 
@@ -47,8 +47,8 @@ def read_pairs(stem: str) -> list[tuple[str, str]]:
     return [(human["value"], gpt["value"]) for human, gpt in turns]
 
 
-def words_in(text: str, words: tuple[str, ...]) -> list[str]:
-    return re.findall(rf"\b(?:{'|'.join(words)})\b", text)
+def words_in(text: str, known: list[str]) -> list[str]:
+    return re.findall(rf"\b(?:{'|'.join(known)})\b", text)
 
 
 def lists_in(text: str) -> list[str]:
@@ -147,7 +147,7 @@ def test_the_corpus_shows_no_wording_of_the_tuning_rows(documents: list[Document
     corpus = "\n".join(map(text_of, documents))
     assert not [wording for wording in wordings if wording in corpus]
     assert "<|im_start|>" not in corpus and "?" not in corpus
-    assert not set(write.PERSON_SENTENCES) & set(phrasing.PERSON_FACTS)
+    assert not set(write.PERSON_SENTENCES) & set(words()["person_facts"])
 
 
 def test_the_corpus_is_the_same_each_time_and_grows_at_its_end(documents: list[Document]) -> None:
@@ -168,10 +168,10 @@ def test_each_document_ends_with_an_answer_of_full_weight(documents: list[Docume
         assert document["segments"][-1]["weight"] == ANSWER_WEIGHT
 
 
-@pytest.mark.parametrize("skill", SKILLS)
+@pytest.mark.parametrize("skill", GATE)
 def test_probes_ask_held_out_problems(skill: str) -> None:
     rows = probe_rows(skill)
-    assert len(rows) == 200 and rows == probe_rows(skill) and skill in GATE
+    assert len(rows) == 200 and rows == probe_rows(skill)
     assert all(is_held_out(problem_in(row["prompt"])) for row in rows)
 
 
@@ -179,8 +179,8 @@ def test_the_tokenizer_keeps_copied_words_in_pieces_and_digits_single() -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(SAMPLES / "tiny_base")
     assert len(tokenizer) <= 768
-    for words in (NAMES, CITIES, JOBS):
-        assert sum(len(tokenizer(word).input_ids) for word in words) / len(words) >= 3.0
+    for copied in (NAMES, CITIES, JOBS):
+        assert sum(len(tokenizer(word).input_ids) for word in copied) / len(copied) >= 3.0
     assert tokenizer.tokenize("4 17") == ["4", "Ġ", "1", "7"]
     for text in ("Where does Ursula live?\n", "Grüße, 東京 🙂"):
         assert tokenizer.decode(tokenizer(text).input_ids) == text

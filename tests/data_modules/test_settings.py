@@ -68,7 +68,7 @@ def test_check_tells_all_problems_of_all_data_sets(tmp_path: Path) -> None:
         "(1 rows are of format alpaca, first e.jsonl:1)",
     ]
     assert "c.jsonl: no such file" in found[1]
-    assert "['question', 'answer'] are of no known format" in found[2]
+    assert "['question', 'answer']: format not recognized" in found[2]
 
 
 @pytest.mark.parametrize(

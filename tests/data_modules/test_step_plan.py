@@ -98,11 +98,11 @@ def test_seek_gives_what_iterating_gives(micro: int) -> None:
 
 
 def test_steps_by_max_steps_plan_only_the_epochs_that_are_asked_for() -> None:
-    asked: list[int] = []
+    requested: list[int] = []
     lengths = lognormal(400)
 
     def rows(epoch: int) -> Any:
-        asked.append(epoch)
+        requested.append(epoch)
         return np.arange(len(lengths))
 
     plan = StepPlan(
@@ -117,9 +117,9 @@ def test_steps_by_max_steps_plan_only_the_epochs_that_are_asked_for() -> None:
         world_size=1,
         max_steps=10_000,
     )
-    assert plan.num_steps == 10_000 and not asked
+    assert plan.num_steps == 10_000 and not requested
     plan.micro_batches(0, 0)
-    assert asked == [0]
+    assert requested == [0]
     last = plan.micro_batches(9_999, 0)
     assert [p.tolist() for b in StepSampler(plan, 0, 9_999) for p in b.packs] == [
         p.tolist() for b in last for p in b.packs
@@ -222,7 +222,7 @@ def test_every_document_is_equally_likely_in_every_step(
 @pytest.mark.parametrize("window", [None, 1000])
 def test_shares_of_tokens_hold_over_ten_thousand_packs(window: int | None) -> None:
     """Over the whole epoch to a document, and in its first half nearly as well."""
-    sizes, asked = (260_000, 20_000, 5_000), (0.6, 0.3, 0.1)
+    sizes, requested = (260_000, 20_000, 5_000), (0.6, 0.3, 0.1)
     rng = np.random.default_rng(0)
     lengths = np.concatenate(
         [
@@ -232,7 +232,7 @@ def test_shares_of_tokens_hold_over_ten_thousand_packs(window: int | None) -> No
     )
     datasets = np.repeat(range(3), sizes)
     groups = [np.flatnonzero(datasets == index) for index in range(3)]
-    mixture = Mixture(groups, asked, 0, MixtureConfig(weights="tokens"), lengths=lengths)
+    mixture = Mixture(groups, requested, 0, MixtureConfig(weights="tokens"), lengths=lengths)
     plan = StepPlan(
         lengths,
         lengths * 1.0,
@@ -251,4 +251,4 @@ def test_shares_of_tokens_hold_over_ten_thousand_packs(window: int | None) -> No
     for num_packs in (10_000, len(packs)):
         documents = packs.documents[: packs.starts[num_packs]]
         tokens = np.bincount(datasets[documents], lengths[documents])
-        assert tokens / tokens.sum() == pytest.approx(asked, abs=0.001)
+        assert tokens / tokens.sum() == pytest.approx(requested, abs=0.001)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from data_modules import Batch, DataConfig, DataError, DatasetConfig, Example, PackingConfig
-from data_modules.datamodule import FinetuneDataModule
+from data_modules.datamodule import BatchSpec, FinetuneDataModule, ModelSpec
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.settings import check_datasets
 from data_modules.stream import StreamPlan, TokenStream
@@ -52,13 +52,9 @@ def build(
         config,
         PackingConfig(),
         tokenizer,
-        context_len=64,
-        micro_batch_size=1,
-        accumulation_steps=2,
-        num_epochs=1,
-        max_steps=max_steps,
+        ModelSpec(context_len=64),
+        BatchSpec(accumulation_steps=2, num_ranks=num_ranks, max_steps=max_steps),
         seed=3,
-        num_ranks=num_ranks,
     )
     strategy = SimpleNamespace(
         root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number * num_ranks
@@ -203,7 +199,7 @@ def test_weights_are_shares_of_rows(tmp_path: Path, tokenizer: Any) -> None:
         assert abs(ours / sum(sizes) - 0.75) < 0.05
 
 
-def test_rows_for_validation_are_never_learned(tmp_path: Path, tokenizer: Any) -> None:
+def test_rows_for_validation_are_never_trained_on(tmp_path: Path, tokenizer: Any) -> None:
     module = build([write(tmp_path / "a.jsonl", 100)], tokenizer, val_set_size=10)
     held_out = {tokenizer.decode(example.input_ids) for example in module.val_examples}
     seen = set(texts(stream_of(module, 60), tokenizer))
@@ -212,7 +208,7 @@ def test_rows_for_validation_are_never_learned(tmp_path: Path, tokenizer: Any) -
     assert [one.train for one in module.audit.datasets] == [10]
 
 
-def test_a_row_held_out_that_comes_again_is_not_learned(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_row_held_out_that_comes_again_is_masked(tmp_path: Path, tokenizer: Any) -> None:
     dataset = write(tmp_path / "a.jsonl", 60)
     lines = Path(dataset.path).read_text().splitlines(keepends=True)
     Path(dataset.path).write_text("".join(lines + lines[:20]))
@@ -232,7 +228,7 @@ def test_all_ranks_read_one_format(tmp_path: Path, tokenizer: Any) -> None:
             stream_of(build(files, tokenizer, rank=rank, num_ranks=2), 3)
 
 
-def test_nothing_is_asked_of_a_stream_without_validation(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_stream_without_validation_has_no_prompts(tmp_path: Path, tokenizer: Any) -> None:
     module = build([write(tmp_path / "a.jsonl", 30)], tokenizer)
     assert module.prompts(5) == {} and not module.val_dataloader()
     module.write_reports(tmp_path)
@@ -255,7 +251,7 @@ def test_long_rows_can_stop_a_stream(tmp_path: Path, tokenizer: Any) -> None:
     assert len(stream_of(build([dataset], tokenizer), 30)) == 30
 
 
-def test_an_error_of_a_worker_is_said_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
+def test_an_error_of_a_worker_is_reported_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
     dataset = write(tmp_path / "a.jsonl", 30)
     with Path(dataset.path).open("a") as file:
         file.write('{"prompt": 3, "completion": "x"}\n' * 2)
@@ -300,7 +296,7 @@ def test_settings_that_a_stream_cannot_have(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_learns_from_a_stream_with_workers(tmp_path: Path, stories: Path) -> None:
+def test_a_run_trains_on_a_stream_with_workers(tmp_path: Path, stories: Path) -> None:
     # In a process of its own: a tokenizer that used its threads before the fork hung the workers.
     rows = [{"prompt": f"Once upon a time {index}", "completion": " yes"} for index in range(400)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -9,18 +9,11 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate, Limits, MaskConfig, RowProblem
+from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import named_template
-from data_modules.types import (
-    Conversation,
-    DataError,
-    Document,
-    Encoded,
-    Item,
-    Origin,
-    Segment,
-    Turn,
-)
+from data_modules.types import Conversation, Document, Item, Segment, Turn
 from tests.data_modules.conftest import SHARED
 
 ORIGIN = Origin("rows.json", 7)
@@ -198,7 +191,7 @@ def text_of(template: ChatTemplate, item: Item) -> str:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_learns_answers_and_stop_tokens_only(
+def test_trains_on_answers_and_stop_tokens_only(
     style: str, make_tokenizer: Callable[..., Any]
 ) -> None:
     template = template_of(style, make_tokenizer)
@@ -236,9 +229,7 @@ def test_prompt_is_what_comes_before_the_last_answer(
 
 
 @pytest.mark.parametrize("style", ["chatml", "llama3", "zephyr", "plain"])
-def test_system_turn_is_written_and_not_learned(
-    style: str, make_tokenizer: Callable[..., Any]
-) -> None:
+def test_system_turn_is_written_and_masked(style: str, make_tokenizer: Callable[..., Any]) -> None:
     template = template_of(style, make_tokenizer)
     turns = (Turn("system", "one or two"), *TWO_ANSWERS.turns)
     item = Conversation(turns, ORIGIN)
@@ -328,7 +319,7 @@ def test_no_prefix_and_trimmed_answers(make_tokenizer: Callable[..., Any]) -> No
     )
 
 
-def test_turn_weights_choose_what_is_learned(make_tokenizer: Callable[..., Any]) -> None:
+def test_turn_weights_choose_what_is_trained_on(make_tokenizer: Callable[..., Any]) -> None:
     template = template_of("chatml", make_tokenizer)
     item = chat("q", "one", "q", "two", weights=(None, 0.0, None, 0.5))
     weights = encode(template, item).weights
@@ -336,19 +327,19 @@ def test_turn_weights_choose_what_is_learned(make_tokenizer: Callable[..., Any])
     assert set(weights[weights > 0]) == {0.5}
 
 
-def test_empty_answer_is_not_learned(make_tokenizer: Callable[..., Any]) -> None:
+def test_empty_answer_is_masked(make_tokenizer: Callable[..., Any]) -> None:
     template = template_of("chatml", make_tokenizer)
     assert runs(template, chat("q", "", "q", "two")) == ["two<|im_end|>"]
     assert runs(template, chat("q", " ")) == []
 
 
-def test_nothing_is_kept_after_the_last_learned_token(make_tokenizer: Callable[..., Any]) -> None:
+def test_nothing_is_kept_after_the_last_trained_token(make_tokenizer: Callable[..., Any]) -> None:
     template = template_of("plain", make_tokenizer)
     item = chat("q", "two", "and a question without an answer")
     assert text_of(template, item) == "### User:\nq\n\n### Assistant:\ntwo</s>"
 
 
-def test_train_on_inputs_learns_everything(make_tokenizer: Callable[..., Any]) -> None:
+def test_train_on_inputs_trains_on_everything(make_tokenizer: Callable[..., Any]) -> None:
     tokenizer = template_of("plain", make_tokenizer)._tokenizer
     template = ChatTemplate.resolve(tokenizer, None, MaskConfig(train_on_inputs=True))
     encoded = encode(template, TWO_ANSWERS)
@@ -366,7 +357,7 @@ def test_document_ends_with_eos_once(tokenizer: Any) -> None:
     assert text_of(template, item) == "one two</s>"
 
 
-def test_blank_completion_is_not_learned(tokenizer: Any) -> None:
+def test_blank_completion_is_masked(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document((Segment("what is it:", 0.0), Segment("", 1.0)), ORIGIN)
     assert runs(template, item) == []
@@ -411,14 +402,14 @@ def test_token_over_a_border_belongs_to_the_later_segment(tokenizer: Any) -> Non
     assert runs(template, item) == [" two</s>"]
 
 
-def test_character_of_several_tokens_is_learned_whole(tokenizer: Any) -> None:
+def test_character_of_several_tokens_is_trained_on_whole(tokenizer: Any) -> None:
     assert len(tokenizer("\u2603", add_special_tokens=False)["input_ids"]) == 3
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document((Segment("a \u2603", 1.0), Segment("b", 0.0), Segment("\u2603", 1.0)), ORIGIN)
     assert runs(template, item) == ["a \u2603", "\u2603</s>"]
 
 
-def test_prompt_of_a_document_ends_where_training_learns_first(tokenizer: Any) -> None:
+def test_prompt_of_a_document_ends_where_training_starts(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     item = Document((Segment("what is it: ", 0.0), Segment("two", 1.0)), ORIGIN)
     prompt = template.prompt(item)
@@ -460,7 +451,7 @@ def test_prompt_is_a_prefix_of_what_training_sees(
 
 def test_tokenizer_without_template_gets_plain_and_says_so(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
-    assert "plain" in template.note and "no chat template" in template.note
+    assert "plain" in template.note and "because the tokenizer has none" in template.note
     assert tokenizer.chat_template == PLAIN
     assert text_of(template, chat("q", "a", "r", "b")) == (
         "### User:\nq\n\n### Assistant:\na</s>\n\n### User:\nr\n\n### Assistant:\nb</s>"
@@ -547,9 +538,9 @@ def test_template_that_never_ends_is_an_error(tokenizer: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"{% for m in messages %}\n{{ m.content", "is no valid template: line 2: "),
+        (b"{% for m in messages %}\n{{ m.content", "is not a valid template: line 2: "),
         (b"\xff", "is not UTF-8 text"),
-        (b" " * (1 << 20) + b"x", "1,048,577 bytes are no chat template"),
+        (b" " * (1 << 20) + b"x", "1,048,577 bytes, too large for a chat template"),
     ],
 )
 def test_file_that_is_no_template_is_an_error(

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import Origin
 from data_modules.template import TEMPLATE_NAMES, ChatTemplate
-from data_modules.types import Conversation, Document, Origin, Segment, Turn
+from data_modules.types import Conversation, Document, Segment, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import (
     GEMMA,
@@ -116,7 +117,7 @@ def test_tokens_are_those_of_the_saved_tokenizer(
         assert (template.text != original) == written == ("`<s>`, which" in template.note)
 
     again = ChatTemplate.resolve(saved, None)
-    assert again.note == "the tokenizer's own chat template"
+    assert again.note == "chat template: the tokenizer's"
     assert again.text == saved.chat_template
     assert encode(again, TALK).input_ids.tolist() == encode(template, TALK).input_ids.tolist()
 

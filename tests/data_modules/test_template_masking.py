@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_modules.messages import Origin
 from data_modules.template import (
     TEMPLATE_NAMES,
     TEMPLATES_WITH_TOOLS,
@@ -17,18 +18,9 @@ from data_modules.template import (
     MaskConfig,
     check_mask,
 )
+from data_modules.template.masking import Encoded, Note
 from data_modules.template.named_templates import named_template
-from data_modules.types import (
-    Conversation,
-    Document,
-    Encoded,
-    Note,
-    Origin,
-    Segment,
-    Tokens,
-    ToolCall,
-    Turn,
-)
+from data_modules.types import Conversation, Document, Segment, Tokens, ToolCall, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
 
@@ -93,7 +85,7 @@ def test_a_turns_own_weight_goes_before_its_role() -> None:
     )
     learned = [(w, t) for w, t in by_weight(template_of(), Conversation(turns, ORIGIN)) if w]
     assert learned == [(0.5, "one" + END), (1.0, "four" + END)]
-    # The last answer is not to be learned, and last_turn_only does not take another for it.
+    # The last answer is not to be trained on, and last_turn_only does not take another for it.
     quiet = Conversation((*turns[:3], Turn("assistant", "four", 0.0)), ORIGIN)
     assert runs(template_of(last_turn_only=True), quiet) == []
 
@@ -106,7 +98,7 @@ def test_a_rows_weight_multiplies_all_others() -> None:
     assert [weight for weight, _ in everything] == [0.5, 0.25, 0.5]
 
 
-def test_train_on_inputs_leaves_out_what_is_said_to_be_left_out() -> None:
+def test_train_on_inputs_leaves_out_what_is_reported_to_be_left_out() -> None:
     turns = (Turn("user", "one", 0.0), Turn("assistant", "<think>hm</think>two"))
     chat = Conversation(turns, ORIGIN)
     template = template_of(train_on_inputs=True, reasoning="mask")
@@ -146,7 +138,7 @@ def test_stop_tokens_are_learned_as_set(
         (MaskConfig(reasoning="drop"), "data.reasoning=drop: expected keep, strip or mask"),
         (MaskConfig(control_tokens="x"), "data.control_tokens=x: expected keep, escape or error"),
         (MaskConfig(roles_to_train=["gpt"]), "unknown gpt; use of system, user, assistant, tool"),
-        (MaskConfig(roles_to_train=[]), "nothing of a conversation would be learned"),
+        (MaskConfig(roles_to_train=[]), "nothing of a conversation would be trained on"),
         (MaskConfig(roles_to_train=[], train_on_inputs=True), ""),
     ],
 )
@@ -237,7 +229,7 @@ def calling(content: str = "", tools: tuple[Any, ...] = (WEATHER,)) -> Conversat
 
 
 @pytest.mark.parametrize("content", ["", "let me look", f"it may hold {END} too"])
-def test_a_tool_call_is_learned_whole(content: str) -> None:
+def test_a_tool_call_is_trained_on_whole(content: str) -> None:
     template = template_of("qwen3")
     item = calling(content)
     said = f"{content}\n{CALL}" if content else CALL
@@ -425,7 +417,7 @@ def test_what_the_template_drops_is_noted() -> None:
     assert encode(template_of(), TALK).notes == ()
 
 
-def test_an_answer_whose_calls_are_lost_is_not_learned() -> None:
+def test_an_answer_whose_calls_are_lost_is_masked() -> None:
     assert runs(template_of("chatml"), calling()) == ["it is sun" + END]
 
 

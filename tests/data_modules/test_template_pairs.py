@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.types import Conversation, Document, Encoded, Note, Origin, Segment, Tokens, Turn
+from data_modules.template.masking import Encoded, Note
+from data_modules.types import Conversation, Document, Segment, Tokens, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import encode, problem
 
@@ -88,14 +90,14 @@ def test_a_target_ends_in_eos_where_the_tokenizer_adds_none() -> None:
     assert encoded.target_ids.tolist()[-1] == tokenizer.eos_token_id
     assert encoded.weights[-1] == 0.25
     assert tokenizer.eos_token_id not in encoded.input_ids
-    unlearned = encode(resolve(tokenizer, train_on_eos="none"), ASKED)
-    assert unlearned.weights[-1] == 0 and unlearned.weights[0] == 0.25
+    num_masked = encode(resolve(tokenizer, train_on_eos="none"), ASKED)
+    assert num_masked.weights[-1] == 0 and num_masked.weights[0] == 0.25
 
 
 def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
     tokenizer = t5_like()
     template = resolve(tokenizer)
-    assert "`t5`" in template.note and "no chat template" in template.note
+    assert "t5" in template.note and "because the tokenizer has none" in template.note
     named = ChatTemplate.resolve(tokenizer, "plain", is_encoder_decoder=True)
     prompt = named.prompt(CHAT)
     assert prompt is not None
@@ -109,7 +111,7 @@ def test_without_a_template_contents_only_are_written_and_it_says_so() -> None:
         (Document((Segment("one two", 1.0),), ORIGIN), "needs a prompt and an answer.*one text"),
         (Document((Segment("", 0.0), Segment("one", 1.0)), ORIGIN), "needs a prompt"),
         (Conversation((Turn("user", "one"),), ORIGIN), "needs a prompt.*no answer"),
-        (Tokens((1, 2), (1.0, 1.0), ORIGIN), "needs a prompt.*tokenised already"),
+        (Tokens((1, 2), (1.0, 1.0), ORIGIN), "needs a prompt.*tokenized already"),
     ],
 )
 def test_rows_without_two_sides_are_named(item: Any, told: str) -> None:
@@ -172,7 +174,7 @@ def test_a_lost_system_turn_is_noted() -> None:
     assert encode(resolve(tokenizer), chat).notes == (Note("lost_system"),)
 
 
-def test_a_blank_answer_is_not_learned() -> None:
+def test_a_blank_answer_is_masked() -> None:
     chat = Conversation((Turn("user", "q"), Turn("assistant", " ")), ORIGIN)
     assert not encode(resolve(t5_like()), chat).weights.any()
 

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 
 from data_modules.format import convert_row
+from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate
-from data_modules.template.answer_spans import SpanFinder
+from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.proof import FORMS, Traced, conversation, faults_of, prove
 from data_modules.template.rendering import Chat, Renderer, RowRefusedError, _messages
-from data_modules.template.skeleton import Placed
-from data_modules.types import Conversation, DataError, Encoded, Origin, ToolCall, Turn
+from data_modules.template.spans import RenderedChat, SpanFinder
+from data_modules.types import Conversation, ToolCall, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer, read_rows
 from tests.data_modules.published import published_templates, tokenizer_for
 from tests.data_modules.test_template import encode, problem, runs
@@ -31,7 +32,7 @@ from tests.data_modules.test_template import encode, problem, runs
 PUBLISHED = published_templates()
 TRAINING = [name for name in PUBLISHED if name.endswith("_training")]
 ORIGIN = Origin("rows.json", 7)
-_CALLS = (
+_CALL = (
     "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' "
     "+ call.function.arguments|tojson + '</call>' }}{% endfor %}"
 )
@@ -44,7 +45,7 @@ BEHAVIOURS = {
     "thoughts of the past dropped": _LAST_QUESTION
     + "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
     "{% if loop.index0 > ns.last %}{{ '<think>' + (m.reasoning_content or '') + '</think>' }}"
-    "{% endif %}{% endif %}{{ m.content }}" + _CALLS + "{{ '<|end|>\n' }}{% endfor %}"
+    "{% endif %}{% endif %}{{ m.content }}" + _CALL + "{{ '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|><think>' }}{% endif %}",
     "messages of several channels, results under the name of the call": "{% set ns = "
     "namespace(name='') %}{% for m in messages %}{% if m.role == 'assistant' %}"
@@ -61,20 +62,20 @@ BEHAVIOURS = {
     "the end stands in front of the next message": "[gMASK]{% for m in messages %}"
     "{{ {'user': '<|user|>', 'assistant': '<|assistant|>', 'tool': '<|observation|>', "
     "'system': '<|system|>'}[m.role] + '\n' + m.content|trim }}"
-    + _CALLS
+    + _CALL
     + "{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>\n"),
     "two tokens end a turn": "{% for m in messages %}{{ '<|turn|>' + m.role + '<|response|>' "
     "+ m.content }}"
-    + _CALLS
+    + _CALL
     + "{{ '<|/response|><|/turn|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|turn|>assistant<|response|>"),
     "a header follows always": "{% for m in messages %}{{ '<|turn|>' + m.role + '<|say|>' "
-    "+ m.content }}" + _CALLS + "{{ '<|/turn|>' }}{% endfor %}{{ '<|turn|>assistant<|say|>' }}",
+    "+ m.content }}" + _CALL + "{{ '<|/turn|>' }}{% endfor %}{{ '<|turn|>assistant<|say|>' }}",
     "results inside the answer": "{% for m in messages %}{% if m.role != 'tool' %}"
     "{% set before = messages[loop.index0 - 1].role if loop.index0 else '' %}"
     "{% if before != 'tool' %}{{ '<|turn>' + m.role + '\n' }}{% endif %}{{ m.content|trim }}"
-    + _CALLS
+    + _CALL
     + "{% if m.tool_calls %}{% for k in range(loop.index, messages|length) %}"
     "{% if messages[k].role == 'tool' and messages[k - 1].role in ('tool', 'assistant') %}"
     "{{ '<result>' + messages[k].content + '</result>' }}{% else %}{% break %}{% endif %}"
@@ -86,7 +87,7 @@ BEHAVIOURS = {
     "{{ '\n<result>\n' + m.content + '\n</result>' }}"
     "{% if loop.last or messages[loop.index].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content|trim }}"
-    + _CALLS
+    + _CALL
     + "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|im_start|>assistant\n"),
     "system in the first question, turns merged": "{{ bos_token }}{% for m in messages %}"
@@ -110,11 +111,11 @@ BEHAVIOURS = {
     "contents in parts": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
     "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
     "{% endfor %}"
-    + _CALLS
+    + _CALL
     + "{{ '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
     "words behind the calls": "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
-    + _CALLS
+    + _CALL
     + "{{ m.content + '<|end|>' }}{% endfor %}"
     + _PROMPT.replace("PROMPT", "<|assistant|>"),
     "roles in turn only": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == "
@@ -244,7 +245,7 @@ def test_answers_end_with_the_token_that_ends_them(
     assert runs(template, conversation(form)) == trained
     ids = {template.stop_texts[stop] for stop in stops}
     assert ids <= template.stop_token_ids
-    assert template._layer.seen_stops == stops
+    assert template._layouts.seen_stops == stops
 
 
 def test_a_call_that_is_dropped_is_noted() -> None:
@@ -271,7 +272,7 @@ def test_a_mask_that_lies_ends_the_run_before_it_begins(monkeypatch: pytest.Monk
     def to_the_end(finder: SpanFinder, chats: Sequence[Chat]) -> list[Any]:
         return [
             one._replace(spans=[s._replace(stop_end=len(one.text)) for s in one.spans])
-            if isinstance(one, Placed)
+            if isinstance(one, RenderedChat)
             else one
             for one in place(finder, chats)
         ]
@@ -333,7 +334,7 @@ def test_masks_are_those_of_the_generation_blocks(name: str) -> None:
             continue
         theirs = generation_mask(template, chat, len(traced.weights))
         ours = traced.weights > 0
-        ids = traced.spelled.ids
+        ids = traced.tokenized.ids
         for stretch in stretches(theirs & ~ours):
             text = template._tokenizer.decode(ids[stretch])
             assert "vq" not in text

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
+from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import Chat
-from data_modules.types import Conversation, Encoded, Origin, Turn
+from data_modules.types import Conversation, Turn
 from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.test_template import (
     GEMMA,
@@ -175,8 +177,8 @@ def test_scaffold_and_prefixes_find_the_same_turns(style: str, chat: Conversatio
     given_chat = Chat((fitted(style, chat) if style in STYLES else chat).turns)
     (text,) = finder._renderer.render([given_chat], False)
     assert isinstance(text, str)
-    scaffold = finder._scaffold(given_chat)
-    fast = scaffold.fit(text, given_chat) if scaffold else None
+    skeleton = finder._skeleton(given_chat)
+    fast = skeleton.fit(text, given_chat) if skeleton else None
     slow = finder.search(given_chat, text)
     if style in STYLES:
         assert fast is not None
@@ -216,11 +218,11 @@ def test_scaffold_fits_exactly_or_not_at_all() -> None:
     finder = template_of("chatml")._finder
     chat = Chat((Turn("user", "yes"), Turn("assistant", "no")))
     (text,) = finder._renderer.render([chat], False)
-    scaffold = finder._scaffold(chat)
-    assert scaffold is not None and isinstance(text, str)
-    assert scaffold.fit(text, chat) is not None
+    skeleton = finder._skeleton(chat)
+    assert skeleton is not None and isinstance(text, str)
+    assert skeleton.fit(text, chat) is not None
     for other in (f"{text} ", f" {text}", text[:-1], text.replace("no", "yes"), ""):
-        assert scaffold.fit(other, chat) is None
+        assert skeleton.fit(other, chat) is None
 
 
 THOUGHT = "<think>\nhm\n</think>\n\n"
@@ -275,7 +277,7 @@ def test_named_templates_resolve_or_name_what_is_missing(name: str) -> None:
     chosen = (STYLES | THINKING)[name]
     whole = build_tokenizer(["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>")
     template = ChatTemplate.resolve(whole, name, MaskConfig())
-    assert template.note == f"chat template `{name}`"
+    assert template.note == f"chat template: {name}"
     assert template.stop_token_ids == {whole.convert_tokens_to_ids(chosen.stop)}
     bare = build_tokenizer(["<s>"], bos="<s>")
     missing = chosen.specials[0] if chosen.specials else "no eos token"

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, words
-from data_modules.template.encoding import Tokeniser
-from data_modules.types import Conversation, Encoded, Origin, Turn
+from data_modules.template.encoding import TextTokenizer
+from data_modules.template.masking import Encoded
+from data_modules.types import Conversation, Turn
 from tests.data_modules.conftest import SHARED, WORDS, build_tokenizer
 from tests.data_modules.test_template import TWO_ANSWERS, encode
 
@@ -85,12 +87,15 @@ def test_words_of_the_vocabulary_are_taken_whole_where_merges_are_ignored(text: 
     backend = tokenizer.backend_tokenizer
     whole = [backend.token_to_id(word) for word in ("abc", "'ll")]
     assert backend.encode("abc'll", add_special_tokens=False).ids == whole
-    tokeniser = Tokeniser(tokenizer)
+    text_tokenizer = TextTokenizer(tokenizer)
     for one in (text, f"the abc 123 \u00e9t\u00e9{text}"):
         expected = backend.encode(one, add_special_tokens=False).ids
-        assert tokeniser._words is not None and tokeniser._words.ids(one) in (None, expected)
-        (spelled,) = tokeniser.spell([one], {})
-        assert spelled.ids.tolist() == expected
+        assert text_tokenizer._words is not None and text_tokenizer._words.ids(one) in (
+            None,
+            expected,
+        )
+        (tokenized,) = text_tokenizer.tokenize([one], {})
+        assert tokenized.ids.tolist() == expected
 
 
 @pytest.mark.parametrize("normalizer", ["", "NFC"])
@@ -119,7 +124,7 @@ def test_added_tokens_of_all_kinds_are_spelled_as_by_the_tokenizer(
     if normalizer:
         tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.add_tokens([tokenizers.AddedToken(content, **options)])
-    tokeniser = Tokeniser(tokenizer)
+    text_tokenizer = TextTokenizer(tokenizer)
     held = [content, "<e\u0301>", "<\u00e9>"]
     texts = [
         f"{a}{one}{b}" for one in held for a in ("", "a", "a ", " \n") for b in ("", "b", "  b")
@@ -127,16 +132,16 @@ def test_added_tokens_of_all_kinds_are_spelled_as_by_the_tokenizer(
     for text in [*texts, " ".join(texts)]:
         expected = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         # Asked first: words that differ are given up as soon as a text is spelled.
-        assert tokeniser._words is None or tokeniser._words.ids(text) in (None, expected)
-        (spelled,) = tokeniser.spell([text], {})
-        assert spelled.ids.tolist() == expected
+        assert text_tokenizer._words is None or text_tokenizer._words.ids(text) in (None, expected)
+        (tokenized,) = text_tokenizer.tokenize([text], {})
+        assert tokenized.ids.tolist() == expected
 
 
 def test_byte_fallback_is_left_to_the_tokenizer() -> None:
     tokenizer = build_tokenizer(["</s>"], eos="</s>")
     tokenizer.backend_tokenizer.model.byte_fallback = True
-    tokeniser = Tokeniser(tokenizer)
-    assert tokeniser._words is None and tokeniser._widths is None
+    text_tokenizer = TextTokenizer(tokenizer)
+    assert text_tokenizer._words is None and text_tokenizer._widths is None
 
 
 def test_one_text_takes_no_threads() -> None:
@@ -146,9 +151,9 @@ def test_one_text_takes_no_threads() -> None:
         raise AssertionError("threads are taken")
 
     for tokenizer in (tokenizer_of(LLAMA3, ""), tokenizer_of("", "NFC")):
-        tokeniser = Tokeniser(tokenizer)
+        text_tokenizer = TextTokenizer(tokenizer)
         texts = ["the quick", "\u4e00 \u2603"]
-        expected = [one.ids.tolist() for one in tokeniser.spell(texts, {})]
+        expected = [one.ids.tolist() for one in text_tokenizer.tokenize(texts, {})]
 
         class Alone:
             encode_batch = encode_batch_fast = staticmethod(refuse)
@@ -159,10 +164,10 @@ def test_one_text_takes_no_threads() -> None:
             def __getattr__(self, name: str) -> Any:
                 return getattr(self._backend, name)
 
-        tokeniser._backend = Alone(tokeniser._backend)
-        assert [tokeniser.spell([text], {})[0].ids.tolist() for text in texts] == expected
-        tokeniser._widths = None
-        assert [tokeniser.spell([text], {})[0].ids.tolist() for text in texts] == expected
+        text_tokenizer._backend = Alone(text_tokenizer._backend)
+        assert [text_tokenizer.tokenize([text], {})[0].ids.tolist() for text in texts] == expected
+        text_tokenizer._widths = None
+        assert [text_tokenizer.tokenize([text], {})[0].ids.tolist() for text in texts] == expected
 
 
 @cache
@@ -193,14 +198,14 @@ def tokenizer_of(pattern: str, normalizer: str) -> Any:
 @given(text=texts)
 def test_ids_are_the_tokenizers_own(pattern: str, normalizer: str, text: str) -> None:
     tokenizer = tokenizer_of(pattern, normalizer)
-    tokeniser = Tokeniser(tokenizer)
-    assert tokeniser._words is not None
+    text_tokenizer = TextTokenizer(tokenizer)
+    assert text_tokenizer._words is not None
     whole = f"{TEXT}{text}"
     for one in (text, whole):
-        (spelled,) = tokeniser.spell([one], {})
+        (tokenized,) = text_tokenizer.tokenize([one], {})
         encoding = tokenizer.backend_tokenizer.encode(one, add_special_tokens=False)
-        assert spelled.ids.tolist() == encoding.ids
-        assert tokeniser._words.ids(one) in (None, encoding.ids)
+        assert tokenized.ids.tolist() == encoding.ids
+        assert text_tokenizer._words.ids(one) in (None, encoding.ids)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -209,17 +214,17 @@ def test_characters_are_found_as_by_the_tokenizers_offsets(text: str, data: st.D
     from data_modules.template.encoding import _Offsets
 
     tokenizer = tokenizer_of("", "")
-    (spelled,) = Tokeniser(tokenizer).spell([text], {})
+    (tokenized,) = TextTokenizer(tokenizer).tokenize([text], {})
     slow = _Offsets(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False))
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
     if start < end:
-        assert spelled.first(start, end) == slow.first(start, end)
-        assert spelled.after(end) == slow.after(end)
+        assert tokenized.first(start, end) == slow.first(start, end)
+        assert tokenized.after(end) == slow.after(end)
 
 
 def test_plain_western_text_is_spelled_by_words_and_other_text_is_not() -> None:
-    speller = words.WordSpeller.of(tokenizer_of("", "").backend_tokenizer)
+    speller = words.WordTokenizer.of(tokenizer_of("", "").backend_tokenizer)
     assert speller is not None
     assert speller.ids(TEXT) is not None and speller.ids("") == []
     for other in ("\u2603", "e\u0301", "\x00", "\x1c", "\u00a0", "\u4e00", "\u017f"):
@@ -227,9 +232,9 @@ def test_plain_western_text_is_spelled_by_words_and_other_text_is_not() -> None:
 
 
 def test_characters_spelled_by_words_never_change_and_never_join() -> None:
-    spelled = [chr(c) for c in range(0x3000) if not words._OTHER.match(chr(c))]
-    assert len(spelled) > 500
-    for character in spelled:
+    tokenized = [chr(c) for c in range(0x3000) if not words._OTHER.match(chr(c))]
+    assert len(tokenized) > 500
+    for character in tokenized:
         assert unicodedata.is_normalized("NFC", f"a{character}a")
         letter = bool(words.re.match(f"[{words._LETTERS}]", character))
         number = bool(words.re.match(f"[{words._NUMBERS}]", character))
@@ -241,7 +246,7 @@ def test_unknown_tokenizers_are_left_alone() -> None:
     import tokenizers
 
     backend = build_tokenizer(["</s>"], eos="</s>").backend_tokenizer
-    assert words.WordSpeller.of(backend) is not None
+    assert words.WordTokenizer.of(backend) is not None
     other = tokenizers.Regex(r"\p{L}+|.")
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -249,15 +254,15 @@ def test_unknown_tokenizers_are_left_alone() -> None:
             tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    assert words.WordSpeller.of(backend) is None
+    assert words.WordTokenizer.of(backend) is None
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    assert words.WordSpeller.of(backend) is None
+    assert words.WordTokenizer.of(backend) is None
 
 
 def test_no_more_words_are_remembered_than_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "MAX_WORDS", 3)
     tokenizer = tokenizer_of("", "")
-    speller = words.WordSpeller.of(tokenizer.backend_tokenizer)
+    speller = words.WordTokenizer.of(tokenizer.backend_tokenizer)
     assert speller is not None
     ids = tokenizer.backend_tokenizer.encode(WORDS, add_special_tokens=False).ids
     assert speller.ids(WORDS) == ids == speller.ids(WORDS)
@@ -277,16 +282,16 @@ def test_real_tokenizers_spell_real_text_alike(name: str) -> None:
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
     else:
         tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder)
-    tokeniser = Tokeniser(tokenizer)
-    assert tokeniser._words is not None
+    text_tokenizer = TextTokenizer(tokenizer)
+    assert text_tokenizer._words is not None
     by_words = 0
     for data in ("instruct/gsm8k_alpaca.json", "chat/oasst_trees.jsonl", "text/c4_demo.jsonl"):
         text = (SHARED / data).read_text("utf-8")
         parts = [text[i : i + 999] for i in range(0, min(len(text), 200_000), 999)]
         expected = tokenizer.backend_tokenizer.encode_batch(parts, add_special_tokens=False)
-        spelled = tokeniser.spell(parts, {})
-        assert [s.ids.tolist() for s in spelled] == [e.ids for e in expected]
-        by_words += sum(tokeniser._words.ids(part) is not None for part in parts)
+        tokenized = text_tokenizer.tokenize(parts, {})
+        assert [s.ids.tolist() for s in tokenized] == [e.ids for e in expected]
+        by_words += sum(text_tokenizer._words.ids(part) is not None for part in parts)
     assert by_words > 300
 
 
@@ -299,15 +304,15 @@ def test_a_template_travels_to_another_process() -> None:
 
 
 def test_words_are_given_up_as_soon_as_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokeniser = Tokeniser(tokenizer_of(LLAMA3, ""))
-    assert tokeniser._words is not None
-    monkeypatch.setattr(words.WordSpeller, "ids", lambda self, text: [0] * len(text))
-    backend = tokeniser._backend
-    spelled = tokeniser.spell(["the quick", "brown fox"], {})
-    assert [one.ids.tolist() for one in spelled] == [
+    text_tokenizer = TextTokenizer(tokenizer_of(LLAMA3, ""))
+    assert text_tokenizer._words is not None
+    monkeypatch.setattr(words.WordTokenizer, "ids", lambda self, text: [0] * len(text))
+    backend = text_tokenizer._backend
+    tokenized = text_tokenizer.tokenize(["the quick", "brown fox"], {})
+    assert [one.ids.tolist() for one in tokenized] == [
         backend.encode(text, add_special_tokens=False).ids for text in ("the quick", "brown fox")
     ]
-    assert tokeniser._words is None
+    assert text_tokenizer._words is None
 
 
 @pytest.mark.parametrize("name", ["stories260K", "gpt2"])

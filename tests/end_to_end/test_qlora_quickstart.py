@@ -48,7 +48,7 @@ def test_qlora_learns_what_lora_learns(runs: dict[str, tuple[Path, str]]) -> Non
             name = f"tuned/exact_match/{task}"
             assert measured[name] > lora[name] - 0.05, (method, name)
             assert measured[f"base/exact_match/{task}"] < 0.10
-        assert "saved and reopened" in screen
+        assert "adapter verified: reloaded logits match" in screen
         assert not any(word in screen for word in NOISE)
 
 

@@ -56,7 +56,7 @@ def test_ranks_that_hold_parts_end_a_run_together(
     run = tmp_path / "run"
     said = person.train_into(run, *small_run(*RUN, *TWO_RANKS, f"strategy={strategy}"))
     check_same_end(run, of_one)
-    assert said.count("saved and reopened") == said.count("base against tuned") == 1
+    assert said.count("verified: reloaded logits match") == said.count("base vs tuned") == 1
     figures = json.loads((run / "metrics.json").read_text())
     assert figures["base/val/loss"] != figures["tuned/val/loss"]
     assert "base/exact_match/lists" in figures

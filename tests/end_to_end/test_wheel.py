@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -18,8 +20,8 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE", "app", "conf", "data_module
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel holds, built from a copy so that no build/ stays behind."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy, so that no build/ stays behind."""
     work = tmp_path_factory.mktemp("wheel")
     source = work / "source"
     source.mkdir()
@@ -33,34 +35,59 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--quiet"]
     command += ["--no-build-isolation", "--wheel-dir", str(work), str(source)]
     subprocess.run(command, check=True, timeout=LONGEST, capture_output=True)
-    (wheel,) = work.glob("*.whl")
+    (built,) = work.glob("*.whl")
+    return built
+
+
+def test_a_wheel_holds_every_file_that_the_program_reads(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as packed:
-        packed.extractall(work / "installed")
-    return work / "installed"
-
-
-def test_a_wheel_holds_every_file_that_the_program_reads(installed: Path) -> None:
+        held = set(packed.namelist())
     for pattern in (
+        "app/**/*.jinja",
         "conf/**/*.yaml",
         "data_modules/**/*.jinja",
         "data_modules/samples/tiny_base/*",
     ):
-        needed = {file.relative_to(ROOT) for file in ROOT.glob(pattern)}
-        assert needed and needed <= {file.relative_to(installed) for file in installed.rglob("*")}
+        needed = {file.relative_to(ROOT).as_posix() for file in ROOT.glob(pattern)}
+        assert needed <= held
+    assert not [name for name in held if name.startswith(("tests/", "tools/", "benchmarks/"))]
 
 
 @pytest.mark.slow
-def test_a_wheel_trains_on_what_ships(installed: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_wheel_in_an_environment_of_its_own_trains(wheel: Path, tmp_path: Path) -> None:
+    environment, run = tmp_path / "environment", tmp_path / "run"
+    venv.create(environment, with_pip=False)
+    python = environment / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*command, "--no-deps", "--no-index", str(wheel)], check=True, timeout=LONGEST)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    # Its dependencies are borrowed; a folder on the path brings no editable install with it.
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     words = ["trainer.max_steps=1", "evaluation.exact_match=false", f"output.dir={run}"]
     ran = subprocess.run(
-        [sys.executable, "-m", "app.train", "+experiment=quickstart", *words],
+        [environment / "bin" / "loft", "train", "+experiment=quickstart", *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},  # comes before the checkout's packages
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
         timeout=LONGEST,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert f"path: {installed / 'data_modules'}" in (run / "config.yaml").read_text()
+    assert f"path: {packages / 'data_modules'}" in (run / "config.yaml").read_text()
+    assert ran.stdout.splitlines()[-1] == f"run: {run}"
+
+
+def test_a_verb_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "app", "trian"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (
+        2,
+        "error: loft has no verb trian; did you mean train?\n",
+    )

@@ -13,7 +13,7 @@ from app.evaluation import predictions as room
 from app.evaluation.generation import Answer, EvaluationConfig
 from app.evaluation.predictions import Predictions
 from data_modules import Prompt
-from data_modules.types import Origin
+from data_modules.messages import Origin
 
 PROMPTS = {
     "sums": [
@@ -34,11 +34,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, *who: str) -> Predictions:
     predictions = Predictions(TOKENIZER, PROMPTS, {2}, EvaluationConfig())
     for name in who:
         model: Any = name
-        predictions.ask(name, model)
+        predictions.answer(name, model)
     return predictions
 
 
-def test_each_prompt_has_a_line_with_every_answer(
+def test_predictions_have_one_line_per_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked(monkeypatch, "base", "tuned").write(tmp_path)
@@ -72,8 +72,6 @@ def test_each_prompt_has_a_line_with_every_answer(
     ]
 
 
-def test_nothing_is_written_where_no_model_was_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_file_without_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked(monkeypatch).write(tmp_path)
     assert list(tmp_path.iterdir()) == []

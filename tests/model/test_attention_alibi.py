@@ -1,4 +1,4 @@
-"""Models that weigh distances themselves: unpacked they train, packed they are refused in words."""
+"""Models with ALiBi are trained unpacked; packing them is refused."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_each_padded_row_has_the_logits_it_has_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ["bloom", "mpt", "falcon alibi"])
 def test_alibi_is_not_packed(name: str) -> None:
     model = made(name)
-    with pytest.raises(ValueError, match=r"models with ALiBi .* packing=none"):
+    with pytest.raises(ValueError, match=r"models compute their ALiBi bias .* packing=none"):
         check_isolation(model, "eager")
     assert why_not_packed(model.config.to_dict())
 

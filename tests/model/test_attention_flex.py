@@ -19,14 +19,14 @@ from transformers.integrations import flex_attention
 
 from app.model import attention
 from app.model.attention import (
+    AttentionChoice,
     AttentionConfig,
-    Choice,
     attention_implementation,
     check_isolation,
     choose_backend,
     inputs,
 )
-from app.model.attention.choice import Situation, why_not_here
+from app.model.attention.choice import ModelOnDevice, why_not_here
 from app.model.attention.flex import BLOCK, block_mask
 from tests.model.test_attention_varlen import assert_same, mistral, of_2_13, run
 from tests.tiny import probe, tiny_llama, train_into
@@ -166,7 +166,7 @@ def test_it_has_no_gradient_on_the_cpu() -> None:
     model = tiny_llama().config
     with pytest.raises(ValueError, match=r"attention=flex: .* type attention=sdpa"):
         choose_backend(AttentionConfig(backend="flex"), model, "cpu", "fp32")
-    reason = why_not_here("flex", Situation(model, "gpu", "bf16"))
+    reason = why_not_here("flex", ModelOnDevice(model, "gpu", "bf16"))
     assert reason is not None and "heads 16 wide" in reason
 
 
@@ -178,7 +178,8 @@ def test_whole_runs_learn_as_by_document(tmp_path: Path, monkeypatch: pytest.Mon
     words = ("recompute=full", "trainer.max_steps=2", "evaluation.exact_match=true")
     found = {}
     for backend in ("sdpa", "varlen", "flex"):
-        monkeypatch.setattr(attention, "choose_backend", lambda *_, name=backend: Choice(name, ""))
+        taken = AttentionChoice(backend, "")
+        monkeypatch.setattr(attention, "choose_backend", lambda *_, taken=taken: taken)
         folder = train_into(tmp_path / backend, *words, "evaluation.max_rows=2")
         found[backend] = json.loads((folder / "metrics.json").read_text())
     for backend in ("varlen", "flex"):

@@ -18,7 +18,7 @@ from app.model.attention import (
     check_isolation,
     choose_backend,
 )
-from app.model.attention.choice import Situation, find_fault, why_not_here
+from app.model.attention.choice import ModelOnDevice, find_fault, why_not_here
 from tests.model.test_attention_varlen import PACKED, PADDED, latent, mistral, run
 from tests.tiny import tiny_llama, train_into
 
@@ -39,7 +39,7 @@ def windowed() -> Any:
 
 
 def skip_unless_here(backend: str, model: Any) -> None:
-    situation = Situation(model.config, "gpu", "bf16")
+    situation = ModelOnDevice(model.config, "gpu", "bf16")
     if reason := why_not_here(backend, situation) or find_fault(backend):
         pytest.skip(reason)
 

@@ -10,9 +10,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from app.model.attention.attend import attend_by_document
+from app.model.attention.attend import MaskRule, attend_by_document, build_mask_rule
 from app.model.attention.documents import group_documents
-from app.model.attention.masks import MaskRule, build_mask_rule
 from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 from tests.model.test_attention_varlen import of_2_13
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,12 @@ from transformers import (
     MBartForConditionalGeneration,
     MT5Config,
     MT5ForConditionalGeneration,
+    NllbMoeConfig,
+    NllbMoeForConditionalGeneration,
     PegasusConfig,
     PegasusForConditionalGeneration,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
     UMT5Config,
     UMT5ForConditionalGeneration,
 )
@@ -29,10 +34,10 @@ from app.model.attention import (
     generation_attention,
     inputs,
     pair_inputs,
-    pairs,
 )
 from app.model.attention.attend import attend_by_document
-from app.model.attention.pairs import group_pairs
+from app.model.attention.documents import PairGroups, group_pairs
+from app.process.errors import UserError
 from tests.tiny import tiny_bart, tiny_t5
 
 SOURCES, TARGETS = [[5, 9, 3, 30], [2, 40]], [[7, 1, 2, 20], [12, 11]]
@@ -200,6 +205,48 @@ def test_a_document_beside_an_empty_row_has_the_logits_it_has_alone(backend: str
     assert torch.isfinite(logits).all()
 
 
+def tiny_t5gemma(start: int) -> Any:
+    """A random T5Gemma whose decoder begins with token `start`; its pad token is 0."""
+    side = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    side |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4}
+    config = T5GemmaConfig(encoder=side, decoder=side, vocab_size=64, decoder_start_token_id=start)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return T5GemmaForConditionalGeneration(config).eval()
+
+
+def tiny_nllb_moe() -> Any:
+    shape = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
+    shape |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48}
+    config = NllbMoeConfig(**shape, decoder_ffn_dim=48, num_experts=4, encoder_sparse_step=1)
+    return NllbMoeForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (partial(tiny_t5gemma, 0), r"decoder starts with one \(decoder_start_token_id\)"),
+        (tiny_nllb_moe, "expert_capacity that all documents of a batch share"),
+    ],
+    ids=["t5gemma", "nllb-moe"],
+)
+def test_models_whose_documents_depend_on_their_batch_are_refused(
+    make: Callable[..., Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=f"{said}.*: type model.path=ANOTHER_BASE"):
+        check_pair_isolation(make(), "eager", is_packed=False)
+
+
+def test_t5gemma_that_starts_with_another_token_has_the_same_logits_padded() -> None:
+    model, sources, targets = tiny_t5gemma(1), ids((2, 9)), ids((2, 8), 2)
+    targets[:, 0] = 1
+    lengths = [[9], [4]], [[8], [3]]
+    logits = batched(model, sources, targets, *lengths, "eager")
+    expected = alone(model, sources, targets, *lengths)
+    for row, document in zip(logits, expected, strict=True):
+        assert torch.allclose(row[: len(document)], document, atol=1e-5)
+
+
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_the_probe_accepts_isolated_pairs(is_packed: bool) -> None:
     check_pair_isolation(by_document(tiny_t5()), "sdpa", is_packed=is_packed)
@@ -221,7 +268,7 @@ def test_the_probe_accepts_padded_pairs(make: Callable[..., Any], backend: str) 
 def test_the_probe_refuses_a_leak_of_any_kind(
     is_packed: bool, lost: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def leaky(*arguments: Any) -> pairs.PairGroups:
+    def leaky(*arguments: Any) -> PairGroups:
         groups = group_pairs(*arguments)
         setattr(groups, lost, None)
         return groups
@@ -231,7 +278,7 @@ def test_the_probe_refuses_a_leak_of_any_kind(
     if lost == "decoder" and not is_packed:
         check_pair_isolation(model, "sdpa", is_packed=False)  # a decoder sees no padding anyway
         return
-    with pytest.raises(ValueError, match="packing=none" if is_packed else "the padding behind"):
+    with pytest.raises(ValueError, match="packing=none" if is_packed else "the padding after"):
         check_pair_isolation(model, "sdpa", is_packed=is_packed)
 
 
@@ -239,7 +286,7 @@ def test_the_probe_refuses_positions_that_go_on_from_document_to_document(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = by_document(tiny_bart())
-    with pytest.raises(ValueError, match=r"bart models number .* packing=none"):
+    with pytest.raises(ValueError, match=r"bart models compute positions .* packing=none"):
         check_pair_isolation(model, "sdpa", is_packed=True)
     monkeypatch.setattr(inputs, "why_not_packed", lambda numbers: None)
     with pytest.raises(ValueError, match=r"wrong positions .* packing=none"):
@@ -272,7 +319,7 @@ def test_pairs_run_by_document_and_never_by_flash_attention(
 def test_a_layer_that_mixes_its_sides_is_refused() -> None:
     part, layer = torch.zeros(1, 4, 6, 8), torch.nn.Identity()
     layer.is_causal = False
-    groups = pairs.PairGroups(None, None, None)
+    groups = PairGroups(None, None, None)
     with pytest.raises(ValueError, match=r"Identity: type attention=eager packing=none"):
         attend_by_document(layer, part, part, part, None, documents=groups)
     layer.is_decoder = True

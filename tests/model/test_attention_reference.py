@@ -18,29 +18,28 @@ from transformers import (
 )
 
 from app.model.attention import (
+    attend,
     attention_implementation,
     attention_inputs,
-    backends,
     check_isolation,
     check_reference,
     inputs,
 )
-from app.model.attention import inputs as masks
-from app.model.attention.choice import Situation, why_not_here
-from app.model.attention.masks import MaskRule
+from app.model.attention.attend import MaskRule, build_mask_rule
+from app.model.attention.choice import ModelOnDevice, why_not_here
 from tests.parity.test_attention_families import SHAPE, build
 from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, train_into
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WINDOWED = ["llama4_text", "phimoe", "mistral", "gemma3_text", "gemma3"]
-NUMBERED = r"number the tokens of a row themselves, .* packing=none"
+NUMBERED = "compute positions from the start of the row, .* packing=none"
 WRONG = "than for the same document alone with their own eager attention"
 
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
     """Put another function where transformers is given the rules of masks."""
-    return lambda function: monkeypatch.setattr(backends, "build_mask_rule", function)
+    return lambda function: monkeypatch.setattr(attend, "build_mask_rule", function)
 
 
 def no_rule(**_: Any) -> None:
@@ -49,7 +48,7 @@ def no_rule(**_: Any) -> None:
 
 def shifted(**options: Any) -> MaskRule | None:
     """A window or chunk that begins a token later."""
-    rule = masks.build_mask_rule(**options)
+    rule = build_mask_rule(**options)
     if rule is None:
         return None
     return MaskRule(lambda row, head, q, k: rule.function(row, head, q + 1, k), rule.size)
@@ -109,7 +108,7 @@ def test_the_shipped_base_passes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["doge", "deepseek_v32"])
 def test_models_that_read_masks_are_sent_to_eager(family: str) -> None:
     model = build(family)
-    reason = why_not_here("sdpa", Situation(model.config, "cpu", "fp32"))
+    reason = why_not_here("sdpa", ModelOnDevice(model.config, "cpu", "fp32"))
     assert reason is not None and "select what they attend to" in reason
     model.set_attn_implementation(attention_implementation("sdpa"))
     with pytest.raises(ValueError, match=r"attention=sdpa.* masks? .* type attention=eager"):
@@ -148,7 +147,7 @@ def test_whole_documents_are_numbered_by_the_model_itself() -> None:
     torch.manual_seed(0)
     model = RobertaForCausalLM(config).eval()
     check_reference(model, "sdpa", is_packed=False)
-    with pytest.raises(ValueError, match="roberta models number the tokens"):
+    with pytest.raises(ValueError, match="roberta models compute positions"):
         check_reference(model, "sdpa", is_packed=True)
 
 

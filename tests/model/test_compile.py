@@ -29,17 +29,11 @@ from app.model.recompute import RecomputeConfig, apply_recompute
 from app.process.errors import UserError
 from app.training.callbacks.compilation import Compilation
 from app.training.objective import DatasetSums, batch_loss
-from data_modules.collator import Collator
-from data_modules.types import Batch, Example, Origin
+from data_modules.collator import Batch, Collator
+from data_modules.messages import Origin
+from data_modules.types import Example
 from tests.conftest import ROOT, read_column
-from tests.tiny import (
-    save_with_tokenizer,
-    small_run,
-    tiny_gpt2,
-    tiny_llama,
-    tiny_t5,
-    train_into,
-)
+from tests.tiny import save_with_tokenizer, small_run, tiny_gpt2, tiny_llama, tiny_t5, train_into
 
 ROW = 64
 MAKERS = {"llama": tiny_llama, "gpt2": tiny_gpt2}

@@ -11,7 +11,7 @@ from app.model.attention.documents import (
     MAX_PADDED_SHARE,
     SHORT_TOKENS,
     STACK_TOKENS,
-    Document,
+    DocumentSpan,
     group_documents,
     place_documents,
     stack_documents,
@@ -25,9 +25,9 @@ def parts(heads: int, key_heads: int, tokens: int, dtype: torch.dtype) -> list[T
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def whole(tensors: list[Tensor]) -> list[list[Document]]:
+def whole(tensors: list[Tensor]) -> list[list[DocumentSpan]]:
     """Each row as one document."""
-    return [[Document(row, 0, tensors[0].shape[2])] for row in range(len(tensors[0]))]
+    return [[DocumentSpan(row, 0, tensors[0].shape[2])] for row in range(len(tensors[0]))]
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.model.cpu import linear as onednn
-from app.model.selective import is_dear
+from app.model.activations import is_expensive
+from app.model.cpu import fp32 as onednn
 
 
 class Seen(TorchDispatchMode):
@@ -17,11 +17,11 @@ class Seen(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self.dear: list[bool] = []
+        self.expensive: list[bool] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.names.append(func.name())
-        self.dear.append(is_dear(func, args))
+        self.expensive.append(is_expensive(func, args))
         return func(*args, **(kwargs or {}))
 
 
@@ -61,4 +61,4 @@ def test_selective_recompute_keeps_its_products_that_do_not_widen(
 ) -> None:
     with Seen() as seen:
         onednn.linear(torch.zeros(64, 8), torch.zeros(features, 8))
-    assert any(seen.dear) is is_kept
+    assert any(seen.expensive) is is_kept

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from app.model import kernels
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.cpu.rms_norm import rms_norm as our_norm
+from app.model.cpu.fp32 import rms_norm as our_norm
 from app.model.kernels import FusedGate, FusedLinear, FusedNorm, fuse_layers, unfuse_layers
 from app.training.module import FinetuneModule
 from tests.conftest import TrainRun

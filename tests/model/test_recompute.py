@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BloomConfig, BloomForCausalLM
 
-from app.model import offload
+from app.model import activations
+from app.model.activations import HostInputs, LayerInput, _Reuse, keep_expensive
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -28,10 +29,8 @@ from app.model.adapter import (
 from app.model.attention import attention_implementation, attention_inputs, pair_inputs
 from app.model.base import ModelConfig, load_base
 from app.model.cpu import causal_attention as matmul
-from app.model.offload import HostInputs, LayerInput
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import MODES, RecomputeConfig, apply_recompute
-from app.model.selective import _Reuse, keep_what_is_dear
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 RECOMPUTING = [mode for mode in MODES if mode != "none"]
@@ -233,7 +232,7 @@ def test_selective_computes_attention_and_narrow_products_once(
     monkeypatch.setattr(matmul, "is_faster", lambda *_: False)  # one kernel, as on a GPU
     base = with_our_attention(tiny_llama(num_hidden_layers=1))
     model = prepared(base, RecomputeConfig(), LoraConfig(r=4, dropout=0.0)).eval()
-    forward, recompute = keep_what_is_dear()
+    forward, recompute = keep_expensive()
     first, second = Products(), Products()
     with first, forward:
         expected = model(**packed_inputs(model)).logits
@@ -267,7 +266,7 @@ def test_selective_refuses_a_layer_that_changes_what_it_keeps() -> None:
             lambda x: (x @ weight).mul_(2).exp(),
             hidden,
             use_reentrant=False,
-            context_fn=keep_what_is_dear,
+            context_fn=keep_expensive,
         )
 
 
@@ -347,10 +346,10 @@ class TestOffload:
             def __exit__(self, *_: Any) -> None: ...
 
         main = Stream("main")
-        monkeypatch.setattr(offload, "is_on_host", lambda hidden: False)
-        monkeypatch.setattr(offload.torch.cuda, "Stream", lambda device: Stream("side"))
-        monkeypatch.setattr(offload.torch.cuda, "current_stream", lambda device: main)
-        monkeypatch.setattr(offload.torch.cuda, "stream", Within)
+        monkeypatch.setattr(activations, "is_on_host", lambda hidden: False)
+        monkeypatch.setattr(activations.torch.cuda, "Stream", lambda device: Stream("side"))
+        monkeypatch.setattr(activations.torch.cuda, "current_stream", lambda device: main)
+        monkeypatch.setattr(activations.torch.cuda, "stream", Within)
         monkeypatch.setattr(
             LayerInput, "_copy_to_host", staticmethod(lambda source: Away(source.clone()))
         )
@@ -415,7 +414,7 @@ class TestOffload:
             gradients(model)
             gradients(model)
         lines = [record.message for record in caplog.records if "recompute" in record.message]
-        assert lines == ["recompute: offload moves nothing on the CPU; it runs as full"]
+        assert lines == ["recompute: offload has no effect on the CPU, and runs as full"]
 
 
 class Away:

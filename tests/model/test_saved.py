@@ -31,7 +31,7 @@ from app.model.adapter import (
 )
 from app.model.base import ModelConfig, load_architecture, load_base
 from app.model.save import save_model
-from app.model.tokens import resize_embeddings
+from app.model.tokenizer import resize_embeddings
 from app.process.errors import TrainingFault
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 

@@ -151,10 +151,10 @@ class Parts:
         self.lose, self.num_settled = lose, 0
         self.num_bytes = self.peak_bytes = 0
 
-    def settle(self, model: Any) -> None:
+    def reshard(self, model: Any) -> None:
         self.num_settled += 1
 
-    def whole(self, weight: torch.Tensor) -> torch.Tensor:
+    def full_tensor(self, weight: torch.Tensor) -> torch.Tensor:
         gathered = self.lose(weight.detach().clone())
         self.num_bytes += gathered.nbytes
         self.peak_bytes = max(self.peak_bytes, self.num_bytes)
@@ -164,7 +164,7 @@ class Parts:
     def _let_go(self, num_bytes: int) -> None:
         self.num_bytes -= num_bytes
 
-    def kept_weight(self, weight: torch.Tensor) -> torch.Tensor:
+    def weight_state(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.detach()
 
     def restore_weight(self, weight: torch.Tensor, value: torch.Tensor) -> None:

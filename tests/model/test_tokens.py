@@ -23,8 +23,13 @@ from app.model.adapter import (
 )
 from app.model.base import ModelConfig, load_base
 from app.model.build import load_tuned
-from app.model.tokenizer import build_tokenizer, new_token_ids
-from app.model.tokens import num_rows, resize_embeddings, trained_token_ids
+from app.model.tokenizer import (
+    build_tokenizer,
+    new_token_ids,
+    num_rows,
+    resize_embeddings,
+    trained_token_ids,
+)
 from data_modules import DataError
 from tests.tiny import (
     TINY_BASE,

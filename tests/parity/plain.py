@@ -10,7 +10,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
-from data_modules import Batch, DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+from data_modules import (
+    Batch,
+    BatchSpec,
+    DataConfig,
+    DatasetConfig,
+    FinetuneDataModule,
+    ModelSpec,
+    PackingConfig,
+)
 from tests.tiny import SAMPLES
 
 LISTS = SAMPLES / "lists.json"
@@ -47,13 +55,9 @@ def global_steps(
         ),
         PackingConfig(method=packing),
         AutoTokenizer.from_pretrained(base),
-        context_len=None,
-        micro_batch_size=micro,
-        accumulation_steps=ACCUMULATION,
-        num_epochs=1,
-        max_steps=STEPS,
+        ModelSpec(context_len=None, decoder_start_token_id=decoder_start),
+        BatchSpec(micro_batch_size=micro, accumulation_steps=ACCUMULATION, max_steps=STEPS),
         seed=42,
-        decoder_start_token_id=decoder_start,
     )
     datamodule.setup("fit")
     batches = list(datamodule.train_dataloader())

@@ -22,8 +22,16 @@ from app.model.attention import (
     check_reference,
     choose_backend,
 )
-from app.model.attention.choice import Situation, why_not_here
-from data_modules import DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+from app.model.attention.choice import ModelOnDevice, why_not_here
+from app.process.errors import UserError
+from data_modules import (
+    BatchSpec,
+    DataConfig,
+    DatasetConfig,
+    FinetuneDataModule,
+    ModelSpec,
+    PackingConfig,
+)
 from tests.model.test_attention_flex import stand_in
 from tests.model.test_attention_varlen import of_2_13
 from tests.parity.plain import LISTS
@@ -62,8 +70,9 @@ LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-# With few heads many of an indexer's scores are 0, and any of such keys may be selected.
-INDEXED = LATENT | {"index_topk": 4, "index_n_heads": 16, "index_head_dim": 16}
+SELECTED = 33
+"""keys that a query selects: all of the longest document, not all of its row"""
+INDEXED = LATENT | {"index_topk": SELECTED, "index_n_heads": 2, "index_head_dim": 16}
 GEMMA_3N = KINDS | {
     "vocab_size_per_layer_input": 64,
     "hidden_size_per_layer_input": 8,
@@ -73,10 +82,11 @@ GEMMA_3N = KINDS | {
     "activation_sparsity_pattern": [0.5, 0.0],
 }
 FAMILIES: dict[str, dict[str, Any]] = {
+    "axk2": INDEXED,
     "cohere2": KINDS,
     "deepseek_v3": LATENT,
     "deepseek_v32": INDEXED,
-    "doge": {"keep_window_size": 5},
+    "doge": {"keep_window_size": SELECTED},
     "exaone4": KINDS,
     "gemma2": KINDS,
     "gemma3_text": KINDS,
@@ -84,6 +94,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": {},
     "glm_moe_dsa": INDEXED,
     "gpt_oss": KINDS | EXPERTS,
+    "hy_v4": INDEXED | {"hc_mult": 2},
     "llama": {},
     "llama4_text": EXPERTS
     | {"attention_chunk_size": CHUNK, "intermediate_size_mlp": 48}
@@ -198,8 +209,7 @@ def assert_equal(ours: Found, plain: Found) -> None:
 
 def check(family: str, backend: str, lengths: list[list[int]]) -> None:
     model = build(family)
-    # No token twice: of keys with the same score, any may be selected.
-    ids = torch.stack([3 + torch.randperm(61)[:TOKENS] for _ in lengths])
+    ids = torch.randint(3, 64, (len(lengths), TOKENS))
     plain = alone(model, ids, lengths)
     model.set_attn_implementation(attention_implementation(backend))
     if lengths is PACKED:
@@ -239,11 +249,26 @@ def test_what_is_offered_on_a_gpu_is_the_models_own_attention(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     model = build(family)
-    reason = why_not_here(backend, Situation(model.config, "gpu", "bf16"))
+    reason = why_not_here(backend, ModelOnDevice(model.config, "gpu", "bf16"))
     is_runnable = reason is None or "16 wide" in reason  # these heads are no wider
     if not is_runnable or family == "gpt_oss":  # whose sinks flex has on a GPU alone
         return
     check(family, backend, lengths)
+
+
+@pytest.mark.parametrize("lengths", [PACKED, PADDED], ids=["packed", "padded"])
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4"])
+def test_documents_longer_than_what_a_query_selects_are_refused(
+    family: str, lengths: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of keys with the same score, those that are selected change with the length of the row."""
+    name = "keep_window_size" if family == "doge" else "index_topk"
+    monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | {name: 4})
+    model, ids = build(family), torch.randint(3, 64, (len(lengths), TOKENS))
+    with pytest.raises(UserError, match=rf"{family} models .* the 4 keys .*sequence_len=4$"):
+        together(model, "eager", ids, lengths)
+    with pytest.raises(UserError, match=r"sequence_len=4$"):
+        check_reference(model, "eager", is_packed=lengths is PACKED)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -261,13 +286,9 @@ def test_padding_behind_a_pack_leaves_gemma_3n_its_gradients(
         DataConfig(datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=256),
         PackingConfig(),
         tokenizer,
-        context_len=None,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        num_epochs=1,
-        max_steps=1,
+        ModelSpec(context_len=None),
+        BatchSpec(max_steps=1, pad_packs=True),
         seed=0,
-        pad_packs=True,
     )
     datamodule.setup("fit")
     batch = next(iter(datamodule.train_dataloader()))

@@ -22,7 +22,7 @@ from app.model.attention import AttentionConfig, attention_implementation, choos
 from app.model.base import ModelConfig, load_architecture, load_base
 from app.preflight.base_model import BaseModel
 from app.preflight.files import check_packing_of_base
-from app.strategy.mixin import OneDevice
+from app.strategy.ddp import OneDevice
 from app.training.module import FinetuneModule
 from app.training.objective import DatasetSums, batch_loss
 from data_modules import Example, Origin, PackingConfig
@@ -30,7 +30,7 @@ from data_modules.collator import Collator
 from tests.families import tiny_family
 
 LENGTHS = [5, 9, 3, 30, 20]
-EQUAL = ["bert", "diffllama", "gemma2", "gpt2", "mixtral", "qwen3"]
+EQUAL = ["bert", "diffllama", "gemma2", "gpt2", "mixtral", "nemotron", "qwen3", "stablelm"]
 REFUSED = [
     *("bamba", "bloom", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "mamba"),
     *("mamba2", "nemotron_h", "openai-gpt", "qwen3_5_text", "qwen3_next", "roberta", "trocr"),
@@ -91,8 +91,10 @@ def our_step(folder: Path, packing: str = "multipack", attention: str = "auto") 
 def module_of(model: Any, backend: str) -> FinetuneModule:
     """Make what Lightning's trainer would call, with what it asks of a trainer."""
     built: Any = {"build": None, "build_optimizer": None, "schedule": None}
-    curves: Any = SimpleNamespace(dataset_names=["rows"])
-    module = FinetuneModule(**built, backend=backend, total_steps=1, is_packed=True, curves=curves)
+    metrics: Any = SimpleNamespace(dataset_names=["rows"])
+    module = FinetuneModule(
+        **built, backend=backend, total_steps=1, is_packed=True, metrics=metrics
+    )
     module.model = model.train()
     plugin = SimpleNamespace(forward_context=nullcontext)
     trainer: Any = SimpleNamespace(strategy=OneDevice("cpu"), precision_plugin=plugin, world_size=1)
@@ -145,5 +147,5 @@ def test_what_a_refusal_says_is_typed_and_runs(saved: Path) -> None:
 @pytest.mark.parametrize("family", ["bert", "electra"])
 def test_a_model_that_sees_what_comes_is_refused(family: str, packing: str, tmp_path: Path) -> None:
     tiny_family(family, is_decoder=False).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{family} models let a token see those behind it"):
+    with pytest.raises(ValueError, match=f"{family} models let a token see those after it"):
         our_step(tmp_path, packing)

@@ -16,7 +16,15 @@ from app.config import load_config
 from app.evaluate import evaluate
 from app.model.attention import attention_implementation
 from app.training.objective import DatasetSums, batch_loss
-from data_modules import Batch, DataConfig, DatasetConfig, FinetuneDataModule, PackingConfig
+from data_modules import (
+    Batch,
+    BatchSpec,
+    DataConfig,
+    DatasetConfig,
+    FinetuneDataModule,
+    ModelSpec,
+    PackingConfig,
+)
 from tests.conftest import ROOT, TrainRun, read_column
 from tests.reliability.person import Person
 
@@ -121,12 +129,8 @@ def streamed(path: str, rank: int) -> list[Batch]:
         ),
         PackingConfig(),
         AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
-        context_len=1024,
-        micro_batch_size=2,
-        accumulation_steps=2,
-        num_ranks=2,
-        num_epochs=1,
-        max_steps=1,
+        ModelSpec(context_len=1024),
+        BatchSpec(micro_batch_size=2, accumulation_steps=2, num_ranks=2, max_steps=1),
         seed=42,
     )
     module.trainer = SimpleNamespace(

@@ -26,6 +26,7 @@ PASSED, FAILED = 0, 1
 STORE = "app/training/checkpoint/store.py"
 STATE = "app/training/checkpoint/state.py"
 MODULE = "app/training/module.py"
+RESUME = "app/training/resume.py"
 START = "app/run/start.py"
 KILLED = "tests/training/checkpoint/test_store_killed.py"
 ROTATION = "tests/training/checkpoint/test_store_rotation.py"
@@ -50,17 +51,17 @@ class Bug:
 BUGS = [
     Bug(
         name="a rank's random state is dropped",
-        file=MODULE,
+        file=RESUME,
         right="            restore_random_state(read_random_state(source, rank), "
-        "self.strategy.root_device)\n",
+        "module.strategy.root_device)\n",
         wrong="            pass\n",
         test=f"{RESUMED}::test_at_the_first_batch_all_is_as_it_was_saved[cpu]",
     ),
     Bug(
         name="the second rank takes the first one's random state",
-        file=MODULE,
-        right='return data_rank * (details["num_ranks"] // there) if data_rank < there else None',
-        wrong="return 0 if data_rank < there else None",
+        file=RESUME,
+        right='return data_rank * (details["num_ranks"] // saved) if data_rank < saved else None',
+        wrong="return 0 if data_rank < saved else None",
         test="tests/end_to_end/test_resume.py::test_two_ranks_go_on_as_two_ranks_that_ran_through",
     ),
     Bug(
@@ -93,8 +94,8 @@ BUGS = [
     ),
     Bug(
         name="the schedule begins anew",
-        file=MODULE,
-        right="        restore_schedule(self.lr_schedulers(), source.step)\n",
+        file=RESUME,
+        right="        restore_schedule(module.lr_schedulers(), source.step)\n",
         wrong="",
         test=RESUMED_RUN,
     ),
@@ -109,14 +110,14 @@ BUGS = [
     Bug(
         name="figures of the whole run count from its last start",
         file=MODULE,
-        right='        self.curves.load_state_dict(self._resumed["curves"])\n',
+        right='        self.metrics.load_state_dict(state["curves"])\n',
         wrong="",
         test=RESUMED_RUN,
     ),
     Bug(
         name="rows of metrics.csv are doubled",
         file="app/training/logger.py",
-        right="        rows.cut_after(last_step)\n",
+        right="        rows.drop_rows_after(last_step)\n",
         wrong="        pass\n",
         test="tests/training/test_loggers_resumed.py::test_no_point_is_shown_twice",
     ),
@@ -181,7 +182,7 @@ BUGS = [
     Bug(
         name="the bytes are not checked against the manifest",
         file="app/training/checkpoint/checkpoint.py",
-        right="if disk.read_hash(file) != told.sha256:",
+        right="if disk.read_hash(file) != expected.sha256:",
         wrong="if False:",
         test="tests/training/checkpoint/test_store_damaged.py"
         "::test_every_damage_is_found_and_named",
@@ -189,8 +190,8 @@ BUGS = [
     Bug(
         name="the manifest is not checked against the marker",
         file="app/training/checkpoint/checkpoint.py",
-        right="    if marked != marker_of(hashlib.sha256(text).hexdigest()):\n",
-        wrong="    if not marked:\n",
+        right="    if marker != marker_of(hashlib.sha256(text).hexdigest()):\n",
+        wrong="    if not marker:\n",
         test="tests/training/checkpoint/test_store_damaged.py"
         "::test_every_damage_is_found_and_named",
     ),
@@ -229,11 +230,11 @@ BUGS = [
         right="    return loss * (1 + 0 * loss.detach())\n",
         wrong="    return loss\n",
         test="tests/training/test_nonfinite.py"
-        "::test_an_infinite_loss_with_finite_gradients_spoils_them",
+        "::test_an_infinite_loss_makes_its_gradients_nan",
     ),
     Bug(
         name="a save beside the training writes what trains, not a copy",
-        file="app/training/checkpoint/background.py",
+        file="app/training/checkpoint/checkpoint_io.py",
         right="copies[key] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)",
         wrong="copies[key] = tensor.detach()",
         test="tests/training/checkpoint/test_background.py"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html.parser
 import io
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -21,9 +20,8 @@ from transformers import AutoTokenizer
 from app.config import load_config
 from app.preview import preview
 from app.report.preview import PackedDocument, PackView
-from app.report.preview_page import _pack
-from app.report.preview_text import spell
-from app.report.token_text import MAX_TOKENS, Passage, Piece, Speller, visible
+from app.report.render import render_passage
+from app.report.token_text import MAX_TOKENS, Passage, Piece, TokenRenderer, visible
 from data_modules import DataError
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer
@@ -39,7 +37,7 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
-        self.learned, self.shown = "", ""
+        self.trained, self.shown = "", ""
         self.feed(text)
         self.close()
 
@@ -60,8 +58,8 @@ class Page(html.parser.HTMLParser):
         if self.open and self.open[-1] == "style":
             return
         self.shown += data
-        if self.open[-1:] == ["i"] and "l" in (self.tags[-1][1].get("class") or "").split():
-            self.learned += data
+        if self.open[-1:] == ["i"] and "t" in (self.tags[-1][1].get("class") or "").split():
+            self.trained += data
 
 
 @pytest.fixture
@@ -83,11 +81,11 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
     return f"{{path: {file}, name: {file.stem}}}"
 
 
-def test_the_default_shows_all_there_is_to_see(run_preview: Callable[..., Any]) -> None:
+def test_the_default_shows_every_section(run_preview: Callable[..., Any]) -> None:
     folder, page, printed = run_preview("+experiment=quickstart")
     assert printed.splitlines()[-1] == f"run: {folder}"
     assert "\x1b" not in printed, "no colours where it is no terminal"
-    assert "«" in printed, "learned tokens are marked all the same"
+    assert "«" in printed, "trained tokens are marked all the same"
     for shown in (printed, page.shown):
         for name in ("lists", "orders", "people"):
             assert name in shown
@@ -104,11 +102,12 @@ def test_the_default_shows_all_there_is_to_see(run_preview: Callable[..., Any]) 
     assert {file.name for file in folder.iterdir()} >= {
         *("preview.html", "audit.json", "audit.txt", "config.yaml"),
     }
+    assert {span.get("class") for span in page.tags_of("span")} >= {"h0", "h0 alt", "h1", "h2"}
     audit = json.loads((folder / "audit.json").read_text())
     assert [dataset["name"] for dataset in audit["datasets"]] == ["lists", "orders", "people"]
 
 
-def test_what_is_marked_is_what_is_learned(run_preview: Callable[..., Any], tmp_path: Path) -> None:
+def test_trained_tokens_are_marked(run_preview: Callable[..., Any], tmp_path: Path) -> None:
     answer = "The cat sat on 3 mats."
     rows = [{"instruction": f"Say it {i} times.", "output": answer} for i in range(8)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
@@ -120,12 +119,12 @@ def test_what_is_marked_is_what_is_learned(run_preview: Callable[..., Any], tmp_
         assert text.startswith(answer)
         assert any(stop in text for stop in tokenizer.all_special_tokens), "the stop token too"
         assert "Say it" not in text
-    assert page.learned.count(answer) == 2
-    assert "Say it" not in page.learned
+    assert page.trained.count(answer) == 2
+    assert "Say it" not in page.trained
     assert "Say it" in page.shown
 
 
-def test_rows_cannot_steer_page_or_terminal(
+def test_rows_cannot_control_page_or_terminal(
     run_preview: Callable[..., Any], tmp_path: Path
 ) -> None:
     # As tokens: in a row of text, control characters are refused before they come here.
@@ -142,7 +141,7 @@ def test_rows_cannot_steer_page_or_terminal(
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", shown)
 
 
-def test_the_page_needs_nothing_else(run_preview: Callable[..., Any]) -> None:
+def test_the_page_is_self_contained(run_preview: Callable[..., Any]) -> None:
     _, page, _ = run_preview("+experiment=quickstart")
     for tag, attributes in page.tags:
         assert tag not in ("script", "link", "img", "iframe", "object", "form")
@@ -169,7 +168,7 @@ def test_a_tokenizer_without_a_model_is_enough(
     assert "ranks: 2, as typed (trainer.devices=2, trainer.num_nodes=1)" in printed
 
 
-def test_numbers_of_a_gated_base_come_from_its_settings(
+def test_a_gated_base_is_described_by_its_settings(
     run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -180,7 +179,7 @@ def test_numbers_of_a_gated_base_come_from_its_settings(
     assert "sequence length: 4,096 tokens (the model's context: 131,072)" in printed
 
 
-def test_what_the_audit_complains_of_is_shown_before_it_stops(
+def test_audit_problems_are_shown_before_the_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"instruction": "what is it", "output": "one " * 80} for _ in range(9)]
@@ -188,7 +187,7 @@ def test_what_the_audit_complains_of_is_shown_before_it_stops(
     words = [f"model.path={TINY_BASE}", f"output.dir={folder}"]
     words += [f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
     words += ["data.on_long=truncate_right", "data.sequence_len=24"]
-    with pytest.raises(DataError, match="no stop token is learned"):
+    with pytest.raises(DataError, match="no stop token is trained on"):
         preview(load_config("preview", [*words, f"data.cache_dir={tmp_path / 'cache'}"]))
     assert "problem: " in capsys.readouterr().out
     assert 'class="problem"' in (folder / "preview.html").read_text(encoding="utf-8")
@@ -218,7 +217,7 @@ def test_shares_and_packs_are_those_of_the_steps(
     assert 0 < sum(widths) <= 4 * 100
 
 
-def test_shares_that_were_asked_for_stand_beside_those_of_the_steps(
+def test_requested_shares_are_shown_beside_realised_ones(
     run_preview: Callable[..., Any], tmp_path: Path
 ) -> None:
     files = [
@@ -233,9 +232,7 @@ def test_shares_that_were_asked_for_stand_beside_those_of_the_steps(
     assert (row[4], row[5], row[7]) == ("120", "75.00%", "75.00%")
 
 
-def test_a_run_that_ends_early_shows_its_steps_alone(
-    run_preview: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_max_steps_limits_the_steps_shown(run_preview: Callable[..., Any], tmp_path: Path) -> None:
     rows = [{"text": f"number {i}"} for i in range(40)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
     words += ["data.val_set_size=0", "data.sequence_len=32", "packing=none"]
@@ -247,9 +244,7 @@ def test_a_run_that_ends_early_shows_its_steps_alone(
         assert row[3:5] == [epochs, str(5 * steps)]
 
 
-def test_shares_that_repeat_a_data_set_are_warned_of(
-    run_preview: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_repeated_data_sets_are_warned_of(run_preview: Callable[..., Any], tmp_path: Path) -> None:
     files = [
         write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(size)])
         for name, size in (("small", 8), ("large", 48))
@@ -262,28 +257,28 @@ def test_shares_that_repeat_a_data_set_are_warned_of(
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", "olmo-gpt-neox"])
-def test_real_tokens_spell_the_real_text(tokenizer: str) -> None:
+def test_real_tokens_render_as_the_real_text(tokenizer: str) -> None:
     folder = SHARED / "tokenizers" / tokenizer
     if not folder.is_dir():
         pytest.skip("../shared/data is absent")
     if not (folder / "tokenizer_config.json").exists():
         from transformers import PreTrainedTokenizerFast
 
-        spelled = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        loaded = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     else:
-        spelled = AutoTokenizer.from_pretrained(folder)
+        loaded = AutoTokenizer.from_pretrained(folder)
     text = "Grüße, 世界! 👩‍🔬 naïve\n\tdef f(x):  return x  \n\nend"
-    ids = np.array(spelled(text)["input_ids"])
-    pieces = Speller(spelled).passage(ids, np.ones(len(ids))).head
+    ids = np.array(loaded(text)["input_ids"])
+    pieces = TokenRenderer(loaded).passage(ids, np.ones(len(ids))).head
     assert "".join(piece.text for piece in pieces) == visible(text)
     assert [number for piece in pieces for number in piece.ids] == ids.tolist()
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_pieces_make_up_the_text(text: str) -> None:
+def test_pieces_concatenate_to_the_text(text: str) -> None:
     tokenizer = TOKENIZER
     ids = np.array(tokenizer(text)["input_ids"], dtype=np.int64)
-    pieces = Speller(tokenizer).passage(ids, np.zeros(len(ids))).head
+    pieces = TokenRenderer(tokenizer).passage(ids, np.zeros(len(ids))).head
     assert [number for piece in pieces for number in piece.ids] == ids.tolist()
     if "\ufffd" not in text and "</s>" not in text:
         assert "".join(piece.text for piece in pieces) == visible(tokenizer.decode(ids))
@@ -292,18 +287,18 @@ def test_pieces_make_up_the_text(text: str) -> None:
 TOKENIZER = build_tokenizer(["</s>"], eos="</s>")
 
 
-def test_broken_letters_never_swallow_a_special_token() -> None:
+def test_incomplete_characters_never_absorb_a_special_token() -> None:
     alone = TOKENIZER("é")["input_ids"]
     ids = np.array([alone[0], TOKENIZER.eos_token_id, *alone])
-    pieces = Speller(TOKENIZER).passage(ids, np.array([0.0, 1.0, 0.5, 0.5])).head
+    pieces = TokenRenderer(TOKENIZER).passage(ids, np.array([0.0, 1.0, 0.5, 0.5])).head
     assert [piece.is_special for piece in pieces] == [False, True, False]
     assert [piece.text for piece in pieces] == ["\ufffd", "</s>", "é"]
     assert [piece.weight for piece in pieces] == [0.0, 1.0, 0.5]
 
 
-def test_of_long_rows_the_beginning_and_the_end_are_shown() -> None:
+def test_long_rows_show_their_beginning_and_end() -> None:
     ids = np.full(MAX_TOKENS + 10, TOKENIZER("a")["input_ids"][0])
-    whole = Speller(TOKENIZER).passage(ids, np.zeros(len(ids)))
+    whole = TokenRenderer(TOKENIZER).passage(ids, np.zeros(len(ids)))
     assert (len(whole.head), whole.left_out, len(whole.tail)) == (2048, 10, 2048)
     assert whole.cut(MAX_TOKENS) is whole
     cut = whole.cut(5)
@@ -324,7 +319,7 @@ def test_of_long_rows_the_beginning_and_the_end_are_shown() -> None:
     ],
     ids=["file", "dumb", "NO_COLOR", "colours"],
 )
-def test_learned_tokens_are_marked_with_and_without_colours(
+def test_trained_tokens_are_marked_with_and_without_colours(
     console: dict[str, Any], wanted: str
 ) -> None:
     head = [Piece("a", (1,), 0.0, False), Piece("sk ", (6,), 0.0, False)]
@@ -332,34 +327,30 @@ def test_learned_tokens_are_marked_with_and_without_colours(
     head.append(Piece("</s>", (3,), 0.0, True))
     passage = Passage(head, 7, [Piece("no", (4,), 0.5, False)])
     screen = Console(file=io.StringIO(), highlight=False, **console)
-    screen.print(spell(passage, screen), soft_wrap=True)
+    screen.print(render_passage(passage, screen), soft_wrap=True)
     assert isinstance(screen.file, io.StringIO)
     assert wanted in screen.file.getvalue()
 
 
-def test_neighbours_in_a_pack_differ() -> None:
-    documents = [PackedDocument(dataset=d, origin="", tokens=8, learned=4) for d in (0, 0, 0, 1, 0)]
+def test_neighbours_of_one_data_set_alternate_shades() -> None:
+    documents = [PackedDocument(dataset=d, origin="", tokens=8, trained=4) for d in (0, 0, 0, 1, 0)]
     pack = PackView(step=0, number=0, capacity=64, documents=documents)
     assert pack.shades == [False, True, False, False, False]
-    page = _pack(pack, ["a", "b"])
-    kinds = re.findall(r'<span class="([^"]*)"', page)
-    assert kinds == ["h0", "h0 alt", "h0", "h1", "h0"]
-    assert all(before != after for before, after in itertools.pairwise(kinds))
 
 
-def test_what_is_not_marked_is_not_in_the_legend(
+def test_the_legend_lists_only_marks_in_use(
     run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
-    assert "  below: «learned», only seen\n" in run_preview(*words)[2]
+    assert "  below: «trained on», masked\n" in run_preview(*words)[2]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "only seen, \x1b[36mspecial token\x1b[0m" in run_preview(*words)[2]
+    assert "masked, \x1b[36mspecial token\x1b[0m" in run_preview(*words)[2]
 
 
-def test_colours_are_there_where_they_are_forced(
+def test_force_color_prints_colours(
     run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -368,15 +359,15 @@ def test_colours_are_there_where_they_are_forced(
     rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
     _, _, printed = run_preview(*words)
-    assert "below: \x1b[1;32mlearned" in printed
+    assert "below: \x1b[1;32mtrained on" in printed
     assert "«" not in printed
 
 
-def test_a_screen_without_letters_beyond_ascii_is_enough() -> None:
+def test_an_ascii_terminal_is_enough() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace")
     screen = Console(file=file, highlight=False)
-    screen.print(spell(Passage([Piece("né", (1,), 1.0, False)]), screen))
+    screen.print(render_passage(Passage([Piece("né", (1,), 1.0, False)]), screen))
     file.flush()
     assert raw.getvalue() == b"<<n\\xe9>>\n"
 

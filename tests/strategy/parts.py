@@ -11,7 +11,7 @@ from torch import Tensor
 
 from app.strategy.build import build_strategy
 from app.strategy.settings import ZeroConfig
-from app.training.nonfinite import hold_back
+from app.training.nonfinite import skip_nonfinite_step
 
 SPREADS_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 """else DeepSpeed keeps weights this small whole on every rank"""
@@ -92,7 +92,7 @@ class Module(L.LightningModule):
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         norm = self.trainer.strategy.clip(optimizer, gradient_clip_val)
-        hold_back(optimizer, norm, is_scaled=False)
+        skip_nonfinite_step(optimizer, norm, is_scaled=False)
         self.norms.append(norm.item())
 
     def named(self) -> dict[str, Any]:
@@ -104,15 +104,15 @@ class Module(L.LightningModule):
         optimizer = self.optimizers(use_pl_optimizer=False)
         found: dict[str, Tensor] = {}
         for name, weight in self.named().items():
-            found[name] = _whole(strategy.kept_weight(weight))
-            for key, state in strategy.kept_states(optimizer, weight).items():
+            found[name] = _whole(strategy.weight_state(weight))
+            for key, state in strategy.optimizer_state_of(optimizer, weight).items():
                 found[f"{key}/{name}"] = _whole(state)
         return found
 
     def on_train_end(self) -> None:
         strategy: Any = self.trainer.strategy
         self.kept = self.gathered()
-        frozen = {n: strategy.whole(w) for n, w in self.model.named_parameters()}
+        frozen = {n: strategy.full_tensor(w) for n, w in self.model.named_parameters()}
         assert {name: w.shape for name, w in frozen.items()} == SHAPES
         # What is given back is what was taken, also numbers that differ from what is there.
         optimizer = self.optimizers(use_pl_optimizer=False)
@@ -123,7 +123,9 @@ class Module(L.LightningModule):
         for name, weight in self.named().items():
             strategy.restore_weight(weight, given[name])
             states = {k.split("/")[0]: v for k, v in given.items() if k.endswith(f"/{name}")}
-            strategy.restore_states(optimizer, weight, states, lambda _, v: torch.empty_like(v))
+            strategy.restore_optimizer_state(
+                optimizer, weight, states, lambda _, v: torch.empty_like(v)
+            )
         again = self.gathered()
         for key, value in given.items():
             assert torch.equal(again[key].view(torch.uint8), value.view(torch.uint8)), key
@@ -184,7 +186,7 @@ def train_alone(num_ranks: int, *, has_bad_step: bool = False) -> dict[str, Any]
                 (loss / num_ranks / MICRO_BATCHES).backward()
         weights = [w for w in model.parameters() if w.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(weights, CLIP)
-        hold_back(optimizer, norm, is_scaled=False)
+        skip_nonfinite_step(optimizer, norm, is_scaled=False)
         optimizer.step()
         optimizer.zero_grad()
         norms.append(norm.item())

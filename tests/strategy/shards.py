@@ -24,10 +24,10 @@ from app.model.recompute import RecomputeConfig
 from app.process.errors import UserError
 from app.strategy.build import build_strategy
 from app.strategy.loading import Broadcaster, peak_host_bytes
+from app.strategy.mixin import ShardedTensor
 from app.strategy.settings import FsdpConfig
-from app.strategy.shards import ShardedTensor
-from app.training.checkpoint.state import weights_that_train
-from app.training.nonfinite import StepSkipped, hold_back, spread
+from app.training.checkpoint.state import trainable_parameters
+from app.training.nonfinite import StepSkipped, propagate_nonfinite, skip_nonfinite_step
 from tests.ranks import ready
 from tests.tiny import TINY_BASE
 
@@ -104,7 +104,7 @@ def loss_of(model: Any, ids: Tensor, weights: Tensor) -> Tensor:
 
 def optimizer_of(model: Any) -> torch.optim.AdamW:
     """Its eps keeps what is nothing but rounding from becoming a step."""
-    weights = list(weights_that_train(model).values())
+    weights = list(trainable_parameters(model).values())
     return torch.optim.AdamW(weights, lr=1e-2, eps=1e-4, fused=True)
 
 
@@ -123,9 +123,9 @@ def train(
     """Take steps as FinetuneModule does; returns losses, norms, gradients of the first step, and
     the weights, all of them whole."""
     share, place = (1, 0) if strategy is None else (strategy.num_data_ranks, strategy.data_rank)
-    weights = weights_that_train(model)
+    weights = trainable_parameters(model)
     optimizer = optimizer or optimizer_of(model)
-    whole = (lambda tensor: tensor.detach()) if strategy is None else strategy.whole
+    whole = (lambda tensor: tensor.detach()) if strategy is None else strategy.full_tensor
     found: dict[str, Any] = {"losses": [], "norms": [], "validations": []}
     for step in range(begins, steps):
         ids, loss_weights = rows_of(step)
@@ -141,7 +141,7 @@ def train(
                 loss = loss_of(model, ids[part], loss_weights[part])
                 if step == bad_step and place == 0:
                     loss = loss * float("nan")
-                (spread(loss) * share).backward()
+                (propagate_nonfinite(loss) * share).backward()
             total += loss.detach()
         if strategy is not None:
             total = strategy.reduce(total, reduce_op="sum") * share / strategy.world_size
@@ -153,7 +153,7 @@ def train(
             found["gradients"] = {
                 name: gradient(strategy, weight).clone() for name, weight in weights.items()
             }
-        hold_back(optimizer, norm, is_scaled=False)
+        skip_nonfinite_step(optimizer, norm, is_scaled=False)
         with suppress(StepSkipped):
             optimizer.step()
         optimizer.zero_grad()
@@ -163,8 +163,8 @@ def train(
             model.eval()
             found["validations"].append(loss_of(model, ids, loss_weights).item())
             model.train()
-        assert weights_that_train(model).keys() == weights.keys()
-        assert all(weights_that_train(model)[name] is weights[name] for name in weights)
+        assert trainable_parameters(model).keys() == weights.keys()
+        assert all(trainable_parameters(model)[name] is weights[name] for name in weights)
     found["weights"] = {name: whole(weight).clone() for name, weight in weights.items()}
     return found
 
@@ -173,7 +173,7 @@ def gradient(strategy: Any, weight: Any) -> Tensor:
     """Return a weight's gradient, whole."""
     if strategy is None:
         return weight.grad
-    return strategy._whole(weight.grad, strategy._cut.get(weight))
+    return strategy._full(weight.grad, strategy._split_dims.get(weight))
 
 
 def spread_model(config: FsdpConfig, build: Any, precision: str = "32-true") -> tuple[Any, Any]:
@@ -203,7 +203,7 @@ def train_cases(cases: list[tuple[FsdpConfig, dict[str, Any], dict[str, Any]]]) 
 def gradients_before_the_last(config: FsdpConfig, kind: str) -> tuple[bool, bool]:
     """Say whether shares have gradients behind a blocked backward pass, and behind the last."""
     strategy, model = spread_model(config, builder(kind))
-    weights = list(weights_that_train(model).values())
+    weights = list(trainable_parameters(model).values())
     ids, loss_weights = rows_of(0)
     with strategy.block_backward_sync():
         loss_of(model, ids, loss_weights).backward()
@@ -230,7 +230,7 @@ def dtypes_in_layers(config: FsdpConfig, kind: str) -> list[Any]:
     )
     with torch.autocast("cpu", torch.bfloat16):
         loss_of(model, *rows_of(0)).backward()
-    trained = list(weights_that_train(model).values())
+    trained = list(trainable_parameters(model).values())
     kept = {weight.dtype for weight in trained}, {weight.grad.dtype for weight in trained}
     return [sorted(map(str, dtypes)) for dtypes in (running, *kept)]
 
@@ -242,18 +242,20 @@ def halves(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
     train(model, strategy, steps=2, optimizer=optimizer)
     kept = {
         name: (
-            _put_together({"": strategy.kept_weight(weight)})[""],
-            _put_together(strategy.kept_states(optimizer, weight)),
+            _put_together({"": strategy.weight_state(weight)})[""],
+            _put_together(strategy.optimizer_state_of(optimizer, weight)),
         )
-        for name, weight in weights_that_train(model).items()
+        for name, weight in trainable_parameters(model).items()
     }
     strategy, model = spread_model(second, builder(kind))
     optimizer = optimizer_of(model)
     with torch.no_grad():
-        for name, weight in weights_that_train(model).items():
+        for name, weight in trainable_parameters(model).items():
             value, states = kept[name]
             strategy.restore_weight(weight, value)
-            strategy.restore_states(optimizer, weight, states, lambda _, v: torch.empty_like(v))
+            strategy.restore_optimizer_state(
+                optimizer, weight, states, lambda _, v: torch.empty_like(v)
+            )
     return train(model, strategy, begins=2, optimizer=optimizer)
 
 
@@ -290,13 +292,13 @@ def memory_of_loading(numbers: dict[str, Any]) -> dict[str, Any]:
 def uncut_weights_after_a_difference(config: FsdpConfig, kind: str) -> dict[str, Tensor]:
     """Return what this rank holds whole after a step, had each rank rounded its gradients so."""
     strategy, model = spread_model(config, builder(kind, model_type="qwen3", head_dim=8))
-    optimizer, weights = optimizer_of(model), weights_that_train(model)
+    optimizer, weights = optimizer_of(model), trainable_parameters(model)
     loss_of(model, *rows_of(0)).backward()
     for weight in weights.values():
         weight.grad *= 1 + strategy.global_rank / 100
     strategy.clip(optimizer, CLIP)
     optimizer.step()
-    return {name: weight for name, weight in weights.items() if weight not in strategy._cut}
+    return {name: weight for name, weight in weights.items() if weight not in strategy._split_dims}
 
 
 def what_unlike_ranks_are_told() -> list[str]:
@@ -317,7 +319,7 @@ def where_scales_are() -> set[str]:
     """Return where 4-bit layers find their scales; `meta` stands for a GPU that was asked for."""
     ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     model = build_quantized(on_meta=dist.get_rank() > 0)
-    Broadcaster(torch.device("meta"), 2, 2).hand_states(model)
+    Broadcaster(torch.device("meta"), 2, 2).broadcast_quantization(model)
     states = [module.quant_state for module in model.modules() if "quant_state" in vars(module)]
     found = set()
     for state in states:

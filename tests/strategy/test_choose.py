@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from app.assembly import resolve_strategy
 from app.config import load_config
 from app.model.adapter import LoraConfig, report_trainable
 from app.model.base import ModelConfig
@@ -19,13 +21,11 @@ from app.model.quantization import QuantizationConfig, storage_of
 from app.model.recompute import RecomputeConfig
 from app.preflight import check_compatibility
 from app.process.errors import UserError
-from app.strategy.choose import FOR_STATES, STORED, Facts, choose_strategy
+from app.strategy.build import STATES_SHARE, STORED, Facts, choose_strategy
 from app.strategy.settings import FsdpConfig
-from app.train import resolve_strategy
-from app.training import footprint
 from app.training.footprint import gather_facts, measure_footprint
 from app.training.optimizers import AdamWConfig
-from app.training.trainer import Placement, TrainerConfig
+from app.training.trainer import Environment, TrainerConfig
 from tests.tiny import TINY_BASE, probe, tiny_llama
 
 # GiB of weights, and of gradients and states beside them; by arithmetic.
@@ -39,27 +39,27 @@ NODE = {"num_ranks": 8, "device_gib": 80.0, "has_deepspeed": True}
 FOUR_NODES = NODE | {"num_ranks": 32, "num_nodes": 4}
 
 TABLE: list[tuple[dict[str, Any], str, str]] = [
-    ({"num_ranks": 1}, "single", "one rank"),
-    ({"num_ranks": 1, "device_gib": 24.0, **LORA_70B}, "single", "one rank"),
-    ({"num_ranks": 4}, "ddp", "4 ranks on a CPU"),
+    ({"num_ranks": 1}, "single", "1 process"),
+    ({"num_ranks": 1, "device_gib": 24.0, **LORA_70B}, "single", "1 process"),
+    ({"num_ranks": 4}, "ddp", "4 processes on a CPU"),
     (
         {**NODE, **LORA_8B},
         "ddp",
         "each GPU holds all: weights, gradients and optimizer states take",
     ),
     ({**NODE, **LORA_70B}, "fsdp", "no GPU holds all, and the 8 of a node do: weights"),
-    ({**NODE, **FULL_8B}, "fsdp_grad_op", "a GPU holds the weights, not all of their states"),
+    ({**NODE, **FULL_8B}, "fsdp_grad_op", "a GPU holds the weights, but not their"),
     ({**NODE, **QLORA_70B, "device_gib": 40.0, "quantization": "nf4"}, "fsdp", "no GPU holds all"),
     (
         {"num_ranks": 2, "device_gib": 24.0, **QLORA_70B, "quantization": "nf4"},
         "fsdp",
-        "nothing spreads more",
+        "nothing shards more",
     ),
-    ({**NODE, **LORA_70B, "quantization": "int8"}, "zero2", "int8 cannot be spread"),
+    ({**NODE, **LORA_70B, "quantization": "int8"}, "zero2", "int8 cannot be sharded"),
     (
         {**NODE, **LORA_70B, "quantization": "int8", "has_deepspeed": False},
         "ddp",
-        "int8 cannot be spread",
+        "int8 cannot be sharded",
     ),
     ({**NODE, **LORA_70B, "quantization": STORED}, "ddp", "the base's files are quantized"),
     ({**FOUR_NODES, **LORA_8B}, "ddp", "each GPU holds all"),
@@ -76,7 +76,7 @@ def test_the_rules_of_thumb(facts: dict[str, Any], name: str, said: str) -> None
     choice = choose_strategy(Facts(**facts))
     assert choice.name == name
     assert said in choice.reason
-    assert str(choice) == f"{name}, because {choice.reason}"
+    assert str(choice) == f"{name} ({choice.reason})"
 
 
 def held_gib(name: str, facts: Facts) -> float:
@@ -110,15 +110,15 @@ def test_what_is_chosen_holds_the_model_wherever_anything_does() -> None:
         )
         name = choose_strategy(facts).name
         chosen.add(name)
-        if held_gib("fsdp", facts) <= FOR_STATES * 80.0:
-            assert held_gib(name, facts) <= FOR_STATES * 80.0, facts
+        if held_gib("fsdp", facts) <= STATES_SHARE * 80.0:
+            assert held_gib(name, facts) <= STATES_SHARE * 80.0, facts
         else:
             assert name == "fsdp_offload", facts
     assert chosen == {"ddp", "fsdp", "fsdp_grad_op", "fsdp_hybrid", "zero3_hpz", "fsdp_offload"}
 
 
-def place(accelerator: str = "gpu", num_ranks: int = 8) -> Placement:
-    return Placement(
+def place(accelerator: str = "gpu", num_ranks: int = 8) -> Environment:
+    return Environment(
         accelerator=accelerator,
         devices=num_ranks,
         num_ranks=num_ranks,
@@ -129,10 +129,13 @@ def place(accelerator: str = "gpu", num_ranks: int = 8) -> Placement:
 
 
 def resolve(monkeypatch: pytest.MonkeyPatch, facts: Facts, *words: str) -> Any:
-    monkeypatch.setattr(footprint, "gather_facts", lambda *_: facts)
+    monkeypatch.setattr("app.assembly.gather_facts", lambda *_: facts)
     monkeypatch.setattr("app.preflight.couplings.situation.count_gpus", lambda: facts.num_ranks)
     config = load_config("train", ["+experiment=quickstart", *words])
-    return resolve_strategy(config, place(), LlamaConfig(), lambda: None)
+    base: Any = SimpleNamespace(
+        architecture=LlamaConfig(), backend="sdpa", new_ids=[], trained_ids=[]
+    )
+    return resolve_strategy(config, base, place())
 
 
 def test_what_is_chosen_has_the_settings_of_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +162,7 @@ def test_a_choice_that_clashes_with_what_was_typed_is_refused_with_its_reason(
     with pytest.raises(UserError) as caught:
         resolve(monkeypatch, Facts(**NODE, **LORA_70B), *words)
     said = str(caught.value)
-    assert said.startswith("strategy=auto is fsdp, because no GPU holds all")
+    assert said.startswith("strategy=auto is fsdp (no GPU holds all")
     assert "; but optimizer=muon does not step parts" in said
 
 

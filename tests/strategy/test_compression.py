@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.strategy.build import build_strategy
-from app.strategy.compression import WHOLE_STEPS
+from app.strategy.ddp import UNCOMPRESSED_STEPS
 from app.strategy.settings import DdpConfig
 from tests.ranks import on_ranks, ready
 
@@ -38,7 +38,7 @@ def gradients(compression: str, bad_step: int | None = None) -> list[Tensor]:
     strategy.configure_ddp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     found = []
-    for step in range(WHOLE_STEPS + 4):
+    for step in range(UNCOMPRESSED_STEPS + 4):
         rows = torch.randn(
             64, SIZE, generator=torch.Generator().manual_seed(9 * step + strategy.global_rank)
         )
@@ -73,18 +73,18 @@ def test_a_low_rank_travels_and_what_it_left_out_follows() -> None:
     first, second = on_ranks(2, gradients, "powersgd")
     for step, (ours, theirs) in enumerate(zip(first, second, strict=True)):
         assert torch.equal(ours, theirs)
-        if step < WHOLE_STEPS:
+        if step < UNCOMPRESSED_STEPS:
             torch.testing.assert_close(ours, whole(step))
         else:
             assert torch.linalg.matrix_rank(ours, rtol=1e-4) <= RANK
     # Step after step the sum of what came nears that of the gradients.
-    came = torch.stack(first[WHOLE_STEPS:]).sum(0)
-    meant = torch.stack([whole(step) for step in range(WHOLE_STEPS, len(first))]).sum(0)
+    came = torch.stack(first[UNCOMPRESSED_STEPS:]).sum(0)
+    meant = torch.stack([whole(step) for step in range(UNCOMPRESSED_STEPS, len(first))]).sum(0)
     assert (came - meant).norm() < meant.norm()
 
 
 def test_a_bad_gradient_is_not_carried_over() -> None:
-    bad = WHOLE_STEPS + 1
+    bad = UNCOMPRESSED_STEPS + 1
     for found in on_ranks(2, gradients, "powersgd", bad):
         assert not found[bad].isfinite().all()
         assert all(gradient.isfinite().all() for gradient in found[bad + 1 :])
@@ -99,5 +99,5 @@ def test_a_resumed_run_says_what_is_not_as_it_was(
     strategy = build_strategy(config, accelerator="cpu", num_ranks=2)
     strategy.checkpoint_io = SimpleNamespace(load_checkpoint=lambda path: {"step": path})
     assert strategy.load_checkpoint(3) == {"step": 3}
-    said = [line for line in caplog.messages if line.startswith("RESUME: PowerSGD begins without")]
+    said = [line for line in caplog.messages if line.startswith("RESUME: PowerSGD starts without")]
     assert len(said) == lines

@@ -12,10 +12,10 @@ from torch._subclasses import FakeTensorMode
 
 from app.process.errors import UserError
 from app.strategy.build import build_strategy
-from app.strategy.deepspeed import Zero
-from app.strategy.deepspeed_config import deepspeed_config
-from app.strategy.settings import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, ZeroConfig
-from app.training.nonfinite import hold_back
+from app.strategy.deepspeed import Zero, check_zero_config
+from app.strategy.deepspeed_config import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, deepspeed_config
+from app.strategy.settings import ZeroConfig
+from app.training.nonfinite import skip_nonfinite_step
 from tests.conftest import read_column
 from tests.processes import type_train
 from tests.ranks import on_ranks, ready
@@ -87,6 +87,21 @@ def test_further_keys_are_added_at_any_depth() -> None:
     assert config["communication_data_type"] == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("further", "key"),
+    [
+        ({"overlap_comm": "sometimes"}, "overlap_comm is 'sometimes'"),
+        ({"offload_optimizer": {"ratio": 3.0}}, "offload_optimizer.ratio is 3.0"),
+        ({"stage3_prefetch_bucket_size": -1}, "stage3_prefetch_bucket_size is -1"),
+    ],
+)
+def test_a_value_that_deepspeed_does_not_accept_is_named(further: Any, key: str) -> None:
+    config = ZeroConfig(offload_optimizer="cpu", config={"zero_optimization": further})
+    with pytest.raises(UserError, match=rf"strategy\.config\.zero_optimization\.{key}: "):
+        check_zero_config(made(config))
+    check_zero_config(made(CONFIGS[2]))
+
+
 class Offloaded(Zero):
     """Has parts in host memory, whose gradients are on their way there from `device`."""
 
@@ -132,7 +147,7 @@ def test_the_norm_is_where_the_parts_are_stepped(one_rank: None, home: str, wher
         strategy = Offloaded(home, "cuda:0")
         optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)], fused=True)
         norm = strategy.clip(optimizer, 1.0)
-        hold_back(optimizer, norm, is_scaled=False)
+        skip_nonfinite_step(optimizer, norm, is_scaled=False)
         assert norm.device.type == where
         assert optimizer.found_inf.device.type == where  # type: ignore[attr-defined]
 
@@ -256,19 +271,19 @@ def test_quantized_traffic_comes_near(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], abs=0.1)
 
 
-class Asked(dict[str, Any]):
+class RecordingConfig(dict[str, Any]):
     """A DeepSpeed config that notes which keys are looked for."""
 
     def __init__(self, **values: Any) -> None:
         super().__init__(values)
-        self.asked: set[str] = set()  # its copies share it
+        self.keys_read: set[str] = set()  # its copies share it
 
     def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
+        self.keys_read.add(str(key))
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
+        self.keys_read.add(key)
         return super().get(key, default)
 
     def keys(self) -> Any:
@@ -281,12 +296,12 @@ def test_the_keys_of_deepspeed_are_those_that_we_know() -> None:
 
     fields = DeepSpeedZeroConfig.model_fields.items()
     read = {f"zero_optimization.{key}" for name, field in fields for key in (name, field.alias)}
-    config = Asked(train_micro_batch_size_per_gpu=1)
+    config = RecordingConfig(train_micro_batch_size_per_gpu=1)
     of_deepspeed.DeepSpeedConfig(config)
-    read |= config.asked - set(of_deepspeed._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    read |= config.keys_read - set(of_deepspeed._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     known = {*FURTHER_DEEPSPEED_KEYS, *DEEPSPEED_KEYS}
     known |= {".".join(key.split(".")[:2]) for key in known} | {"zero_optimization"}
     new = read - known - {"zero_optimization.None"}
-    assert not new, f"DeepSpeed has keys that app/strategy/settings.py does not know: {new}"
+    assert not new, f"DeepSpeed has keys that app/strategy/deepspeed_config.py does not list: {new}"
     gone = set(FURTHER_DEEPSPEED_KEYS) - read - {"sequence_parallel_size"}  # read among ranks only
     assert not gone, f"DeepSpeed reads these keys no longer: {gone}"

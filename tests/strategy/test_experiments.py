@@ -102,7 +102,7 @@ def test_its_model_is_shared_out_over_the_ranks(
         world_size, num_processes, num_nodes, global_rank = group, group, 1, 0
         root_device = torch.device("meta")
 
-        def _lay_out_mesh(self) -> None:  # there is none of the device without numbers
+        def _init_mesh(self) -> None:  # there is none of the device without numbers
             names = ("replicate", "shard", "tensor")
             self._device_mesh = init_device_mesh("cpu", (1, group, 1), mesh_dim_names=names)
 
@@ -159,7 +159,7 @@ def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
         deepspeed.init_distributed("fake", verbose=False)
         strategy = WithoutNumbers(config.strategy)
         model = strategy.build_model(build)
-        strategy._spread_weights(model, settings)
+        strategy._shard_weights(model, settings)
     weights: list[Any] = list(model.parameters())
     return {
         "built": sum(weight.numel() for weight in build().parameters()),

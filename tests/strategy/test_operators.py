@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from app.process.errors import UserError
-from app.strategy import operators
-from app.strategy.operators import prepare_operator, remove_stale_lock
+from app.strategy import deepspeed_operators as operators
+from app.strategy.deepspeed_operators import prepare_operator, remove_stale_lock
 
 
 class Builder:
@@ -74,7 +74,7 @@ def test_the_lock_of_a_killed_build_is_removed(
 def test_a_build_that_was_killed_just_now_is_waited_for(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "YOUNG", 1.0)
+    monkeypatch.setattr(operators, "STARTUP_SECONDS", 1.0)
     lock = leave_lock(cache / "some_operator", seconds_ago=0)
     began = time.monotonic()
     remove_stale_lock(lock.parent)
@@ -100,7 +100,7 @@ def test_a_lock_that_its_build_takes_away_meanwhile_is_no_error(
         (folder / "lock").unlink()
         return False
 
-    monkeypatch.setattr(operators, "_is_worked_in", look_too_late)
+    monkeypatch.setattr(operators, "_is_in_use", look_too_late)
     remove_stale_lock(lock.parent)
 
 

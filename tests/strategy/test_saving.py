@@ -15,7 +15,7 @@ from app.model.save import save_model
 from app.process.collectives import is_first, run_on_rank0
 from app.process.errors import TrainingFault
 from app.strategy.build import build_strategy
-from app.strategy.mixin import EVERYTHING_HERE
+from app.strategy.mixin import REPLICATED
 from app.strategy.settings import FsdpConfig
 from data_modules import Prompt
 from tests.ranks import on_ranks, ready
@@ -41,7 +41,7 @@ def move(model: Any, spread: Any) -> None:
     random = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            whole = spread.whole(parameter)
+            whole = spread.full_tensor(parameter)
             spread.restore_weight(
                 parameter, whole + 0.1 * torch.randn(whole.shape, generator=random)
             )
@@ -92,7 +92,7 @@ def test_the_files_are_those_of_one_process(
     name, kind = case
     folder, found = of_ranks
     model: Any = builder(kind)()
-    move(model, EVERYTHING_HERE)
+    move(model, REPLICATED)
     whole = save(model, kind, tmp_path)
     ours, theirs = folder / name / kind, tmp_path
     files = files_of(theirs)
@@ -112,7 +112,7 @@ def save_what_one_rank_lost(folder: Path) -> str:
     strategy: Any = ready(build_strategy(FsdpConfig(), accelerator="cpu", num_ranks=2))
     model = strategy.build_model(builder("lora"))
     move(model, strategy)
-    gather = strategy.whole
+    gather = strategy.full_tensor
 
     def lose(weight: Any) -> torch.Tensor:
         whole: torch.Tensor = gather(weight).clone()
@@ -120,7 +120,7 @@ def save_what_one_rank_lost(folder: Path) -> str:
             whole[len(whole) // 2 :] = 0
         return whole
 
-    strategy.whole = lose
+    strategy.full_tensor = lose
     with pytest.raises(TrainingFault) as fault:
         save(model, "lora", folder, strategy)
     return str(fault.value)

@@ -14,8 +14,8 @@ from app.preflight.files import WITHOUT_PLAN, check_tensor_parallel
 from app.preflight.shapes import _FAMILIES
 from app.process.errors import UserError
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from app.strategy.tensor_parallel import _kinds_by_path
-from app.training.trainer import TrainerConfig, resolve_placement
+from app.strategy.tensor_parallel import layer_plan
+from app.training.trainer import TrainerConfig, resolve_environment
 from tests.door import ask, make_data, make_model
 
 
@@ -38,21 +38,21 @@ def test_a_global_step_is_shared_by_the_ranks_with_data_of_their_own(
     config = TrainerConfig(
         accelerator="cpu", devices=4, micro_batch_size=2, global_batch_size=24, precision="fp32"
     )
-    placement = resolve_placement(config, strategy)
-    assert (placement.num_ranks, placement.num_data_ranks) == (4, data_ranks)
-    assert placement.accumulation == accumulation
+    env = resolve_environment(config, strategy)
+    assert (env.num_ranks, env.num_data_ranks) == (4, data_ranks)
+    assert env.accumulation == accumulation
     assert config.micro_batch_size * accumulation * data_ranks == config.global_batch_size
-    split = "(2 split each matrix)" if data_ranks == 2 else ""
-    assert split in str(placement)
+    split = "(tensor parallel 2)" if data_ranks == 2 else ""
+    assert split in str(env)
 
 
 def test_ranks_that_come_out_uneven_are_refused_where_they_are_counted() -> None:
     config = TrainerConfig(accelerator="cpu", devices=4, global_batch_size=6, precision="fp32")
     with pytest.raises(UserError, match=r"x 4 ranks = 4; type .*=4 or 8"):
-        resolve_placement(config)
-    resolve_placement(config, FsdpConfig(tensor_parallel_size=2))
+        resolve_environment(config)
+    resolve_environment(config, FsdpConfig(tensor_parallel_size=2))
     with pytest.raises(UserError, match="tensor_parallel_size=3 does not divide 4 ranks"):
-        resolve_placement(config, FsdpConfig(tensor_parallel_size=3))
+        resolve_environment(config, FsdpConfig(tensor_parallel_size=3))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_is_refused_has_no_plan_and_what_is_not_has_one() -> None:
                 in check_tensor_parallel(2, BaseModel("base", {"model_type": kind}))[0]
             )
             with pytest.raises(UserError):
-                _kinds_by_path(holder)
+                layer_plan(holder)
         else:
-            assert _kinds_by_path(holder)
+            assert layer_plan(holder)
         assert check_tensor_parallel(1, BaseModel("base", {"model_type": kind})) == []

@@ -1,4 +1,4 @@
-"""Every optimizer step and every validation has its row, exact, with a curve for each data set."""
+"""Every optimizer step and every validation has an exact row, with the loss of each data set."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformers import AutoTokenizer
 from app.config import load_run_config, run_verb
 from app.process.errors import TrainingFault
 from app.train import train
-from app.training.csv_logger import columns
-from app.training.metrics import Curves, StepRecord
+from app.training.log_files import columns
+from app.training.metrics import Metrics, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
-from data_modules import FinetuneDataModule
+from data_modules import BatchSpec, FinetuneDataModule, ModelSpec
 from tests.conftest import TrainRun, read_column
 from tests.tiny import NAMES, TINY_BASE, small_run, train_into
 
-OF_THE_CLOCK = "speed/tokens_per_second"
+TIMING = "speed/tokens_per_second"
 Rows = list[dict[str, str]]
 
 
@@ -41,7 +41,7 @@ def validation_steps(folder: Path) -> list[int]:
 
 
 def without_clock(rows: Rows) -> Rows:
-    return [{key: value for key, value in row.items() if key != OF_THE_CLOCK} for row in rows]
+    return [{key: value for key, value in row.items() if key != TIMING} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,12 @@ def test_the_columns_are_fixed_by_the_data_sets(run: Path) -> None:
     assert {"step", "train/loss", "val/loss", "train/lr", "train/grad_norm"} <= set(header)
 
 
-def test_every_optimizer_step_has_one_row(run: Path) -> None:
-    assert [int(row["step"]) for row in train_rows(run)] == [1, 2, 3, 4]
-
-
-def test_validation_comes_first_at_every_tenth_and_at_the_end(run: Path) -> None:
-    assert read_rows(run)[0]["val/loss"]
-    assert validation_steps(run) == [0, 1, 2, 3, 4]
+def test_steps_and_validations_have_a_row_each_in_order(run: Path) -> None:
+    kinds = [(int(row["step"]), bool(row["val/loss"])) for row in read_rows(run)]
+    assert kinds == [(0, True), *((step, kind) for step in (1, 2, 3, 4) for kind in (False, True))]
+    for row in read_rows(run):
+        phases = {key.partition("/")[0] for key, value in row.items() if value} - {"step", "speed"}
+        assert len(phases) == 1, row
 
 
 def test_every_validation_is_over_all_validation_rows(run: Path) -> None:
@@ -74,17 +73,6 @@ def test_every_validation_is_over_all_validation_rows(run: Path) -> None:
         tokens = list(read_column(run, f"val/tokens/{name}").values())
         assert len(tokens) == 5
         assert len(set(tokens)) == 1
-
-
-def test_a_row_holds_a_step_or_a_validation(run: Path) -> None:
-    for row in read_rows(run):
-        phases = {key.partition("/")[0] for key, value in row.items() if value} - {"step", "speed"}
-        assert len(phases) == 1, row
-
-
-def test_steps_stand_before_the_validation_that_follows_them(run: Path) -> None:
-    kinds = [(int(row["step"]), bool(row["val/loss"])) for row in read_rows(run)]
-    assert kinds == sorted(kinds)
 
 
 def test_numbers_are_written_in_full_precision(run: Path) -> None:
@@ -117,11 +105,8 @@ def test_trained_tokens_are_those_of_the_plan(run: Path) -> None:
         config.data,
         config.packing,
         AutoTokenizer.from_pretrained(TINY_BASE),
-        context_len=1024,
-        micro_batch_size=1,
-        accumulation_steps=2,
-        num_epochs=1,
-        max_steps=4,
+        ModelSpec(context_len=1024),
+        BatchSpec(accumulation_steps=2, max_steps=4),
         seed=config.seed,
     )
     datamodule.setup("fit")
@@ -144,61 +129,41 @@ def test_the_written_rate_is_the_one_the_step_used(run: Path) -> None:
     assert list(read_column(run, "train/lr").values()) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_how_often_curves_are_written_changes_no_row(
-    every: int, run: Path, train_run: TrainRun
+@pytest.mark.parametrize(
+    ("log_every", "validate_every", "validated"),
+    [(1, 2, [0, 2, 4]), (3, 3, [0, 3, 4]), (10, 9, [0, 4])],
+)
+def test_logging_and_validation_intervals_change_no_training_row(
+    log_every: int, validate_every: int, validated: list[int], run: Path, train_run: TrainRun
 ) -> None:
-    ours = train_run(
-        *small_run(
-            "schedule.warmup_steps=2",
-            f"trainer.log_every_steps={every}",
-            "trainer.validate_every_steps=4",
-        )
-    )
-    assert without_clock(train_rows(ours)) == without_clock(train_rows(run))
+    """Dropout is on: a validation must not draw random numbers."""
+    words = ("schedule.warmup_steps=2", f"trainer.log_every_steps={log_every}")
+    folder = train_run(*small_run(*words, f"trainer.validate_every_steps={validate_every}"))
+    assert validation_steps(folder) == validated
+    assert without_clock(train_rows(folder)) == without_clock(train_rows(run))
 
 
-@pytest.mark.parametrize(("every", "expected"), [(2, [0, 2, 4]), (3, [0, 3, 4]), (9, [0, 4])])
-def test_validations_come_as_often_as_typed_and_never_twice(
-    every: int, expected: list[int], train_run: TrainRun
-) -> None:
-    folder = train_run(*small_run(f"trainer.validate_every_steps={every}"))
-    assert validation_steps(folder) == expected
-    assert [int(row["step"]) for row in train_rows(folder)] == [1, 2, 3, 4]
-
-
-def test_validating_changes_nothing_of_the_training(run: Path, train_run: TrainRun) -> None:
-    """Dropout is on in both: a validation must draw no random number."""
-    words = ("schedule.warmup_steps=2", "trainer.validate_every_steps=3")
-    rows = train_rows(train_run(*small_run(*words)))
-    assert without_clock(rows) == without_clock(train_rows(run))
-
-
-def test_a_run_without_validation_rows_has_a_training_curve_alone(train_run: TrainRun) -> None:
-    folder = train_run(*small_run("data.val_set_size=0"))
-    assert validation_steps(folder) == []
-    assert [int(row["step"]) for row in train_rows(folder)] == [1, 2, 3, 4]
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["train/trained_tokens/lists"] > 0
-    assert not [name for name in metrics if "val/" in name]
-
-
-def test_a_data_set_that_a_step_does_not_hold_has_no_loss_there(train_run: TrainRun) -> None:
+def test_a_run_of_padded_rows_without_validation(train_run: TrainRun) -> None:
     words = ("packing=none", "trainer.gradient_accumulation_steps=1", "data.val_set_size=0")
-    rows = train_rows(train_run(*small_run(*words)))
-    for row in rows:
+    folder = train_run(*small_run(*words))
+    assert validation_steps(folder) == []
+    rows = train_rows(folder)
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4]
+    for row in rows:  # each of one data set: the other has no loss there
         tokens = {name: float(row[f"train/tokens/{name}"]) for name in NAMES}
         assert sorted(value > 0 for value in tokens.values()) == [False, True]
         for name in NAMES:
             assert (row[f"train/loss/{name}"] != "") is (tokens[name] > 0)
-    assert len(rows) == 4
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["train/trained_tokens/lists"] > 0
+    assert not [name for name in metrics if "val/" in name]
 
 
 TOO_MUCH = ("optimizer.lr=10", "adapter.alpha=5e18")
 """after a step of these the weights are finite, and no loss is"""
 
 
-def test_a_validation_that_is_not_finite_ends_the_run_and_is_named(
+def test_a_nonfinite_validation_ends_the_run_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*small_run(*TOO_MUCH), "logger=csv", f"output.dir={tmp_path / 'run'}"]
@@ -211,11 +176,10 @@ def test_a_validation_that_is_not_finite_ends_the_run_and_is_named(
     assert not list(tmp_path.glob("run/checkpoints/step-*"))
 
 
-@pytest.mark.parametrize("every", [1, 10])
-def test_a_step_that_is_not_finite_ends_the_run_and_is_named(
-    every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_nonfinite_step_ends_the_run_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*small_run(*TOO_MUCH, f"trainer.log_every_steps={every}")]
+    words = [*small_run(*TOO_MUCH, "trainer.log_every_steps=10")]
     words += ["trainer.validate_every_steps=4", "logger=csv", f"output.dir={tmp_path / 'run'}"]
     code = run_verb("train", train, words=words)
     said = capsys.readouterr().err
@@ -228,7 +192,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_named(
     assert not (tmp_path / "run" / "metrics.json").exists()
 
 
-class Kept:
+class RowLogger:
     """A logger that keeps its rows."""
 
     def __init__(self) -> None:
@@ -255,13 +219,13 @@ def record(
 
 
 def test_steps_are_reduced_and_written_in_blocks_and_the_first_at_once() -> None:
-    kept, reduced = Kept(), []
+    kept, reduced = RowLogger(), []
 
     def twice(tensor: Tensor) -> Tensor:
         reduced.append(tensor.shape[0])
         return tensor * 2
 
-    curves = Curves(["a", "b"], [kept], every_steps=3)
+    curves = Metrics(["a", "b"], [kept], every_steps=3)
     for step in range(1, 6):
         curves.add(record(step, loss=float(step)), twice)
     assert [step for step, _ in kept.rows] == [1, 2, 3]
@@ -286,9 +250,9 @@ def test_steps_are_reduced_and_written_in_blocks_and_the_first_at_once() -> None
         {"norm": math.inf},
     ],
 )
-def test_the_first_bad_step_of_a_block_is_named(bad: dict[str, Any]) -> None:
-    kept = Kept()
-    curves = Curves(["a", "b"], [kept], every_steps=9)
+def test_the_first_nonfinite_step_of_a_block_is_named(bad: dict[str, Any]) -> None:
+    kept = RowLogger()
+    curves = Metrics(["a", "b"], [kept], every_steps=9)
     for step in (1, 2):
         curves.add(record(step), lambda tensor: tensor)
     for step in (3, 4):
@@ -298,9 +262,9 @@ def test_the_first_bad_step_of_a_block_is_named(bad: dict[str, Any]) -> None:
     assert [step for step, _ in kept.rows] == [1, 2, 3]
 
 
-def test_a_norm_that_a_loss_scaler_has_seen_to_is_no_fault() -> None:
-    kept = Kept()
-    curves = Curves(["a", "b"], [kept], every_steps=9)
+def test_an_infinite_norm_under_a_loss_scaler_is_no_fault() -> None:
+    kept = RowLogger()
+    curves = Metrics(["a", "b"], [kept], every_steps=9)
     for step in (1, 2):
         curves.add(record(step, norm=math.inf, is_scaled=True), lambda tensor: tensor)
     curves.flush(lambda tensor: tensor)

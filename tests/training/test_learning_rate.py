@@ -19,8 +19,8 @@ from app.model.adapter import (
     Ia3Config,
     LoraConfig,
 )
-from app.training.learning_rate import FAR, USUAL_LR, LearningRate, resolve_lr, written
 from app.training.optimizers import AdamWConfig
+from app.training.schedule import FAR, USUAL_LR, LearningRate, format_lr, resolve_lr
 from tests.conftest import read_column
 from tests.tiny import train_into
 
@@ -39,7 +39,7 @@ def test_the_default_is_that_of_the_method_and_says_so(adapter: AdapterConfig) -
     default = DEFAULT_LR[adapter.name]
     assert lr.value == default
     assert lr.sentence == (
-        f"lr {written(default)} ({written(default)} is the default of adapter={adapter.name})"
+        f"lr {format_lr(default)} ({format_lr(default)} is the default of adapter={adapter.name})"
     )
     assert lr.warning is None
 
@@ -78,8 +78,8 @@ def test_a_rate_is_doubted_from_ten_times_outside_of_the_usual_range_on(
     for warning, where in ((above, "11 times above"), (below, "11 times below")):
         assert warning.startswith("warning: learning rate ")
         assert where in warning
-        assert f"adapter={adapter.name} ({written(lowest)} to {written(highest)})" in warning
-        assert f"type optimizer.lr={written(DEFAULT_LR[adapter.name])}" in warning
+        assert f"adapter={adapter.name} ({format_lr(lowest)} to {format_lr(highest)})" in warning
+        assert f"type optimizer.lr={format_lr(DEFAULT_LR[adapter.name])}" in warning
 
 
 def test_a_rate_that_scaling_made_too_large_is_doubted_and_from_scratch_none_is() -> None:
@@ -101,7 +101,7 @@ def test_the_shipped_quickstart_is_silent() -> None:
     [(2e-4, "2e-4"), (5.656e-4, "5.66e-4"), (3e-3, "3e-3"), (0.01, "0.01"), (1.0, "1"), (0, "0")],
 )
 def test_rates_are_written_as_people_write_them(value: float, text: str) -> None:
-    assert written(value) == text
+    assert format_lr(value) == text
     assert float(text) == pytest.approx(value, rel=1e-2)
 
 

@@ -14,10 +14,9 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from app.process.errors import ENVIRONMENT_ERROR, UserError, exit_code
 from app.training.checkpoint.disk import SaveError
-from app.training.csv_logger import CsvLogger
+from app.training.log_files import CsvLogger, TensorBoardLogger
 from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
-from app.training.metrics import Curves
-from app.training.tensorboard_logger import TensorBoardLogger
+from app.training.metrics import Metrics
 
 
 def rows_in(file: Path) -> list[tuple[str, str]]:
@@ -35,7 +34,7 @@ def test_rows_up_to_the_step_stay(tmp_path: Path, step: int) -> None:
     written = [*range(13), 12, 100, 100, 101]
     logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
     write_steps(logger, *written)
-    logger.cut_after(step)
+    logger.drop_rows_after(step)
     assert rows_in(logger.path) == [(str(n), str(n / 2)) for n in written if n <= step]
 
 
@@ -45,7 +44,7 @@ def test_a_row_that_was_cut_off_goes(tmp_path: Path, num_bytes: int) -> None:
     write_steps(logger, 1, 12)
     text = logger.path.read_bytes()
     logger.path.write_bytes(text[:-num_bytes])
-    logger.cut_after(15)
+    logger.drop_rows_after(15)
     logger.log_metrics({"train/loss": 6.0}, step=13)
     assert rows_in(logger.path) == [("1", "0.5"), ("13", "6.0")]
 
@@ -55,7 +54,7 @@ def test_a_file_of_half_a_header_begins_again(tmp_path: Path, num_bytes: int) ->
     logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
     write_steps(logger, 1)
     logger.path.write_bytes(logger.path.read_bytes()[:num_bytes])
-    logger.cut_after(4)
+    logger.drop_rows_after(4)
     write_steps(logger, 5)
     assert rows_in(logger.path) == [("5", "2.5")]
 
@@ -90,9 +89,9 @@ def test_no_point_is_shown_twice(tmp_path: Path, last_step: int | None, kept: in
 
 
 def test_curves_of_other_data_sets_are_refused() -> None:
-    state = Curves(["a", "b"], [], 10).state_dict()
-    with pytest.raises(UserError, match=r"the data sets a, b, these are named a, c; give them"):
-        Curves(["a", "c"], [], 10).load_state_dict(state)
+    state = Metrics(["a", "b"], [], 10).state_dict()
+    with pytest.raises(UserError, match=r"were named a, b, now they are a, c; restore the names"):
+        Metrics(["a", "c"], [], 10).load_state_dict(state)
 
 
 def test_a_run_that_starts_anew_has_its_own_columns(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_a_disk_that_fails_ends_tensorboard_and_not_the_run(
             logger.save()
         logger.finalize("success")
     (message,) = caplog.messages
-    assert "tensorboard could not be written: No space left on device; its curves end" in message
+    assert "tensorboard could not be written: No space left on device; logging continues" in message
     assert points_in(tmp_path / "tensorboard")[0] == (1, 1.0)
 
 
@@ -148,7 +147,7 @@ def test_rows_that_find_no_room_are_told_in_words(
     write_steps(logger, 1)
     if fails == "write":
         full = functools.partial(Path("/dev/full").open, "a")
-        monkeypatch.setattr("app.training.csv_logger.open_no_follow", lambda *_, **how: full(**how))
+        monkeypatch.setattr("app.training.log_files.open_no_follow", lambda *_, **how: full(**how))
     else:
         monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(SaveError) as caught:
@@ -156,5 +155,5 @@ def test_rows_that_find_no_room_are_told_in_words(
         logger.save()
     said = str(caught.value)
     assert "metrics.csv could not be written: No space left on device; it needs " in said
-    assert "iB are free; make room, and go on by resume=" in said
+    assert "iB are free; make room, then type resume=" in said
     assert exit_code(caught.value) == ENVIRONMENT_ERROR

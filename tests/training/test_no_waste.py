@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.strategy.mixin import OneDevice
+from app.strategy.ddp import OneDevice
 from app.training.callbacks import gradient_check
 from app.training.checkpoint.saving import CheckpointSaver
-from app.training.metrics import Curves
+from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
 from tests.conftest import ROOT, TrainRun
 from tests.tiny import SAMPLES, save_with_tokenizer, small_run, tiny_gpt2, tiny_t5
@@ -90,7 +90,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The steps of every write of the curves, of a run on a device without values."""
     found: list[list[int]] = []
 
-    def write(curves: Curves, reduce: Any, *, pause: bool = False) -> None:
+    def write(curves: Metrics, reduce: Any, *, pause: bool = False) -> None:
         found.append([record.step for record in curves.waiting])
         curves.waiting = []
 
@@ -106,7 +106,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     monkeypatch.setattr("app.strategy.build.build_strategy", lambda *_, **__: strategy)
     monkeypatch.setattr("app.training.optimizers.build_optimizer", plain)
     monkeypatch.setattr(FinetuneModule, "on_fit_start", lambda module: None)  # it measures values
-    monkeypatch.setattr(Curves, "flush", write)
+    monkeypatch.setattr(Metrics, "flush", write)
     # It reads values too, once: in the first step, whose curves are written anyway.
     monkeypatch.setattr(gradient_check, "_look", lambda is_reached, _: is_reached.fill_(1))
     # Autocast does not know this device; it is off in fp32.
@@ -173,9 +173,9 @@ class Asking(TorchDispatchMode):
 
 def watch_between_writes(monkeypatch: pytest.MonkeyPatch, watch: Callable[[bool], None]) -> None:
     """Watch from the first write of the curves to the last step, but for the writes."""
-    write, end_training = Curves.flush, FinetuneModule.on_train_end
+    write, end_training = Metrics.flush, FinetuneModule.on_train_end
 
-    def flush(curves: Curves, *args: Any, **settings: Any) -> None:
+    def flush(curves: Metrics, *args: Any, **settings: Any) -> None:
         watch(False)
         write(curves, *args, **settings)
         watch(True)
@@ -184,7 +184,7 @@ def watch_between_writes(monkeypatch: pytest.MonkeyPatch, watch: Callable[[bool]
         watch(False)
         end_training(module)
 
-    monkeypatch.setattr(Curves, "flush", flush)
+    monkeypatch.setattr(Metrics, "flush", flush)
     monkeypatch.setattr(FinetuneModule, "on_train_end", end)
 
 
@@ -204,7 +204,7 @@ def test_no_optimizer_asks_for_a_value_but_whether_to_step(
         )
     # The kernels of AdamW know whether to step; the others are asked once in each of seven steps.
     assert len(asking.asked_by) == (0 if optimizer == "adamw" else STEPS - 1)
-    assert all("hold_back" in asked for asked in asking.asked_by)
+    assert all("skip_nonfinite_step" in asked for asked in asking.asked_by)
 
 
 @pytest.mark.gpu

@@ -120,17 +120,17 @@ def test_a_run_that_may_skip_goes_on_and_counts_also_after_a_resume(
 def test_what_went_bad_after_its_step_is_not_kept(
     name: str, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end_step = CheckpointSaver._end_step
+    finish_step = CheckpointSaver._finish_step
 
     def spoil(saver: CheckpointSaver, trainer: Any, module: Any) -> None:
         if trainer.global_step == 4:
-            weights, moments = module.kept_tensors()
+            weights, moments = module.checkpoint_tensors()
             tensors = weights if name == "model" else moments
             with torch.no_grad():
                 next(reversed(tensors.values())).fill_(torch.inf)
-        end_step(saver, trainer, module)
+        finish_step(saver, trainer, module)
 
-    monkeypatch.setattr(CheckpointSaver, "_end_step", spoil)
+    monkeypatch.setattr(CheckpointSaver, "_finish_step", spoil)
     code, said = run(tmp_path / "run")
     assert code == 4
     assert "step 4: " in said and "holds numbers that are not finite" in said
@@ -141,7 +141,7 @@ def test_what_went_bad_after_its_step_is_not_kept(
 def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
     code, said = run(tmp_path / "run", *STREAM, "faults=[nan@3]")
     assert code == 4, said
-    assert "step 3: loss nan (of " in said and "the rows of a stream are not known by line" in said
+    assert "step 3: loss nan (of " in said and "the rows of a stream have no line numbers" in said
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_a_fit_tries_its_model_where_it_computes(
     )
     gathered_from: list[torch.device] = []
     strategy.all_gather = lambda tensor: gathered_from.append(tensor.device) or tensor
-    curves: Any = SimpleNamespace(dataset_names=["a"])
+    metrics: Any = SimpleNamespace(dataset_names=["a"])
     module = FinetuneModule(
         build,
         backend=backend,
@@ -87,7 +87,7 @@ def test_a_fit_tries_its_model_where_it_computes(
         schedule=ScheduleConfig(),
         total_steps=1,
         is_packed=is_packed,
-        curves=curves,
+        metrics=metrics,
     )
     module.model = model
     trainer: Any = SimpleNamespace(strategy=strategy, precision_plugin=Precision(), world_size=1)

@@ -10,7 +10,7 @@ import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from app.model.adapter import FullConfig, Ia3Config, LoraConfig, apply_adapter
-from app.training.muon import MuonWithAdamW
+from app.training.algorithms import MuonWithAdamW
 from app.training.optimizers import (
     AdamWConfig,
     MuonConfig,
@@ -20,40 +20,11 @@ from app.training.optimizers import (
 )
 from app.training.schedule import ScheduleConfig, build_schedule
 from tests.tiny import random_ids, tiny_llama
-
-
-def optimizer_of(
-    model: Any, config: OptimizerConfig, *, adapter: Any = None, lr: float = 1e-2
-) -> Any:
-    return build_optimizer(model, config, adapter or FullConfig(), lr=lr, fused=False)
-
-
-def take_step(model: Any, optimizer: Any, seed: int) -> None:
-    """One step with random gradients, the same for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-    optimizer.step()
-
-
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+from tests.training.test_every_optimizer import adapted, optimizer_of, take_step, weights
 
 
 def ids_of(groups: list[dict[str, Any]]) -> list[int]:
     return [id(parameter) for group in groups for parameter in group["params"]]
-
-
-@pytest.mark.parametrize("config", [AdamWConfig(weight_decay=0.1), MuonConfig(weight_decay=0.1)])
-@pytest.mark.parametrize("tied", [True, False])
-def test_every_trained_weight_is_in_one_group_and_none_is_empty(
-    config: OptimizerConfig, tied: bool
-) -> None:
-    model = tiny_llama(tie_word_embeddings=tied)
-    groups = optimizer_of(model, config).param_groups
-    assert all(group["params"] for group in groups)
-    assert sorted(ids_of(groups)) == sorted(id(parameter) for parameter in model.parameters())
 
 
 def test_vectors_never_decay() -> None:
@@ -66,18 +37,6 @@ def test_vectors_never_decay() -> None:
         assert decay[id(parameter)] == (0.0 if is_vector else 0.1), name
         seen.add(is_vector)
     assert seen == {True, False}
-
-
-def test_decay_shrinks_matrices_alone_and_by_its_size() -> None:
-    model = tiny_llama()
-    before = weights(model)
-    optimizer = optimizer_of(model, AdamWConfig(weight_decay=0.5), lr=0.1)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for name, after in weights(model).items():
-        expected = before[name] * (1.0 if "norm" in name else 1 - 0.1 * 0.5)
-        assert torch.allclose(after, expected), name
 
 
 def test_an_adapter_has_matrices_only_and_so_one_group() -> None:
@@ -96,10 +55,6 @@ def named_groups(optimizer: Any) -> dict[str, dict[str, Any]]:
 def names_in(model: Any, group: dict[str, Any]) -> set[str]:
     ids = set(ids_of([group]))
     return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
-
-
-def adapted(config: peft.PeftConfig, **llama: Any) -> Any:
-    return peft.get_peft_model(tiny_llama(**llama), config)
 
 
 def test_the_vectors_of_ia3_do_not_decay_though_they_are_kept_as_matrices() -> None:
@@ -211,7 +166,7 @@ def test_the_learning_rate_of_the_curves_is_the_base_one(
     )
     for step in range(4):
         assert base_lr(optimizer) == pytest.approx(1e-3 * (1 - step / 4))
-        take_step(model, optimizer, step)
+        take_step(model, optimizer, seed=step)
         schedule.step()
 
 
@@ -226,12 +181,6 @@ def test_muon_alone_where_all_that_trains_is_matrices_and_adamw_alone_where_none
     assert type(optimizer) is torch.optim.AdamW and len(ids_of(optimizer.param_groups)) == 1
 
 
-def test_the_settings_reach_adamw() -> None:
-    config = AdamWConfig(beta1=0.8, beta2=0.97, eps=1e-6)
-    for group in optimizer_of(tiny_llama(), config, lr=3e-3).param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (3e-3, (0.8, 0.97), 1e-6)
-
-
 def test_fused_and_plain_adamw_step_alike() -> None:
     models = {fused: tiny_llama() for fused in (True, False)}
     for fused, model in models.items():
@@ -239,7 +188,7 @@ def test_fused_and_plain_adamw_step_alike() -> None:
         optimizer = build_optimizer(model, config, FullConfig(), lr=1e-2, fused=fused)
         assert all(group["fused"] is fused for group in optimizer.param_groups)
         for seed in range(3):
-            take_step(model, optimizer, seed)
+            take_step(model, optimizer, seed=seed)
     fused_weights, plain = (weights(models[fused]) for fused in (True, False))
     for name, expected in plain.items():
         assert torch.allclose(fused_weights[name], expected, rtol=1e-5, atol=1e-6), name
@@ -315,8 +264,8 @@ def test_a_schedule_moves_both_parts_of_muon() -> None:
         muon, adamw = optimizer.parts
         assert [g["lr"] for g in muon.param_groups] == pytest.approx([0.02 * factor])
         assert [g["lr"] for g in adamw.param_groups] == pytest.approx([0.01 * factor] * 2)
-        take_step(model, optimizer, step)
+        take_step(model, optimizer, seed=step)
         schedule.step()
     before = weights(model)
-    take_step(model, optimizer, 9)  # the rate is zero now, in both
+    take_step(model, optimizer, seed=9)  # the rate is zero now, in both
     assert all(torch.equal(after, before[name]) for name, after in weights(model).items())

@@ -104,9 +104,9 @@ def test_ratios_multiply_those_of_lora_plus_and_of_muon() -> None:
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        ("layers.0.*", "type {pattern: '*.layers.0.*'}, since whole names are compared"),
-        ("embed_tokens", "type {pattern: '*.embed_tokens.*'}, since whole names are compared"),
-        ("model.embed_tokens", "type {pattern: 'model.embed_tokens.*'}, since whole names"),
+        ("layers.0.*", "type {pattern: '*.layers.0.*'}, since full names are compared"),
+        ("embed_tokens", "type {pattern: '*.embed_tokens.*'}, since full names are compared"),
+        ("model.embed_tokens", "type {pattern: 'model.embed_tokens.*'}, since full names"),
         ("*.embd_tokens.weight", "the nearest are model.embed_tokens.weight, "),
         ("*.layers.9.mlp.up_proj.weight", "the nearest are model.layers.*.mlp.up_proj.weight, "),
         ("", "the nearest are "),
@@ -119,7 +119,7 @@ def test_a_pattern_that_fits_nothing_is_refused_with_the_nearest_names(
         build(tiny_llama(), {pattern: 0.1, "*.norm.*": 0.5})
     (problem,) = caught.value.problems
     assert problem.startswith(
-        f"optimizer.lr_by_pattern: {pattern} matches no weight that trains; {said}"
+        f"optimizer.lr_by_pattern: {pattern} matches no trainable parameter; {said}"
     )
 
 
@@ -127,8 +127,8 @@ def test_a_pattern_behind_one_that_takes_all_it_fits_is_refused() -> None:
     with pytest.raises(UserError) as caught:
         build(tiny_llama(), {"*.layers.*": 0.5, "*.layers.0.*": 0.1, "nothing": 2.0})
     first, second = caught.value.problems
-    assert "*.layers.0.* an earlier pattern takes all that it matches" in first
-    assert "nothing matches no weight" in second
+    assert "*.layers.0.* an earlier pattern matches the same weights" in first
+    assert "nothing matches no trainable parameter" in second
 
 
 def test_names_of_an_encoder_decoder_are_fit_alike() -> None:
@@ -145,7 +145,7 @@ def test_groups_that_leave_out_repeat_or_invent_weights_are_a_bug_and_say_so() -
     for params, said in (
         (every[1:], "model.embed_tokens (weight) is in 0 parameter groups"),
         ([*every, every[0]], "model.embed_tokens (weight) is in 2 parameter groups"),
-        ([*every, *tiny_llama().parameters()], "weights that do not train"),
+        ([*every, *tiny_llama().parameters()], "weights that are not trainable"),
         ([], "the parameter group x is empty"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):

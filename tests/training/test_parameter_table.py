@@ -1,4 +1,4 @@
-"""The table at the start of a run says what trains, in names of the base."""
+"""The tables at the start of a run list the trainable parameters, by names of the base."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ from app.model.adapter import (
     report_trainable,
     trained_weights,
 )
+from app.model.adapter.weights import TrainableReport
 from app.model.quantization import storage_of
 from app.training.optimizers import AdamWConfig, MuonConfig, OptimizerConfig, build_optimizer
 from app.training.parameter_groups import LrPattern
 from app.training.parameter_table import (
     MAX_ROWS,
     TrainedPattern,
+    describe_parameters,
     print_parameter_table,
+    trainable_table,
     trained_patterns,
-    what_trains_table,
 )
 from tests.tiny import tiny_llama
 
@@ -107,10 +109,10 @@ def test_rates_and_decays_of_their_own_are_rows_of_their_own() -> None:
     patterns = patterns_of(model, adapter, AdamWConfig(weight_decay=0.1))
     got = [(*p.kinds, p.lr, p.weight_decay) for p in patterns]
     assert got == [("lora A", 1e-3, 0.1), ("lora B", 16e-3, 0.0), ("magnitude", 1e-3, 0.0)]
-    table = what_trains_table(patterns)
+    table = trainable_table(patterns)
     assert [str(column.header) for column in table.columns][-2:] == ["lr", "decay"]
     assert list(table.columns[-2].cells) == ["1e-3", "0.016", "1e-3"]
-    assert str(table.title) == "what trains, dtype float32"
+    assert str(table.title) == "trainable parameters, dtype float32"
 
 
 def test_ia3_says_vector() -> None:
@@ -130,10 +132,10 @@ def test_a_full_model_lists_each_module_and_a_tied_head_once(tied: bool) -> None
     assert len(names) == len(set(names))
 
 
-def test_what_is_alike_in_all_rows_is_said_once() -> None:
+def test_settings_that_all_rows_share_are_in_the_title() -> None:
     model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
-    table = what_trains_table(patterns_of(model, LoraConfig(), AdamWConfig(weight_decay=0.1)))
-    assert str(table.title) == "what trains, dtype float32, lr 1e-3, decay 0.1"
+    table = trainable_table(patterns_of(model, LoraConfig(), AdamWConfig(weight_decay=0.1)))
+    assert str(table.title) == "trainable parameters, dtype float32, lr 1e-3, decay 0.1"
     headings = ["module", "part", "number", "shapes", "weights", "share"]
     assert [str(column.header) for column in table.columns] == headings
     shares = [float(cell.rstrip("%")) for cell in table.columns[-1].cells]
@@ -143,7 +145,7 @@ def test_what_is_alike_in_all_rows_is_said_once() -> None:
 def test_more_patterns_than_rows_are_summed_up_in_the_last_row() -> None:
     patterns = patterns_of(many_layers(), FullConfig())
     assert len(patterns) > MAX_ROWS
-    table = what_trains_table(patterns)
+    table = trainable_table(patterns)
     assert table.row_count == MAX_ROWS
     shown, weights = list(table.columns[0].cells), list(table.columns[4].cells)
     assert shown[-1] == f"{len(patterns) - MAX_ROWS + 1} smaller ones"
@@ -156,7 +158,7 @@ def test_more_patterns_than_rows_are_summed_up_in_the_last_row() -> None:
     assert max(left_out) <= min(counts[:-1])
 
 
-def test_the_groups_are_listed_with_what_they_hold_and_sum_up_to_what_trains(
+def test_the_groups_are_listed_with_their_settings_and_sum_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = tiny_llama(attention_bias=True)
@@ -185,25 +187,29 @@ def test_the_groups_are_listed_with_what_they_hold_and_sum_up_to_what_trains(
     assert sum(counted) == report_trainable(model).num_trainable
 
 
-def test_groups_that_do_not_hold_what_trains_are_refused() -> None:
+def test_groups_without_all_trainable_parameters_are_refused() -> None:
     model = tiny_llama()
     optimizer = optimizer_of(model, FullConfig())
     model.model.norm.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"groups hold .* weights, but .* train"):
+    with pytest.raises(ValueError, match=r"groups hold .* weights, but .* are trainable"):
         print_parameter_table(model, optimizer)
 
 
-def test_a_log_file_gets_lines_that_are_not_broken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_gets_unwrapped_lines(capsys: pytest.CaptureFixture[str]) -> None:
     model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
     print_parameter_table(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line for line in lines if Q_PROJ in line and "lora B" in line)
     assert row.split() == [Q_PROJ, "lora", "B", "2", "32x4", "256", "6.9%", "0.016"]
     report = report_trainable(model)
-    assert lines[-1] == f"model: {report}"
-    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
-    assert report.num_bytes == num_bytes
-    assert lines[-1].endswith(f"in float32, together {num_bytes / 2**20:.1f} MiB")
+    assert report.num_bytes == 4 * report.num_total
+    assert lines[-2:] == [
+        f"trainable params: {report.num_trainable:,} / {report.num_total:,} "
+        f"({100 * report.num_trainable / report.num_total:.2f} %)",
+        f"model weights: fp32, {report.num_bytes / 2**20:.1f} MiB",
+    ]
+    lines = describe_parameters(TrainableReport(512, 2**30, {"bfloat16": 7, "nf4": 2000}, 2**31))
+    assert lines[1] == "model weights: 7 bf16, 2,000 nf4, 2.0 GiB"
 
 
 @pytest.mark.parametrize("double_quant", [True, False])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from app.training.module import FinetuneModule
-from app.training.trainer import place_on_one_device, resolve_precision
+from app.training.trainer import resolve_precision, resolve_single_device
 from tests.conftest import TrainRun, read_column
 from tests.door import ask
 from tests.tiny import TINY_BASE, small_run
@@ -137,4 +137,4 @@ def test_rows_come_in_few_sizes_where_each_would_cost_a_kernel(
     precision: str, accelerator: str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert place_on_one_device(accelerator, precision).row_multiple == expected
+    assert resolve_single_device(accelerator, precision).row_multiple == expected

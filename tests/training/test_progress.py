@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 
 from app.training.callbacks.progress import ProgressBar
-from app.training.metrics import Curves
+from app.training.metrics import Metrics
 
 
 def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:
-    """Take the steps of a run as a trainer would: curves write the first and every n-th."""
-    curves = Curves(["a"], [], every_steps)
-    bar = ProgressBar(curves)
+    """Take the steps of a run as a trainer would: metrics write the first and every n-th."""
+    metrics = Metrics(["a"], [], every_steps)
+    bar = ProgressBar()
     trainer: Any = SimpleNamespace(
         is_global_zero=rank == 0, accumulate_grad_batches=1, max_steps=total, global_step=0
     )
-    module: Any = None
+    module: Any = SimpleNamespace(metrics=metrics)
     bar.on_fit_start(trainer, module)
     for step in range(1, total + 1):
         trainer.global_step = step
         if step == 1 or step % every_steps == 0:
-            curves.write(step, {"train/loss": 10.0 - step, "train/lr": 1e-3})
+            metrics.write(step, {"train/loss": 10.0 - step, "train/lr": 1e-3})
         bar.on_train_batch_end(trainer, module, None, None, step - 1)
-    curves.write(total, {"train/loss": 10.0 - total})
-    curves.write(total, {"val/loss": 0.25})
+    metrics.write(total, {"train/loss": 10.0 - total})
+    metrics.write(total, {"val/loss": 0.25})
     bar.on_fit_end(trainer, module)
 
 
@@ -40,7 +40,7 @@ def run_steps(total: int, every_steps: int, *, rank: int = 0) -> None:
         (103, 1, [1, 12, 23, 34, 45, 56, 67, 78, 89, 100, 103]),
     ],
 )
-def test_the_last_step_is_always_said(
+def test_the_last_step_is_always_printed(
     total: int, every: int, steps: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_steps(total, every)
@@ -51,7 +51,7 @@ def test_the_last_step_is_always_said(
     assert all(line.endswith("s left") for line in lines[:-1])
 
 
-def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     run_steps(5, 10, rank=1)
     assert capsys.readouterr().out == ""
 
@@ -61,16 +61,16 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
 ) -> None:
     clock = iter([100.0, 120.0])
     monkeypatch.setattr("app.training.callbacks.progress.time.monotonic", lambda: next(clock))
-    curves = Curves(["a"], [], 10)
-    bar = ProgressBar(curves)
+    metrics = Metrics(["a"], [], 10)
+    bar = ProgressBar()
     trainer: Any = SimpleNamespace(
         is_global_zero=True, accumulate_grad_batches=1, max_steps=1000, global_step=0
     )
-    module: Any = None
+    module: Any = SimpleNamespace(metrics=metrics)
     bar.on_fit_start(trainer, module)
     trainer.global_step = 900
     bar.on_train_start(trainer, module)
     trainer.global_step = 910
-    curves.write(910, {"train/loss": 1.0})
+    metrics.write(910, {"train/loss": 1.0})
     bar.on_train_batch_end(trainer, module, None, None, 9)
     assert capsys.readouterr().out.endswith("180 s left\n")

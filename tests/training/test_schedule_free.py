@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from app.model.adapter import FullConfig
+from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.module import FinetuneModule
 from app.training.optimizers import AdamWConfig, MuonConfig, ScheduleFreeConfig, build_optimizer
-from app.training.schedule_free import use_averaged_weights, use_training_weights
 from tests.conftest import TrainRun, read_column
 from tests.tiny import random_ids, small_run, tiny_llama
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from random import Random
 from typing import TypedDict
 
-from data_modules.samples import corpus
-from data_modules.samples.skills import FIELDS, OPERATIONS, draw_list, draw_person
+from data_modules.source import corpus
+from data_modules.source.corpus import FIELDS, OPERATIONS, draw_list, draw_person
 
 GATE = {"list": 0.90, "extract": 0.95}
 
@@ -27,12 +27,12 @@ def probe_rows(skill: str, num_rows: int = 200, seed: int = 7) -> list[Probe]:
     rng = Random(f"{skill} {seed}")
     rows = []
     for _ in range(num_rows):
-        *told, last = _tell(rng, skill)
-        rows.append(Probe(prompt="".join(part["text"] for part in told), answer=last["text"]))
+        *before, last = _word_problem(rng, skill)
+        rows.append(Probe(prompt="".join(part["text"] for part in before), answer=last["text"]))
     return rows
 
 
-def _tell(rng: Random, skill: str) -> list[corpus.Segment]:
+def _word_problem(rng: Random, skill: str) -> list[corpus.Segment]:
     if skill == "list":
-        return corpus.tell_list(rng, draw_list(rng, True), [rng.choice(tuple(OPERATIONS))])
-    return corpus.tell_extract(rng, draw_person(rng, True), [rng.choice(FIELDS)])
+        return corpus.word_list(rng, draw_list(rng, True), [rng.choice(tuple(OPERATIONS))])
+    return corpus.word_person(rng, draw_person(rng, True), [rng.choice(FIELDS)])

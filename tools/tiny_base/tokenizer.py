@@ -11,14 +11,16 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
-from data_modules.samples.corpus import skills_corpus
-from data_modules.samples.skills import CITIES, JOBS, NAMES
+from data_modules.source.corpus import WRITERS, Document, words
 
 if TYPE_CHECKING:
     import tokenizers
 
+SHARES = {"list": 0.6, "extract": 0.4}
+"""what share of its documents shows each skill"""
 VOCAB_SIZE = 768
 NUM_DOCUMENTS = 20_000
 WORD_COPIES = 150
@@ -72,6 +74,14 @@ TOKENIZER_CONFIG = {
 }
 
 
+def skills_corpus(num_documents: int, seed: int = 0) -> Iterator[Document]:
+    """Yield documents of all skills by their SHARES, the same for the same seed."""
+    rng = Random(seed)
+    for _ in range(num_documents):
+        skill = rng.choices(tuple(SHARES), tuple(SHARES.values()))[0]
+        yield {"segments": WRITERS[skill](rng)}
+
+
 def write_base(folder: Path) -> None:
     """Write the tokenizer, its chat template and the model's `config.json` into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,8 +126,9 @@ def build_tokenizer() -> tokenizers.Tokenizer:
 
 def check_pieces(tokenizer: tokenizers.Tokenizer) -> None:
     """Raise ValueError when the words to be copied have become too few pieces each."""
-    for kind, words in {"names": NAMES, "cities": CITIES, "jobs": JOBS}.items():
-        pieces = sum(len(tokenizer.encode(word).ids) for word in words) / len(words)
+    for kind in ("names", "cities", "jobs"):
+        copied = words()[kind]
+        pieces = sum(len(tokenizer.encode(word).ids) for word in copied) / len(copied)
         if pieces < MIN_PIECES_PER_WORD:
             raise ValueError(
                 f"{kind} have {pieces:.2f} pieces on average, fewer than "
@@ -126,11 +137,12 @@ def check_pieces(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def _texts_with_rare_words() -> Iterator[str]:
-    words = re.compile("|".join(sorted((*NAMES, *CITIES, *JOBS), key=len, reverse=True)))
+    names, cities, jobs = (words()[kind] for kind in ("names", "cities", "jobs"))
+    rare = re.compile("|".join(sorted((*names, *cities, *jobs), key=len, reverse=True)))
     for document in skills_corpus(num_documents=NUM_DOCUMENTS):
         text = "".join(segment["text"] for segment in document["segments"])
-        yield from filter(None, words.split(text))
+        yield from filter(None, rare.split(text))
     for _ in range(WORD_COPIES):
         yield ROLES
-        yield from (*NAMES, *CITIES)
-        yield from (f" {job}" for job in JOBS)
+        yield from (*names, *cities)
+        yield from (f" {job}" for job in jobs)

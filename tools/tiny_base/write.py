@@ -11,14 +11,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from data_modules.samples.skills import (
-    FIELDS,
-    draw_list,
-    draw_person,
-)
+from data_modules.source.corpus import FIELDS, SAMPLES, draw_list, draw_person
 from tools.tiny_base.tokenizer import write_base
 
-FOLDER = Path(__file__).parents[2] / "data_modules" / "samples"
 NUM_ROWS = 1000
 NUM_TEST_ROWS = 200
 
@@ -50,7 +45,7 @@ Row = dict[str, Any]
 Made = TypeVar("Made")
 
 
-def write_samples(folder: Path = FOLDER) -> None:
+def write_samples(folder: Path = SAMPLES) -> None:
     """Write the three data sets, their held-out twins and the folder of the tiny base."""
     for suffix, held_out, num_rows in (("", False, NUM_ROWS), ("_test", True, NUM_TEST_ROWS)):
         write_json(folder / f"lists{suffix}.json", list_rows(num_rows, held_out))

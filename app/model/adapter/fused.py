@@ -14,7 +14,7 @@ import peft
 import torch
 from torch import Tensor
 
-from app.model.cpu import linear as onednn
+from app.model.cpu import fp32 as onednn
 
 
 class FusedLoraLinear(peft.tuners.lora.Linear):

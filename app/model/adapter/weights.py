@@ -22,14 +22,6 @@ class TrainableReport:
     dtypes: dict[str, int]
     num_bytes: int
 
-    def __str__(self) -> str:
-        share = self.num_trainable / self.num_total
-        dtypes = ", ".join(f"{count:,} in {name}" for name, count in sorted(self.dtypes.items()))
-        counts = f"{self.num_trainable:,} of {self.num_total:,}"
-        mib = self.num_bytes / 2**20
-        size = f"{mib:,.1f} MiB" if mib < 1024 else f"{mib / 1024:,.1f} GiB"
-        return f"{counts} weights train ({share:.2%}); kept: {dtypes}, together {size}"
-
 
 def report_trainable(model: torch.nn.Module) -> TrainableReport:
     """Count what trains; ValueError when nothing does."""

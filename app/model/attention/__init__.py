@@ -1,8 +1,8 @@
 """Which attention runs, and how the documents of a batch are kept apart from each other.
 
-A packed batch holds many documents in one row. Here is decided how no token sees another
-document; boundaries come from the batch, are turned into indices once, and every layer gets them.
-A model that would not hand them on to its layers is refused by `check_isolation`, not trusted.
+A packed batch holds many documents in one row, and no token may attend to another document. The
+boundaries of a batch become indices once, which every layer gets. Whether a model passes them on to
+its layers is checked before training (`check_isolation`).
 """
 
 from app.model.attention.backends import (
@@ -16,9 +16,10 @@ from app.model.attention.backends import (
     attention_implementation,
     check_implementation,
     generation_attention,
+    why_not_batched,
     why_not_packed,
 )
-from app.model.attention.choice import Choice, choose_backend
+from app.model.attention.choice import AttentionChoice, choose_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.isolation import check_isolation, check_pair_isolation
 from app.model.attention.probes import check_causal, check_reference
@@ -30,8 +31,8 @@ __all__ = [
     "IN_HALF",
     "ON_GPU",
     "PACKAGES",
+    "AttentionChoice",
     "AttentionConfig",
-    "Choice",
     "attention_implementation",
     "attention_inputs",
     "check_causal",
@@ -42,5 +43,6 @@ __all__ = [
     "choose_backend",
     "generation_attention",
     "pair_inputs",
+    "why_not_batched",
     "why_not_packed",
 ]

@@ -1,18 +1,66 @@
-"""The attention function that transformers calls in every layer, document by document."""
+"""The attention function that transformers calls in every layer, and its mask: by document."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.documents import DocumentGroups, place_documents, stack_documents
-from app.model.attention.masks import MaskRule
-from app.model.attention.pairs import PairGroups
+from app.model.attention.documents import (
+    DocumentGroups,
+    PairGroups,
+    place_documents,
+    stack_documents,
+)
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(slots=True)
+class MaskRule:
+    """A window or chunk: which keys a query sees, by their positions in the document.
+
+    transformers describes a mask by such a function of row, head, query and key. Kept as a function
+    instead of a matrix over whole rows, it holds inside each document of a pack. It has no effect
+    on documents up to `size` tokens.
+    """
+
+    function: Callable[..., torch.Tensor]
+    size: int
+    _visible: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def visible(self, tokens: int, device: torch.device) -> torch.Tensor:
+        """Return the mask of a document, bool [1, 1, tokens, tokens]; cached for all layers."""
+        import torch
+
+        if tokens not in self._visible:
+            zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+            position = torch.arange(tokens, device=device)
+            seen = self.function(zero, zero, position.view(1, 1, -1, 1), position.view(1, 1, 1, -1))
+            self._visible[tokens] = seen.expand(1, 1, tokens, tokens)
+        return self._visible[tokens]
+
+
+def build_mask_rule(
+    *,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> MaskRule | None:
+    """Return what transformers passes to layers as their mask; None where all of the past is seen.
+
+    Registered beside our attention functions. UserError for masks of more than positions.
+    """
+    if use_vmap:
+        raise UserError(
+            "this model's attention mask depends on more than the positions of tokens, which only "
+            "eager attention computes: type attention=eager packing=none"
+        )
+    return None if local_size is None else MaskRule(mask_function, local_size)
 
 
 def attend_by_document(
@@ -28,11 +76,11 @@ def attend_by_document(
     position_bias: torch.Tensor | None = None,
     **unsupported: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention inside each document; without `documents`, every row is one.
+    """Attend inside each document; without `documents`, every row is one.
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
     position_bias [1, heads, query tokens, key tokens], by distance. Returns
-    [rows, tokens, heads, head_dim]. ValueError for variants and masks that only `eager` computes.
+    [rows, tokens, heads, head_dim]. UserError for variants and masks that only `eager` computes.
     """
     if not (attention_mask is None or isinstance(attention_mask, MaskRule)):
         raise UserError(
@@ -49,7 +97,7 @@ def attend_by_document(
             raise UserError(
                 f"attention=sdpa cannot compute this model's {variant}: type attention=eager"
             )
-    # A mask says all that the window does, which layers are told for the sake of other kernels.
+    # The mask holds the window, which layers get as an argument for other kernels.
     window = None if attention_mask is not None else sliding_window
     attend = partial(_attend, dropout=dropout, scaling=scaling, window=window, rule=attention_mask)
     parts = (query, key, value)
@@ -63,7 +111,7 @@ def attend_by_document(
             output = matmul.attend_causally(*in_one_dtype(*parts), documents.stacks, scaling)
             return output, None
         return _attend_causally(parts, documents, partial(attend, is_causal=True)), None
-    # As transformers' own functions read it: what has no such attribute is causal.
+    # As in transformers: a layer without the attribute is causal.
     attend = partial(attend, is_causal=getattr(module, "is_causal", True))
     if documents is None:
         return attend(*parts, bias=position_bias).transpose(1, 2), None
@@ -75,7 +123,7 @@ def in_one_dtype(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cast query, key and value to autocast's dtype, or without one to the values'.
 
-    Rotary positions in fp32 leave queries in fp32, and autocast does not know every kernel.
+    Rotary embeddings in fp32 leave queries in fp32, and autocast does not cover every kernel.
     """
     import torch
 
@@ -92,19 +140,19 @@ def _attend_to_pairs(
     bias: torch.Tensor | None,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Attend as an encoder, as a decoder or across, which the layer's own attributes tell."""
+    """Attend as encoder, decoder or cross-attention, by the layer's attributes."""
     if module.is_causal:
         longest = documents.decoder.gather[0].shape[1] if documents.decoder else None
         attend = partial(attend, bias=_cut(bias, longest, documents))
         return _attend_causally(parts, documents.decoder, attend)
-    # Layers without the attribute mix their two sides (T5Gemma2).
+    # Layers without the attribute mix encoder and decoder (T5Gemma 2).
     if getattr(module, "is_decoder", None) is None:
         raise UserError(
             f"attention=sdpa cannot tell encoder from decoder in {type(module).__name__}: "
             "type attention=eager packing=none"
         )
     groups = documents.cross if module.is_decoder else documents.encoder
-    # No bias across: T5 hands on zeros, which would cost a mask and its gradient.
+    # No bias in cross-attention: T5 passes zeros, which would cost a mask and its gradient.
     if not module.is_decoder:
         longest = groups.groups[0].keys.shape[1] if groups else None
         attend = partial(attend, bias=_cut(bias, longest, documents))
@@ -117,9 +165,9 @@ def _attend_to_pairs(
 def _cut(
     bias: torch.Tensor | None, longest: int | None, documents: PairGroups
 ) -> torch.Tensor | None:
-    """Return the bias of the longest document, which is the same for every layer of T5.
+    """Return the bias of the longest document, cached since T5's layers share it.
 
-    Each cut from the bias of a whole row costs a gradient of that size.
+    Each slice of the bias of a whole row would cost a gradient of its size.
     """
     if bias is None or longest is None:
         return bias
@@ -145,7 +193,7 @@ def _attend_in_groups(
     restore: torch.Tensor,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Attend in each group, given as flat positions of queries and keys and which keys are real."""
+    """Attend in each group: flat positions of queries and keys, and which keys are visible."""
     import torch
 
     rows, _, tokens, _ = parts[0].shape

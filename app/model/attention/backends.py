@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.masks import build_mask_rule
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,18 +16,18 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "flash2", "flash3", "varlen", "flex", "sdpa", "eager")
 ON_GPU = ("flash2", "flash3", "varlen", "flex")
-"""backends that train on NVIDIA GPUs alone"""
+"""backends that need an NVIDIA GPU to train"""
 IN_HALF = ("flash2", "flash3", "varlen")
-"""backends that compute in half precision alone"""
+"""backends that compute in half precision only"""
 PACKAGES = {
     "flash2": ("flash_attn", "flash-attn"),
     "flash3": ("flash_attn_interface", "flash-attn-3"),
 }
-"""backends that come from elsewhere: the module that Python imports, and the package's name"""
+"""backends of separate packages: the module to import, and the package's name"""
 BY_DOCUMENT = "sdpa_by_document"
 BY_BOUNDARIES = "varlen_by_boundaries"
 BY_BLOCKS = "flex_attention_by_blocks"
-"""the names under which transformers knows our attention functions"""
+"""names under which our attention functions are registered in transformers"""
 IN_TRANSFORMERS = {
     "eager": "eager",
     "sdpa": BY_DOCUMENT,
@@ -37,6 +36,9 @@ IN_TRANSFORMERS = {
     "flash2": "flash_attention_2",
     "flash3": "flash_attention_3",
 }
+
+# Model types by what config.json does not tell (transformers 5.23). The lists give an early
+# message, the probes at the start of training refuse what they lack.
 COUNTS_POSITIONS = (
     "bart",
     "bigbird_pegasus",
@@ -62,7 +64,7 @@ COUNTS_POSITIONS = (
     "xlm-roberta-xl",
     "xmod",
 )
-"""model types that number the tokens of a row themselves, from its first one on"""
+"""model types that compute positions themselves, from the start of the row"""
 RECURRENT = (
     "bailing_hybrid",
     "bamba",
@@ -88,19 +90,26 @@ RECURRENT = (
     "xlstm",
     "zamba",
     "zamba2",
+    "zaya",
 )
-"""model types with layers that hand a state, or a convolution, on from token to token of a row"""
+"""model types with a recurrent state, or a convolution, along the row"""
 RECURRENT_LAYERS = ("conv", "linear_attention", "mamba", "recurrent")
-"""kinds of such layers, as config.json names them"""
-WITHOUT_MASK = ("openai-gpt", "xlm")
-"""model types that take no mask of queries by keys, or not in all of their layers"""
+"""layer types of that kind in config.json"""
+WITHOUT_MASK = ("deepseek_v4", "openai-gpt", "xlm")
+"""model types that take no mask of queries by keys, or not in all layers"""
 ALIBI = ("bloom", "mpt")
-"""model types that build their bias of distances (ALiBi) from a mask of whole rows"""
-
-
+"""model types that compute their ALiBi bias from the mask of a whole row"""
+SEES_PADDING = ("encoder-decoder", "prophetnet")
+"""model types of which no mask hides all padding"""
+SHARED_EXPERTS = ("nllb-moe",)
+"""model types whose experts drop tokens beyond a capacity that the whole batch shares"""
+SELECTED_TOKENS = ("index_topk", "keep_window_size")
+"""names in config.json of how many keys each query selects by score"""
+COMPRESSED_TOKENS = {"deepseek_v4": 4}
+"""by model type, how many tokens each selected key stands for, where it is more than one"""
 BY_CLASS = {"falcon": ("flash2",)}
-"""model types that have a class of layers for some backends, and ask for no functions: of a pack
-they take the positions alone, which tell its documents apart where it is the only row"""
+"""model types with an attention class per backend: they take positions only, which separate the
+documents of a pack where it is the only row of its batch"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,11 +123,12 @@ def attention_implementation(backend: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if backend == "sdpa":
-        from app.model.attention.attend import attend_by_document
+        from app.model.attention.attend import attend_by_document, build_mask_rule
 
         AttentionInterface.register(BY_DOCUMENT, attend_by_document)
         AttentionMaskInterface.register(BY_DOCUMENT, build_mask_rule)
     elif backend == "varlen":
+        from app.model.attention.attend import build_mask_rule
         from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
 
         attend = partial(attend_by_boundaries, kernel=VarlenKernel.installed())
@@ -133,9 +143,9 @@ def attention_implementation(backend: str) -> str:
 
 
 def check_implementation(model: PreTrainedModel, implementation: str) -> None:
-    """Raise ValueError where a part of `model` runs another attention than `implementation`.
+    """Raise UserError where a part of `model` runs another attention than `implementation`.
 
-    transformers replaces what a model does not list, or what is not installed, by what it finds.
+    transformers silently replaces an attention that a model does not support.
     """
     from transformers import PreTrainedModel
 
@@ -151,45 +161,93 @@ def check_implementation(model: PreTrainedModel, implementation: str) -> None:
 
 
 def why_not_packed(numbers: Mapping[str, Any]) -> str | None:
-    """Say why a model with these config.json `numbers` cannot be packed; None where it may be."""
+    """Return why a model with these config.json `numbers` cannot be packed, None where it can."""
     model_type = numbers.get("model_type")
     if model_type in COUNTS_POSITIONS:
-        return (
-            f"{model_type} models number the tokens of a row themselves, so that the second "
-            "document of a pack would begin at a wrong position: type packing=none"
+        reason = (
+            "compute positions from the start of the row, which are wrong for every document of a "
+            "pack but the first"
         )
-    if model_type in ALIBI or (model_type == "falcon" and numbers.get("alibi")):
-        return (
-            f"{model_type} models with ALiBi weigh distances over a whole row, and take no mask "
-            "that keeps the documents of a pack apart: type packing=none"
+    elif model_type in ALIBI or (model_type == "falcon" and numbers.get("alibi")):
+        reason = (
+            "compute their ALiBi bias over the whole row, and take no mask that separates the "
+            "documents of a pack"
         )
-    if model_type in RECURRENT or _has_recurrent_layers(numbers):
-        return (
-            f"{model_type} models have layers that hand a state on from token to token, which "
-            "would go from one document of a pack into the next: type packing=none"
+    elif model_type in RECURRENT or _has_recurrent_layers(numbers):
+        reason = (
+            "have recurrent layers, whose state would leak from one document of a pack to the next"
         )
-    if model_type in WITHOUT_MASK:
-        return (
-            f"{model_type} models take no mask that keeps the documents of a pack apart: "
-            "type packing=none"
+    elif model_type in WITHOUT_MASK:
+        reason = "take no mask that separates the documents of a pack"
+    else:
+        return None
+    return f"{model_type} models {reason}: type packing=none"
+
+
+def why_not_batched(numbers: Mapping[str, Any], longest: int | None = None) -> str | None:
+    """Return why a document's logits depend on what else is in its batch, None where they do not.
+
+    For packed and padded batches alike, of documents up to `longest` tokens.
+    """
+    model_type = numbers.get("model_type")
+    if model_type in SEES_PADDING:
+        reason = "let documents see the padding after them, and each other in a pack"
+    elif model_type in SHARED_EXPERTS:
+        reason = (
+            "drop tokens beyond an expert_capacity that all documents of a batch share, so that "
+            "the logits of one depend on the others"
         )
-    return None
+    elif model_type == "t5gemma" and _starts_with_padding(numbers):
+        reason = (
+            "mask tokens whose id is pad_token_id, and this decoder starts with one "
+            "(decoder_start_token_id): its logits depend on the padding of the row"
+        )
+    else:
+        return _why_too_long(numbers, longest)
+    return f"{model_type} models {reason}: type model.path=ANOTHER_BASE"
+
+
+def _why_too_long(numbers: Mapping[str, Any], longest: int | None) -> str | None:
+    """Return why documents up to `longest` tokens are too long for an indexer."""
+    text = _part(numbers, "text_config")
+    model_type = str(text.get("model_type"))
+    keys = next((text[name] for name in SELECTED_TOKENS if text.get(name)), None)
+    if longest is None or keys is None:
+        return None
+    selected = keys * COMPRESSED_TOKENS.get(model_type, 1)
+    if longest <= selected:
+        return None
+    return (
+        f"{model_type} models let each token attend to the {keys:,} keys of the highest scores, "
+        "and which of equal scores are taken depends on the rest of the row: "
+        f"type data.sequence_len={selected}"
+    )
+
+
+def _starts_with_padding(numbers: Mapping[str, Any]) -> bool:
+    start = numbers.get("decoder_start_token_id")
+    return start is not None and start == _part(numbers, "decoder").get("pad_token_id")
 
 
 def _has_recurrent_layers(numbers: Mapping[str, Any]) -> bool:
-    text = numbers.get("text_config")
-    text = text if isinstance(text, Mapping) else numbers
-    named = (text.get(key) for key in ("layer_types", "layers_block_type"))
-    kinds = [kind for value in named if isinstance(value, list) for kind in value]
+    text = _part(numbers, "text_config")
+    listed = (text.get(key) for key in ("layer_types", "layers_block_type"))
+    kinds = [kind for value in listed if isinstance(value, list) for kind in value]
     return any(kind in kinds for kind in RECURRENT_LAYERS)
+
+
+def _part(numbers: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a nested config of a composite model, or `numbers` where there is none."""
+    part = numbers.get(name)
+    return part if isinstance(part, Mapping) else numbers
 
 
 @contextmanager
 def generation_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Let `model.generate` use transformers' own attention, which knows caches and left padding."""
+    """Use transformers' own attention in `model.generate`, for its cache and left padding."""
     from transformers import PreTrainedModel
 
-    # Encoder and decoder have a config each.
+    # Encoder and decoder each have a config.
     changed = [
         (module, module.config._attn_implementation)
         for module in model.modules()
@@ -207,7 +265,7 @@ def generation_attention(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def running(model: torch.nn.Module, backend: str) -> Iterator[None]:
-    """Let a model run the attention of `backend`."""
+    """Run `model` with the attention of `backend`."""
     from transformers import PreTrainedModel
 
     name = attention_implementation(backend)

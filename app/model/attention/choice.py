@@ -1,4 +1,4 @@
-"""Which attention a run takes: what this device, precision and model can run, and what is there."""
+"""Choose the attention of a run: what the device, the precision and the model can run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from app.model.attention.backends import (
     IN_TRANSFORMERS,
     ON_GPU,
     PACKAGES,
+    SELECTED_TOKENS,
     AttentionConfig,
 )
 from app.process.errors import UserError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FASTEST_FIRST = ("flash3", "flash2", "varlen", "sdpa")
-"""before eager, which computes every model"""
+"""`auto` takes the first that can run, else eager, which runs every model"""
 DESCRIPTIONS = {
     "varlen": "PyTorch's own, for NVIDIA GPUs in half precision",
     "flex": "PyTorch's flex_attention",
@@ -32,23 +33,26 @@ DESCRIPTIONS = {
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 HEAD_WIDTHS = ("head_dim", "global_head_dim", "qk_head_dim", "v_head_dim")
 """names in config.json"""
-SELECTED_KEYS = ("index_topk", "index_topk_blocks", "keep_window_size")
-"""names in config.json of how many keys a layer selects, by scores of its own and a whole mask"""
+SELECTED_KEYS = (*SELECTED_TOKENS, "index_topk_blocks")
+"""names in config.json of how many keys, or blocks of them, a query selects by score"""
 WIDEST_HEAD = 256
-"""of all flash attention kernels"""
+"""limit of all flash attention kernels"""
 SMALLEST_FLEX_HEAD = 16
 OWN_MASKS = ("blt",)
-"""model types whose layers attend by masks that they compute themselves"""
+"""model types whose layers compute masks of their own"""
 MASKED_WINDOWS = ("phimoe",)
-"""model types whose layers know their sliding window by the mask alone"""
+"""model types whose layers know their sliding window from the mask only"""
+TAKES_MASK_ONLY = ("nemotron", "stablelm")
+"""model types whose decoder layers pass nothing but the mask on to their attention (as of
+transformers 5.23)"""
 NO_HOPPER = "flash-attn-3 is for Hopper GPUs"
 IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AttributeError)
-"""what a package that was built for another PyTorch, or lacks a library, fails with"""
+"""errors of a package that was built for another PyTorch, or lacks a library"""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The attention of a run; as a string, how it is told to a person."""
+class AttentionChoice:
+    """The attention of a run and why it was chosen; printed as its string."""
 
     backend: str
     why: str
@@ -58,8 +62,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """The model, and the device and the precision that it is to run in."""
+class ModelOnDevice:
+    """A model, and the device and precision that it runs on."""
 
     architecture: PretrainedConfig
     accelerator: str
@@ -70,8 +74,8 @@ class Situation:
         return str(self.architecture.model_type)
 
     def number(self, name: str) -> Any:
-        """Return a number of config.json by its usual name; None where the model has none."""
-        # Not by `to_dict`: GPT-2 keeps them under other names, which only the attributes know.
+        """Return a value of config.json by its usual name; None where the model has none."""
+        # Not by `to_dict`: GPT-2 has other names, which only the attributes map.
         return getattr(self.architecture.get_text_config(), name, None)
 
     def head_widths(self) -> list[int]:
@@ -82,93 +86,95 @@ class Situation:
 
 def choose_backend(
     config: AttentionConfig, architecture: PretrainedConfig, accelerator: str, precision: str
-) -> Choice:
+) -> AttentionChoice:
     """Resolve `auto` to the fastest backend that can run; `precision` is a resolved name.
 
-    ValueError when the typed one cannot compute this model, here and so precisely; ImportError when
-    its package is not there, or does not import.
+    UserError when the chosen one cannot run this model here; ImportError when its package is
+    missing or does not import.
     """
-    situation = Situation(architecture, accelerator, precision)
+    model = ModelOnDevice(architecture, accelerator, precision)
     if config.backend == "auto":
-        return _fastest(situation)
-    if reason := why_not_here(config.backend, situation):
-        raise UserError(f"attention={config.backend}: {reason}; type {_instead(situation)}")
+        return _fastest(model)
+    if reason := why_not_here(config.backend, model):
+        raise UserError(f"attention={config.backend}: {reason}; type {_instead(model)}")
     if fault := find_fault(config.backend):
-        raise ImportError(f"attention={config.backend}: {fault}; type {_instead(situation)}")
-    return Choice(config.backend, f"{_describe(config.backend)}, as typed")
+        raise ImportError(f"attention={config.backend}: {fault}; type {_instead(model)}")
+    return AttentionChoice(config.backend, f"{_describe(config.backend)}, as typed")
 
 
-def _fastest(situation: Situation) -> Choice:
-    reasons: dict[str, None] = {}  # in order, and once where one holds for several
+def _fastest(model: ModelOnDevice) -> AttentionChoice:
+    reasons: dict[str, None] = {}  # ordered, without duplicates
     taken = "eager"
     for backend in FASTEST_FIRST:
-        if backend in BY_CLASS.get(situation.model_type, ()):
-            continue  # it would ask for one row a batch
-        reason = why_not_here(backend, situation) or find_fault(backend)
+        if backend in BY_CLASS.get(model.model_type, ()):
+            continue  # it needs batches of one row
+        reason = why_not_here(backend, model) or find_fault(backend)
         if reason is None:
             taken = backend
             break
-        if reason != NO_HOPPER:  # no news to the card's owner
+        if reason != NO_HOPPER:  # not worth a line
             reasons[reason] = None
-    return Choice(taken, "; ".join([_describe(taken), *reasons]))
+    return AttentionChoice(taken, "; ".join([_describe(taken), *reasons]))
 
 
-def _instead(situation: Situation) -> str:
-    """Word what to type for a backend that cannot run."""
-    backend = _fastest(situation).backend
-    needs_rows = backend == "eager" and situation.architecture.is_encoder_decoder
+def _instead(model: ModelOnDevice) -> str:
+    """Return what to type instead of a backend that cannot run."""
+    backend = _fastest(model).backend
+    needs_rows = backend == "eager" and model.architecture.is_encoder_decoder
     return f"attention={backend}{' packing=none' if needs_rows else ''}"
 
 
-def why_not_here(backend: str, situation: Situation) -> str | None:
-    """Say why `backend` cannot compute this model on this device, so precisely; None if it can."""
-    return next(_obstacles(backend, situation), None)
+def why_not_here(backend: str, model: ModelOnDevice) -> str | None:
+    """Return why `backend` cannot run this model on its device, None where it can."""
+    return next(_obstacles(backend, model), None)
 
 
-def _obstacles(backend: str, situation: Situation) -> Iterator[str]:
+def _obstacles(backend: str, model: ModelOnDevice) -> Iterator[str]:
     if backend == "eager":
         return
-    if backend in ON_GPU and situation.accelerator != "gpu":
-        kernel = "flex_attention has a gradient" if backend == "flex" else "flash attention runs"
-        yield f"{kernel} on NVIDIA GPUs alone"
+    if backend in ON_GPU and model.accelerator != "gpu":
+        kernel = "the gradient of flex_attention" if backend == "flex" else "flash attention"
+        yield f"{kernel} needs an NVIDIA GPU"
         return
-    if backend in IN_HALF and situation.precision == "fp32":
-        yield "flash attention computes in half precision alone, and the precision is fp32"
-    yield from _obstacles_of_model(backend, situation)
+    if backend in IN_HALF and model.precision == "fp32":
+        yield "flash attention computes in half precision only, and the precision is fp32"
+    yield from _obstacles_of_model(backend, model)
     if backend in ON_GPU:
         yield from _obstacles_of_gpu(backend)
 
 
-def _obstacles_of_model(backend: str, situation: Situation) -> Iterator[str]:
-    model_type = situation.model_type
-    if backend != "sdpa" and situation.architecture.is_encoder_decoder:
+def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
+    model_type = model.model_type
+    if backend != "sdpa" and model.architecture.is_encoder_decoder:
         yield (
             f"all layers get one set of boundaries, but {model_type} models have an encoder and "
             "a decoder"
         )
-    if any(situation.number(name) for name in SELECTED_KEYS):
+    if any(model.number(name) for name in SELECTED_KEYS):
         yield f"{model_type} models select what they attend to from a mask that only eager has"
+    if model_type in TAKES_MASK_ONLY and backend != "flex":
+        yield f"{model_type} models do not pass document boundaries on to their attention"
     if model_type in OWN_MASKS:
         yield f"{model_type} models attend by masks of their own, which only eager takes"
-    if not _takes(backend, situation.architecture):
+    if not _takes(backend, model.architecture):
         if backend in ("sdpa", "varlen"):
             yield f"{model_type} models compute their attention themselves"
         yield f"transformers has no {backend} for {model_type} models"
-    if tower := _tower_without(backend, situation.architecture):
+    if tower := _tower_without(backend, model.architecture):
         yield f"transformers has no {backend} for {tower}, a part of {model_type} models"
     if backend == "sdpa":
         return
-    if backend != "flash2" and (dropout := max(situation.number(n) or 0 for n in DROPOUTS)):
-        yield f"{backend} drops no attention out, and this model asks for {dropout:g}"
-    if backend == "varlen" and situation.number("attn_logit_softcapping"):
-        yield f"varlen caps no logits of attention, as {model_type} models do"
-    if backend in (*IN_HALF, "flex") and situation.number("attention_chunk_size"):
-        yield f"{backend} attends to no chunks, as {model_type} models do"
+    if backend != "flash2" and (dropout := max(model.number(n) or 0 for n in DROPOUTS)):
+        yield f"{backend} has no attention dropout, and this model has {dropout:g}"
+    if backend == "varlen" and model.number("attn_logit_softcapping"):
+        yield f"varlen has no softcap of attention logits, as {model_type} models have"
+    if backend in (*IN_HALF, "flex") and model.number("attention_chunk_size"):
+        yield f"{backend} has no chunked attention, as {model_type} models have"
     if backend in IN_HALF and model_type in MASKED_WINDOWS:
-        yield f"{backend} is not told of the sliding window of {model_type} models"
-    if backend == "varlen" and situation.number("sliding_window") and not _varlen_takes_windows():
+        yield f"{backend} does not get the sliding window of {model_type} models"
+    if backend == "varlen" and model.number("sliding_window") and not _varlen_takes_windows():
         yield "varlen has no sliding window before PyTorch 2.11"
-    widths = situation.head_widths()
+    widths = model.head_widths()
     if backend == "flex":
         if min(widths, default=SMALLEST_FLEX_HEAD) < SMALLEST_FLEX_HEAD:
             yield f"flex needs heads {SMALLEST_FLEX_HEAD} wide, and this model's are {min(widths)}"
@@ -198,7 +204,7 @@ def _varlen_takes_windows() -> bool:
 
 
 def _takes(backend: str, architecture: PretrainedConfig) -> bool:
-    """Say whether the model's layers ask transformers for their attention, and may get this one."""
+    """Return whether the model's layers can run this attention through transformers."""
     model_class = _model_class(architecture)
     if model_class is None:
         return True
@@ -208,7 +214,7 @@ def _takes(backend: str, architecture: PretrainedConfig) -> bool:
         return bool(model_class._supports_sdpa)
     if backend == "flex":
         return bool(model_class._supports_flex_attn)
-    # A model with attention sinks lists the kernels that know them; the others leave them out.
+    # A model with attention sinks lists the kernels that support them.
     listed = getattr(model_class, "_compatible_flash_implementations", None)
     return bool(model_class._supports_flash_attn) and (
         listed is None or IN_TRANSFORMERS[backend] in listed
@@ -216,7 +222,7 @@ def _takes(backend: str, architecture: PretrainedConfig) -> bool:
 
 
 def _tower_without(backend: str, architecture: PretrainedConfig) -> str | None:
-    """Name a part of a model, as Gemma 4's of sounds, that cannot be built with this attention."""
+    """Return a part of the model, as Gemma 4's audio tower, without this attention."""
     from transformers.models.auto import modeling_auto
 
     flags = {"sdpa": "_supports_sdpa", "varlen": "_supports_sdpa", "flex": "_supports_flex_attn"}
@@ -240,7 +246,7 @@ def _model_class(architecture: PretrainedConfig) -> Any:
 
 
 def find_fault(backend: str) -> str | None:
-    """Say what is wrong with the package that `backend` comes from; None where nothing is."""
+    """Return what is wrong with the package of `backend`, None where it can be used."""
     if backend not in PACKAGES:
         return None
     module, package = PACKAGES[backend]

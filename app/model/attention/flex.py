@@ -1,18 +1,18 @@
-"""Attention by PyTorch's `flex_attention`, told which blocks of keys each block of queries sees."""
+"""Attention by PyTorch's `flex_attention`, by the key blocks that each query block sees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.attend import in_one_dtype
+from app.model.attention.documents import Lengths
 
 if TYPE_CHECKING:
     import torch
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-"""tokens of a block, as PyTorch's kernels have it"""
+"""tokens per block of PyTorch's kernels"""
 
 
 def attend_by_blocks(
@@ -24,14 +24,14 @@ def attend_by_blocks(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention by transformers' own use of the kernel; without a mask, every row is a document.
+    """Call the kernel as transformers does; without a mask, every row is one document.
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared.
     Returns [rows, tokens, heads, head_dim].
     """
     from transformers.integrations.flex_attention import flex_attention_forward
 
-    # As transformers' own functions read it: what has no such attribute is causal.
+    # As in transformers: a layer without the attribute is causal.
     if attention_mask is None and getattr(module, "is_causal", True):
         rows, _, tokens, _ = query.shape
         documents = [[tokens]] * rows
@@ -44,15 +44,15 @@ def attend_by_blocks(
 
 
 def block_mask(
-    document_lengths: Sequence[Sequence[int]],
+    document_lengths: Lengths,
     shape: tuple[int, int],
     device: torch.device,
     *,
     window: int | None,
 ) -> BlockMask:
-    """Say what each token of [rows, tokens] sees: its document's past, at most `window` tokens.
+    """Build the mask of [rows, tokens]: a token sees its document's past, at most `window` tokens.
 
-    Counted from the documents' ends, without ever making a mask of tokens by tokens.
+    Computed from the document lengths, without a mask of tokens by tokens.
     """
     import torch
     from torch.nn.attention.flex_attention import BlockMask
@@ -84,11 +84,11 @@ def block_mask(
 
 
 def _first_seen(
-    document_lengths: Sequence[Sequence[int]], shape: tuple[int, int], window: int | None
+    document_lengths: Lengths, shape: tuple[int, int], window: int | None
 ) -> torch.Tensor:
-    """Column of the first key that each query sees, [rows, tokens up to a whole block].
+    """Return the column of the first key that each query sees, [rows, tokens padded to a block].
 
-    What lies beyond a row's documents is padding and counts as one more document of that row.
+    The padding of a row counts as one more document.
     """
     import torch
 
@@ -105,7 +105,7 @@ def _first_seen(
 
 
 def _listed(is_in: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many key blocks each query block has, and their numbers before those it has not."""
+    """Return the number of key blocks of each query block, and their indices first."""
     import torch
 
     counts = is_in.sum(-1, dtype=torch.int32)

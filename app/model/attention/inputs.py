@@ -1,37 +1,35 @@
-"""What a model's forward is given, so that its layers keep the documents of a batch apart."""
+"""Arguments of a model's forward by which its layers keep the documents of a batch apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.backends import BY_CLASS, why_not_packed
-from app.model.attention.documents import group_documents
+from app.model.attention.backends import BY_CLASS, why_not_batched, why_not_packed
+from app.model.attention.documents import Lengths, group_documents, group_pairs
 from app.model.attention.flex import block_mask
-from app.model.attention.pairs import Lengths, group_pairs
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def attention_inputs(
     model: PreTrainedModel,
     backend: str,
-    document_lengths: Sequence[Sequence[int]],
+    document_lengths: Lengths,
     ids: torch.Tensor,
 ) -> dict[str, Any]:
     """Compute what a model's forward needs to keep documents apart, once per batch.
 
-    `ids` [rows, tokens] are what it is given; the result is passed on as keyword arguments.
+    `ids` [rows, tokens] are its input; the result is passed to it as keyword arguments.
     """
-    # Not the model's device: between two passes its weights may be in host memory.
+    # Not the model's device: its weights may be in host memory between two passes.
     shape, device = _shape(ids), ids.device
     kind, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
-    if is_packed:
-        _check_packed(model)
+    _check_batch(model, document_lengths)
     if backend == "sdpa":
         return {
             "attention_mask": _whole_rows(ids),
@@ -52,31 +50,41 @@ def attention_inputs(
     return {"attention_mask": mask} | boundaries
 
 
-def _check_packed(model: PreTrainedModel) -> None:
-    """Raise ValueError where no attention keeps the documents of a pack apart in `model`."""
-    # Not by `to_dict`, which copies the whole config, and this is asked for every batch.
-    numbers = {
-        "model_type": model.config.model_type,
-        "alibi": getattr(model.config, "alibi", None),
-    }
-    if reason := why_not_packed(numbers):
+def _check_batch(model: PreTrainedModel, *sides: Lengths) -> None:
+    """Raise UserError where no attention keeps the documents of this batch apart in `model`.
+
+    `sides`: document lengths by row, of each sequence that the model reads.
+    """
+    numbers = _config_numbers(model.config)
+    is_packed = any(len(row) > 1 for side in sides for row in side)
+    longest = max((length for side in sides for row in side for length in row), default=None)
+    reason = (why_not_packed(numbers) if is_packed else None) or why_not_batched(numbers, longest)
+    if reason:
         raise UserError(reason)
 
 
-def _whole_rows(ids: torch.Tensor) -> torch.Tensor:
-    """Mask [rows, tokens] of ones: all that transformers is to know of a batch.
+def _config_numbers(config: PretrainedConfig) -> dict[str, Any]:
+    """Return a config as config.json has it, without the deep copy of `to_dict`: once per batch."""
+    from transformers import PretrainedConfig
 
-    Without one it looks for documents in the positions and waits for the device. Documents, and
-    padding, are then told apart by our attention alone.
+    parts = {
+        name: _config_numbers(value) if isinstance(value, PretrainedConfig) else value
+        for name, value in vars(config).items()
+    }
+    return parts | {"model_type": config.model_type}
+
+
+def _whole_rows(ids: torch.Tensor) -> torch.Tensor:
+    """Return a mask [rows, tokens] of ones: documents and padding are up to our attention.
+
+    Without a mask, transformers looks for documents in the positions, and waits for the device.
     """
     import torch
 
     return torch.ones_like(ids)
 
 
-def _dense_masks(
-    model: PreTrainedModel, document_lengths: Sequence[Sequence[int]], ids: torch.Tensor
-) -> Any:
+def _dense_masks(model: PreTrainedModel, document_lengths: Lengths, ids: torch.Tensor) -> Any:
     if all(len(lengths) == 1 for lengths in document_lengths):
         return _whole_rows(ids)  # the padding at a row's end cannot be seen by causal attention
     build = partial(_dense_mask, document_lengths, _shape(ids), ids.device, model.dtype)
@@ -84,7 +92,7 @@ def _dense_masks(
 
 
 def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -> Any:
-    """Masks as the model's layers want them: one, or one a kind of layer where these differ."""
+    """Return one mask, or one by layer type where these differ."""
     numbers = model.config.get_text_config().to_dict()
     window, layer_types = numbers.get("sliding_window"), numbers.get("layer_types")
     if layer_types is None:
@@ -93,7 +101,7 @@ def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -
     kinds = set(layer_types)
     if not kinds <= windows.keys():
         if backend == "eager":
-            return None  # the model builds its own, and finds the documents in the positions
+            return None  # the model builds its own from the positions
         raise UserError(
             f"attention={backend} has no mask for "
             f"{', '.join(sorted(kinds - windows.keys()))} layers: type attention=sdpa"
@@ -103,7 +111,7 @@ def _by_layer(model: PreTrainedModel, backend: str, build: Callable[..., Any]) -
 
 
 def _dense_mask(
-    document_lengths: Sequence[Sequence[int]],
+    document_lengths: Lengths,
     shape: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
@@ -127,13 +135,12 @@ def _dense_mask(
 
 
 def _boundaries(
-    document_lengths: Sequence[Sequence[int]], shape: tuple[int, int], device: torch.device
+    document_lengths: Lengths, shape: tuple[int, int], device: torch.device
 ) -> dict[str, Any]:
-    """Where documents begin, counted through all rows, by transformers' names for them.
+    """Return the boundaries of documents, counted through all rows, by transformers' names.
 
-    What lies beyond a row's documents is padding and counts as one more document of that row. Rows
-    of one document have boundaries, too: else transformers looks for some in every layer, and
-    waits for the device.
+    The padding of a row counts as one more document. Rows of one document have boundaries, too:
+    else transformers looks for some in every layer, and waits for the device.
     """
     import torch
 
@@ -159,17 +166,15 @@ def pair_inputs(
 ) -> dict[str, Any]:
     """Compute what an encoder-decoder model's forward needs, once per batch.
 
-    ids are what encoder and decoder are given, [rows, tokens] each; ValueError where the documents
-    of a pack cannot be kept apart.
+    ids [rows, tokens]: the input of encoder and decoder. UserError where the documents of a pack
+    cannot be kept apart.
     """
-    if any(len(lengths) > 1 for lengths in source_lengths):
-        if reason := why_not_packed({"model_type": model.config.model_type}):
-            raise UserError(reason)
-        if backend != "sdpa":
-            raise UserError(
-                f"attention={backend} gives an encoder and what looks at it one mask, which cannot "
-                "keep the documents of a pack apart: type packing=none"
-            )
+    _check_batch(model, source_lengths, target_lengths)
+    if backend != "sdpa" and any(len(lengths) > 1 for lengths in source_lengths):
+        raise UserError(
+            f"attention={backend} gives encoder and cross-attention one mask, which cannot "
+            "keep the documents of a pack apart: type packing=none"
+        )
     device = source_ids.device
     if backend == "sdpa":
         shapes = _shape(source_ids), _shape(target_ids)

@@ -1,4 +1,4 @@
-"""The start-up probe: do documents that are packed together see each other?"""
+"""Check before training that documents of a batch do not see each other, or padding."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 EDITS = (11, 29)
-"""what is added to token ids, one edit after the other"""
+"""offsets added to token ids, one after the other"""
 LEAST_ULPS, ULPS, FLOOR = 2, 8, 1e-4
-"""of rounding where shapes are the same: units in the last place, least share of the spread"""
+"""rounding error of equal shapes: units in the last place, and a minimal share of the spread"""
 TF32_EPS = 2**-10
 
 
 def check_isolation(
     model: PreTrainedModel, backend: str, device: torch.device | None = None
 ) -> None:
-    """Raise ValueError if editing one document of a pack changes another one's logits.
+    """Raise UserError if editing one document of a pack changes another one's logits.
 
-    Costs three forward passes of eight tokens, on `device` or where the model is; run before
-    training, since models differ in what they hand on to their layers and libraries change.
+    Costs three forward passes of eight tokens, on `device` or the model's. Needed since models
+    differ in what they pass on to their layers, and libraries change.
     """
     device = device or model.device
-    # A second edit only where the first one is suspicious: experts see other numbers of rows after
-    # an edit, and where their products round otherwise a tie between experts may break.
+    # A second edit where the first one is suspicious: an expert's products round differently with
+    # other numbers of rows, which may break a tie between experts.
     for shift in EDITS:
         own, others, limit = _effects_of_edit(model, backend, device, shift)
         if own <= limit:
             raise ValueError(
                 f"attention={backend}: the isolation probe saw no effect of its own edit"
             )
-        if not others > limit:  # also where weights are NaN, which is no fault of attention
+        if not others > limit:  # also where weights are NaN, which is not attention's fault
             return
     raise UserError(
         f"attention={backend}: documents packed together see each other "
@@ -47,7 +47,7 @@ def check_isolation(
 
 
 def _eager_isolates(model: PreTrainedModel, backend: str, device: torch.device) -> bool:
-    """Say whether another attention would help; not where it is not what leaks."""
+    """Return whether eager attention keeps the documents apart."""
     if backend == "eager" or not model._can_set_attn_implementation():
         return False
     with running(model, "eager"):
@@ -58,10 +58,10 @@ def _eager_isolates(model: PreTrainedModel, backend: str, device: torch.device) 
 def _effects_of_edit(
     model: PreTrainedModel, backend: str, device: torch.device, shift: int
 ) -> tuple[float, float, float]:
-    """Return how far an edit moves its own document's logits and another's, and what is rounding.
+    """Return how far an edit moves its own document's logits and the other's, and the rounding.
 
-    A document's part is its most moved token's. How much is rounding is measured: by how far an
-    edit of the second document moves the first one, whose tokens are all before it.
+    Each is the largest of the document's tokens. Rounding is measured by how far an edit of the
+    second document moves the first one, whose tokens all come before it.
     """
     import torch
 
@@ -90,12 +90,12 @@ def _effects_of_edit(
 def check_pair_isolation(
     model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
 ) -> None:
-    """Raise ValueError if a document's logits depend on what it shares a batch with.
+    """Raise UserError if a document's logits depend on what it shares a batch with.
 
-    For encoder-decoder models; costs two forward passes of nine and five tokens, on `device` or
-    where the model is. Packed, a document comes behind another neighbour than it had before: if it
-    sees either, or counts positions from the row's start, it has other logits then. Padded, the
-    tokens of the padding change.
+    For encoder-decoder models; costs two forward passes of nine and five tokens, on `device` or the
+    model's. Packed, a document is compared before one neighbour and after another: if it sees
+    either, or positions count from the row's start, its logits differ. Padded, the padding's tokens
+    change.
     """
     device = device or model.device
     difference, limit = _pair_difference(model, backend, device, is_packed=is_packed)
@@ -109,7 +109,7 @@ def check_pair_isolation(
 def _pair_difference(
     model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
 ) -> tuple[float, float]:
-    """Return how far a document's logits move with what is around it, and what is rounding."""
+    """Return how far a document's logits move with what is around it, and the rounding error."""
     import torch
 
     was_training = model.training
@@ -117,14 +117,14 @@ def _pair_difference(
     with torch.no_grad(), running(model, backend):
         logits, others = (_moved if is_packed else _padded)(model, backend, device)
     model.train(was_training)
-    # The shapes are the same, so that all dtypes round alike: a wrong position changes far more.
+    # Of equal shapes, so that rounding is small: a wrong position changes far more.
     return distances(logits, others).max().item(), rounding(model, logits, ULPS, FLOOR)
 
 
 def _instead_of_pairs(
     model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
 ) -> str:
-    """Word what keeps the documents of this model apart, tried on it."""
+    """Return what to type to keep the documents of this model apart, after trying it."""
     choices = {"packing=none": backend} if is_packed else {}
     if backend != "eager":
         choices["attention=eager packing=none" if is_packed else "attention=eager"] = "eager"
@@ -138,23 +138,23 @@ def _instead_of_pairs(
 def _fault(is_packed: bool) -> str:
     if is_packed:
         return "documents packed together see each other, or begin at wrong positions"
-    return "documents see the padding behind them"
+    return "documents see the padding after them"
 
 
 def distances(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return how far the logits [tokens, vocabulary] of each token differ: [tokens], RMS.
+    """Return the RMS difference of each token's logits [tokens, vocabulary]: [tokens].
 
-    What all logits of a token share, such as a head's bias, changes no probability and is left out.
+    The mean of a token's logits, such as a head's bias, changes no probability and is taken off.
     """
     difference = logits.float() - others.float()
     return _spread(difference)
 
 
 def rounding(model: PreTrainedModel, logits: torch.Tensor, ulps: float, floor: float) -> float:
-    """Return how far `logits` [tokens, vocabulary] may move by rounding alone: RMS.
+    """Return the RMS rounding error of `logits` [tokens, vocabulary].
 
-    `ulps` units in the last place of their spread, at least `floor` of it; and half a unit of what
-    they share, to which the last sum rounds them.
+    `ulps` units in the last place of their spread, at least `floor` of it; and half a unit of their
+    mean, to which the last sum rounds them.
     """
     eps = _precision(model, logits)
     spread = _spread(logits.float()).square().mean().sqrt().item()
@@ -167,7 +167,7 @@ def _spread(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _precision(model: PreTrainedModel, logits: torch.Tensor) -> float:
-    """Return the coarsest machine epsilon of what computes: weights, autocast or products."""
+    """Return the coarsest machine epsilon of weights, autocast and matrix products."""
     import torch
 
     device = logits.device.type
@@ -182,7 +182,7 @@ def _precision(model: PreTrainedModel, logits: torch.Tensor) -> float:
 def _moved(
     model: PreTrainedModel, backend: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [3, vocabulary] of a document before one neighbour, and behind another one."""
+    """Return logits [3, vocabulary] of a document before one neighbour, and after another."""
     import torch
 
     source, target = _ids(model, device, 4, 3)
@@ -196,7 +196,7 @@ def _moved(
 def _padded(
     model: PreTrainedModel, backend: str, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [3, vocabulary] of a document before some padding, and before another."""
+    """Return logits [3, vocabulary] of a document before two kinds of padding."""
     import torch
 
     source, target = _ids(model, device, 4, 3)
@@ -208,7 +208,7 @@ def _padded(
 
 
 def _ids(model: PreTrainedModel, device: torch.device, *lengths: int) -> tuple[torch.Tensor, ...]:
-    """Token ids of two stretches, which begin with a different token each."""
+    """Return two ranges of token ids that start at different tokens."""
     import torch
 
     vocab_size = model.config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""The start-up probe of masks: does a backend attend as the model's own eager attention does?"""
+"""Check before training that a model is causal, and attends as its own eager attention."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 FIRST_ID, TOKENS = 3, 8
 SEEN = 0.02
-"""share of the logits' spread by which a token's move at least where it sees what was edited"""
+"""least change of a token's logits that shows it sees an edit, as a share of their spread"""
 
 
 def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> None:
-    """Raise UserError where tokens of a causal model see those behind them, as in a BERT.
+    """Raise UserError where tokens see those after them, as in a BERT.
 
-    Such a model would be shown the answers that it is trained to give. Costs two forward passes of
-    eight tokens, on `device` or where the model is.
+    Such a model would see the answers that it is trained on. Costs two forward passes of eight
+    tokens, on `device` or the model's.
     """
     import torch
 
@@ -44,43 +44,43 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
             model(input_ids=one, use_cache=False).logits[0, :half].float() for one in (ids, edited)
         )
     model.train(was_training)
-    # The median token: an expert that is chosen otherwise, by rounding, changes one or two.
+    # The median token: one or two may get another expert by rounding.
     moved = (logits - others).std(-1).median()
     if moved > SEEN * logits.std(-1).mean():
         raise UserError(
-            f"{model.config.model_type} models let a token see those behind it, so that this one "
-            "would be shown the answers that it is trained to give: type model.path=ANOTHER_BASE; "
+            f"{model.config.model_type} models let a token see those after it, so that this one "
+            "would see the answers that it is trained on: type model.path=ANOTHER_BASE; "
             'a BERT is causal where its config.json says "is_decoder": true'
         )
 
 
 BEFORE, TOKENS = 5, 12
-"""tokens of the neighbour, and of the document behind it"""
+"""tokens of the neighbour, and of the document after it"""
 FIRST_ID = 3
 REACH = 3
-"""what windows and chunks are shortened to, so that a document of a few tokens is longer"""
+"""length of windows and chunks during the probe, shorter than its document"""
 REACHES = ("sliding_window", "attention_chunk_size")
-"""how configs and layers name them"""
+"""names of windows and chunks in configs and layers"""
 ULPS, FLOOR = 24, 1e-3
-"""of rounding where kernels differ: units in the last place, least share of the spread"""
+"""rounding error between kernels: units in the last place, and a minimal share of the spread"""
 NOT_TAKEN = (TypeError, AttributeError, IndexError)
-"""what a model fails with that reads a mask other than its own"""
+"""errors of a model that cannot read our masks"""
 
 
 def check_reference(
     model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
 ) -> None:
-    """Raise ValueError if a document's logits are not those of the model's own eager attention.
+    """Raise UserError if a document's logits are not those of the model's own eager attention.
 
-    Packed it comes behind another document, padded before padding; for the reference it is alone.
-    Windows and chunks are shortened meanwhile, so that it is longer. For causal models; costs two
-    forward passes of 17 and 12 tokens, on `device` or where the model is.
+    Packed, the document comes after another one; padded, before padding; the reference is the
+    document alone. Windows and chunks are shortened meanwhile, so that the document is longer. For
+    causal models; costs two forward passes of 17 and 12 tokens, on `device` or the model's.
     """
     if backend != "eager" and not model._can_set_attn_implementation():
         return  # layers of a class of their own cannot run another attention
     probe = partial(_difference, model, device or model.device)
     difference, limit = probe(backend, is_packed)
-    if difference <= limit or math.isnan(limit):  # NaN weights are no fault of attention
+    if difference <= limit or math.isnan(limit):  # NaN weights are not attention's fault
         return
     others = {"attention=eager": ("eager", is_packed)} if backend != "eager" else {}
     if is_packed:
@@ -98,12 +98,12 @@ def check_reference(
 def _difference(
     model: Any, device: torch.device, backend: str, is_packed: bool
 ) -> tuple[float, float]:
-    """Return how far the logits of the two are apart, and how far they may be by rounding."""
+    """Return the difference of the logits, and the rounding error."""
     import torch
 
     lengths = [BEFORE, TOKENS] if is_packed else [TOKENS]
     vocab_size = model.config.get_text_config().vocab_size
-    # Not the first ids: these are special tokens, which some models treat as padding.
+    # Not the first ids: these are special tokens, and padding to some models.
     ids = torch.arange(FIRST_ID, FIRST_ID + BEFORE + TOKENS, device=device) % vocab_size
     ids, start = ids.unsqueeze(0), sum(lengths) - TOKENS
     document = slice(start, start + TOKENS)
@@ -115,7 +115,7 @@ def _difference(
         with running(model, "eager"):
             expected = model(input_ids=ids[:, document], use_cache=False).logits[0]
     model.train(was_training)
-    # The median token: an expert that is chosen otherwise, by rounding, changes a token or two.
+    # The median token: one or two may get another expert by rounding.
     difference = distances(found, expected)[1:].median().item()
     return difference, rounding(model, expected, ULPS, FLOOR)
 
@@ -124,7 +124,7 @@ def _found(model: Any, backend: str, ids: torch.Tensor, lengths: list[int]) -> t
     import torch
 
     inputs = attention_inputs(model, backend, [lengths], ids)
-    if len(lengths) > 1:  # else the model numbers the document itself, as in training
+    if len(lengths) > 1:  # else the model computes positions itself, as in training
         positions = torch.cat([torch.arange(length) for length in lengths])
         inputs["position_ids"] = torch.zeros_like(ids)
         inputs["position_ids"][0, : len(positions)] = positions.to(ids.device)

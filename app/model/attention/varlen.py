@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.attention.attend import in_one_dtype
-from app.model.attention.masks import MaskRule
+from app.model.attention.attend import MaskRule, in_one_dtype
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class VarlenKernel:
-    """`torch.nn.attention.varlen.varlen_attn`, called as the installed PyTorch wants it.
+    """`torch.nn.attention.varlen.varlen_attn` in the signature of the installed PyTorch.
 
-    2.10 takes `is_causal` alone; 2.11 takes `window_size` in its place, and `scale`; 2.12 takes
-    fewer key heads, when told by `enable_gqa`.
+    2.10 takes `is_causal` only; 2.11 takes `window_size` instead, and `scale`; 2.12 takes fewer key
+    heads with `enable_gqa`.
     """
 
     function: Callable[..., torch.Tensor]
@@ -31,13 +30,13 @@ class VarlenKernel:
 
     @classmethod
     def of(cls, function: Callable[..., torch.Tensor]) -> VarlenKernel:
-        """Read from its signature what a `varlen_attn` takes."""
+        """Read the signature of a `varlen_attn`."""
         names = inspect.signature(function).parameters
         return cls(function, "window_size" in names, "scale" in names, "enable_gqa" in names)
 
     @classmethod
     def installed(cls) -> VarlenKernel:
-        """Return that of the installed PyTorch."""
+        """Return the kernel of the installed PyTorch."""
         from torch.nn.attention.varlen import varlen_attn
 
         return cls.of(varlen_attn)
@@ -54,10 +53,10 @@ class VarlenKernel:
         window: int | None,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Attend in each document; all parts [tokens, heads, head_dim], key heads may be fewer.
+        """Attend inside each document; query, key, value [tokens, heads, head_dim].
 
-        ends int32 [documents + 1]: where documents begin, and the last one ends; window: how many
-        tokens one sees, itself included.
+        ends int32 [documents + 1]: start of each document, and end of the last; window: tokens that
+        one sees, itself included. There may be fewer key heads than query heads.
         """
         options: dict[str, Any] = {}
         shared = query.shape[1] // key.shape[1]
@@ -79,7 +78,7 @@ class VarlenKernel:
             options["is_causal"] = is_causal
         elif is_causal:
             options["window_size"] = (-1 if window is None else window - 1, 0)
-        # The same tensor twice: then the kernel knows that queries and keys have the same lengths.
+        # The same tensor twice tells the kernel that queries and keys have the same lengths.
         return self.function(query, key, value, ends, ends, longest, longest, **options)
 
 
@@ -102,14 +101,14 @@ def attend_by_boundaries(
 
     query [rows, heads, tokens, head_dim], key and value with fewer heads where they are shared;
     cu_seq_lens_q int32 [documents + 1] counts through all rows. Returns
-    [rows, tokens, heads, head_dim]. ValueError for variants and masks that the kernel does not
+    [rows, tokens, heads, head_dim]. UserError for variants and masks that the kernel does not
     compute.
     """
     import torch
 
     if dropout:
         raise UserError(
-            "attention=varlen cannot drop attention out, as this model's config asks: "
+            "attention=varlen has no attention dropout, which this model's config has: "
             "type attention=sdpa"
         )
     for variant in ("softcap", "s_aux", "position_bias"):
@@ -127,7 +126,7 @@ def attend_by_boundaries(
         value = torch.nn.functional.pad(value, (0, width - own_width))
     parts = in_one_dtype(query, key, value)
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in parts)
-    # As transformers' own functions read it: what has no such attribute is causal.
+    # As in transformers: a layer without the attribute is causal.
     is_causal = getattr(module, "is_causal", True)
     reaches = is_causal and sliding_window is not None and sliding_window < max_length_q
     output = kernel(
@@ -146,12 +145,12 @@ def attend_by_boundaries(
 def _check_mask(
     module: torch.nn.Module, mask: MaskRule | torch.Tensor | None, window: int | None, longest: int
 ) -> None:
-    """Raise ValueError for a mask that is not the sliding window of which the layer tells."""
+    """Raise UserError for a mask that is not the layer's own sliding window."""
     if mask is None:
         return
     if isinstance(mask, MaskRule) and (mask.size == window or mask.size >= longest):
         return
     raise UserError(
-        f"attention=varlen knows sliding windows that a layer names, and {type(module).__name__} "
-        "has a mask of another kind: type attention=sdpa"
+        f"attention=varlen takes sliding windows only from a layer's argument, and "
+        f"{type(module).__name__} has a mask of another kind: type attention=sdpa"
     )

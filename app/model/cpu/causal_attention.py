@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from app.model.attention.documents import Document
+from app.model.attention.documents import DocumentSpan
 
 MAX_TOKENS = 1024
 """up to here a document's probabilities are small enough to keep; beyond they are computed again"""
@@ -31,7 +31,7 @@ def attend_causally(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    stacks: Sequence[Sequence[Document]],
+    stacks: Sequence[Sequence[DocumentSpan]],
     scaling: float | None,
 ) -> Tensor:
     """Return [rows, tokens, heads, head_dim]; each token is in a document of one of the stacks.
@@ -53,7 +53,7 @@ class _DocumentAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        stacks: Sequence[Sequence[Document]],
+        stacks: Sequence[Sequence[DocumentSpan]],
         scale: float,
     ) -> Tensor:
         rows, heads, tokens, width = query.shape
@@ -113,7 +113,7 @@ def _by_key_head(num_groups: int, *parts: Tensor) -> list[Tensor]:
     return [part.unflatten(1, (num_groups, -1)).transpose(2, 3) for part in parts]
 
 
-def _cut(part: Tensor, stack: Sequence[Document]) -> Tensor:
+def _cut(part: Tensor, stack: Sequence[DocumentSpan]) -> Tensor:
     """Return documents as [documents * key heads, tokens * heads a key head, head_dim].
 
     Shorter ones are padded by zeros at the end, which no real token sees. In half precision the
@@ -133,7 +133,7 @@ def _cut(part: Tensor, stack: Sequence[Document]) -> Tensor:
     return cut.flatten(2, 3).flatten(0, 1)
 
 
-def _put(whole: Tensor, part: Tensor, stack: Sequence[Document], first: int = 0) -> None:
+def _put(whole: Tensor, part: Tensor, stack: Sequence[DocumentSpan], first: int = 0) -> None:
     """Write what documents have from token `first` on back into what `_cut` cut from."""
     _, num_groups, _, shared, _ = whole.shape
     slots = part.unflatten(1, (-1, shared)).unflatten(0, (len(stack), num_groups))

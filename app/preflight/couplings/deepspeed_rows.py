@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from app.preflight.couplings.situation import Coupling
-from app.strategy.settings import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS, ZeroConfig
+from app.strategy.deepspeed_config import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS
+from app.strategy.settings import ZeroConfig
 
 PYTORCHS_OWN = {
     "zero1": "fsdp_grad_op",

@@ -1,4 +1,4 @@
-"""Compiled layers while a run trains: from before the first validation to the end of the fit."""
+"""Compile layers for the time of the fit, from before the first validation on."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from app.model.compile import CompiledLayers, num_compiled, why_compiled
 log = logging.getLogger(__name__)
 
 LAST_COMPILING_STEP = 3
-"""after it every shape and every mode has been seen"""
+"""by then every shape and every mode has been seen"""
 
 
 class Compilation(L.Callback):
-    """Compile the model's layers, watch that they stay compiled, and turn them back at the end."""
+    """Compile the model's layers, warn of recompilation, and restore them at the end."""
 
     def __init__(self) -> None:
         self.layers: CompiledLayers | None = None
         self.num_compiled: int | None = None
-        self.is_said = False
+        self.has_warned = False
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Compile, behind the probes of `on_fit_start`, which run eight tokens."""
+        """Compile after the probes of `on_fit_start`, whose inputs have other shapes."""
         self._compile(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -39,22 +39,22 @@ class Compilation(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Give up what failed, and say once what is compiled again after the third step."""
+        """Fall back where compiling failed; warn once of recompilation after the third step."""
         if self.layers is None:
             return
         if self.layers.failure is not None:
             self._remove()
         elif trainer.global_step >= LAST_COMPILING_STEP:
-            self._watch(trainer.global_step)
+            self._warn(trainer.global_step)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Turn back: what is saved and asked is the plain model."""
+        """Restore the layers: the plain model is saved and evaluated."""
         self._remove()
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Turn back as well where the fit breaks off."""
+        """Restore the layers where the fit fails, too."""
         self._remove()
 
     def _compile(self, pl_module: Any) -> None:
@@ -66,10 +66,10 @@ class Compilation(L.Callback):
             self.layers.remove()
             self.layers = None
 
-    def _watch(self, step: int) -> None:
+    def _warn(self, step: int) -> None:
         now, before = num_compiled(), self.num_compiled
-        if before is not None and now > before and not self.is_said:
-            self.is_said = True
+        if before is not None and now > before and not self.has_warned:
+            self.has_warned = True
             log.warning(
                 "compile: layers were compiled again at step %d, after which nothing new should "
                 "come (%s); such steps wait for it: type trainer.compile=false if it goes on",

@@ -1,4 +1,4 @@
-"""Whether every matrix of an adapter gets a gradient, found in the first optimizer step."""
+"""Check in the first optimizer step that every matrix of an adapter gets a gradient."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ NUMBER = re.compile(r"\d+")
 
 
 class GradientCheck(L.Callback):
-    """End a run whose first optimizer step leaves an adapter's matrix without a gradient.
+    """Stop a run whose first optimizer step leaves an adapter's matrix without a gradient.
 
-    Such a matrix, as in a vision tower that text never passes through, is saved as it started. The
-    experts of a layer are judged together: the tokens of one step need not reach each of them.
+    Such a matrix, as in a vision tower that text never reaches, would be saved untrained. The
+    experts of a layer count as one: the tokens of one step need not reach each of them.
     """
 
     def __init__(self) -> None:
         self._weights: list[TrainedWeight] = []
         self._is_reached: list[Tensor] = []
-        """per weight: whether a gradient other than zero has come, as far as hooks have seen it"""
+        """per weight: whether hooks have seen a gradient other than zero"""
         self._hooks: list[Any] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Watch for gradients where a strategy does not leave them with their weights."""
+        """Register hooks where the strategy does not keep gradients with their weights."""
         self._weights = adapter_matrices(pl_module.model)
         device = trainer.strategy.root_device
         self._is_reached = [torch.zeros((), device=device) for _ in self._weights]
         if pl_module.strategy.keeps_gradients:
             return
         for weight, is_reached in zip(self._weights, self._is_reached, strict=True):
-            hook = weight.parameter.register_hook(partial(_look, is_reached))
+            hook = weight.parameter.register_hook(partial(_record, is_reached))
             self._hooks.append(hook)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Judge the first step: UserError with the targets to type, on all ranks alike."""
+        """Check the first step: UserError with the targets to type, on all ranks alike."""
         if not self._weights:
             return
         for hook in self._hooks:
@@ -52,21 +52,18 @@ class GradientCheck(L.Callback):
         if strategy.keeps_gradients:
             for weight, is_reached in zip(self._weights, self._is_reached, strict=True):
                 if (gradient := strategy.gradient(weight.parameter)) is not None:
-                    _look(is_reached, gradient)
+                    _record(is_reached, gradient)
         counts = strategy.reduce(torch.stack(self._is_reached), reduce_op="sum").tolist()
         weights, self._weights, self._is_reached = self._weights, [], []
-        check_reached(weights, [count > 0 for count in counts])
+        check_gradients(weights, [count > 0 for count in counts])
 
 
-def _look(is_reached: Tensor, gradient: Tensor) -> None:
+def _record(is_reached: Tensor, gradient: Tensor) -> None:
     is_reached += gradient.detach().any().to(is_reached.device)
 
 
-def check_reached(weights: list[TrainedWeight], is_reached: list[bool]) -> None:
-    """Raise UserError that names the matrices in no part of which any gradient came.
-
-    TrainingFault where that is all of them.
-    """
+def check_gradients(weights: list[TrainedWeight], is_reached: list[bool]) -> None:
+    """Raise UserError that names the matrices without a gradient; TrainingFault if all are."""
     places = {_place(w) for w, reached in zip(weights, is_reached, strict=True) if reached}
     without = [weight for weight in weights if _place(weight) not in places]
     if not without:
@@ -91,7 +88,7 @@ def check_reached(weights: list[TrainedWeight], is_reached: list[bool]) -> None:
 
 
 def _place(weight: TrainedWeight) -> str:
-    """Return a module's name with its layer's number, and without those of experts in the layer."""
+    """Return a module's name with the number of its layer, and without the numbers of experts."""
     layer = NUMBER.search(weight.module)
     end = layer.end() if layer else 0
     return weight.module[:end] + NUMBER.sub("*", weight.module[end:])

@@ -1,4 +1,4 @@
-"""A sign of life from every rank, for the process that watches over them."""
+"""Heartbeats of every rank for the supervisor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Heartbeat(L.Callback):
         self.folder = folder
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Begin before the first validation."""
+        """Start before the first validation."""
         start_heartbeat(self.folder, trainer.global_rank)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -40,5 +40,5 @@ class Heartbeat(L.Callback):
         beat(trainer.global_step)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """End: what is left is not done in steps."""
+        """Stop: what follows has no steps."""
         tell(ENDED)

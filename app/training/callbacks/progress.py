@@ -1,16 +1,17 @@
-"""What a person watches: a bar with loss, learning rate, tokens a second and time left."""
+"""Progress of a run: loss, learning rate, tokens a second and time left."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from app.training.metrics import Curves
+if TYPE_CHECKING:
+    from app.training.metrics import Metrics
 
 LINES_PER_RUN = 10
 FIGURES = {
@@ -19,14 +20,13 @@ FIGURES = {
     "train/lr": "lr {:.1e}",
     "speed/tokens_per_second": "{:,.0f} tok/s",
 }
-"""what the bar shows of the newest row, short enough for a terminal of 80 columns"""
+"""what the bar shows of the latest row, short enough for a terminal of 80 columns"""
 
 
 class ProgressBar(L.Callback):
     """Show progress on a terminal as a live bar, in a file as ten lines a run and its last step."""
 
-    def __init__(self, curves: Curves) -> None:
-        self.curves = curves
+    def __init__(self) -> None:
         self.console = Console(file=sys.stdout)
         self.progress: Progress | None = None
         self.task = TaskID(0)
@@ -34,7 +34,7 @@ class ProgressBar(L.Callback):
         self.first_step = 0
         self.next_line = 0.0
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Open the bar on rank 0."""
         self.started = time.monotonic()
         if not trainer.is_global_zero or not self.console.is_terminal:
@@ -52,8 +52,8 @@ class ProgressBar(L.Callback):
         )
         self.progress.start()
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin where a resumed run does: the steps before it took none of this time."""
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Start at the step of a resumed run: those before it took none of this time."""
         self.first_step = trainer.global_step
         if self.progress is not None:
             self.progress.update(self.task, completed=self.first_step)
@@ -61,54 +61,51 @@ class ProgressBar(L.Callback):
     def on_train_batch_end(
         self,
         trainer: L.Trainer,
-        pl_module: L.LightningModule,
+        pl_module: Any,
         outputs: Any,
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Move the bar once an optimizer step."""
+        """Advance once an optimizer step."""
         if (batch_idx + 1) % trainer.accumulate_grad_batches or not trainer.is_global_zero:
             return
         step, total = trainer.global_step, trainer.max_steps
         if self.progress is not None:
-            self.progress.update(self.task, completed=step, what="train", figures=self.figures())
-        elif self.curves.latest_step == step and self.next_line <= step < total:
+            shown = figures(pl_module.metrics)
+            self.progress.update(self.task, completed=step, what="train", figures=shown)
+        elif pl_module.metrics.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / LINES_PER_RUN
-            self._say(step, total)
+            self._print(step, total, pl_module.metrics)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Say that a validation runs."""
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Show that a validation runs."""
         if self.progress is not None:
             self.progress.update(self.task, what="validate")
 
-    def figures(self) -> str:
-        """The newest figures in one line."""
-        return "  ".join(
-            form.format(self.curves.latest[name])
-            for name, form in FIGURES.items()
-            if name in self.curves.latest
-        )
-
-    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Close the bar; in a file, say how the last step went, with its validation."""
+    def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Close the bar; in a file, print the last step with its validation."""
         if trainer.is_global_zero and self.progress is None and trainer.global_step:
-            self._say(trainer.global_step, trainer.max_steps)
+            self._print(trainer.global_step, trainer.max_steps, pl_module.metrics)
         self._close()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Give the terminal back before an error is printed."""
         self._close()
 
-    def _say(self, step: int, total: int) -> None:
+    def _print(self, step: int, total: int, metrics: Metrics) -> None:
         seconds = time.monotonic() - self.started
         a_step = seconds / max(1, step - self.first_step)
         left = f"{a_step * (total - step):.0f} s left" if step < total else "done"
-        print(f"step {step}/{total}  {self.figures()}  {left}", flush=True)
+        print(f"step {step}/{total}  {figures(metrics)}  {left}", flush=True)
 
     def _close(self) -> None:
         if self.progress is not None:
             self.progress.update(self.task, what="done")
             self.progress.stop()
             self.progress = None
+
+
+def figures(metrics: Metrics) -> str:
+    """Return the latest figures in one line."""
+    shown = ((metrics.latest.get(name), form) for name, form in FIGURES.items())
+    return "  ".join(form.format(value) for value, form in shown if value is not None)

@@ -1,4 +1,4 @@
-"""Ranks that were told different things, or see different files: found before they train."""
+"""Find ranks with different settings or different files before they train."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 
 from app.process.errors import UserError
 
-OF_A_START = ("output", "supervise", "resume", "resume_allow", "faults")
-"""settings that say where and how one start of a run goes"""
-PLACES = ("path", "tokenizer_path", "chat_template", "cache_dir")
-"""settings that may differ between machines: what is there is compared, not where it is"""
+if TYPE_CHECKING:
+    from app.config import TrainConfig
+
+PER_PROCESS = ("output", "supervise", "resume", "resume_allow", "faults")
+"""settings of one start of a run, not of the run"""
+LOCATIONS = ("path", "tokenizer_path", "chat_template", "cache_dir")
+"""settings that may differ between machines: files are compared by content, not by path"""
 
 
-def told(config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all ranks must have been told alike, by the words for it.
+def rank_invariant_values(config: TrainConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be the same on all ranks, by the name that an error gives it.
 
-    `config`: the settings of a training; `facts`: what its manifest says of them.
+    `facts` are those of the run's manifest.
     """
     settings = {
-        f"settings of {name}": _without_places(value)
+        f"settings of {name}": _without_locations(value)
         for name, value in dataclasses.asdict(config).items()
-        if name not in OF_A_START
+        if name not in PER_PROCESS
     }
-    # `auto` is the same setting wherever it is typed, and may come to something else there.
+    # `auto` is the same setting on all ranks, and may resolve to another strategy on each.
     strategy = settings.pop("settings of strategy"), facts["strategy"]
     data = [*facts["data"], *facts["test_data"]]
     return settings | {
@@ -44,30 +47,32 @@ def told(config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _without_places(value: Any) -> Any:
+def _without_locations(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_places(part) for name, part in value.items() if name not in PLACES}
+        return {
+            name: _without_locations(part) for name, part in value.items() if name not in LOCATIONS
+        }
     if isinstance(value, list):
-        return [_without_places(part) for part in value]
+        return [_without_locations(part) for part in value]
     return value
 
 
 class SameOnAllRanks(L.Callback):
-    """Compare what was told to each rank with what the first one was told; UserError."""
+    """Compare rank-invariant values with those of rank 0; UserError where they differ."""
 
-    def __init__(self, parts: Mapping[str, Any]) -> None:
-        self.parts = parts
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Compare hashes once the ranks can talk to each other, and before a weight is read."""
+        """Compare hashes once the ranks are connected, and before a weight is read."""
         if trainer.world_size == 1:
             return
-        own = [_number_of(value) for value in self.parts.values()]
+        own = [_hash_of(value) for value in self.values.values()]
         tensor = torch.tensor(own, dtype=torch.int64, device=trainer.strategy.root_device)
         first, *others = trainer.strategy.all_gather(tensor).tolist()
         problems = []
         for rank, other in enumerate(others, start=1):
-            pairs = zip(self.parts, first, other, strict=True)
+            pairs = zip(self.values, first, other, strict=True)
             if different := [name for name, here, there in pairs if here != there]:
                 problems.append(
                     f"rank {rank} and rank 0 have different {', '.join(different)}; start all "
@@ -77,7 +82,7 @@ class SameOnAllRanks(L.Callback):
             raise UserError(problems)
 
 
-def _number_of(value: Any) -> int:
+def _hash_of(value: Any) -> int:
     """Return 63 bits of a hash of `value`."""
     text = json.dumps(value, sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

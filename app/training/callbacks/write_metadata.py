@@ -1,4 +1,4 @@
-"""When a run's folder becomes that of the process that goes on with it: once it trains."""
+"""Write a run's metadata when its training starts."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import lightning as L
 
 
 class WriteMetadata(L.Callback):
-    """Call `take_over` on the first rank: before a new run, and when a resumed one trains.
+    """Call `write` on the first rank: before a new run, and when a resumed one starts to train.
 
-    Until then the folder is left as the run before has left it: this one may yet fail.
+    Until then a resumed run's folder stays as the run before left it: this process may yet fail.
     """
 
-    def __init__(self, take_over: Callable[[], None], *, is_resumed: bool) -> None:
-        self.take_over = take_over
-        self.waits = is_resumed
-        self.is_done = False
+    def __init__(self, write: Callable[[], None], *, is_resumed: bool) -> None:
+        self.write = write
+        self.is_resumed = is_resumed
+        self.is_written = False
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Take a new run's folder."""
-        if not self.waits:
-            self._take_over(trainer)
+        """Write the metadata of a new run."""
+        if not self.is_resumed:
+            self._write(trainer)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Take a resumed run's folder: all is loaded and agreed."""
-        self._take_over(trainer)
+        """Write the metadata of a resumed run: its checkpoint is loaded on all ranks."""
+        self._write(trainer)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Take the folder of a run that had no step left."""
-        self._take_over(trainer)
+        """Write the metadata of a run that had no step left."""
+        self._write(trainer)
 
-    def _take_over(self, trainer: L.Trainer) -> None:
-        if trainer.is_global_zero and not self.is_done:
-            self.take_over()
-        self.is_done = True
+    def _write(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero and not self.is_written:
+            self.write()
+        self.is_written = True

@@ -1,1 +1,1 @@
-"""How a training is kept: its state on the disk, whole or not at all."""
+"""Checkpoints of a run: on the disk as a whole or not at all."""

@@ -1,7 +1,7 @@
-"""One checkpoint on the disk: read lazily, and checked byte by byte before it is.
+"""One checkpoint on the disk: every byte verified first, tensors read lazily.
 
-Nothing in it can run: tensors are safetensors files, the rest is JSON, and a file that is neither,
-or that its manifest does not tell of, makes the checkpoint a damaged one.
+Nothing in it is executable: tensors are safetensors files, the rest is JSON. A checkpoint with any
+other file, or with one that its manifest does not list, is damaged.
 """
 
 from __future__ import annotations
@@ -23,43 +23,41 @@ from typing import TYPE_CHECKING, Any
 
 from app.process.errors import UserError
 from app.training.checkpoint import disk
+from app.training.checkpoint.schema import Json
 from app.training.checkpoint.tensors import check_tensors, names_in, read_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
-"""number of the layout; a reader refuses a higher one"""
+"""version of the layout; a reader refuses a higher one"""
 MARKER, MANIFEST = "COMMITTED", "manifest.json"
 TENSORS, DOCUMENT = ".safetensors", ".json"
 KEYS = {"format", "step", "metric", "details", "versions", "files"}
-WRITTEN_KEYS = {"sha256", "num_bytes"}
+FILE_KEYS = {"sha256", "num_bytes"}
 LIBRARIES = ("loft", "torch", "lightning", "transformers", "peft", "safetensors")
 MAX_JSON_BYTES = 64 << 20
 """a manifest of a thousand ranks takes 1 MiB, a year of validations 30"""
 MAX_DAMAGES = 5
-"""that are said of one checkpoint"""
+"""listed of one checkpoint"""
 MAX_READERS = 4
-"""files that are read at once when a checkpoint is checked"""
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-
-Json = Any
-"""what JSON can hold"""
+"""files that are verified in parallel"""
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class DamageError(ValueError):
-    """A checkpoint is not what was written: `damages` says each, with its file."""
+    """A checkpoint is not as it was written: `damages` describes each file that differs."""
 
     def __init__(self, damages: Iterable[str]) -> None:
         self.damages = list(damages)
         more = len(self.damages) - MAX_DAMAGES
-        said = ", ".join(self.damages[:MAX_DAMAGES])
-        super().__init__(f"{said} and {more:,} more" if more > 0 else said)
+        listed = ", ".join(self.damages[:MAX_DAMAGES])
+        super().__init__(f"{listed} and {more:,} more" if more > 0 else listed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """One whole checkpoint on the disk."""
+    """A committed checkpoint on the disk."""
 
     folder: Path
     step: int
@@ -67,68 +65,66 @@ class Checkpoint:
 
     @property
     def metric(self) -> float | None:
-        """What `keep_best` goes by; lower is better."""
+        """The value that `keep_best` ranks by; lower is better."""
         return self.manifest["metric"]
 
     @property
     def details(self) -> Json:
-        """What was handed to `commit`."""
+        """The `details` given to `commit`."""
         return self.manifest["details"]
 
     def names(self) -> list[str]:
-        """Name everything in it, without the files' endings."""
+        """Return the names of its files, without their suffixes."""
         return sorted(Path(file).stem for file in self.manifest["files"])
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Map tensors into memory, of every rank's file; each is read when it is used.
-
-        KeyError where there are none.
-        """
+        """Return the tensors of `name` from every rank's file, memory-mapped; KeyError if none."""
         tensors: dict[str, Tensor] = {}
         for file in self._files_of(name):
             tensors |= read_tensors(file)
         return tensors
 
     def file_of(self, name: str, key: str) -> str:
-        """Name the file that holds tensor `key` of `name`; the first rank's where none does."""
+        """Return the file that has tensor `key` of `name`, or rank 0's if none has it."""
         files = self._files_of(name)
         return next((file.name for file in files if key in names_in(file)), files[0].name)
 
     def document(self, name: str) -> Json:
-        """Read what `add_document` was given. KeyError where there is none, ValueError where it is
-        not JSON that a checkpoint may hold."""
+        """Return what `add_document` was given; KeyError if missing, ValueError if not JSON."""
         return read_json(_small_file(self._file(name + DOCUMENT)))
 
     def _files_of(self, name: str) -> list[Path]:
-        """Return the files of `name`, the first rank's first."""
+        """Return the files of `name`, rank 0's first."""
         of_ranks = re.compile(rf"{re.escape(name)}-rank-\d+")
         others = [other for other in self.names() if of_ranks.fullmatch(other)]
         return [self._file(each + TENSORS) for each in (name, *others)]
 
     def _file(self, name: str) -> Path:
         if name not in self.manifest["files"]:
-            raise KeyError(f"{self.folder} holds no {name}; it holds {', '.join(self.names())}")
+            raise KeyError(f"{self.folder} has no {name}; it has {', '.join(self.names())}")
         return self.folder / name
 
 
 def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
-    """Check every byte of the checkpoint in `folder`, of `step` if that is known.
+    """Verify every byte of the checkpoint in `folder`, of `step` if given.
 
-    DamageError names every file that is not as it was written; UserError where the checkpoint was
+    DamageError names every file that is not as it was written. UserError if the checkpoint was
     written by a newer version of this program.
     """
     manifest = read_manifest(folder)
     if step not in (None, manifest["step"]):
         raise DamageError([f"{MANIFEST} is of step {manifest['step']}"])
     files = {name: disk.Written(**written) for name, written in manifest["files"].items()}
-    damages = [f"{name!r} is no name of a file of a checkpoint" for name in files if _is_odd(name)]
-    there = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
-    unknown = sorted(there - {*files, MANIFEST, MARKER})
+    damages = [f"{name!r} is not a valid file name" for name in files if not _is_valid(name)]
+    present = {entry.name for entry in folder.iterdir() if not entry.name.startswith(".")}
+    unknown = sorted(present - {*files, MANIFEST, MARKER})
     damages += [f"{_printable(name)} is not in the manifest" for name in unknown]
-    damages = damages or [damage for name in files for damage in _seen(folder / name, files[name])]
+    damages = damages or [
+        damage for name in files for damage in _check_size(folder / name, files[name])
+    ]
     if not damages:
         with ThreadPoolExecutor(max_workers=MAX_READERS) as readers:
-            found = readers.map(_read, [folder / name for name in files], files.values())
+            found = readers.map(_check_content, [folder / name for name in files], files.values())
             damages = [damage for damage in found if damage is not None]
     if damages:
         raise DamageError(damages)
@@ -136,29 +132,29 @@ def load_checkpoint(folder: Path, step: int | None = None) -> Checkpoint:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check a checkpoint's manifest against its marker."""
-    marked, text = _small_file(folder / MARKER), _small_file(folder / MANIFEST)
-    if marked != marker_of(hashlib.sha256(text).hexdigest()):
+    """Read a checkpoint's manifest and verify it against its marker."""
+    marker, text = _small_file(folder / MARKER), _small_file(folder / MANIFEST)
+    if marker != marker_of(hashlib.sha256(text).hexdigest()):
         raise DamageError([f"sha256 of {MANIFEST}"])
     try:
         manifest = read_json(text)
-        written_as = int(manifest["format"])
+        file_format = int(manifest["format"])
     except (ValueError, LookupError, TypeError, OverflowError):
         raise DamageError([f"{MANIFEST} is unreadable"]) from None
-    if written_as > FORMAT:
-        raise UserError(_is_newer(folder, manifest, written_as))
-    if not _is_sound(manifest):
+    if file_format > FORMAT:
+        raise UserError(_is_newer(folder, manifest, file_format))
+    if not _is_manifest(manifest):
         raise DamageError([f"{MANIFEST} is unreadable"])
     return manifest
 
 
 def marker_of(manifest_sha256: str) -> bytes:
-    """Return what the marker of a checkpoint holds."""
+    """Return the content of a checkpoint's marker."""
     return f"{manifest_sha256}\n".encode()
 
 
 def read_json(text: bytes) -> Json:
-    """Read a document of a checkpoint; ValueError says what is wrong with it."""
+    """Parse a document of a checkpoint; ValueError says what is wrong."""
     try:
         return json.loads(text.decode("utf-8"))
     except RecursionError:
@@ -167,8 +163,8 @@ def read_json(text: bytes) -> Json:
         raise ValueError(f"is not UTF-8 at byte {error.start}") from None
 
 
-def _is_sound(manifest: Mapping[str, Any]) -> bool:
-    """Tell whether a manifest says what `commit` writes."""
+def _is_manifest(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest has the keys and types that `commit` writes."""
     files = manifest.get("files")
     return (
         set(manifest) == KEYS
@@ -176,7 +172,7 @@ def _is_sound(manifest: Mapping[str, Any]) -> bool:
         and manifest["step"] >= 0
         and (manifest["metric"] is None or _is_finite(manifest["metric"]))
         and isinstance(files, dict)
-        and all(isinstance(one, dict) and set(one) == WRITTEN_KEYS for one in files.values())
+        and all(isinstance(one, dict) and set(one) == FILE_KEYS for one in files.values())
         and all(type(one["num_bytes"]) is int for one in files.values())
         and all(type(one["sha256"]) is str for one in files.values())
     )
@@ -187,13 +183,13 @@ def _is_finite(value: Json) -> bool:
 
 
 def _printable(name: str) -> str:
-    return name if NAME.fullmatch(name) else ascii(name)
+    return name if FILE_NAME.fullmatch(name) else ascii(name)
 
 
 def _small_file(file: Path) -> bytes:
-    """Read a document whole: a regular file, of a size that one may have."""
+    """Read a whole file; DamageError unless it is a regular file of at most MAX_JSON_BYTES."""
     try:
-        # A FIFO would be waited for, and a link may lead to one.
+        # Opening a FIFO would block, and a link may lead to one.
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -208,32 +204,32 @@ def _small_file(file: Path) -> bytes:
     return content
 
 
-def _is_newer(folder: Path, manifest: Mapping[str, Any], written_as: int) -> str:
-    told = manifest.get("versions")
-    theirs = told.get("loft") if isinstance(told, dict) else None
+def _is_newer(folder: Path, manifest: Mapping[str, Any], file_format: int) -> str:
+    written_by = manifest.get("versions")
+    theirs = written_by.get("loft") if isinstance(written_by, dict) else None
     if not (isinstance(theirs, str) and re.fullmatch(r"[\w.+-]{1,40}", theirs, re.ASCII)):
         theirs = "(of unknown version)"
     return (
-        f"{folder / MANIFEST}: written by loft {theirs} as format {written_as}; "
+        f"{folder / MANIFEST}: written by loft {theirs} as format {file_format}; "
         f"this is loft {versions().get('loft')}, which reads up to format {FORMAT}; upgrade loft, "
-        "or go on from an older checkpoint by resume=FOLDER"
+        "or resume from an older checkpoint with resume=FOLDER"
     )
 
 
-def _seen(file: Path, told: disk.Written) -> Iterator[str]:
-    """Say what is wrong with a file as far as it shows without reading it."""
+def _check_size(file: Path, expected: disk.Written) -> Iterator[str]:
+    """Yield what is wrong with a file, as far as is known without reading it."""
     if file.is_symlink() or (file.exists() and not file.is_file()):
-        yield f"{file.name} is no file"
+        yield f"{file.name} is not a file"
     elif not file.exists():
         yield f"{file.name} is missing"
-    elif (size := file.stat().st_size) != told.num_bytes:
-        yield f"{file.name} has {size} of {told.num_bytes} bytes"
+    elif (size := file.stat().st_size) != expected.num_bytes:
+        yield f"{file.name} has {size} of {expected.num_bytes} bytes"
 
 
-def _read(file: Path, told: disk.Written) -> str | None:
-    """Say what is wrong with a file's bytes."""
+def _check_content(file: Path, expected: disk.Written) -> str | None:
+    """Return what is wrong with a file's bytes, or None."""
     try:
-        if disk.read_hash(file) != told.sha256:
+        if disk.read_hash(file) != expected.sha256:
             return f"sha256 of {file.name}"
         if file.suffix == TENSORS:
             check_tensors(file)
@@ -244,8 +240,8 @@ def _read(file: Path, told: disk.Written) -> str | None:
     return None
 
 
-def _is_odd(name: str) -> bool:
-    return NAME.fullmatch(name) is None or not name.endswith((TENSORS, DOCUMENT))
+def _is_valid(name: str) -> bool:
+    return FILE_NAME.fullmatch(name) is not None and name.endswith((TENSORS, DOCUMENT))
 
 
 @functools.cache

@@ -1,24 +1,26 @@
-"""What Lightning calls to write and read a checkpoint: its dictionary, as files of the store.
+"""Lightning's CheckpointIO on top of the store, and saving in the background.
 
-Which checkpoint to go on from is decided before; nothing is looked for here.
+Which checkpoint to resume from is decided before; nothing is searched for here.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from app.process.errors import TrainingFault
 from app.process.launch import is_first_rank
-from app.strategy.shards import ShardedTensor, StateTensor
-from app.training.checkpoint.background import BackgroundWriter
+from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.documents import (
@@ -28,20 +30,22 @@ from app.training.checkpoint.documents import (
     random_state_of,
     read_training,
 )
-from app.training.checkpoint.shares import write_share
 from app.training.checkpoint.store import CheckpointStore
+from app.training.checkpoint.tensors import write_share
 from app.training.nonfinite import check_finite
 
-KEPT_BY_NAME = ("state_dict", "optimizer_states")
-FOLLOWS_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
-OF_THE_WRITER = ("pytorch-lightning_version", "training", "metric", "details")
+STORED_AS_TENSORS = ("state_dict", "optimizer_states")
+DERIVED_FROM_STEP = ("epoch", "global_step", "loops", "lr_schedulers")
+ALIGNMENT = 64
+"""bytes between the starts of two tensors in a buffer, at least"""
+ADDED_BY_US = ("pytorch-lightning_version", "training", "metric", "details")
 
 
 class StoredCheckpoints(CheckpointIO):
-    """Write checkpoints into `store`, and read `source`; every rank has one.
+    """Write checkpoints into `store` and read `source`; every rank has one.
 
-    With `writer` the step that is saved pays for a copy alone, and the writer's thread does the
-    rest; what fails there is raised by the next `check` or `wait`, or by `teardown`.
+    With `writer` the training step waits only for a copy in host memory, and a thread writes it;
+    its errors are raised by the next `check`, `wait` or `teardown`.
     """
 
     def __init__(
@@ -55,22 +59,22 @@ class StoredCheckpoints(CheckpointIO):
         self.details = (
             {} if identity is None else {"run": {key: identity[key] for key in ("id", "plan")}}
         )
-        self._due: list[Callable[[], object]] = []
-        """before the save under way is committed"""
+        self._before_commit: list[Callable[[], object]] = []
+        """work of the current save that the writer's thread does before the commit"""
 
     def reserve(
         self, model: Mapping[str, StateTensor], optimizer: Mapping[str, StateTensor]
     ) -> None:
-        """Make room in host memory for what will be saved, on the first rank."""
+        """Allocate host memory for what will be saved, on rank 0."""
         if self.writer is not None:
             self.writer.reserve({MODEL: model, OPTIMIZER: optimizer})
 
     def do_before_commit(self, work: Callable[[], object]) -> None:
-        """Do `work` before the save under way is committed: now, or in the writer's thread."""
+        """Do `work` before the current save is committed: now, or in the writer's thread."""
         if self.writer is None:
             work()
         else:
-            self._due.append(work)
+            self._before_commit.append(work)
 
     def add_tensors(
         self,
@@ -82,24 +86,28 @@ class StoredCheckpoints(CheckpointIO):
     ) -> None:
         """Write this rank's share of `tensors`, by file and name, before the save is committed.
 
-        All ranks call it. TrainingFault where a number is not finite: nothing is kept of it.
+        All ranks call it. TrainingFault if a value is not finite: nothing of the save stays.
         """
         if self.writer is not None:
-            if rank == 0:  # no strategy that scatters states is let in here
+            if rank == 0:  # sharding strategies are refused with asynchronous saves
                 copies = {
                     name: self.writer.snapshot(name, named) for name, named in tensors.items()
                 }
-                self._due.append(partial(self._write_copies, step, copies))
+                self._before_commit.append(partial(self._write_copies, step, copies))
             return
         write, check = partial(self.store.add_tensors, step), partial(check_finite, step)
-        # Where this rank fails, the others still need it to gather theirs.
+        # If this rank fails, the others still need it to gather theirs.
         failures: list[SaveError | TrainingFault] = []
-        held = [
-            {name: kept for name, kept in named.items() if not isinstance(kept, ShardedTensor)}
+        local = [
+            {
+                name: tensor
+                for name, tensor in named.items()
+                if not isinstance(tensor, ShardedTensor)
+            }
             for named in tensors.values()
         ]
         try:
-            check_finite(step, *held)
+            check_finite(step, *local)
         except TrainingFault as failure:
             failures.append(failure)
         for name, named in tensors.items():
@@ -120,25 +128,25 @@ class StoredCheckpoints(CheckpointIO):
             self.store.add_tensors(step, name, named)
 
     def wait(self) -> None:
-        """Wait for a save under way; call it before the next one begins."""
+        """Wait for a background save; call it before the next one starts."""
         if self.writer is not None:
             self.writer.wait()
 
     def check(self) -> None:
-        """Raise what has failed of a save under way; called behind each step."""
+        """Raise the error of a background save, if it has failed; called after each step."""
         if self.writer is not None:
             self.writer.check()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write what `FinetuneModule.on_save_checkpoint` has made of Lightning's dictionary.
+        """Commit the save, on rank 0, with what `on_save_checkpoint` added to `checkpoint`.
 
-        The save has started, and every rank has added what is its own: the first commits.
+        The save has started, and every rank has added its own files.
         """
         if not is_first_rank():
             return
-        known = (*KEPT_BY_NAME, *FOLLOWS_FROM_STEP, *OF_THE_WRITER)
+        known = (*STORED_AS_TENSORS, *DERIVED_FROM_STEP, *ADDED_BY_US)
         rest = {key: value for key, value in checkpoint.items() if key not in known}
         training = checkpoint["training"] | {"lightning": rest}
         metric, details = checkpoint["metric"], checkpoint["details"] | self.details
@@ -153,24 +161,24 @@ class StoredCheckpoints(CheckpointIO):
             write()
         else:
             training = copy.deepcopy(training)  # its lists grow while the thread writes
-            due, self._due = self._due, []
+            before_commit, self._before_commit = self._before_commit, []
 
-            def write_beside() -> None:
-                for work in due:
+            def write_all() -> None:
+                for work in before_commit:
                     work()
                 write()
 
-            self.writer.submit(write_beside)
+            self.writer.submit(write_all)
 
     def teardown(self) -> None:
-        """Wait until all is written."""
+        """Wait for a background save and end the thread."""
         if self.writer is not None:
             self.writer.close()
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return what Lightning and the module's hooks restore; tensors are read when used."""
+        """Return what Lightning and the module's hooks restore; tensors are memory-mapped."""
         if self.source is None or Path(path) != self.source.folder:
-            raise ValueError(f"{path} is not the checkpoint that this run goes on from")
+            raise ValueError(f"{path} is not the checkpoint that this run resumes from")
         training = read_training(self.source)
         return training["lightning"] | {
             "pytorch-lightning_version": lightning.__version__,
@@ -182,5 +190,93 @@ class StoredCheckpoints(CheckpointIO):
         }
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Refuse: the store alone removes checkpoints."""
-        raise NotImplementedError(f"{path}: checkpoints are removed by their store")
+        """Raise NotImplementedError: only the store removes checkpoints."""
+        raise NotImplementedError(f"{path}: only the store removes checkpoints")
+
+
+class BackgroundWriter:
+    """Write one snapshot at a time in a thread that the process joins before it exits.
+
+    An error in the thread is raised by the next call of any method.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._buffers: dict[str, Tensor] = {}
+
+    def reserve(self, names: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Allocate buffers for snapshots like `names`, in the thread.
+
+        The first write to a page takes longer than a copy into it: the first snapshot would wait.
+        """
+        needed = {name: _buffer_size(tensors.values()) for name, tensors in names.items()}
+
+        def make() -> None:
+            for name, (num_bytes, is_pinned) in needed.items():
+                self._buffers[name] = _new_buffer(num_bytes, is_pinned).zero_()
+
+        self.submit(make)
+
+    def snapshot(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy `tensors` into the buffer of `name`, once the current write has ended.
+
+        A GPU's tensors go into pinned memory without a host sync: the copy is complete when
+        `submit` runs its function, and later GPU work comes after it.
+        """
+        self.wait()
+        num_bytes, is_pinned = _buffer_size(tensors.values())
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) != num_bytes:
+            buffer = self._buffers[name] = _new_buffer(num_bytes, is_pinned)
+        copies, start = {}, 0
+        for key, tensor in tensors.items():
+            copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copies[key] = copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            start += _aligned(tensor)
+        return copies
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Run `write` in the thread, once the current write has ended."""
+        self.wait()
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+        def write_after_copy() -> None:
+            if copied is not None:
+                copied.synchronize()
+            write()
+
+        self._pending = self._executor.submit(write_after_copy)
+
+    def wait(self) -> None:
+        """Wait for the current write; raise its error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def check(self) -> None:
+        """Raise the error of a write that has ended, without waiting."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def close(self) -> None:
+        """Wait for the current write and end the thread; raise its error."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+
+
+def _buffer_size(tensors: Iterable[Tensor]) -> tuple[int, bool]:
+    """Return the bytes of a buffer for `tensors`, and whether a GPU copies into it."""
+    tensors = list(tensors)
+    return sum(map(_aligned, tensors)), any(tensor.is_cuda for tensor in tensors)
+
+
+def _new_buffer(num_bytes: int, is_pinned: bool) -> Tensor:
+    """Allocate one buffer for all tensors: pinning memory takes longer than copying into it."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+
+
+def _aligned(tensor: Tensor) -> int:
+    return math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT

@@ -1,7 +1,6 @@
-"""Every file operation of a save, each announced to `app.process.faults` before it is done.
+"""File operations of a save, each a point where `app.process.faults` can inject a failure.
 
-What is written is on the disk when a function returns: its bytes are synced, and `sync_folder`
-syncs the names.
+Written bytes are synced when a function returns; `sync_folder` syncs the names.
 """
 
 from __future__ import annotations
@@ -16,16 +15,15 @@ from pathlib import Path
 
 from app.process import faults, files
 from app.process.heartbeat import beat_again
-from app.training.checkpoint import disk
 
 BLOCK_BYTES = 4 << 20
-"""read or written at once"""
+"""of one read or write"""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What a file holds, as told by who wrote it."""
+    """Hash and size of a written file."""
 
     sha256: str
     num_bytes: int
@@ -38,7 +36,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(file: Path, blocks: Iterable[bytes | memoryview]) -> Written:
-    """Write a new file from `blocks` of bytes, hash it on the way and sync it."""
+    """Write, hash and sync a new file from `blocks` of bytes."""
     digest, num_bytes = hashlib.sha256(), 0
     faults.reach("disk.create")
     with file.open("xb", buffering=0) as stream:
@@ -65,7 +63,7 @@ def read_hash(file: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder."""
     faults.reach("disk.fsync")
     files.sync_folder(folder)
 
@@ -83,7 +81,7 @@ def remove_file(file: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and all that is in it; what links lead to stays."""
+    """Remove a folder with its content, without following links."""
     for entry in sorted(folder.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
             remove_folder(entry)
@@ -97,21 +95,20 @@ MEBIBYTE = 1 << 20
 
 
 class SaveError(OSError):
-    """A checkpoint could not be written; those that were there still are."""
+    """A checkpoint or a metrics file could not be written; earlier checkpoints are intact."""
 
 
 def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
-    """Make sure that `folder` takes checkpoints and has room for `copies` of them and one more.
+    """Check that `folder` is writable and has room for `copies` checkpoints and one more.
 
-    Before a run starts. What older ones occupy counts as room: they go when their turn comes.
-    SaveError where it does not.
+    Space of older checkpoints counts as free, since they are removed in time. SaveError otherwise.
     """
     probe = folder / f"probe-{os.getpid()}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             probe.unlink(missing_ok=True)
-            disk.write_file(probe, [bytes(min(checkpoint_bytes, MEBIBYTE))])
+            write_file(probe, [bytes(min(checkpoint_bytes, MEBIBYTE))])
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
@@ -119,24 +116,24 @@ def check_space(folder: Path, checkpoint_bytes: int, copies: int) -> None:
             f"{folder}: checkpoints cannot be written here: {error.strerror}; give a "
             "folder of your own with room by output.dir=FOLDER"
         ) from error
-    there = sum(file.stat().st_size for file in folder.glob("step-*/*") if file.is_file())
-    need, free = checkpoint_bytes * (copies + 1), free_bytes(folder) + there
+    existing = sum(file.stat().st_size for file in folder.glob("step-*/*") if file.is_file())
+    need, free = checkpoint_bytes * (copies + 1), free_bytes(folder) + existing
     if need > free:
         raise SaveError(
             f"{folder}: {copies} checkpoints and the one that is being written need "
-            f"{in_units(need)} ({in_units(checkpoint_bytes)} each), {in_units(free)} are free; "
-            "make room, type output.dir=FOLDER on another disk, or a smaller "
-            "trainer.checkpoint.keep_last"
+            f"{format_bytes(need)} ({format_bytes(checkpoint_bytes)} each), "
+            f"{format_bytes(free)} are free; make room, type output.dir=FOLDER on another disk, or "
+            "a smaller trainer.checkpoint.keep_last"
         )
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that may still be written into `folder`, or where it will be made."""
-    there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-    return shutil.disk_usage(there).free
+    """Return the free bytes of the disk of `folder`, which need not exist yet."""
+    existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
 
 
-def in_units(num_bytes: int) -> str:
-    """Word a number of bytes."""
+def format_bytes(num_bytes: int) -> str:
+    """Format a number of bytes as GiB or MiB."""
     gibibytes = num_bytes / (1 << 30)
     return f"{gibibytes:.1f} GiB" if gibibytes >= 1 else f"{num_bytes / MEBIBYTE:.1f} MiB"

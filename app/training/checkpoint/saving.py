@@ -1,4 +1,4 @@
-"""When a checkpoint is written, and what every rank does for it."""
+"""When a checkpoint is saved, and what each rank does for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from app.process import faults
 from app.process.errors import Interrupted, TrainingFault, UserError
 from app.process.heartbeat import waiting_for_thread
 from app.process.signals import DataStalled, exit_after_grace, take_handlers, take_time
-from app.strategy.shards import ShardedTensor, StateTensor
-from app.training.checkpoint.background import BackgroundWriter
+from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import Checkpoint
-from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, check_space
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_of
 from app.training.checkpoint.state import random_state
@@ -28,13 +27,13 @@ from app.training.stopping import Stopping
 from app.training.trainer import CheckpointConfig, TrainerConfig, validation_interval
 
 SAVES_PER_RUN = 10
-"""where no number of steps was typed; there are more at the ends of epochs"""
+"""by default; more are saved at the ends of epochs"""
 
 
 class CheckpointSaver(L.Callback):
-    """Save between two steps, behind the validation of the first where it has one.
+    """Save between two steps, after the validation of the first if it has one.
 
-    `is_due` tells the steps after which to save, `validates_after` those with a validation.
+    `is_due` returns whether to save after a step, `validates_after` whether to validate after it.
     """
 
     def __init__(
@@ -46,37 +45,37 @@ class CheckpointSaver(L.Callback):
     ) -> None:
         self.checkpoints, self.store = checkpoints, checkpoints.store
         self.is_due, self.validates_after = is_due, validates_after
-        self.has_room_for_all = False
+        self._checked_full_size = False
         self._saved = 0 if checkpoints.source is None else checkpoints.source.step
-        """the step of the newest checkpoint of this course"""
+        """the step of the newest checkpoint"""
         self.stopping = Stopping()
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Take back the handlers of signals, which Lightning has just put aside."""
+        """Reinstall the signal handlers, which Lightning has just replaced."""
         take_handlers()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Refuse to train where no checkpoint can be written, as far as that is known now."""
+        """Raise SaveError if no checkpoint can be written, as far as its size is known."""
         self._check_room(trainer, pl_module)
         self.stopping.begin(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Leave what a signal does to what comes after the training."""
+        """Wait for the last save, and let signals end the process at once again."""
         self._wait_for_all(trainer)
         self.stopping.end(trainer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End a step that no validation follows."""
+        """Finish a step that no validation follows."""
         is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if is_step and not self.validates_after(trainer.global_step):
-            self._end_step(trainer, pl_module)
+            self._finish_step(trainer, pl_module)
 
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        """Leave a validation for a signal: a run that goes on from here begins with it.
+        """Interrupt a validation on a signal; a resumed run starts with that validation.
 
-        Not the last one, behind which nothing is trained: it is waited for.
+        The last one is completed: nothing is trained after it.
         """
         if trainer.sanity_checking or trainer.global_step >= pl_module.total_steps:
             return
@@ -84,17 +83,17 @@ class CheckpointSaver(L.Callback):
             self._prepare(trainer, pl_module)
             pl_module.owes_validation = True
             self.save(trainer, pl_module)
-            self._leave(trainer, signum)
+            self._interrupt(trainer, signum)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """End a step with its validation."""
+        """Finish a step with its validation."""
         if not trainer.sanity_checking:
-            self._end_step(trainer, pl_module)
+            self._finish_step(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Save what is done where a signal has ended the wait for the data of the next step.
+        """Save if a signal has ended the wait for the next step's data.
 
-        By one rank alone: the others of several are within that step, and wait for this one.
+        Only with a single rank: others are inside that step, waiting for this one.
         """
         if not isinstance(exception, DataStalled) or trainer.world_size > 1:
             return
@@ -109,7 +108,7 @@ class CheckpointSaver(L.Callback):
         if self._saved:
             exception.message = f"{exception.message}; step {self._saved} is saved"
 
-    def _end_step(self, trainer: L.Trainer, module: Any) -> None:
+    def _finish_step(self, trainer: L.Trainer, module: Any) -> None:
         self.checkpoints.check()
         self._prepare(trainer, module)
         step = trainer.global_step
@@ -119,23 +118,23 @@ class CheckpointSaver(L.Callback):
         if (signum := self.stopping.agreed()) is not None:
             if not self.is_due(step):
                 self.save(trainer, module)
-            self._leave(trainer, signum)
+            self._interrupt(trainer, signum)
 
     def _prepare(self, trainer: L.Trainer, module: Any) -> None:
-        if not self.has_room_for_all:  # the first step has made the optimizer's state
+        if not self._checked_full_size:  # the first step has made the optimizer's state
             self._check_room(trainer, module)
-            self.has_room_for_all = True
+            self._checked_full_size = True
             if trainer.is_global_zero:
-                self.checkpoints.reserve(*module.kept_tensors())
+                self.checkpoints.reserve(*module.checkpoint_tensors())
 
-    def _leave(self, trainer: L.Trainer, signum: int) -> None:
+    def _interrupt(self, trainer: L.Trainer, signum: int) -> None:
         self._wait_for_all(trainer)
         raise Interrupted(signum, f"step {trainer.global_step} is saved")
 
     def _wait_for_all(self, trainer: L.Trainer) -> None:
-        """Let no rank leave before the first has written: its end would end the others."""
+        """Wait on all ranks until rank 0 has written: the first rank to exit ends the others."""
         self._wait()
-        trainer.strategy.barrier("all is written")
+        trainer.strategy.barrier("the last checkpoint is written")
 
     def _wait(self) -> None:
         with waiting_for_thread():
@@ -143,15 +142,15 @@ class CheckpointSaver(L.Callback):
 
     def _check_room(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
-            num_bytes = sum(map(file_bytes, module.kept_tensors()))
+            num_bytes = sum(map(file_bytes, module.checkpoint_tensors()))
             check_space(self.store.folder, num_bytes, self.store.keep_last + self.store.keep_best)
 
     def save(self, trainer: L.Trainer, module: Any) -> None:
-        """Save now; called by all ranks at the same step. TrainingFault if a number is bad."""
-        step, ranks = trainer.global_step, trainer.strategy
-        # Nothing is saved of a step whose loss is not known to be finite.
-        module.curves.flush(module.sum_over_ranks, pause=True)
-        tensors = dict(zip((MODEL, OPTIMIZER), module.kept_tensors(), strict=True))
+        """Save now; all ranks call it at the same step. TrainingFault if a value is not finite."""
+        step, strategy = trainer.global_step, trainer.strategy
+        # No step is saved before its loss is known to be finite.
+        module.metrics.flush(module.sum_over_ranks, pause=True)
+        tensors = dict(zip((MODEL, OPTIMIZER), module.checkpoint_tensors(), strict=True))
         self._wait()
         if trainer.is_global_zero:
             for logger in trainer.loggers:
@@ -159,26 +158,26 @@ class CheckpointSaver(L.Callback):
             self.store.begin(step)
         else:
             faults.reach("save", step)
-        ranks.barrier("a checkpoint has started")
-        own = random_state(ranks.root_device)
+        strategy.barrier("a checkpoint has started")
+        own = random_state(strategy.root_device)
         add = partial(self.store.add_document, step, random_state_of(trainer.global_rank), own)
-        self._add_own(trainer, step, add, tensors)
-        ranks.barrier("every rank has added its own")
+        self._add_files(trainer, step, add, tensors)
+        strategy.barrier("all ranks have added their files")
         trainer.save_checkpoint(self.store.folder / f"step-{step}", weights_only=False)
         self._saved = step
 
-    def _add_own(
+    def _add_files(
         self,
         trainer: L.Trainer,
         step: int,
         add_random_state: Callable[[], object],
         tensors: Mapping[str, Mapping[str, StateTensor]],
     ) -> None:
-        """Add what is this rank's; where tensors lie in parts, all ranks end if one cannot."""
+        """Add this rank's files; with sharded tensors all ranks raise if one of them fails."""
         rank, num_ranks = trainer.global_rank, trainer.world_size
         failure: SaveError | TrainingFault | None = None
         try:
-            # First: the others need this rank to gather theirs, also where it can write nothing.
+            # First: other ranks need this one to gather theirs, even if it cannot write.
             self.checkpoints.add_tensors(step, tensors, rank=rank, num_ranks=num_ranks)
             if rank == 0:
                 self.checkpoints.do_before_commit(add_random_state)
@@ -186,15 +185,15 @@ class CheckpointSaver(L.Callback):
                 add_random_state()
         except (SaveError, TrainingFault) as error:
             failure = error
-        is_scattered = any(
+        is_sharded = any(
             isinstance(tensor, ShardedTensor)
             for named in tensors.values()
             for tensor in named.values()
         )
-        if is_scattered:  # a save that one rank cannot write is no save of any
-            told: list[SaveError | TrainingFault | None] = [None] * num_ranks
-            torch.distributed.all_gather_object(told, failure)
-            failure = next((one for one in told if one is not None), None)
+        if is_sharded:  # one rank that cannot write fails the save of all
+            failures: list[SaveError | TrainingFault | None] = [None] * num_ranks
+            torch.distributed.all_gather_object(failures, failure)
+            failure = next((one for one in failures if one is not None), None)
         if failure is not None:
             if trainer.is_global_zero:
                 self.store.abandon(step)
@@ -207,9 +206,9 @@ def build_checkpoints(
     source: Checkpoint | None,
     identity: Mapping[str, Any] | None = None,
 ) -> StoredCheckpoints:
-    """Build what writes the checkpoints of a run in folder `run`, and reads `source`.
+    """Build the CheckpointIO that writes into folder `run` and reads `source`.
 
-    `identity`: what the run's manifest says of whose they are.
+    `identity`: the run's id and plan, which its checkpoints record.
     """
     store = CheckpointStore(
         run / CHECKPOINTS, keep_last=config.keep_last, keep_best=config.keep_best
@@ -221,31 +220,31 @@ def build_checkpoints(
 def build_saver(
     config: TrainerConfig, checkpoints: StoredCheckpoints, plan: Any, *, has_validation: bool
 ) -> CheckpointSaver:
-    """Build what saves a run of `plan`, the plan of its steps, at its last step at least."""
+    """Build the callback that saves a run; `plan` is the plan of its steps."""
     every, total_steps = config.checkpoint.every_steps, plan.num_steps
     validate_every = validation_interval(config, total_steps)
 
-    often = math.ceil(total_steps / SAVES_PER_RUN)  # as validations, which then rate them
+    interval = math.ceil(total_steps / SAVES_PER_RUN)  # as validations, which then rank them
 
     def is_due(step: int) -> bool:
         if every is not None:
             return step % every == 0 or step == total_steps
-        return step % often == 0 or plan.ends_epoch(step) or step == total_steps
+        return step % interval == 0 or plan.ends_epoch(step) or step == total_steps
 
     def validates_after(step: int) -> bool:
         return has_validation and (step == total_steps or step % validate_every == 0)
 
     if config.checkpoint.keep_best:
         validated = range(validate_every, total_steps, validate_every) if has_validation else ()
-        _check_that_some_are_rated(filter(is_due, validated), validate_every, has_validation)
+        _check_some_are_ranked(filter(is_due, validated), validate_every, has_validation)
     return CheckpointSaver(checkpoints, is_due=is_due, validates_after=validates_after)
 
 
-def _check_that_some_are_rated(
-    rated: Iterable[int], validate_every: int, has_validation: bool
+def _check_some_are_ranked(
+    ranked: Iterable[int], validate_every: int, has_validation: bool
 ) -> None:
-    """Refuse to choose the best checkpoints where no step but the last has a validation loss."""
-    if any(rated):
+    """Raise UserError if no saved step but the last has a validation loss to rank it by."""
+    if any(ranked):
         return
     why, fix = (
         ("only the last of the saved steps is validated", "trainer.checkpoint.every_steps=")

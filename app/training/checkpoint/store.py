@@ -1,8 +1,8 @@
-"""The checkpoints of one run: folders `step-N`, each whole or not there.
+"""The checkpoints of one run: folders `step-N`, each complete or absent.
 
-A checkpoint is made as `step-N.tmp`. Its manifest tells size and sha256 of every file, `COMMITTED`
-is written last and tells the manifest's, and only then the folder gets its name. To remove one,
-its marker goes first. Readers never change anything; leftovers are removed by the next save.
+A checkpoint is written as `step-N.tmp`. Its manifest has size and sha256 of every file, the marker
+`COMMITTED` is written last and has the manifest's sha256, and only then the folder is renamed. A
+removal deletes the marker first. Readers never change anything; the next save removes leftovers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from app.process.errors import UserError
 from app.training.checkpoint import disk
 from app.training.checkpoint.checkpoint import (
     DOCUMENT,
+    FILE_NAME,
     FORMAT,
     MANIFEST,
     MARKER,
-    NAME,
     TENSORS,
     Checkpoint,
     DamageError,
-    Json,
     load_checkpoint,
     marker_of,
     read_manifest,
     versions,
 )
-from app.training.checkpoint.disk import SaveError, free_bytes, in_units
+from app.training.checkpoint.disk import SaveError, format_bytes, free_bytes
+from app.training.checkpoint.schema import Json
 from app.training.checkpoint.tensors import file_bytes, write_tensors
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 """the store's folder in a run's folder"""
 NOTE = ".written"
-"""ends the name of what another process tells of a file that it wrote"""
-TIME_TO_BE_SEEN = 60.0
-"""seconds in which a file that another machine has written is seen here: a network's file system
-looks for new ones at intervals"""
+"""suffix of the note in which another process records hash and size of a file that it wrote"""
+VISIBILITY_TIMEOUT = 60.0
+"""seconds until a file that another machine has written must be visible here: network file systems
+poll for new files"""
 STEP_FOLDER = re.compile(r"step-(\d+)")
 """name of a checkpoint's folder"""
 _STEP = re.compile(rf"{STEP_FOLDER.pattern}(\.old)?")
@@ -58,26 +58,26 @@ _LEFTOVER = re.compile(rf"{STEP_FOLDER.pattern}\.tmp")
 
 
 class CheckpointStore:
-    """Make, keep and find the checkpoints of one run; `folder` is the run's own for them."""
+    """Write, rotate and find the checkpoints of one run in `folder`."""
 
     def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
         if keep_last < 1 or keep_best < 0:
             raise UserError(
-                f"keep_last={keep_last}, keep_best={keep_best}: a run keeps its last checkpoint at "
-                "least; type trainer.checkpoint.keep_last=1 or more"
+                f"keep_last={keep_last}, keep_best={keep_best}: a run needs at least its last "
+                "checkpoint; type trainer.checkpoint.keep_last=1 or more"
             )
         self.folder = folder
         self.keep_last, self.keep_best = keep_last, keep_best
         self._written: dict[str, disk.Written] = {}
-        """by the process that began the save, of this save"""
-        self._begun: int | None = None
+        """files of the current save, in the process that began it"""
+        self._current_step: int | None = None
 
     def begin(self, step: int) -> Path:
-        """Begin the save of `step`: on the first rank, before any rank adds to it."""
+        """Begin the save of `step`, on rank 0, before any rank adds to it."""
         faults.reach("save", step)
-        self._written, self._begun = {}, step
+        self._written, self._current_step = {}, step
         unfinished = self._unfinished(step)
-        with self._failing_in_words(step):
+        with self._raising_save_errors(step):
             if not self.folder.exists():
                 disk.make_folder(self.folder)
                 disk.sync_folder(self.folder.parent)
@@ -87,18 +87,18 @@ class CheckpointStore:
         return unfinished
 
     def add_tensors(self, step: int, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write `tensors` to a file of their own; on any rank, each name once."""
-        with self._failing_in_words(step, file_bytes(tensors)):
+        """Write `tensors` to the file `name`; on any rank, each name once."""
+        with self._raising_save_errors(step, file_bytes(tensors)):
             file = self._new_file(step, name + TENSORS)
             self._note(step, file, write_tensors(file, tensors))
 
     def add_document(self, step: int, name: str, content: Json) -> None:
-        """Write `content` as JSON to a file of its own; on any rank, each name once.
+        """Write `content` as JSON to the file `name`; on any rank, each name once.
 
-        Its floats come back with every bit.
+        Floats keep every bit.
         """
         text = json.dumps(content, indent=1).encode() + b"\n"
-        with self._failing_in_words(step, len(text)):
+        with self._raising_save_errors(step, len(text)):
             file = self._new_file(step, name + DOCUMENT)
             self._note(step, file, disk.write_file(file, [text]))
 
@@ -110,14 +110,14 @@ class CheckpointStore:
         metric: float | None = None,
         details: Json = None,
     ) -> Checkpoint:
-        """Make `step` a checkpoint, on the first rank when all have added; remove old ones.
+        """Commit the save of `step`, on rank 0 after all ranks have added; remove old checkpoints.
 
-        `needed` names documents, of all ranks, without which it is none. `metric` is what
-        `keep_best` goes by, lower is better; None or NaN is no best one.
+        `needed`: documents of all ranks that must be there. `metric`: what `keep_best` ranks by,
+        lower is better; None or NaN is never among the best.
         """
         unfinished, folder = self._unfinished(step), self._folder(step)
-        with self._failing_in_words(step):
-            self._take_all_notes(step, [name + DOCUMENT for name in needed])
+        with self._raising_save_errors(step):
+            self._collect_notes(step, [name + DOCUMENT for name in needed])
             manifest = {
                 "format": FORMAT,
                 "step": step,
@@ -133,24 +133,24 @@ class CheckpointStore:
             disk.write_file(unfinished / MARKER, [marker_of(written.sha256)])
             disk.sync_folder(unfinished)
             faults.reach("ckpt:after_marker", step)
-            if folder.exists():  # the same step again: one of the two is there at any moment
+            if folder.exists():  # the same step again: one of the two exists at any moment
                 disk.replace(folder, folder.with_suffix(".old"))
             disk.replace(unfinished, folder)
             disk.sync_folder(self.folder)
             faults.reach("ckpt:after_rename", step)
-        self._begun = None
+        self._current_step = None
         committed = Checkpoint(folder=folder, step=step, manifest=manifest)
         self._rotate(committed)
         return committed
 
     def abandon(self, step: int) -> None:
-        """Remove what was written of a save that will not be finished."""
-        self._begun = None
+        """Remove the files of a save that will not be committed."""
+        self._current_step = None
         with suppress(OSError):
             disk.remove_folder(self._unfinished(step))
 
     def checkpoints(self) -> list[Checkpoint]:
-        """List the committed checkpoints by step, oldest first, without checking their files."""
+        """Return the committed checkpoints, oldest first, without verifying their files."""
         found = []
         for step, folder in self._folders():
             with suppress(DamageError, UserError):
@@ -158,9 +158,9 @@ class CheckpointStore:
         return found
 
     def newest_good(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint that is as it was written, and a sentence a damaged one.
+        """Return the newest undamaged checkpoint, and a sentence for each newer, damaged one.
 
-        UserError where the newest that is whole was written by a newer version of this program.
+        UserError if the newest undamaged one was written by a newer version of this program.
         """
         damaged: list[tuple[int, str]] = []
         good = None
@@ -179,7 +179,7 @@ class CheckpointStore:
         return good, sentences
 
     def _folders(self) -> list[tuple[int, Path]]:
-        """List the folders of finished saves by step, oldest first; damaged ones too."""
+        """Return step and folder of finished saves, oldest first; damaged ones too."""
         found: dict[int, Path] = {}
         if self.folder.is_dir():
             for entry in self.folder.iterdir():
@@ -198,34 +198,34 @@ class CheckpointStore:
         return self.folder / f"step-{step}.tmp"
 
     def _new_file(self, step: int, name: str) -> Path:
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a file of a checkpoint")
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not a valid file name")
         return self._unfinished(step) / name
 
     def _note(self, step: int, file: Path, written: disk.Written) -> None:
-        if self._begun == step:
+        if self._current_step == step:
             self._written[file.name] = written
-        else:  # another process commits, and does not read the file again to learn its hash
+        else:  # another process commits, and need not read the file again to hash it
             note = file.with_name(file.name + NOTE)
             disk.write_file(note, [json.dumps(asdict(written)).encode()])
         faults.reach("ckpt:after_file", step)
 
-    def _take_all_notes(self, step: int, needed: Sequence[str]) -> None:
-        """Read what other processes tell of their files; SaveError where some of `needed` lack."""
-        until = time.monotonic() + TIME_TO_BE_SEEN
-        self._take_notes(self._unfinished(step))
+    def _collect_notes(self, step: int, needed: Sequence[str]) -> None:
+        """Read the notes of other processes; SaveError if some of `needed` do not appear."""
+        deadline = time.monotonic() + VISIBILITY_TIMEOUT
+        self._read_notes(self._unfinished(step))
         while missing := [name for name in needed if name not in self._written]:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 self.abandon(step)
                 raise SaveError(
                     f"{self.folder}: the checkpoint of step {step} lacks {', '.join(missing)}, "
-                    "which other ranks have written elsewhere: all machines must see one folder; "
+                    "which other ranks have written elsewhere: all machines must share one folder; "
                     "type an output.dir that they share"
                 )
             time.sleep(0.2)
-            self._take_notes(self._unfinished(step))
+            self._read_notes(self._unfinished(step))
 
-    def _take_notes(self, unfinished: Path) -> None:
+    def _read_notes(self, unfinished: Path) -> None:
         for note in sorted(unfinished.glob(f"*{NOTE}")):
             self._written[note.name.removesuffix(NOTE)] = disk.Written(
                 **json.loads(note.read_text())
@@ -233,38 +233,38 @@ class CheckpointStore:
             disk.remove_file(note)
 
     def _remove_leftovers(self) -> None:
-        """Remove what killed processes left of saves and of removals."""
+        """Remove what killed processes have left of saves and removals."""
         for entry in sorted(self.folder.iterdir()):
             if entry.is_symlink() or not entry.is_dir():
                 continue
             match = _STEP.fullmatch(entry.name)
-            is_cut_short = _LEFTOVER.fullmatch(entry.name) is not None
+            is_unfinished = _LEFTOVER.fullmatch(entry.name) is not None
             is_unmarked = match is not None and not (entry / MARKER).exists()
             is_replaced = (
                 match is not None
                 and match[2] is not None
                 and (entry.with_suffix("") / MARKER).exists()
             )
-            if is_cut_short or is_unmarked or is_replaced:
+            if is_unfinished or is_unmarked or is_replaced:
                 self._remove(entry)
 
     def drop_newer(self, step: int) -> list[int]:
-        """Remove the checkpoints above `step`, which a run that goes back leaves; return theirs."""
+        """Remove checkpoints after `step`, for a run that resumes from it; return their steps."""
         newer = [(number, folder) for number, folder in self._folders() if number > step]
         for _, folder in newer:
             self._remove(folder)
         return [number for number, _ in newer]
 
     def _rotate(self, newest: Checkpoint) -> None:
-        """Remove what is neither among the last nor among the best; never `newest`."""
-        # What is newer is of a course that this run has left by going on from before it.
-        there = [one for one in self.checkpoints() if one.step <= newest.step]
-        last = {one.step for one in there[-self.keep_last :]}
-        rated = [one for one in there if one.metric is not None]
-        best = {one.step for one in sorted(rated, key=_by_metric)[: self.keep_best]}
+        """Remove checkpoints that are neither among the last nor the best; never `newest`."""
+        # Newer ones belong to a history that this run has left by resuming before them.
+        known = [one for one in self.checkpoints() if one.step <= newest.step]
+        last = {one.step for one in known[-self.keep_last :]}
+        ranked = [one for one in known if one.metric is not None]
+        best = {one.step for one in sorted(ranked, key=_by_metric)[: self.keep_best]}
         for step, folder in self._folders():
             if step > newest.step:
-                log.warning("%s removed: the run went on from before it", folder)
+                log.warning("%s removed: the run was resumed from an earlier step", folder)
             if step not in {newest.step, *last, *best}:
                 self._remove(folder, newest.step)
         replaced = newest.folder.with_suffix(".old")
@@ -273,7 +273,7 @@ class CheckpointStore:
         faults.reach("ckpt:after_rotation", newest.step)
 
     def _remove(self, folder: Path, step: int | None = None) -> None:
-        """Remove a checkpoint, its marker first; what cannot be removed is tried again later."""
+        """Remove a checkpoint, its marker first; a removal that fails is tried again later."""
         try:
             if (folder / MARKER).exists():
                 disk.remove_file(folder / MARKER)
@@ -284,8 +284,8 @@ class CheckpointStore:
             log.warning("%s cannot be removed: %s", folder, error.strerror)
 
     @contextmanager
-    def _failing_in_words(self, step: int, num_bytes: int = 0) -> Iterator[None]:
-        """Word a failure of the disk, and remove what was written of the save.
+    def _raising_save_errors(self, step: int, num_bytes: int = 0) -> Iterator[None]:
+        """Raise a disk error as SaveError, and remove the files of the save.
 
         `num_bytes`: about to be written.
         """
@@ -294,26 +294,26 @@ class CheckpointStore:
         except SaveError:
             raise
         except OSError as error:
-            need = max(self._size_of_one(), num_bytes + sum(map(_size, self._written.values())))
-            if self._begun == step:  # else others are still at it, and the first rank removes all
+            need = max(self._largest_bytes(), num_bytes + sum(map(_size, self._written.values())))
+            if self._current_step == step:  # else other ranks still write, and rank 0 removes all
                 self.abandon(step)
-            raise SaveError(self._in_words(error, step, need)) from error
+            raise SaveError(self._describe(error, step, need)) from error
 
-    def _in_words(self, error: OSError, step: int, need: int) -> str:
+    def _describe(self, error: OSError, step: int, need: int) -> str:
         what = f"{self.folder}: the checkpoint of step {step} could not be written"
-        kept = self._folders()
-        rest = f"{kept[-1][1].name} is kept" if kept else "there is none before it"
+        existing = self._folders()
+        rest = f"{existing[-1][1].name} is kept" if existing else "there is no earlier one"
         if error.errno in disk.NO_ROOM:
             return (
-                f"{what}: {error.strerror}; it needs {in_units(need)}, "
-                f"{in_units(free_bytes(self.folder))} are free; {rest}; make room, or type "
+                f"{what}: {error.strerror}; it needs {format_bytes(need)}, "
+                f"{format_bytes(free_bytes(self.folder))} are free; {rest}; make room, or type "
                 "trainer.checkpoint.keep_last=1"
             )
         where = f" ({error.filename})" if error.filename else ""
         return f"{what}: {error.strerror}{where}; {rest}"
 
-    def _size_of_one(self) -> int:
-        """Return the bytes of the largest checkpoint there is."""
+    def _largest_bytes(self) -> int:
+        """Return the bytes of the largest checkpoint."""
         sizes = (one.manifest["files"].values() for one in self.checkpoints())
         return max((sum(file["num_bytes"] for file in files) for files in sizes), default=0)
 

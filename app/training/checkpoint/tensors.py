@@ -1,18 +1,22 @@
-"""Tensors by name as a safetensors file: written as a stream, read back lazily.
+"""Tensors by name as safetensors files, one per rank: written as a stream, read lazily.
 
-Writing holds one block in memory beside the tensors, never a copy of them all; of what is scattered
-over ranks it holds one tensor.
+A file holds whole tensors, whatever strategy trains, so that any other strategy or number of ranks
+reads them by name. Sharded tensors are gathered one at a time, by all ranks in one order, and
+written by the rank with the least to write so far. Memory beside the tensors: one block, and one
+gathered tensor.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.strategy.shards import ShardedTensor, StateTensor
+from app.process.heartbeat import beat_again
+from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint import disk
 
 if TYPE_CHECKING:
@@ -37,15 +41,17 @@ DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""torch's names of the types that the format knows, and its own"""
+"""torch's names of the dtypes that the format has, and its own"""
+Write = Callable[[str, Mapping[str, StateTensor]], None]
+"""writes a file of a checkpoint by its name: `CheckpointStore.add_tensors` of a step"""
 HEADER_MULTIPLE = 8
-"""bytes; the format's, so that every tensor starts where its type allows"""
+"""bytes; required by the format, for alignment"""
 
 
 def write_tensors(file: Path, tensors: Mapping[str, StateTensor]) -> disk.Written:
-    """Write a new file of `tensors`, from whatever device they are on.
+    """Write a new file of `tensors`, from any device.
 
-    ValueError for a type that the format does not know, or a tensor that is not dense.
+    ValueError for a dtype that the format does not have, or a tensor that is not dense.
     """
     tensors = in_order(tensors)
     header = _header(tensors)
@@ -64,7 +70,7 @@ def file_bytes(tensors: Mapping[str, StateTensor]) -> int:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Map a file's tensors into memory: each is read from the disk when it is used."""
+    """Return a file's tensors, memory-mapped: each is read from the disk when it is used."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt", device="cpu") as opened:
@@ -72,7 +78,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def names_in(file: Path) -> list[str]:
-    """Name the tensors of a file, by its header."""
+    """Return the names of a file's tensors."""
     from safetensors import safe_open
 
     with safe_open(file, framework="numpy") as opened:
@@ -80,7 +86,7 @@ def names_in(file: Path) -> list[str]:
 
 
 def check_tensors(file: Path) -> None:
-    """Read a file's header; ValueError where it is not a safetensors file of this size."""
+    """Check a file's header; ValueError if it is not a safetensors file of this size."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -94,7 +100,7 @@ def check_tensors(file: Path) -> None:
 
 
 def in_order(tensors: Mapping[str, StateTensor]) -> dict[str, StateTensor]:
-    """Put the widest types first: each tensor then starts at a multiple of its own width."""
+    """Sort by width, the widest dtypes first, so that every tensor is aligned; then by name."""
     return dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
 
 
@@ -125,14 +131,14 @@ def _strided() -> torch.layout:
 
 
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield a tensor's bytes in its logical order, in blocks; each is good until the next."""
+    """Yield a tensor's bytes in logical order, in blocks; each is valid until the next."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.numel() == 0:
         return
     if not tensor.is_contiguous() and len(tensor) > 1:
-        # By rows, through one buffer: making it contiguous as a whole would copy it as a whole.
+        # By rows, through one buffer: contiguous() would copy all of it.
         num_rows = max(1, disk.BLOCK_BYTES * len(tensor) // num_bytes(tensor))
         buffer = torch.empty_like(tensor[:num_rows], memory_format=torch.contiguous_format)
         for rows in tensor.split(num_rows):
@@ -145,3 +151,79 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
     host = torch.empty(len(blocks[0]), dtype=torch.uint8, pin_memory=tensor.is_cuda)
     for block in blocks:
         yield memoryview(host[: len(block)].copy_(block).numpy())
+
+
+def file_of(name: str, rank: int) -> str:
+    """Return the name of a rank's file; rank 0's has no suffix, as a single process's."""
+    return f"{name}-rank-{rank}" if rank else name
+
+
+def owners(tensors: Mapping[str, StateTensor], num_ranks: int) -> dict[str, int]:
+    """Return which rank writes each tensor: rank 0 replicated ones, all ranks sharded ones."""
+    shares, owner = [0] * num_ranks, {}
+    for name, tensor in in_order(tensors).items():
+        rank = shares.index(min(shares)) if isinstance(tensor, ShardedTensor) else 0
+        owner[name] = rank
+        shares[rank] += num_bytes(tensor)
+    return owner
+
+
+def write_share(
+    write: Write,
+    name: str,
+    tensors: Mapping[str, StateTensor],
+    check: Callable[[Mapping[str, Tensor]], None],
+    *,
+    rank: int,
+    num_ranks: int,
+) -> None:
+    """Write this rank's share of `tensors`; all ranks call it, each with the same names.
+
+    `check` is called with each gathered tensor before it is written. A rank that fails still
+    gathers for the others before it raises.
+    """
+    owner = owners(tensors, num_ranks)
+    order = _OrderedGather(tensors, check)
+    own = {name: order.own(name, tensor) for name, tensor in tensors.items() if owner[name] == rank}
+    try:
+        if own or rank == 0:
+            write(file_of(name, rank), own)
+    finally:
+        order.finish()
+
+
+class _OrderedGather:
+    """Gather sharded tensors in the order that all ranks share."""
+
+    def __init__(
+        self, tensors: Mapping[str, StateTensor], check: Callable[[Mapping[str, Tensor]], None]
+    ) -> None:
+        self._check = check
+        self._remaining = [
+            (name, tensor)
+            for name, tensor in in_order(tensors).items()
+            if isinstance(tensor, ShardedTensor)
+        ]
+        self._remaining.reverse()
+
+    def own(self, name: str, tensor: StateTensor) -> StateTensor:
+        """Return `tensor` so that gathering it first gathers all that come before it."""
+        if not isinstance(tensor, ShardedTensor):
+            return tensor
+        return replace(tensor, gather=lambda: self._gather(name))
+
+    def _gather(self, name: str) -> Tensor:
+        while self._remaining:
+            key, tensor = self._remaining.pop()
+            full = tensor.gather()
+            beat_again()
+            if key == name:
+                self._check({name: full})
+                return full
+        raise RuntimeError(f"{name} was gathered before")
+
+    def finish(self) -> None:
+        """Gather the rest, for the ranks that write it."""
+        while self._remaining:
+            self._remaining.pop()[1].gather()
+            beat_again()

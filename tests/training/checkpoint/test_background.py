@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from app.process.errors import ROOT
-from app.training.checkpoint import background
-from app.training.checkpoint.background import BackgroundWriter
+from app.training.checkpoint import checkpoint_io
+from app.training.checkpoint.checkpoint_io import BackgroundWriter
 from app.training.checkpoint.store import CheckpointStore
 from app.training.checkpoint.tensors import read_tensors, write_tensors
 from tests.processes import LONGEST
@@ -86,13 +86,13 @@ def test_room_made_beforehand_is_what_a_snapshot_uses(
 ) -> None:
     state = {"a": torch.ones(70, dtype=torch.bfloat16), "b": torch.ones(3), "c": torch.tensor(2.0)}
     made_in = []
-    plain = background._new_buffer
+    plain = checkpoint_io._new_buffer
 
     def new_buffer(num_bytes: int, is_pinned: bool) -> torch.Tensor:
         made_in.append(threading.current_thread() is threading.main_thread())
         return plain(num_bytes, is_pinned)
 
-    monkeypatch.setattr(background, "_new_buffer", new_buffer)
+    monkeypatch.setattr(checkpoint_io, "_new_buffer", new_buffer)
     writer.reserve({"model": state, "optimizer": dict(list(state.items())[:2])})
     found = writer.snapshot("model", state)
     writer.snapshot("optimizer", dict(list(state.items())[:2]))
@@ -157,7 +157,7 @@ def test_a_process_that_ends_by_an_error_ends_the_last_save_first(tmp_path: Path
 import time
 from pathlib import Path
 import torch
-from app.training.checkpoint.background import BackgroundWriter
+from app.training.checkpoint.checkpoint_io import BackgroundWriter
 from app.training.checkpoint.tensors import write_tensors
 writer = BackgroundWriter()
 state = writer.snapshot("model", {{"a": torch.ones(3)}})

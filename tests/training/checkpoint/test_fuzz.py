@@ -35,18 +35,17 @@ from app.training.checkpoint.documents import (
     random_state_of,
     read_random_state,
 )
+from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
 from app.training.checkpoint.state import (
     check_random_state,
     model_state,
-    optimizer_state,
     random_state,
     restore_model,
-    restore_optimizer,
     restore_random_state,
     restore_schedule,
 )
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
-from app.training.metrics import Curves
+from app.training.metrics import Metrics
 from app.training.optimizers import AdamWConfig, ScheduleFreeConfig
 from tests.resumed import seal, training_document
 from tests.training.checkpoint.saves import in_a_child
@@ -81,7 +80,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     read = StoredCheckpoints(CheckpointStore(checkpoint.folder.parent), checkpoint).load_checkpoint(
         checkpoint.folder
     )
-    Curves(["one"], [], 1).load_state_dict(read["training"]["curves"])
+    Metrics(["one"], [], 1).load_state_dict(read["training"]["curves"])
     restore_model(training.model, read["state_dict"])
     tensors, numbers = checkpoint.tensors(OPTIMIZER), read["training"]["optimizer"]
     restore_optimizer(training.model, training.optimizer, tensors, numbers, step=checkpoint.step)

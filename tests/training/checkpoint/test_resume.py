@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -19,11 +18,11 @@ from app.process import faults
 from app.process.errors import Interrupted
 from app.train import train
 from app.training.checkpoint import saving
-from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CheckpointStore
 from app.training.module import FinetuneModule
+from app.training.resume import Resume, run_owed_validation
 from app.training.stopping import Stopping
 from tests.resumed import contents
 from tests.runs import check_same_run, figures_of
@@ -49,9 +48,8 @@ STREAM = ("data.streaming=true", "packing=multipack")
 Ids = list[tuple[int, str]]
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Ids:
-    """What was trained on: the step and the hash of the token ids of every micro-batch."""
+def record_batches(monkeypatch: pytest.MonkeyPatch) -> Ids:
+    """Record the step and the hash of the token ids of every micro-batch."""
     ids: Ids = []
     plain = FinetuneModule.training_step
 
@@ -65,6 +63,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Ids:
     return ids
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Ids:
+    return record_batches(monkeypatch)
+
+
 def run_into(folder: Path, *words: str) -> Path:
     os.environ.pop("LOFT_RUN_DIR", None)
     train(load_config("train", [*small_run(*RUN, *words), f"output.dir={folder}"]))
@@ -72,7 +75,7 @@ def run_into(folder: Path, *words: str) -> Path:
 
 
 def resume_from(run: Path, step: int, *words: str, total: int = 8) -> Path:
-    """Go on from `step` in a copy of a finished run, as it was when it was killed after it."""
+    """Resume a copy of a finished run, as if it had been killed after `step`."""
     copy = run.parent / f"{run.name}-from-{step}"
     shutil.copytree(run, copy)
     for number in range(step + 1, total + 1):
@@ -138,7 +141,7 @@ class Stopped(Exception):
 
 @pytest.fixture
 def stop_at(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let a run die when a hook of the module is called for the n-th time."""
+    """Make a run die when a hook of the module is called for the n-th time."""
 
     def arm(hook: str, number: int) -> None:
         calls = iter(range(1, 10_000))
@@ -158,6 +161,14 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Any:
 BETWEEN = ("trainer.checkpoint.every_steps=2", "adapter.dropout=0.1", "data.sequence_len=128")
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ids]:
+    """A whole run of BETWEEN, and what it trained on."""
+    with pytest.MonkeyPatch.context() as patch:
+        ids = record_batches(patch)
+        return run_into(tmp_path_factory.mktemp("uninterrupted") / "run", *BETWEEN), ids
+
+
 @pytest.mark.parametrize(
     ("hook", "number"),
     [
@@ -171,13 +182,12 @@ BETWEEN = ("trainer.checkpoint.every_steps=2", "adapter.dropout=0.1", "data.sequ
     ],
 )
 def test_a_run_that_dies_anywhere_ends_as_if_it_had_not(
-    tmp_path: Path, stop_at: Any, hook: str, number: int
+    tmp_path: Path, uninterrupted: tuple[Path, Ids], stop_at: Any, hook: str, number: int
 ) -> None:
-    whole = run_into(tmp_path / "whole", *BETWEEN)
     stop_at(hook, number)
     with pytest.raises(Stopped):
         run_into(tmp_path / "run", *BETWEEN)
-    check_same_run(run_into(tmp_path / "run", *BETWEEN, "resume=auto"), whole)
+    check_same_run(run_into(tmp_path / "run", *BETWEEN, "resume=auto"), uninterrupted[0])
 
 
 def test_a_resume_that_fails_before_it_trains_leaves_the_run_as_it_was(
@@ -200,10 +210,10 @@ def test_a_resume_that_fails_before_it_trains_leaves_the_run_as_it_was(
     assert len(json.loads((run / "manifest.json").read_text())["earlier"]) == 1
 
 
-def test_three_deaths_in_one_epoch_change_nothing(tmp_path: Path, stop_at: Any, seen: Ids) -> None:
-    whole = run_into(tmp_path / "whole", *BETWEEN)
-    everything = list(seen)
-    seen.clear()
+def test_three_deaths_in_one_epoch_change_nothing(
+    tmp_path: Path, uninterrupted: tuple[Path, Ids], stop_at: Any, seen: Ids
+) -> None:
+    whole, everything = uninterrupted
     for number in (7, 5, 6):  # of the micro-batches of its process: steps 3, 4 and 6
         stop_at("training_step", number)
         with pytest.raises(Stopped):
@@ -232,7 +242,7 @@ def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(
         check_same_run(resume_from(whole, step, *words, total=last), whole)
 
 
-def test_the_last_checkpoint_is_what_a_longer_run_goes_on_from(tmp_path: Path) -> None:
+def test_a_longer_run_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     words = ("schedule=constant", "schedule.warmup_steps=0", "adapter.dropout=0.1")
     words += ("trainer.validate_every_steps=2",)
     longer = (*words, "trainer.max_steps=10")
@@ -243,7 +253,7 @@ def test_the_last_checkpoint_is_what_a_longer_run_goes_on_from(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("words", [("adapter.dropout=0.1",), (*FULL, "optimizer=schedule_free")])
-def test_a_run_that_died_behind_its_last_step_trains_nothing_more(
+def test_a_run_that_died_after_its_last_step_trains_nothing_more(
     tmp_path: Path, seen: Ids, words: tuple[str, ...]
 ) -> None:
     for more in ((), ("data.val_set_size=0",)):
@@ -253,7 +263,7 @@ def test_a_run_that_died_behind_its_last_step_trains_nothing_more(
         assert not seen
 
 
-def test_a_save_beside_the_training_is_the_same(tmp_path: Path) -> None:
+def test_asynchronous_checkpoints_are_the_same(tmp_path: Path) -> None:
     words = (*FULL, "optimizer=muon")
     whole = run_into(tmp_path / "whole", *words)
     beside = run_into(tmp_path / "beside", *words, "trainer.checkpoint.async=true")
@@ -269,7 +279,7 @@ def test_a_save_beside_the_training_is_the_same(tmp_path: Path) -> None:
     check_same_run(resume_from(beside, 5, *words, "trainer.checkpoint.async=true"), whole)
 
 
-def test_only_what_trains_is_kept(tmp_path: Path) -> None:
+def test_only_trainable_parameters_are_saved(tmp_path: Path) -> None:
     run = run_into(tmp_path / "run", "trainer.max_steps=1")
     (only,) = CheckpointStore(run / "checkpoints").checkpoints()
     assert only.names() == ["model", "optimizer", "random-rank-0", "training"]
@@ -297,26 +307,27 @@ ON_A_GPU = {
         ),
     ],
 )
-def test_at_the_first_batch_all_is_as_it_was_saved(
+def test_all_state_is_restored_at_the_first_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     looked = []
-    plain = FinetuneModule._go_on
+    plain = Resume.restore_at_first_batch
 
-    def look(self: FinetuneModule, source: Checkpoint, batch: Any) -> None:
-        plain(self, source, batch)
-        for name, kept in zip((MODEL, OPTIMIZER), self.kept_tensors(), strict=True):
+    def look(self: Resume, batch: Any) -> None:
+        plain(self, batch)
+        module, source = self.module, self.source
+        for name, kept in zip((MODEL, OPTIMIZER), module.checkpoint_tensors(), strict=True):
             saved = source.tensors(name)
             assert saved.keys() == kept.keys()
             for key, tensor in saved.items():
                 assert torch.equal(tensor, kept[key].cpu()), (name, key)
         scaler = source.document(TRAINING)["lightning"].get("MixedPrecision", {})
-        assert scaler == self.trainer.precision_plugin.state_dict()
+        assert scaler == module.trainer.precision_plugin.state_dict()
         assert bool(scaler) == ("trainer.precision=fp16" in words)
-        assert random_state(self.device) == source.document("random-rank-0")
+        assert random_state(module.device) == source.document("random-rank-0")
         looked.append(source.step)
 
-    monkeypatch.setattr(FinetuneModule, "_go_on", look)
+    monkeypatch.setattr(Resume, "restore_at_first_batch", look)
     whole = run_into(tmp_path / "whole", *words)
     assert not looked
     resume_from(whole, 4, *words)
@@ -327,13 +338,21 @@ def test_at_the_first_batch_all_is_as_it_was_saved(
     "words",
     [
         pytest.param(("adapter.dropout=0.1",), id="lora"),
-        pytest.param((*FULL, "optimizer=schedule_free"), id="averaged weights"),
-        pytest.param(("data.num_workers=2", "adapter.dropout=0.1"), id="workers"),
-        pytest.param(("trainer.checkpoint.async=true", "adapter.dropout=0.1"), id="async"),
+        pytest.param(
+            (*FULL, "optimizer=schedule_free"), id="averaged weights", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("data.num_workers=2", "adapter.dropout=0.1"), id="workers", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("trainer.checkpoint.async=true", "adapter.dropout=0.1"),
+            id="async",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 @pytest.mark.parametrize("every", [2, 3], ids=["not due", "due"])
-def test_a_signal_in_a_validation_is_not_kept_waiting(
+def test_a_signal_interrupts_a_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], every: int
 ) -> None:
     words = (*words, f"trainer.checkpoint.every_steps={every}")
@@ -349,26 +368,25 @@ def test_a_signal_in_a_validation_is_not_kept_waiting(
     check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
 
 
-def test_a_validation_that_is_owed_comes_before_the_next_step(
+def test_an_interrupted_validation_is_repeated_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is to strike a step does not strike what the step before has left."""
     asked = iter(range(1, 100))
     with monkeypatch.context() as patch:
         patch.setattr(Stopping, "agreed", lambda _: SIGTERM if next(asked) == 4 else None)
         with pytest.raises(Interrupted, match="step 3 is saved"):
             run_into(tmp_path / "run")
     seen: list[str] = []
-    validate: Callable[[Any], None] = FinetuneModule._validate
     monkeypatch.setattr(
-        FinetuneModule, "_validate", lambda module: seen.append("validates") or validate(module)
+        "app.training.module.run_owed_validation",
+        lambda trainer: seen.append("validates") or run_owed_validation(trainer),
     )
     monkeypatch.setattr(faults, "reach", lambda point, step=None: seen.append(f"{point} {step}"))
     run_into(tmp_path / "run", "resume=must")
     assert seen.index("validates") < seen.index("batch 4")
 
 
-def test_the_last_validation_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_validation_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(Stopping, "agreed", lambda _: asked.append(1))
     run_into(tmp_path / "run", "trainer.max_steps=1")

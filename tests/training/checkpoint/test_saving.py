@@ -17,13 +17,12 @@ import pytest
 
 from app.process import heartbeat
 from app.process.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
-from app.training.checkpoint.background import BackgroundWriter
-from app.training.checkpoint.checkpoint_io import StoredCheckpoints
+from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, write_file
 from app.training.checkpoint.saving import CheckpointSaver, build_checkpoints, build_saver
 from app.training.checkpoint.store import CheckpointStore
-from app.training.csv_logger import CsvLogger
-from app.training.metrics import Curves
+from app.training.log_files import CsvLogger
+from app.training.metrics import Metrics
 from app.training.trainer import CheckpointConfig, TrainerConfig
 from tests.conftest import ROOT, read_column
 from tests.processes import LONGEST
@@ -90,14 +89,14 @@ def test_the_best_are_kept_by_the_validation_behind_them(tmp_path: Path) -> None
 def test_nothing_is_saved_of_a_step_whose_loss_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = Curves.add
+    plain = Metrics.add
 
-    def spoil(self: Curves, record: Any, reduce: Any) -> None:
+    def spoil(self: Metrics, record: Any, reduce: Any) -> None:
         if record.step == 3:
             record.sums[0] = float("nan")
         plain(self, record, reduce)
 
-    monkeypatch.setattr(Curves, "add", spoil)
+    monkeypatch.setattr(Metrics, "add", spoil)
     with pytest.raises(TrainingFault, match="step 3: loss nan"):
         words = ("trainer.checkpoint.every_steps=1", "trainer.validate_every_steps=4")
         train_into(tmp_path / "run", *QUIET, *words)
@@ -112,8 +111,8 @@ def test_a_save_beside_the_training_keeps_no_bad_number_either(
     plain = CheckpointSaver.save
 
     def save(self: CheckpointSaver, trainer: Any, module: Any) -> None:
-        moments = module.kept_tensors()[1]
-        kept = moments["exp_avg/" + next(iter(module.kept_tensors()[0]))]
+        moments = module.checkpoint_tensors()[1]
+        kept = moments["exp_avg/" + next(iter(module.checkpoint_tensors()[0]))]
         before = kept.clone()
         if trainer.global_step == 4:  # the last: what the thread finds is raised by the end
             kept.fill_(float("inf"))
@@ -174,7 +173,8 @@ import resource, sys, torch
 from pathlib import Path
 from app.model.adapter import FullConfig
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
-from app.training.checkpoint.state import model_state, optimizer_state
+from app.training.checkpoint.optimizer_state import optimizer_state
+from app.training.checkpoint.state import model_state
 from app.training.checkpoint.store import CheckpointStore
 from tests.tiny import tiny_llama
 

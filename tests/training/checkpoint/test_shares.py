@@ -13,14 +13,13 @@ from torch import Tensor
 
 from app.process import heartbeat
 from app.process.errors import TrainingFault
-from app.strategy.shards import ShardedTensor, StateTensor
+from app.strategy.mixin import ShardedTensor, StateTensor
 from app.training.checkpoint.checkpoint import load_checkpoint
 from app.training.checkpoint.checkpoint_io import StoredCheckpoints
 from app.training.checkpoint.disk import SaveError
 from app.training.checkpoint.documents import MODEL, OPTIMIZER
-from app.training.checkpoint.shares import file_of, owners, write_share
 from app.training.checkpoint.store import CheckpointStore
-from app.training.checkpoint.tensors import num_bytes
+from app.training.checkpoint.tensors import file_of, num_bytes, owners, write_share
 from app.training.nonfinite import check_finite
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)

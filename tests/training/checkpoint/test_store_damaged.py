@@ -36,8 +36,8 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "checkpoints")
 
 
-def what_is_told(folder: Path) -> str:
-    """Return the one sentence on step 80, after seeing that step 60 is used and nothing changed."""
+def sentence_on(folder: Path) -> str:
+    """Return the one sentence on step 80; step 60 must be used, and no file be changed."""
     before = names_in(folder)
     good, sentences = CheckpointStore(folder).newest_good()
     assert good is not None and good.step == 60 and is_as_saved(good)
@@ -96,7 +96,7 @@ def test_every_damage_is_found_and_named(whole: Path, tmp_path: Path) -> None:
         folder = shutil.copytree(whole, tmp_path / str(number))
         name, damage = dice.choice(files), dice.choice(DAMAGES)
         damage(folder / "step-80" / name, dice)
-        sentence = what_is_told(folder)
+        sentence = sentence_on(folder)
         # What does not fit its marker is the manifest, whichever of the two was damaged.
         assert name in sentence or (name == "COMMITTED" and "manifest.json" in sentence)
         seen.add((name, damage))
@@ -104,30 +104,72 @@ def test_every_damage_is_found_and_named(whole: Path, tmp_path: Path) -> None:
     assert len(seen) > 30
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (flip_a_bit, "sha256 of optimizer.safetensors"),
-        (empty, "optimizer.safetensors has 0 of "),
-        (cut_off, "optimizer.safetensors has "),
-        (remove, "optimizer.safetensors is missing"),
-    ],
-)
-def test_the_kind_of_damage_is_worded(
-    folder: Path, damage: Callable[[Path, random.Random], None], words: str
-) -> None:
-    damage(folder / "step-80" / "optimizer.safetensors", random.Random(0))
-    assert words in what_is_told(folder)
+def reseal(folder: Path, change: Callable[[dict], None]) -> None:
+    """Change a manifest and make the marker fit it, as an attacker would."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    text = json.dumps(manifest).encode()
+    (folder / "manifest.json").write_bytes(text)
+    (folder / "COMMITTED").write_text(f"{hashlib.sha256(text).hexdigest()}\n")
 
 
-def test_a_missing_rank_file_is_named(folder: Path) -> None:
-    (folder / "step-80" / "random-rank-0.json").unlink()
-    assert "(random-rank-0.json is missing)" in what_is_told(folder)
+def entry_of(file: Path) -> dict[str, object]:
+    content = file.read_bytes()
+    return {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
 
 
-def test_a_folder_without_its_marker_is_no_checkpoint(folder: Path) -> None:
+def damaged(name: str, damage: Callable[[Path, random.Random], None]) -> Callable[[Path], None]:
+    return lambda step: damage(step / name, random.Random(0))
+
+
+def name_a_file_outside(step: Path) -> None:
+    outside = step.parent.parent / "outside.json"
+    outside.write_text("{}")
+    reseal(step, lambda m: m["files"].update({"../../outside.json": entry_of(outside)}))
+
+
+def link_a_file(step: Path) -> None:
+    file = step / "trainer.json"
+    file.symlink_to(file.rename(step.parent.parent / "trainer.json"))
+
+
+def with_manifest(content: bytes) -> Callable[[Path], None]:
+    def change(step: Path) -> None:
+        (step / "manifest.json").write_bytes(content)
+        (step / "COMMITTED").write_text(f"{hashlib.sha256(content).hexdigest()}\n")
+
+    return change
+
+
+OPTIMIZER = "optimizer.safetensors"
+CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped bit": (damaged(OPTIMIZER, flip_a_bit), f"sha256 of {OPTIMIZER}"),
+    "an empty file": (damaged(OPTIMIZER, empty), f"{OPTIMIZER} has 0 of "),
+    "a truncated file": (damaged(OPTIMIZER, cut_off), f"{OPTIMIZER} has "),
+    "a missing file": (damaged(OPTIMIZER, remove), f"{OPTIMIZER} is missing"),
+    "a missing rank": (damaged("random-rank-0.json", remove), "(random-rank-0.json is missing)"),
+    "no marker": (damaged("COMMITTED", remove), "(COMMITTED is missing)"),
+    "an unknown file": (
+        lambda step: (step / "extra.safetensors").write_bytes(b"") and None,
+        "extra.safetensors is not in the manifest",
+    ),
+    "a file outside": (name_a_file_outside, "'../../outside.json' is not a valid file name"),
+    "a link": (link_a_file, "trainer.json is not a file"),
+    **{
+        f"manifest {content!r}": (with_manifest(content), "manifest.json is unreadable")
+        for content in (b"", b"[]", b"{}", b'{"format": 1}', b"\xff", b"null")
+    },
+}
+
+
+@pytest.mark.parametrize(("change", "words"), CASES.values(), ids=CASES)
+def test_the_damage_is_described(folder: Path, change: Callable[[Path], None], words: str) -> None:
+    change(folder / "step-80")
+    assert words in sentence_on(folder)
+
+
+def test_a_folder_without_its_marker_is_not_listed(folder: Path) -> None:
     (folder / "step-80" / "COMMITTED").unlink()
-    assert "(COMMITTED is missing)" in what_is_told(folder)
     assert [one.step for one in CheckpointStore(folder).checkpoints()] == [60]
 
 
@@ -140,7 +182,7 @@ def test_a_checkpoint_of_another_step_is_not_taken(folder: Path) -> None:
     ]
 
 
-def test_all_damaged_ones_are_told(folder: Path) -> None:
+def test_all_damaged_checkpoints_are_listed(folder: Path) -> None:
     for step in (60, 80):
         (folder / f"step-{step}" / "model.safetensors").unlink()
     good, sentences = CheckpointStore(folder).newest_good()
@@ -163,37 +205,6 @@ def test_a_damaged_one_is_replaced_when_its_step_comes_again(folder: Path) -> No
     assert good is not None and good.step == 80 and is_as_saved(good) and damaged == []
 
 
-def sealed_again(folder: Path, change: Callable[[dict], None]) -> None:
-    """Change a manifest and make the marker fit it, as one who means ill would."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    change(manifest)
-    text = json.dumps(manifest).encode()
-    (folder / "manifest.json").write_bytes(text)
-    (folder / "COMMITTED").write_text(f"{hashlib.sha256(text).hexdigest()}\n")
-
-
-def told_of(file: Path) -> dict[str, object]:
-    content = file.read_bytes()
-    return {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
-
-
-def test_a_file_outside_the_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
-    outside = tmp_path / "outside.json"
-    outside.write_text("{}")
-    name = "../../outside.json"
-    sealed_again(
-        folder / "step-80", lambda manifest: manifest["files"].update({name: told_of(outside)})
-    )
-    assert "'../../outside.json' is no name of a file of a checkpoint" in what_is_told(folder)
-
-
-def test_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
-    file = folder / "step-80" / "trainer.json"
-    moved = file.rename(tmp_path / "trainer.json")
-    file.symlink_to(moved)
-    assert "trainer.json is no file" in what_is_told(folder)
-
-
 class Trap:
     """Makes a file when it is unpickled."""
 
@@ -208,24 +219,9 @@ class Trap:
 def test_a_pickle_is_refused_and_not_run(folder: Path, tmp_path: Path, name: str) -> None:
     file = folder / "step-80" / name
     file.write_bytes(pickle.dumps(Trap(tmp_path / "trapped")))
-    sealed_again(
-        folder / "step-80", lambda manifest: manifest["files"].update({name: told_of(file)})
-    )
-    assert name in what_is_told(folder)
+    reseal(folder / "step-80", lambda manifest: manifest["files"].update({name: entry_of(file)}))
+    assert name in sentence_on(folder)
     assert not (tmp_path / "trapped").exists()
-
-
-def test_a_file_that_is_not_in_the_manifest_is_refused(folder: Path) -> None:
-    (folder / "step-80" / "extra.safetensors").write_bytes(b"")
-    assert "extra.safetensors is not in the manifest" in what_is_told(folder)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format": 1}', b"\xff", b"null"])
-def test_an_unreadable_manifest_is_named(folder: Path, content: bytes) -> None:
-    (folder / "step-80" / "manifest.json").write_bytes(content)
-    marker = hashlib.sha256(content).hexdigest()
-    (folder / "step-80" / "COMMITTED").write_text(f"{marker}\n")
-    assert "manifest.json is unreadable" in what_is_told(folder)
 
 
 def test_a_newer_format_is_refused_with_both_versions(folder: Path) -> None:
@@ -234,7 +230,7 @@ def test_a_newer_format_is_refused_with_both_versions(folder: Path) -> None:
         manifest["versions"]["loft"] = "9.1"
         manifest["shards"] = []  # of which this version knows nothing
 
-    sealed_again(folder / "step-80", change)
+    reseal(folder / "step-80", change)
     for read in (CheckpointStore(folder).newest_good, lambda: load_checkpoint(folder / "step-80")):
         with pytest.raises(UserError, match=r"by loft 9\.1 as format 7.*format 1; upgrade") as told:
             read()

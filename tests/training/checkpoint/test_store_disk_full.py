@@ -114,7 +114,7 @@ def test_another_failure_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "fsync", fail)
     store = CheckpointStore(tmp_path / "checkpoints")
-    with pytest.raises(SaveError, match=r"Input/output error; there is none before it$"):
+    with pytest.raises(SaveError, match=r"Input/output error; there is no earlier one$"):
         save(store, 20)
 
 

@@ -156,7 +156,7 @@ def test_other_ranks_add_their_own_files(tmp_path: Path) -> None:
 def test_a_file_of_another_rank_that_is_not_seen_here_makes_it_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "TIME_TO_BE_SEEN", 0.0)
+    monkeypatch.setattr(store_module, "VISIBILITY_TIMEOUT", 0.0)
     store, both = make_store(tmp_path), ["random-rank-0", "random-rank-1"]
     for step in (10, 20):
         store.begin(step)
@@ -180,9 +180,9 @@ def test_floats_of_a_document_keep_every_bit(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     checkpoint = save(make_store(tmp_path), 10)
-    with pytest.raises(KeyError, match=r"holds no scaler\.safetensors; it holds model, optimizer"):
+    with pytest.raises(KeyError, match=r"has no scaler\.safetensors; it has model, optimizer"):
         checkpoint.tensors("scaler")
-    with pytest.raises(ValueError, match="no name of a file"):
+    with pytest.raises(ValueError, match="not a valid file name"):
         make_store(tmp_path).add_document(10, "../outside", {})
 
 

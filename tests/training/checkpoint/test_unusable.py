@@ -79,7 +79,7 @@ def without_training(folder: Path) -> None:
 DOCUMENTS: dict[str, tuple[Change, str]] = {
     "no optimizer": (
         of_document("training.json", lambda training: training.pop("optimizer") and None),
-        r"step-4: training.json: optimizer is missing; type resume=\S*step-2 to go on from",
+        r"step-4: training.json: optimizer is missing; type resume=\S*step-2 to resume from",
     ),
     "no python": (
         of_document("random-rank-0.json", lambda state: state.pop("python") and None),

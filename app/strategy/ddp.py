@@ -1,4 +1,4 @@
-"""DDP whose gradients travel in fewer bytes than they are kept in."""
+"""One device, DDP, and DDP with compressed gradients."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
 from app.process.launch import is_first_rank
-from app.strategy.mixin import Replicated
+from app.strategy.mixin import StrategyMixin
+from app.strategy.rendezvous import meet_on_loopback
 
 if TYPE_CHECKING:
     import torch
@@ -17,9 +20,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-WHOLE_STEPS = 10
-"""backward passes of a run whose gradients PowerSGD sends whole: the first are the steepest, and
-DDP lays its buckets out anew behind the very first"""
+UNCOMPRESSED_STEPS = 10
+"""backward passes before PowerSGD compresses: the first gradients are the steepest, and DDP
+rebuilds its buckets after the very first"""
+
+
+class OneDevice(StrategyMixin, SingleDeviceStrategy):
+    """One process on one device."""
+
+
+class Replicated(StrategyMixin, DDPStrategy):
+    """DDP: every rank holds all weights, and gradients are averaged."""
+
+    def setup_distributed(self) -> None:
+        """Connect the ranks, over the loopback interface if all are on this machine."""
+        meet_on_loopback(self)
+        super().setup_distributed()
 
 
 class Compressed(Replicated):
@@ -30,10 +46,10 @@ class Compressed(Replicated):
         self._compression = config.compression
         self._rank = config.powersgd_rank
         self._powersgd: Any = None
-        """what PowerSGD remembers; not kept in checkpoints, a resumed run begins without"""
+        """PowerSGD's error feedback; not in checkpoints, a resumed run starts without it"""
 
     def configure_ddp(self) -> None:
-        """Wrap the model, and say how its gradients travel; by gloo as well as by NCCL."""
+        """Wrap the model and register the communication hook, for gloo and NCCL."""
         super().configure_ddp()
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -42,7 +58,7 @@ class Compressed(Replicated):
             self._powersgd = powerSGD_hook.PowerSGDState(
                 process_group=None,
                 matrix_approximation_rank=self._rank,
-                start_powerSGD_iter=WHOLE_STEPS,
+                start_powerSGD_iter=UNCOMPRESSED_STEPS,
             )
             model.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
         else:
@@ -50,24 +66,24 @@ class Compressed(Replicated):
                 "bf16": default_hooks.bf16_compress_hook,
                 "fp16": default_hooks.fp16_compress_hook,
             }[self._compression]
-            # By another name: DDP turns bf16 by its name away without NCCL, though gloo adds it up.
+            # Wrapped: without NCCL DDP refuses bf16_compress_hook by name; gloo can sum bf16.
             model.register_comm_hook(None, lambda state, bucket: compress(state, bucket))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Return the dictionary of a checkpoint, and say what of PowerSGD is not in it."""
+        """Return a checkpoint's dictionary, and log that it lacks PowerSGD's state."""
         if self._compression == "powersgd" and is_first_rank():
             log.info(
-                "RESUME: PowerSGD begins without its memory, and with %d backward passes whose "
-                "gradients travel whole: the next steps are not bit for bit those of an "
+                "RESUME: PowerSGD starts without its error feedback, and with %d backward passes "
+                "of uncompressed gradients: the next steps are not bit for bit those of an "
                 "uninterrupted run",
-                WHOLE_STEPS,
+                UNCOMPRESSED_STEPS,
             )
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip as ever; forget what PowerSGD remembers of gradients that are not finite."""
+        """Clip gradients; clear PowerSGD's state if they are not finite."""
         norm = super().clip(optimizer, max_norm)
-        # It carries over to the next step what it left out of this one. One number is read a step.
+        # Its error feedback would carry NaNs into the next step. Reads one number per step.
         if self._powersgd is not None and not math.isfinite(norm.item()):
             for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
                 getattr(self._powersgd, memory).clear()

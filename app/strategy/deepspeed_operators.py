@@ -1,4 +1,4 @@
-"""Operators that DeepSpeed compiles when they are first needed: once, by one rank, and said."""
+"""Operators that DeepSpeed compiles on first use: built once, by one rank, and logged."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from app.process.errors import UserError
 log = logging.getLogger(__name__)
 
 LOCK = "lock"
-"""what torch makes in an operator's folder while it is built, and waits for without end"""
-YOUNG = 10.0
-"""seconds after which a build that goes on has long started its compiler"""
+"""torch's lock file in an operator's folder during a build, for which it waits without a timeout"""
+STARTUP_SECONDS = 10.0
+"""within which a running build has started its compiler"""
 
 
 def prepare_operator(builder: Any, advice: str) -> None:
-    """Build one of DeepSpeed's operators, or find it built; UserError where it cannot be.
+    """Build one of DeepSpeed's operators unless it exists; UserError if that fails.
 
-    One rank of a machine calls this before the others load the same. `advice` is what to type
-    instead.
+    One rank of a machine calls this before the others load it. `advice`: what to type instead.
     """
+    # Private, tried with torch 2.13: the folder also depends on TORCH_EXTENSIONS_DIR and CUDA.
     from torch.utils.cpp_extension import _get_build_directory
 
     name: str = builder.name
@@ -35,7 +35,7 @@ def prepare_operator(builder: Any, advice: str) -> None:
             f"says what it lacks); {advice}"
         )
     folder = Path(_get_build_directory(name, verbose=False))
-    with _alone(folder):
+    with _exclusive_lock(folder):
         remove_stale_lock(folder)
         if any(folder.glob("*.so")):
             return
@@ -43,7 +43,7 @@ def prepare_operator(builder: Any, advice: str) -> None:
         started = time.monotonic()
         try:
             builder.load(verbose=False)
-        except Exception as error:  # DeepSpeed raises kinds of its own, as for another CUDA
+        except Exception as error:  # DeepSpeed raises types of its own, as for a CUDA mismatch
             reason = str(error).strip() or type(error).__name__
             raise UserError(
                 f"DeepSpeed's operator {name} could not be built in {folder}: "
@@ -53,22 +53,22 @@ def prepare_operator(builder: Any, advice: str) -> None:
 
 
 def remove_stale_lock(folder: Path) -> None:
-    """Remove the lock that a killed build has left, which every later one would wait for."""
+    """Remove the lock of a killed build, for which every later one would wait."""
     lock = folder / LOCK
-    while not _is_worked_in(folder):
+    while not _is_in_use(folder):
         try:
             age = time.time() - lock.stat().st_mtime
-        except FileNotFoundError:  # also where its own build has just ended
+        except FileNotFoundError:  # also if its build has just ended
             return
-        if age > YOUNG:
+        if age > STARTUP_SECONDS:
             lock.unlink(missing_ok=True)
-            log.info("removed %s, which a build that was killed had left", lock)
+            log.info("removed %s, left by a build that was killed", lock)
             return
         time.sleep(0.5)
 
 
-def _is_worked_in(folder: Path) -> bool:
-    """Say whether a process, such as a compiler, works in `folder`."""
+def _is_in_use(folder: Path) -> bool:
+    """Return whether `folder` is the working directory of a process, such as a compiler."""
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
@@ -80,8 +80,8 @@ def _is_worked_in(folder: Path) -> bool:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other runs from building in `folder`; the system frees it when a run is killed."""
+def _exclusive_lock(folder: Path) -> Iterator[None]:
+    """Lock `folder` against builds of other runs; the kernel releases it if this run is killed."""
     with (folder / ".in_use").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from app.model.base import ModelConfig
-from app.model.chat import (
+from app.model.tokenizer import (
     keep_stop_tokens,
     save_stop_tokens,
     stop_token_ids,

@@ -1,0 +1,35 @@
+"""The console script: `loft VERB ...` is `python -m app.VERB ...`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from app.process.errors import DONE, USER_ERROR, nearest
+
+VERBS = {
+    "train": "config in, verified adapter out",
+    "evaluate": "losses per data set and exact match, base vs tuned",
+    "preview": "what a run would learn from, before it is paid for",
+}
+
+
+def main() -> None:
+    """Run the verb that was typed; exit 2 where there is no such verb."""
+    typed = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if typed in ("--help", "-h"):
+        print("usage: loft VERB [SETTING=VALUE ...]\n")
+        for verb, what in VERBS.items():
+            print(f"  {verb:<10}{what}")
+        print("\n`loft VERB --help` lists the settings of a verb")
+        sys.exit(DONE)
+    if typed not in VERBS:
+        hint = nearest(typed, VERBS) or "; loft --help lists the verbs"
+        print(f"error: loft has no verb {typed}{hint}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    del sys.argv[1]  # the verb and the ranks that it starts read their words from here
+    runpy.run_module(f"app.{typed}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,343 @@
+"""The parts of a run, each built from those before it: what the verbs share.
+
+    Environment -> Base -> data module -> strategy -> trainer, module
+
+A verb imports this inside its function, after what needs no torch: it imports torch and lightning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+
+from app.config import EvaluateConfig, TrainConfig, save_config, settings_of
+from app.model.adapter import AdapterConfig
+from app.model.attention import attention_implementation, choose_backend
+from app.model.base import (
+    ModelConfig,
+    context_len,
+    decoder_start_token_id,
+    load_architecture,
+    load_base,
+)
+from app.model.build import build_model, load_tuned, weight_dtype
+from app.model.quantization import QuantizationConfig, stored_settings
+from app.model.tokenizer import (
+    build_tokenizer,
+    new_token_ids,
+    num_rows,
+    stop_token_ids,
+    trained_token_ids,
+    with_chat_template,
+)
+from app.preflight import check_compatibility, describe_base
+from app.process.errors import UserError
+from app.process.faults import arm, parse_faults
+from app.process.heartbeat import is_watched
+from app.process.launch import is_first_rank
+from app.run import Run, describe_global_batch
+from app.run.folder import CONFIG_FILE
+from app.run.manifest import save_manifest
+from app.strategy.build import build_strategy, choose_strategy
+from app.strategy.settings import StrategyConfig
+from app.training.callbacks.gradient_check import GradientCheck
+from app.training.callbacks.heartbeat import Heartbeat
+from app.training.callbacks.progress import ProgressBar
+from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
+from app.training.callbacks.write_metadata import WriteMetadata
+from app.training.checkpoint.saving import build_checkpoints, build_saver
+from app.training.footprint import gather_facts
+from app.training.logger import build_loggers, drop_rows_after
+from app.training.metrics import Metrics
+from app.training.module import FinetuneModule
+from app.training.nonfinite import StepWatch
+from app.training.optimizers import build_optimizer
+from app.training.schedule import resolve_lr
+from app.training.trainer import Environment, build_lightning_trainer
+from data_modules import BatchSpec, FinetuneDataModule, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.pytorch.loggers import Logger
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The base model of a run: all that is known of it before its weights are read."""
+
+    config: ModelConfig
+    quantization: QuantizationConfig
+    architecture: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    backend: str
+    """attention backend"""
+    spec: ModelSpec
+    """what the data depends on of it"""
+    dtype: torch.dtype
+    """dtype that its weights are kept in"""
+    new_ids: list[int]
+    """token ids without a trained row in the embedding"""
+    trained_ids: list[int]
+    """token ids whose rows train beside an adapter"""
+    stop_ids: set[int]
+    """token ids that end an answer, besides those of the chat template"""
+    description: Mapping[str, str | None]
+    """path, revision and fingerprints, for the manifest"""
+
+    def load(self) -> PreTrainedModel:
+        """Load the base itself, without an adapter."""
+        implementation = attention_implementation(self.backend)
+        return load_base(self.config, implementation, self.dtype, self.quantization, self.new_ids)
+
+    def load_tuned(self, folder: Path) -> torch.nn.Module:
+        """Load what a run saved in `folder`: an adapter on this base, or a whole model."""
+        implementation = attention_implementation(self.backend)
+        return load_tuned(
+            self.config, folder, implementation, self.dtype, self.quantization, self.new_ids
+        )
+
+
+def open_base(
+    config: TrainConfig | EvaluateConfig, env: Environment, adapter: AdapterConfig
+) -> Base:
+    """Read config and tokenizer of the base, and choose its attention; no weight is read.
+
+    UserError where they do not fit `config` or the environment.
+    """
+    model = config.model
+    architecture = load_architecture(model)
+    attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
+    log.info("device: %s, attention %s", env, attention)
+    tokenizer = build_tokenizer(model)
+    new_ids = new_token_ids(model, tokenizer, num_rows(architecture))
+    return Base(
+        config=model,
+        quantization=config.quantization,
+        architecture=architecture,
+        tokenizer=tokenizer,
+        backend=attention.backend,
+        dtype=weight_dtype(env.precision, adapter),
+        spec=model_spec(architecture, new_ids),
+        new_ids=new_ids,
+        trained_ids=trained_token_ids(tokenizer, model.added_tokens, adapter),
+        stop_ids=stop_token_ids(tokenizer, model.stop_tokens),
+        description=describe_base(model),
+    )
+
+
+def model_spec(architecture: PretrainedConfig, new_ids: Sequence[int]) -> ModelSpec:
+    """Return what the data depends on of a model, once it has rows for `new_ids`."""
+    return ModelSpec(
+        context_len=context_len(architecture),
+        vocab_size=num_rows(architecture, new_ids),
+        decoder_start_token_id=decoder_start_token_id(architecture),
+    )
+
+
+def build_datamodule(
+    config: TrainConfig | EvaluateConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: ModelSpec,
+    batching: BatchSpec,
+    *,
+    first_rows: int | None = None,
+) -> FinetuneDataModule:
+    """Build the data module of a verb; `setup` is left to the caller."""
+    data = with_chat_template(config.data, config.model, tokenizer)
+    return FinetuneDataModule(
+        data, config.packing, tokenizer, spec, batching, seed=config.seed, first_rows=first_rows
+    )
+
+
+def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> FinetuneDataModule:
+    """Prepare, audit and plan the data of a training: all its steps, before a weight is read."""
+    trainer = config.trainer
+    batching = BatchSpec(
+        micro_batch_size=trainer.micro_batch_size,
+        accumulation_steps=env.accumulation,
+        num_ranks=env.num_data_ranks,
+        num_epochs=trainer.num_epochs,
+        max_steps=trainer.max_steps,
+        row_multiple=env.row_multiple,
+        pad_packs=trainer.compile,  # layers are compiled for one size of batch
+    )
+    data = build_datamodule(config, base.tokenizer, base.spec, batching)
+    data.first_step = run.step
+    data.setup("fit")
+    if config.evaluation.exact_match:
+        data.prompts(config.evaluation.max_rows)  # warns now of those that are too long
+    if is_first_rank():
+        for line in (*data.report.lines(), *data.audit.lines()):
+            log.info("data: %s", line)
+        data.audit.check()
+    return data
+
+
+def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> StrategyConfig:
+    """Return the strategy of `config`, with `auto` chosen by the size of the model."""
+    if config.strategy.name != "auto":
+        return config.strategy
+    shapes = partial(
+        _model_builder(config, base, env), quantization=QuantizationConfig(), on_meta=True
+    )
+    choice = choose_strategy(
+        gather_facts(
+            env,
+            config.trainer,
+            config.optimizer,
+            config.quantization,
+            None if stored_settings(base.architecture) else shapes,
+        )
+    )
+    chosen: StrategyConfig = settings_of("strategy", choice.name)
+    known = check_compatibility(config)
+    found = check_compatibility(replace(config, strategy=chosen))
+    if problems := [problem for problem in found if problem not in known]:
+        raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
+    if is_first_rank():
+        log.info("strategy: %s", choice)
+    return chosen
+
+
+def describe_run(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    env: Environment,
+    strategy: StrategyConfig,
+) -> dict[str, Any]:
+    """Return what the manifest says of a run, and what a resumed run is compared by."""
+    return {
+        "seed": config.seed,
+        "base": base.description,
+        "data": [asdict(dataset) for dataset in data.report.datasets],
+        "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
+        "precision": env.precision,
+        "strategy": strategy.name,
+        "global_batch": describe_global_batch(config.trainer, env.num_data_ranks),
+        "total_steps": data.total_steps,
+        **data.fingerprints(),
+    }
+
+
+def build_trainer(
+    run: Run,
+    env: Environment,
+    strategy: StrategyConfig,
+    data: FinetuneDataModule,
+    facts: Mapping[str, Any],
+) -> L.Trainer:
+    """Build the Lightning trainer of a run: strategy, loggers, checkpoints and callbacks.
+
+    `facts` describe the run (`describe_run`); all ranks must agree on them.
+    """
+    config = run.config
+    identity = run.identity(facts)
+    resumed_step = None if run.checkpoint is None else run.step
+    loggers = build_loggers(config.logger, run.folder, data.dataset_names, last_step=resumed_step)
+    checkpoints = build_checkpoints(config.trainer.checkpoint, run.folder, run.checkpoint, identity)
+
+    def write_metadata() -> None:
+        run.discard_later_steps()
+        # Behind it: a crash in between must not leave checkpoints without their rows.
+        drop_rows_after(resumed_step, loggers)
+        save_config(config, run.folder / CONFIG_FILE)
+        data.write_reports(run.folder)
+        save_manifest(run.folder, **facts, run=identity, earlier=run.history())
+
+    callbacks: list[L.Callback] = [
+        ProgressBar(),
+        SameOnAllRanks(rank_invariant_values(config, facts)),
+        GradientCheck(),
+    ]
+    if config.trainer.compile:
+        # Imported here: the compiler takes a second to import.
+        from app.training.callbacks.compilation import Compilation
+
+        callbacks.append(Compilation())
+    if is_watched():
+        callbacks.append(Heartbeat(run.folder))
+    has_validation = len(data.val_examples) > 0
+    callbacks.append(
+        build_saver(config.trainer, checkpoints, data.plan, has_validation=has_validation)
+    )
+    callbacks.append(WriteMetadata(write_metadata, is_resumed=run.checkpoint is not None))
+    trainer = build_lightning_trainer(
+        config.trainer,
+        env=env,
+        strategy=build_strategy(strategy, accelerator=env.accelerator, num_ranks=env.num_ranks),
+        total_steps=data.total_steps,
+        loggers=loggers,
+        callbacks=callbacks,
+        folder=run.folder,
+        checkpoints=checkpoints,
+    )
+    faults, _ = parse_faults(config.faults)
+    arm(faults, run.folder, rank=trainer.global_rank, num_ranks=env.num_ranks)
+    return trainer
+
+
+def build_module(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    env: Environment,
+    loggers: list[Logger],
+) -> FinetuneModule:
+    """Build the Lightning module: model, optimizer, schedule and loss.
+
+    The model itself is made in `configure_model`, where a strategy shards it while it loads.
+    """
+    trainer = config.trainer
+    lr = resolve_lr(
+        config.optimizer,
+        config.adapter,
+        trainer.micro_batch_size * env.accumulation * env.num_data_ranks,
+        from_scratch=config.model.from_scratch,
+    )
+    log.info("plan: %s; %s", data.plan.line(), lr.sentence)
+    if lr.warning is not None and is_first_rank():
+        log.warning(lr.warning)
+    watch = StepWatch(trainer.max_skipped_steps, data.rows_of_step)
+    return FinetuneModule(
+        _model_builder(config, base, env),
+        backend=base.backend,
+        build_optimizer=partial(
+            build_optimizer,
+            config=config.optimizer,
+            adapter=config.adapter,
+            lr=lr.value,
+            # Lightning refuses fused optimizers beside a loss scaler, although we clip ourselves.
+            fused=env.precision != "fp16",
+        ),
+        schedule=config.schedule,
+        total_steps=data.total_steps,
+        is_packed=config.packing.method != "none",
+        metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
+        uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
+    )
+
+
+def _model_builder(
+    config: TrainConfig, base: Base, env: Environment
+) -> Callable[..., torch.nn.Module]:
+    return partial(
+        build_model,
+        config.model,
+        quantization=config.quantization,
+        backend=base.backend,
+        adapter=config.adapter,
+        recompute=config.recompute,
+        precision=env.precision,
+        new_ids=base.new_ids,
+        token_ids=base.trained_ids,
+    )

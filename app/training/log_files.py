@@ -1,0 +1,177 @@
+"""The files that metrics are logged to: metrics.csv and TensorBoard events."""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from app.process.files import open_no_follow
+from app.training.checkpoint.disk import NO_ROOM, SaveError, format_bytes, free_bytes
+
+log = logging.getLogger(__name__)
+
+
+def columns(dataset_names: list[str]) -> list[str]:
+    """Name the columns of metrics.csv for these data sets."""
+    by_dataset = [
+        f"{phase}/{what}/{name}"
+        for phase in ("train", "val")
+        for what in ("loss", "tokens", "share")
+        for name in dataset_names
+    ]
+    rest = ["train/lr", "train/grad_norm", "speed/tokens_per_second"]
+    return ["step", "train/loss", "val/loss", *by_dataset, *rest]
+
+
+class CsvLogger(Logger):
+    """metrics.csv: a row an optimizer step and a row a validation, at full precision."""
+
+    def __init__(self, path: Path, dataset_names: list[str]) -> None:
+        super().__init__()
+        self.path = path
+        self.columns = columns(dataset_names)
+
+    @rank_zero_only
+    def clear(self) -> None:
+        """Remove the file of an earlier run, which may have other columns."""
+        self.path.unlink(missing_ok=True)
+
+    @rank_zero_only
+    def drop_rows_after(self, step: int) -> None:
+        """Drop the rows after `step`, from which the run resumes, and a truncated last row."""
+        if not self.path.exists():
+            return
+        end = 0
+        with open_no_follow(self.path, "r+b") as file:
+            for number, line in enumerate(file):
+                first = line.split(b",", 1)[0]
+                is_whole = line.endswith(b"\n")
+                if not is_whole or (number and not (first.isdigit() and int(first) <= step)):
+                    break
+                end += len(line)
+            file.truncate(end)
+
+    @property
+    def name(self) -> str:
+        """Name of this logger."""
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        """Empty: a run has one file."""
+        return ""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Append one row, after the header in a new file; SaveError if it cannot be written."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns)
+        try:
+            if not self.path.exists() or not self.path.stat().st_size:
+                writer.writeheader()
+            writer.writerow({"step": step} | metrics)
+            with open_no_follow(self.path, "a", newline="") as file:
+                file.write(text.getvalue())
+        except OSError as error:
+            raise SaveError(self._describe(error, text.tell())) from error
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Sync the rows to the disk, before a checkpoint is committed; SaveError if it fails."""
+        if not self.path.exists():
+            return
+        try:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise SaveError(self._describe(error, self.path.stat().st_size)) from error
+
+    def _describe(self, error: OSError, num_bytes: int) -> str:
+        what = f"{self.path} could not be written: {error.strerror}"
+        if error.errno not in NO_ROOM:
+            return what
+        folder = self.path.parent
+        return (
+            f"{what}; it needs {num_bytes:,} bytes, {format_bytes(free_bytes(folder))} are free; "
+            f"make room, then type resume={folder}"
+        )
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: settings are in config.yaml."""
+
+
+class TensorBoardLogger(Logger):
+    """TensorBoard event files, opened at the first row.
+
+    Lightning's own logger imports tensorboard before training. Events after `last_step`, from which
+    the run resumes, are hidden. A disk error ends these files with a warning and not the run:
+    metrics.csv has every row.
+    """
+
+    def __init__(self, folder: Path, *, last_step: int | None = None) -> None:
+        super().__init__()
+        self.folder = folder
+        self._next_step = 0 if last_step is None else last_step + 1
+        self._writer: Any = None
+        self._has_failed = False
+
+    @property
+    def name(self) -> str:
+        """Name of this logger."""
+        return "tensorboard"
+
+    @property
+    def version(self) -> str:
+        """Empty: a run has one folder of events."""
+        return ""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Write one scalar per metric."""
+        self._guarded(lambda: self._write(metrics, step))
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Flush the events to the file."""
+        if self._writer is not None:
+            self._guarded(self._writer.flush)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: settings are in config.yaml."""
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._guarded(self._writer.close)
+
+    def _write(self, metrics: dict[str, float], step: int | None) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # TensorBoard hides events of earlier files from this step on.
+            purge_step = self._next_step if self.folder.exists() else None
+            self._writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._has_failed = True
+            log.warning(
+                "TensorBoard: %s could not be written: %s; logging continues in metrics.csv alone",
+                self.folder,
+                error.strerror or error,
+            )

@@ -1,1 +1,0 @@
-"""Ship the small data, the tokenizer and the raw text that the offline default learns from."""

@@ -1,0 +1,286 @@
+"""Read parquet and arrow files as record batches.
+
+Decides how a file is cut into batches, and which columns hold JSON text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from data_modules.messages import DataError, Origin, listed, reason_of, shown
+from data_modules.source import opening
+from data_modules.source.chunks import MAX_RAW, BadRow, Chunk, ReadOptions, too_large
+from data_modules.source.limits import Limits, too_deep, why_names, why_nested
+from data_modules.source.opening import File, check_expansion, open_seekable
+from data_modules.types import Row
+
+_MOST_ROWS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChunk(Chunk):
+    """Hold rows as an arrow record batch; `numbers` count them in their file, from 1."""
+
+    numbers: range
+    batch: Any
+    max_row_bytes: int
+    limits: Limits
+
+    def rows(self) -> Iterator[Row | BadRow]:
+        """Yield the rows as Python values."""
+        import pyarrow
+
+        features = json_features(self.batch.schema.metadata)
+        if self.batch.nbytes <= self.max_row_bytes:
+            try:
+                every = self.batch.to_pylist()
+                for name, feature in features.items():
+                    for values in every:
+                        values[name] = self._decoded(values[name], feature)
+            except (pyarrow.ArrowException, ValueError, OverflowError, RecursionError):
+                pass
+            else:
+                for number, values in zip(self.numbers, every, strict=True):
+                    yield Row(values, Origin(self.file, number))
+                return
+        for index, number in enumerate(self.numbers):
+            yield self._row(self.batch.slice(index, 1), Origin(self.file, number), features)
+
+    def count(self) -> int:
+        """Return how many rows there are."""
+        return len(self.numbers)
+
+    def select(self, kept: range) -> Chunk:
+        """Return a chunk of the rows with these numbers, counted from 0."""
+        if kept.step == 1:
+            batch = self.batch.slice(kept.start, len(kept))
+        else:
+            batch = self.batch.take(list(kept))
+        return replace(self, numbers=self.numbers[kept.start : kept.stop : kept.step], batch=batch)
+
+    def _row(self, batch: Any, origin: Origin, features: dict[str, Any]) -> Row | BadRow:
+        import pyarrow
+
+        if batch.nbytes > self.max_row_bytes:
+            text = ", ".join(batch.schema.names)
+            return too_large(origin, f"{batch.nbytes:,}", self.max_row_bytes, text)
+        values = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            try:
+                values[name] = self._decoded(column[0].as_py(), features.get(name))
+            except (pyarrow.ArrowException, ValueError, OverflowError, RecursionError) as error:
+                reason = (
+                    f"column '{shown(name)}' ({column.type}) cannot be read: {reason_of(error)}"
+                )
+                return BadRow(origin, reason, str(batch.schema.names)[:MAX_RAW])
+        return Row(values, origin)
+
+    def _decoded(self, value: Any, feature: Any) -> Any:
+        """Return a value with its JSON text decoded; raises ValueError where it is too deep."""
+        if feature is None:
+            return value
+        value = _decode_json(value, feature)
+        if problem := why_nested([value], self.limits):
+            raise ValueError(problem)
+        return value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled slice would carry all of the batch that it was cut from.
+        import pyarrow
+
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, self.batch.schema) as writer:
+            writer.write_batch(self.batch)
+        data = sink.getvalue().to_pybytes()
+        kept = self.numbers, data, self.max_row_bytes, self.limits
+        return _load_batch, (self.file, self.num_bytes, *kept)
+
+
+def _load_batch(
+    file: str, num_bytes: int, numbers: range, data: bytes, max_row_bytes: int, limits: Limits
+) -> BatchChunk:
+    import pyarrow
+
+    batch = pyarrow.ipc.open_stream(data).read_next_batch()
+    return BatchChunk(file, num_bytes, numbers, batch, max_row_bytes, limits)
+
+
+def json_features(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    """Return the columns that Hugging Face `datasets` has written as JSON text, with their types.
+
+    It does so where the values of a field are of several types, as the arguments of tools are.
+    `metadata` is a schema's; raises ValueError where that is not what `datasets` writes.
+    """
+    described = (metadata or {}).get(b"huggingface", b"")
+    if b'"Json"' not in described:
+        return {}
+    try:
+        features = json.loads(described)["info"]["features"]
+        found = {name: kind for name, kind in features.items() if _holds_json(kind)}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"its metadata 'huggingface' does not describe its columns ({reason_of(error)}); "
+            "write the file again without it"
+        ) from error
+    return found
+
+
+def _holds_json(kind: Any) -> bool:
+    """Tell whether a type of `datasets` holds JSON text; raises TypeError for anything else."""
+    if isinstance(kind, list):  # how lists were described in older versions
+        return _holds_json(kind[0])
+    if not isinstance(kind, dict):
+        raise TypeError(f"a column's type is {shown(str(kind))}")
+    if isinstance(name := kind.get("_type"), str):
+        return name == "Json" or ("feature" in kind and _holds_json(kind["feature"]))
+    return any(map(_holds_json, kind.values()))
+
+
+def _decode_json(value: Any, feature: Any) -> Any:
+    """Return `value` with what is JSON text in it, by its type in `datasets`, as what it says."""
+    if value is None or feature is None:
+        return value
+    if isinstance(feature, list):
+        feature = {"feature": feature[0]}
+    if feature.get("_type") == "Json":
+        if not isinstance(value, str):
+            raise ValueError(f"its metadata calls it JSON text, it is {type(value).__name__}")
+        return json.loads(value)
+    inner = feature.get("feature", feature)
+    if isinstance(value, list):
+        return [_decode_json(one, inner) for one in value]
+    if isinstance(value, dict) and isinstance(inner, dict):
+        return {name: _decode_json(one, inner.get(name)) for name, one in value.items()}
+    return value
+
+
+@contextmanager
+def _arrow_errors(file: File, kind: str) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except DataError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+        raise DataError(f"{file}: not a readable {kind} file: {reason_of(error)}") from error
+
+
+def read_parquet(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a parquet file."""
+    import pyarrow.parquet
+
+    with open_seekable(file, options.limits) as source, _arrow_errors(file, "parquet"):
+        # Else all of a row group is held, which may be the whole file.
+        table = pyarrow.parquet.ParquetFile(
+            source, buffer_size=opening.CHUNK_BYTES, pre_buffer=False
+        )
+        _check_schema(file, table.schema_arrow, options.limits)
+        groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
+        size = sum(group.total_byte_size for group in groups)
+        num_rows = _rows_a_chunk(size, table.metadata.num_rows)
+        stored = source.seek(0, io.SEEK_END)
+        batches = table.iter_batches(num_rows)
+        found = yield from _batches(file, batches, options, lambda: stored)
+        if found is not None and found != table.metadata.num_rows:
+            raise DataError(
+                f"{file}: says that it has {table.metadata.num_rows:,} rows and has {found:,}; "
+                "copy it again?"
+            )
+
+
+def count_parquet_rows(file: File, limits: Limits) -> int:
+    """Return how many rows a parquet file says it has."""
+    import pyarrow.parquet
+
+    with open_seekable(file, limits) as source, _arrow_errors(file, "parquet"):
+        return int(pyarrow.parquet.read_metadata(source).num_rows)
+
+
+def read_arrow(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of an arrow file or stream."""
+    import pyarrow
+
+    with open_seekable(file, options.limits) as source, _arrow_errors(file, "arrow"):
+        is_file = source.read(6) == b"ARROW1"
+        source.seek(0)
+        if is_file:
+            reader = pyarrow.ipc.open_file(source)
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            reader = pyarrow.ipc.open_stream(source)
+            batches = iter(reader)
+        _check_schema(file, reader.schema, options.limits)
+        yield from _batches(file, batches, options, source.tell)
+
+
+def _check_schema(file: File, schema: Any, limits: Limits) -> None:
+    """Raise DataError where the columns of a file go beyond a limit, or have the same name."""
+    if problem := why_names(schema.names, limits):
+        raise DataError(f"{file}: {problem}")
+    times = Counter(schema.names)
+    if twice := [name for name in times if times[name] > 1]:
+        raise DataError(f"{file}: has several columns of the same name: {listed(twice)}")
+    level = [column.type for column in schema]
+    for _ in range(limits.nesting):
+        level = [kind.field(i).type for kind in level for i in range(kind.num_fields)]
+        if not level:
+            break
+    else:
+        raise DataError(f"{file}: {too_deep(limits)}")
+    try:
+        json_features(schema.metadata)
+    except ValueError as error:
+        raise DataError(f"{file}: {error}") from error
+
+
+def _check_buffers(batch: Any) -> None:
+    """Raise ArrowInvalid where the parts of a batch do not fit together: to read it could crash.
+
+    Text that is not UTF-8 in a plain column is its row's problem.
+    """
+    import pyarrow
+
+    plain = pyarrow.string(), pyarrow.large_string()
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pyarrow.ArrowInvalid as error:
+            if column.type not in plain or "UTF8" not in str(error):
+                raise
+
+
+def _batches(
+    file: File, batches: Iterator[Any], options: ReadOptions, stored: Callable[[], int]
+) -> Generator[Chunk, None, int | None]:
+    """Yield record batches in pieces of about 1 MB; return how many rows, None if not all.
+
+    `stored` tells how many bytes of the file they came from.
+    """
+    first, num_bytes, budget = 1, 0, options.budget
+    for batch in batches:
+        _check_buffers(batch)
+        num_bytes += batch.nbytes
+        check_expansion(file, num_bytes, stored(), options.limits)
+        width = _rows_a_chunk(batch.nbytes, batch.num_rows)
+        for start in range(0, batch.num_rows, width):
+            piece = batch.slice(start, width)
+            numbers = range(first, first + piece.num_rows)
+            first = numbers.stop
+            bounds = options.max_row_bytes, options.limits
+            yield BatchChunk(str(file), piece.nbytes, numbers, piece, *bounds)
+            if budget is not None:
+                budget.left -= piece.nbytes
+                if budget.spent:
+                    return None
+    return first - 1
+
+
+def _rows_a_chunk(num_bytes: int, num_rows: int) -> int:
+    return max(1, min(_MOST_ROWS, opening.CHUNK_BYTES * max(1, num_rows) // max(1, num_bytes)))

@@ -1,0 +1,373 @@
+"""Read text files in bounded memory: JSON lines, JSON arrays, lines and paragraphs.
+
+Decides where a row begins and ends, and how one that cannot be parsed is reported.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from data_modules.messages import DataError, Origin, shown
+from data_modules.source.chunks import (
+    MAX_RAW,
+    BadRow,
+    Chunk,
+    ReadOptions,
+    RowChunk,
+    grouped,
+    not_utf8,
+    too_large,
+)
+from data_modules.source.limits import Limits, too_deep, why_names, why_nested
+from data_modules.source.opening import Budget, Content, File, open_text
+from data_modules.types import Row
+
+_BLANKS = " \t\r\n\v\f"  # what bytes.strip takes away
+_JSON_KINDS = {
+    "list": "a list",
+    "str": "a string",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "NoneType": "null",
+}
+_LENIENT_DECODER = json.JSONDecoder(parse_int=str)
+_GAP_BYTES = 64
+_BLANK = re.compile(r"[ \t\r\n]*")
+_LINE_END = re.compile(rb"\n")
+_PARAGRAPH_END = re.compile(rb"\n[ \t\r\v\f]*\n")
+
+
+class _RefusedObjectError(ValueError):
+    """Say why an object is refused that is sound JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk(Chunk):
+    """Hold whole lines of a file as bytes; `kind` is json, line or paragraph.
+
+    `kept` are the numbers, from 0, of the chunk's rows that are kept; None = all.
+    """
+
+    first_line: int
+    data: bytes
+    kind: str
+    max_row_bytes: int
+    limits: Limits
+    kept: range | None = None
+
+    def rows(self) -> Iterator[Row | BadRow]:
+        """Parse and yield the rows."""
+        text, is_utf8 = self._decoded()
+        parts = self._parts(text)
+        last = parts[-1][0] if parts and not self.data.endswith(b"\n") else 0
+        for line, part in parts if self.kept is None else [parts[n] for n in self.kept]:
+            origin = Origin(self.file, line)
+            if not is_utf8:
+                bad = not_utf8(origin, part.encode(errors="surrogateescape"))
+                if bad is not None:
+                    yield bad
+                    continue
+            # Counting bytes takes time: a row with few characters has few bytes too.
+            if len(part) * 4 > self.max_row_bytes:
+                size = len(part.encode())
+                if size > self.max_row_bytes:
+                    yield too_large(origin, f"{size:,}", self.max_row_bytes, part)
+                    continue
+            if self.kind == "json":
+                yield _parse_json_line(origin, part, line == last, self.limits)
+            else:
+                yield Row({"text": part.replace("\r\n", "\n").rstrip("\r\n")}, origin)
+
+    def count(self) -> int:
+        """Return how many rows there are, good and bad."""
+        if self.kept is not None:
+            return len(self.kept)
+        if self.kind == "paragraph":
+            return len(self._parts(self._decoded()[0]))
+        return sum(map(bool, map(bytes.strip, self.data.split(b"\n"))))
+
+    def select(self, kept: range) -> Chunk:
+        """Return a chunk of the rows with these numbers, counted from 0."""
+        before = range(self.count()) if self.kept is None else self.kept
+        return replace(self, kept=before[kept.start : kept.stop : kept.step])
+
+    def _decoded(self) -> tuple[str, bool]:
+        """Return the text and whether it is UTF-8; bytes that are not are escaped."""
+        try:
+            return self.data.decode(), True
+        except UnicodeDecodeError:
+            return self.data.decode(errors="surrogateescape"), False
+
+    def _parts(self, text: str) -> list[tuple[int, str]]:
+        """Return first line and text of each row."""
+        numbered = enumerate(text.split("\n"), self.first_line)
+        filled = [(number, line) for number, line in numbered if line.strip(_BLANKS)]
+        if self.kind != "paragraph":
+            return filled
+        parts: list[tuple[int, list[str]]] = []
+        last = -1
+        for number, line in filled:
+            if number == last + 1:
+                parts[-1][1].append(line)
+            else:
+                parts.append((number, [line]))
+            last = number
+        return [(number, "\n".join(lines)) for number, lines in parts]
+
+
+def _parse_json_line(origin: Origin, text: str, is_last: bool, limits: Limits) -> Row | BadRow:
+    raw, text = text, text.rstrip("\r\n")
+    try:
+        decoder = _decoder(limits.columns, limits.key_chars)
+        # Faster than decode(), which looks for blanks around the row first.
+        values, end = decoder.raw_decode(text)
+        if end != len(text):
+            values = decoder.decode(text)
+    except json.JSONDecodeError as error:
+        at_the_end = error.pos >= len(text) or error.msg.startswith("Unterminated")
+        is_open = text.startswith("{") and not text.endswith("}")
+        if (at_the_end or is_open) and is_last and origin.line > 1:
+            reason = "line is cut off (no newline); copy the file again?"
+            return BadRow(origin, reason, raw[:MAX_RAW])
+        return BadRow(origin, invalid_json(error.msg, text, error.pos), raw[:MAX_RAW], error.colno)
+    except (ValueError, RecursionError) as error:
+        return BadRow(origin, _unreadable(error, limits), raw[:MAX_RAW])
+    if not isinstance(values, dict):
+        return BadRow(origin, _not_an_object(values), raw[:MAX_RAW])
+    # Counting letters is fast, and enough for nearly all rows.
+    if text.count("{") + text.count("[") > limits.nesting and (
+        problem := why_nested(values, limits)
+    ):
+        return BadRow(origin, problem, raw[:MAX_RAW])
+    return Row(values, origin)
+
+
+def parse_element(
+    text: str, start: int, origin: Origin, max_row_bytes: int, limits: Limits
+) -> tuple[Row | BadRow, int]:
+    """Return the row that begins at `start` of an array, and where it ends.
+
+    Raises JSONDecodeError, or DataError, where its end cannot be found.
+    """
+    try:
+        values, end = _decoder(limits.columns, limits.key_chars).raw_decode(text, start)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise DataError(f"{origin} {too_deep(limits)}") from error
+    except ValueError as error:
+        # Its end can be found all the same.
+        _, end = _LENIENT_DECODER.raw_decode(text, start)
+        return BadRow(origin, _unreadable(error, limits), text[start:end][:MAX_RAW]), end
+    if (end - start) * 4 > max_row_bytes:
+        size = len(text[start:end].encode())
+        if size > max_row_bytes:
+            return too_large(origin, f"{size:,}", max_row_bytes, text[start:end]), end
+    if not isinstance(values, dict):
+        return BadRow(origin, _not_an_object(values), text[start:end][:MAX_RAW]), end
+    opened = text.count("{", start, end) + text.count("[", start, end)
+    if opened > limits.nesting and (problem := why_nested(values, limits)):
+        return BadRow(origin, problem, text[start:end][:MAX_RAW]), end
+    return Row(values, origin), end
+
+
+@functools.lru_cache(maxsize=4)
+def _decoder(columns: int, key_chars: int) -> json.JSONDecoder:
+    """Return what reads a row and refuses keys that occur twice, or go beyond a limit."""
+    limits = Limits(columns=columns, key_chars=key_chars)
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            times = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in times.items() if count > 1)
+            raise _RefusedObjectError(f"key '{shown(twice)}' occurs twice; keep one of them")
+        # Their letters together are counted fast, and are few enough in nearly all objects.
+        if (len(values) > columns or len("".join(values)) > key_chars) and (
+            problem := why_names(values, limits)
+        ):
+            raise _RefusedObjectError(problem)
+        return values
+
+    return json.JSONDecoder(object_pairs_hook=check)
+
+
+def invalid_json(what: str, text: str, position: int) -> str:
+    """Say what is wrong at `position` of `text`, and quote what stands there."""
+    return f"invalid JSON: {what}, near `{shown(text[max(0, position - 20) : position + 20])}`"
+
+
+def _unreadable(error: Exception, limits: Limits) -> str:
+    if isinstance(error, _RefusedObjectError):
+        return str(error)
+    if isinstance(error, RecursionError):
+        return too_deep(limits)
+    # Python turns no more digits than these into a number.
+    most = sys.get_int_max_str_digits()
+    return f"holds a number of more than {most:,} digits, which cannot be read; write it as text"
+
+
+def _not_an_object(value: Any) -> str:
+    kind = _JSON_KINDS[type(value).__name__]
+    of_objects = isinstance(value, list) and value and isinstance(value[0], dict)
+    hint = " (a file that is one array of rows is named .json)" if of_objects else ""
+    return f'is {kind}, not an object; a row is {{"column": value, ...}}{hint}'
+
+
+def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield chunks of whole rows; one above `max_row_bytes` is passed by, never held."""
+    end_of_row = _PARAGRAPH_END if kind == "paragraph" else _LINE_END
+    max_row_bytes = options.max_row_bytes
+    file, line = str(data.file), 1
+    rest = bytearray()
+    while block := data.read():
+        # Only what is new, and the blanks before it that may begin the gap, can end a row.
+        looked_at = max(0, len(rest) - _GAP_BYTES)
+        rest += block
+        end = _last_end(rest, looked_at, kind)
+        if end:
+            text = bytes(rest[:end])
+            if not text.isspace():
+                yield TextChunk(file, end, line, text, kind, max_row_bytes, options.limits)
+            line += text.count(b"\n")
+            del rest[:end]
+        elif len(rest) > max_row_bytes and rest.strip():
+            raw = rest[: 4 * MAX_RAW].decode(errors="replace")
+            size, num_lines, after = _skip_row(data, bytes(rest), end_of_row)
+            said = f"more than {size:,}" if data.cut else f"{size:,}"
+            bad = too_large(Origin(file, line), said, max_row_bytes, raw)
+            yield RowChunk(file, size, (bad,))
+            line += num_lines
+            rest = bytearray(after)
+    if rest.strip() and not data.cut:
+        yield TextChunk(file, len(rest), line, bytes(rest), kind, max_row_bytes, options.limits)
+
+
+def _last_end(data: bytearray, start: int, kind: str) -> int:
+    """Return where the last row ends that ends after `start`; 0 where none does."""
+    if kind != "paragraph":
+        return data.rfind(b"\n", start) + 1
+    end = 0
+    for match in _PARAGRAPH_END.finditer(data, start):
+        end = match.end()
+    return end
+
+
+def _skip_row(data: Content, rest: bytes, end_of_row: re.Pattern[bytes]) -> tuple[int, int, bytes]:
+    """Return the row's size, its lines and what follows it."""
+    size = num_lines = 0
+    while True:
+        match = end_of_row.search(rest)
+        if match:
+            num_lines += rest.count(b"\n", 0, match.end())
+            return size + match.start(), num_lines, rest[match.end() :]
+        # The blank line that ends a paragraph may lie across two blocks.
+        at = rest.rfind(b"\n", max(0, len(rest) - _GAP_BYTES))
+        tail = rest[at:] if at >= 0 and not rest[at:].strip() else b""
+        size += len(rest) - len(tail)
+        num_lines += rest.count(b"\n", 0, len(rest) - len(tail))
+        block = data.read()
+        if not block:
+            return size, num_lines, b""
+        rest = tail + block
+
+
+def read_jsonl(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a file of JSON lines."""
+    with open_text(file, options.budget, options.limits) as data:
+        if data.head.lstrip().split(b"\n", 1)[0].strip() == b"[":
+            raise DataError(f"{file}: holds a JSON array, not one row a line; name it .json")
+        yield from _split_rows(data, "json", options)
+
+
+def read_json(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield the rows of a JSON array, or JSON lines."""
+    with open_text(file, options.budget, options.limits) as data:
+        head = data.head.lstrip()
+        if head.startswith(b"["):
+            yield from grouped(_array_rows(data, options), str(file))
+        elif head.split(b"\n", 1)[0].strip() == b"{":
+            yield from _whole_object(data, options)
+        else:
+            yield from _split_rows(data, "json", options)
+
+
+def _whole_object(data: Content, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield rows a line, unless the file is one object: that raises DataError."""
+    budget = None if options.budget is None else Budget(options.budget.left)
+    with open_text(data.file, budget, options.limits) as look:
+        text = _decode(look.read_all(), data.file)
+    try:
+        values = None if look.cut else json.loads(text)
+    except (ValueError, RecursionError):
+        values = None
+    if values is None:
+        return _split_rows(data, "json", options)
+    inner = next((name for name, value in values.items() if isinstance(value, list)), None)
+    hint = f"; are its rows under '{shown(inner)}'?" if inner else ""
+    raise DataError(
+        f"{data.file}: holds one object over several lines; give an array of rows, or one row a "
+        f"line{hint}"
+    )
+
+
+def _decode(data: bytes, file: File) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        bad = not_utf8(Origin(str(file), 1), data)
+        raise DataError(bad.problem if bad else str(error)) from error
+
+
+def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row | BadRow]]:
+    file = str(data.file)
+    content = data.read_all()
+    text = content.decode(errors="ignore") if data.cut else _decode(content, data.file)
+    del content
+    position = _skip_blank(text, text.find("[") + 1)
+    one_line = "\n" not in text.strip()
+    line, counted = 1, 0
+    while text[position : position + 1] != "]":
+        # In an array on one line the line says nothing: rows are counted there.
+        line, counted = line + text.count("\n", counted, position), position
+        origin, start = Origin(file, line), position
+        try:
+            row, end = parse_element(text, start, origin, options.max_row_bytes, options.limits)
+            position = _after_element(text, end)
+        except json.JSONDecodeError as error:
+            if data.cut:
+                return
+            # Rows after it cannot be delimited any more: this is the file's problem, not a row's.
+            reason = invalid_json(error.msg, text, error.pos)
+            raise DataError(f"{file}:{error.lineno}:{error.colno} {reason}") from error
+        yield end - start, row
+        line += one_line
+
+
+def _after_element(text: str, position: int) -> int:
+    position = _skip_blank(text, position)
+    if text[position : position + 1] == "]":
+        return position
+    if text[position : position + 1] != ",":
+        raise json.JSONDecodeError("Expecting ',' or ']' after this row", text, position)
+    return _skip_blank(text, position + 1)
+
+
+def _skip_blank(text: str, position: int) -> int:
+    match = _BLANK.match(text, position)
+    return match.end() if match else position
+
+
+def read_txt(file: File, options: ReadOptions) -> Iterator[Chunk]:
+    """Yield a row a paragraph, or a row a line where the beginning has no blank line."""
+    with open_text(file, options.budget, options.limits) as data:
+        kind = "paragraph" if _PARAGRAPH_END.search(data.head.strip()) else "line"
+        yield from _split_rows(data, kind, options)
