@@ -229,8 +229,7 @@ BUGS = [
         file="app/training/nonfinite.py",
         right="    return loss * (1 + 0 * loss.detach())\n",
         wrong="    return loss\n",
-        test="tests/training/test_nonfinite.py"
-        "::test_an_infinite_loss_makes_its_gradients_nan",
+        test="tests/training/test_nonfinite.py::test_an_infinite_loss_makes_its_gradients_nan",
     ),
     Bug(
         name="a save beside the training writes what trains, not a copy",
