@@ -329,14 +329,14 @@ class Zero(StrategyMixin, DDPStrategy):
     ) -> None:
         """Restore this rank's shards of full states."""
         shard = self._shard_of(weight)
-        states_here = optimizer.state[shard.flat]
+        own = optimizer.state[shard.flat]
         for key, value in states.items():
             if not value.ndim:
-                states_here[key] = allocate(key, value).copy_(value)
+                own[key] = allocate(key, value).copy_(value)
                 continue
-            if key not in states_here:
-                states_here[key] = torch.zeros_like(shard.flat, dtype=value.dtype)
-            states_here[key][shard.at : shard.at + shard.length].copy_(shard.of(value))
+            if key not in own:
+                own[key] = torch.zeros_like(shard.flat, dtype=value.dtype)
+            own[key][shard.at : shard.at + shard.length].copy_(shard.of(value))
 
     def full_tensor(self, weight: Tensor) -> Tensor:
         """Return the full tensor of a weight."""

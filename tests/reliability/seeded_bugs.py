@@ -55,7 +55,7 @@ BUGS = [
         right="            restore_random_state(read_random_state(source, rank), "
         "module.strategy.root_device)\n",
         wrong="            pass\n",
-        test=f"{RESUMED}::test_at_the_first_batch_all_is_as_it_was_saved[cpu]",
+        test=f"{RESUMED}::test_all_state_is_restored_at_the_first_batch[cpu]",
     ),
     Bug(
         name="the second rank takes the first one's random state",
@@ -101,7 +101,7 @@ BUGS = [
     ),
     Bug(
         name="one tensor of the optimizer's state is lost",
-        file=STATE,
+        file="app/training/checkpoint/optimizer_state.py",
         right="for full_name, value in tensors.items():",
         wrong="for full_name, value in list(tensors.items())[1:]:",
         test="tests/training/checkpoint/test_state.py"
@@ -270,7 +270,7 @@ BUGS = [
     Bug(
         name="an optimizer's states are lost where each rank has a part",
         file="app/strategy/deepspeed.py",
-        right="            kept[key][piece.at : piece.at + piece.length].copy_(piece.of(value))\n",
+        right="            own[key][shard.at : shard.at + shard.length].copy_(shard.of(value))\n",
         wrong="            pass\n",
         test="tests/parity/strategies/test_resume.py"
         "::test_another_strategy_goes_on_with_the_same_losses[lora-chain0]",
