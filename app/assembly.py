@@ -173,7 +173,8 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.first_step = run.step
     data.setup("fit")
-    data.prompts(config.evaluation.max_rows)  # warns of those that are too long
+    if config.evaluation.exact_match:
+        data.prompts(config.evaluation.max_rows)  # warns now of those that are too long
     if is_first_rank():
         for line in (*data.report.lines(), *data.audit.lines()):
             log.info("data: %s", line)

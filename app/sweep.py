@@ -1,4 +1,4 @@
-"""A sweep: Hydra says which trials there are, each is a process of its own, one table at the end.
+"""A sweep: Hydra lists the trials, each is a process of its own, one table at the end.
 
 A process of its own, because Lightning starts further ranks by the same command line: within
 Hydra's multirun they would start the whole sweep again.

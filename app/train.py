@@ -21,7 +21,7 @@ from app.process.signals import end_process, exit_after_grace, install_signal_ha
 from app.process.stdio import keep_streams
 from app.run import Run, open_run
 from app.run.folder import METRICS_FILE
-from app.run.ranks import how_to_go_on, requeue, run_ranks, starts_ranks
+from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
 from app.sweep import run_sweep
 from data_modules import printable
 
@@ -175,7 +175,7 @@ def start(config: TrainConfig) -> None:
     except Interrupted as interrupted:
         if interrupted.signum == signal.SIGUSR1:
             requeue(config.supervise)
-        interrupted.message += f"\n{how_to_go_on()}"
+        interrupted.message += f"\n{resume_command()}"
         exit_after_grace()
         raise
 

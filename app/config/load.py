@@ -318,12 +318,6 @@ def resolve_paths(config: Config) -> None:
             setattr(part, name, str(Path(path).expanduser()))
 
 
-def settings_of(group: str, option: str) -> Any:
-    """Return the settings that `group=option` means, as its file has them."""
-    file = read_conf_file(find_option(CONF, group, option), package=group)
-    return PARTS[group][option](**file.values)
-
-
 def first_line(error: Exception) -> str:
     """Return what of an error of Hydra or OmegaConf is for people."""
     return str(error).strip().splitlines()[0]

@@ -1,7 +1,7 @@
-"""Faults on purpose: a run is killed, hangs, meets a NaN or a full disk where a person says so.
+"""Fault injection: a run is killed, hangs, meets a NaN or a full disk where `faults=` says so.
 
-The program announces where it is by `reach`; an armed fault strikes there. Each strikes as often
-as it is typed and is noted in the run's folder first, so a resumed run does not die of it again.
+The program announces where it is by `reach`; an armed fault fires there. Each fires as often as it
+is given, and is recorded in the run's folder first, so that it does not fire again after a resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from app.process.errors import nearest
 
 NOTES_FILE = "faults-fired"
-"""in a run's folder: the faults that struck, a line each"""
+"""in a run's folder: the faults that have fired, one a line"""
 SIGNALS = {
     "sigterm": signal.SIGTERM,
     "sigint": signal.SIGINT,
@@ -43,16 +43,16 @@ CHECKPOINT_POINTS = (
     "after_unmark",
     "after_rotation",
 )
-"""of a save, in their order; `after_unmark` is within the removal of an old checkpoint"""
+"""points of a save in order; `after_unmark` is within the removal of an old checkpoint"""
 NEEDS_ROOM = ("disk.mkdir", "disk.create", "disk.write", "disk.fsync", "disk.replace")
-"""operations that fail where the disk is full"""
+"""operations that fail on a full disk"""
 FORMS = (
     "rank_killed@STEP, rank_killed:RANK@STEP (the last rank if not typed; so hang, nan and inf: a "
     "step's loss, grad_nan and grad_inf: its gradients; sigterm, sigint, sigusr1, sigstop: within "
     "it; worker_killed: a loader's), "
     "batch_killed:K@STEP (the last rank, before the K-th micro-batch of that step), "
     "enospc, enospc:K@STEP (the K-th operation of that save), ckpt:POINT@STEP, "
-    "disk:K@STEP (killed at the K-th operation of that save); those of a save strike the first "
+    "disk:K@STEP (killed at the K-th operation of that save); those of a save fire on the first "
     "rank, enospc:K:RANK@STEP, ckpt:POINT:RANK@STEP and disk:K:RANK@STEP another one"
 )
 _PATTERN = re.compile(r"(?P<name>[^:@]+)(:(?P<argument>[^@]*))?(@(?P<step>.*))?")
@@ -60,7 +60,7 @@ _PATTERN = re.compile(r"(?P<name>[^:@]+)(:(?P<argument>[^@]*))?(@(?P<step>.*))?"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault as it was typed."""
+    """One fault as given."""
 
     text: str
     name: str
@@ -73,7 +73,7 @@ class Fault:
     point: str | None = None
 
     def is_of(self, rank: int, num_ranks: int) -> bool:
-        """Tell whether it strikes on `rank`."""
+        """Tell whether it fires on `rank`."""
         if self.rank is not None:
             return self.rank == rank
         is_of_step = self.name in (*OF_A_RANK, "batch_killed")
@@ -85,17 +85,16 @@ class _Armed:
     faults: list[Fault]
     notes: Path
     save: int | None = None
-    """step of the save under way"""
+    """step of the current save"""
     num_operations: int = 0
-    """on the disk, since that save began"""
+    """disk operations since that save began"""
     num_of_room: int = 0
-    """those of them that fail where the disk is full"""
+    """those of them that fail on a full disk"""
     batches: list[int] = field(default_factory=list)
-    """the step under way, once for each of its micro-batches so far"""
-    struck: list[Fault] = field(default_factory=list)
+    """the current step, once for each of its micro-batches so far"""
 
     def strike(self, fault: Fault) -> None:
-        """Note that `fault` strikes now: the process may not live to do so after."""
+        """Record that `fault` fires, before it does: the process may not survive it."""
         self.faults.remove(fault)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         descriptor = os.open(self.notes, flags, 0o666)
@@ -110,7 +109,7 @@ _armed: _Armed | None = None
 
 
 def parse_faults(texts: Sequence[str]) -> tuple[list[Fault], list[str]]:
-    """Read `faults=[...]`; return the faults, and what is wrong with the others."""
+    """Parse `faults=[...]`; return the faults, and the problems of the others."""
     faults, problems = [], []
     for text in texts:
         try:
@@ -121,7 +120,7 @@ def parse_faults(texts: Sequence[str]) -> tuple[list[Fault], list[str]]:
 
 
 def check_workers(faults: Sequence[Fault], num_workers: int) -> list[str]:
-    """List the faults that strike a loader's worker where there is none."""
+    """List the faults that kill a loader's worker where there is none."""
     return [
         f"faults: {fault.text!r} kills a worker of the loader, and data.num_workers={num_workers}; "
         "type data.num_workers=1"
@@ -134,7 +133,7 @@ def _parse(text: str) -> Fault:
     match = _PATTERN.fullmatch(text)
     name = match["name"] if match else text
     if match is None or name not in NAMES:
-        raise ValueError(f"is no fault{nearest(name, NAMES)}; expected {FORMS}")
+        raise ValueError(f"is not a fault{nearest(name, NAMES)}; expected {FORMS}")
     argument = match["argument"]
     step = None if match["step"] is None else _number(match["step"], "the step after @", least=1)
     if name in OF_A_RANK:
@@ -167,7 +166,7 @@ def _number(text: str, what: str, *, least: int) -> int:
 
 
 def arm(faults: Sequence[Fault], folder: Path, *, rank: int = 0, num_ranks: int = 1) -> None:
-    """Let those of `faults` strike in this process that have not yet struck in run `folder`."""
+    """Arm those of `faults` for this process that have not yet fired in run `folder`."""
     global _armed
     notes = folder / NOTES_FILE
     struck = Counter(notes.read_text().splitlines() if notes.exists() else [])
@@ -181,7 +180,7 @@ def arm(faults: Sequence[Fault], folder: Path, *, rank: int = 0, num_ranks: int 
 
 
 def is_due(name: str, step: int) -> bool:
-    """Tell, once, whether fault `name` (nan, inf, grad_nan, grad_inf) strikes at `step`."""
+    """Tell, once, whether fault `name` (nan, inf, grad_nan, grad_inf) fires at `step`."""
     if _armed is None:
         return False
     due = [fault for fault in _armed.faults if fault.name == name and fault.step == step]

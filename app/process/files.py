@@ -1,4 +1,4 @@
-"""Files of a run: opened without following links, and written whole or not at all."""
+"""Files of a run: opened without following links, written atomically."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISCHR, "a device"),
 )
-"""what a run never makes"""
+"""entries that a run never makes"""
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file of a run's folder so that it is the old or the new one whenever it is read."""
+    """Write a file atomically: a reader finds the old content or the new one."""
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     unfinished.unlink(missing_ok=True)
     try:
@@ -36,19 +36,19 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts know no such
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by some network mounts
             raise
     finally:
         os.close(descriptor)
 
 
 def open_no_follow(file: Path, mode: str, **how: Any) -> IO[Any]:
-    """Open a file as `open` does; OSError where its name is a link."""
+    """Open a file as `open` does; OSError if it is a link."""
     return open(file, mode, opener=_no_follow, **how)
 
 
@@ -57,7 +57,7 @@ def _no_follow(path: str, flags: int) -> int:
 
 
 def odd_entries(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield what is neither a file nor a folder anywhere below `folder`, and what it is."""
+    """Yield the entries below `folder` that are neither files nor folders, with their kind."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.is_file(follow_symlinks=False):

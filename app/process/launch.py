@@ -204,7 +204,8 @@ def run_dir() -> Path | None:
     Only theirs: a shell, or the process of another run, may have left one in the environment.
     """
     folder = os.environ.get(RUN_DIR_VARIABLE)
-    return Path(folder) if folder and (folder == _decided or is_child()) else None
+    is_known = folder == _decided or read_launch().has_parent
+    return Path(folder) if folder and is_known else None
 
 
 def set_run_dir(folder: Path) -> None:

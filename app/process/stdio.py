@@ -1,4 +1,4 @@
-"""Standard output and error that a run outlives: a pipe that is closed, a disk that is full."""
+"""Standard output and error that may fail without ending the run: a closed pipe, a full disk."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from data_modules import redact
 
 
 class LastingFile(io.FileIO):
-    """A file that takes whatever is written to it from the first failure on, and drops it."""
+    """A file that discards whatever is written to it after the first failure."""
 
     def write(self, data: object) -> int:
-        """Write `data`, or drop it; returns how many bytes are done with."""
+        """Write or discard `data`; returns the number of bytes consumed."""
         try:
             return super().write(data)  # type: ignore[arg-type]
         except OSError:
@@ -25,7 +25,7 @@ class LastingFile(io.FileIO):
 
 
 class CleanText(io.TextIOWrapper):
-    """Text that is printed without the secrets in it, whoever prints: a library quotes URLs too."""
+    """Text output without secrets, whoever prints: libraries quote URLs too."""
 
     def write(self, text: str) -> int:
         """Write `text`, redacted; returns its length."""
@@ -34,7 +34,7 @@ class CleanText(io.TextIOWrapper):
 
 
 def keep_streams() -> None:
-    """Let this process go on when nobody reads what it prints; call before anything is opened."""
+    """Keep this process running when its output is closed; call before any file is opened."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

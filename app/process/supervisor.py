@@ -1,7 +1,7 @@
-"""Watch over the ranks of a run: who died or hangs is named, all end, and the run is started again.
+"""Supervise the ranks of a run: name the one that died or hangs, end all, restart the run.
 
-Imports no torch and reads no batch: of the run it knows its folder, its ranks, and the step of its
-newest good checkpoint.
+Imports no torch. Of the run it knows the folder, the ranks and the step of the newest good
+checkpoint.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ class SuperviseConfig:
     itself; with resume=auto it then goes on"""
 
 
-LOOK_EVERY = 0.1
-"""seconds between two looks at the ranks"""
+POLL_SECONDS = 0.1
 MAX_PORTS = 5
-"""ports that are tried, one after the other"""
-ENDS_FOR_GOOD = (USER_ERROR, TRAINING_FAULT)
-"""exit codes after which the same would happen again"""
-FAULTS = (*ENDS_FOR_GOOD, ENVIRONMENT_ERROR)
-"""exit codes of ranks that say themselves what is wrong"""
+"""ports to try, one after the other"""
+FINAL_CODES = (USER_ERROR, TRAINING_FAULT)
+"""exit codes after which a restart would fail again"""
+REPORTED_CODES = (*FINAL_CODES, ENVIRONMENT_ERROR)
+"""exit codes of ranks that report their error themselves"""
 STACK_LINES = 12
-TIME_FOR_STACKS = 2.0
-"""seconds"""
+STACK_SECONDS = 2.0
+"""that ranks have to dump their stacks"""
 CODES_OF_SIGNALS = {128 + signum for signum in HANDLED}
-"""of ranks that a signal has asked to end"""
+"""exit codes of ranks that a signal has ended"""
 PREFIX = "error (the environment): "
 OUT_OF_MEMORY = "often for lack of memory; the system's log says so"
 
@@ -61,41 +60,41 @@ class Ending:
     """How the ranks of a run ended."""
 
     code: int
-    said: str = ""
-    """who was to blame, where no rank has said why itself"""
+    message: str = ""
+    """which rank failed first and how, where no rank has reported it"""
     step: int | None = None
-    """steps that whoever was to blame had done"""
+    """optimizer steps that the rank had done which failed first"""
     is_of_signal: bool = False
-    """whether a signal has asked the run to end"""
+    """whether a signal ended the run"""
     port_is_taken: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
 class Supervisor:
-    """Runs the ranks of one run until it is done, or cannot go on."""
+    """Runs the ranks of one run until it is done or cannot be restarted."""
 
     command: Sequence[str]
-    """what a person typed, by which every rank is started"""
+    """command line of every rank"""
     folder: Path
     config: SuperviseConfig
     step: int
-    """of the checkpoint that they go on from, 0 for none"""
+    """step of the checkpoint to resume from, 0 for none"""
     newest_step: Callable[[], int]
-    """looks for the newest good checkpoint"""
+    """finds the step of the newest good checkpoint"""
     of_rank: Sequence[Mapping[str, str]]
-    """each rank's own variables"""
+    """variables of each rank"""
     chooses_port: bool = True
-    """whether the ranks meet on this machine alone"""
+    """whether all ranks are on this machine"""
 
     def run(self) -> int:
-        """Start the ranks, and again as often as it is allowed; return the exit code."""
-        wait_for_step(True)  # a signal is passed on to them
+        """Start the ranks, restart them up to `max_restarts` times; return the exit code."""
+        wait_for_step(True)  # signals are forwarded to the ranks
         num_restarts, last = 0, None
         while True:
             ending = self._run_once()
-            if ending.said:
-                self._say(ending.said)
-            if ending.code == DONE or ending.is_of_signal or ending.code in ENDS_FOR_GOOD:
+            if ending.message:
+                self._report(ending.message)
+            if ending.code == DONE or ending.is_of_signal or ending.code in FINAL_CODES:
                 return ending.code
             if last is not None and ending.step == last.step:
                 say(f"supervise: it has failed twice {_after(ending.step)}: not started again")
@@ -103,7 +102,7 @@ class Supervisor:
             if num_restarts == self.config.max_restarts:
                 return ending.code
             num_restarts, last = num_restarts + 1, ending
-            wait_for_step(False)  # to find it may mean to read for minutes
+            wait_for_step(False)  # verifying checkpoints may take minutes
             self.step = self.newest_step()
             wait_for_step(True)
             where = f"from step {self.step}" if self.step else "from the start"
@@ -126,11 +125,11 @@ class Supervisor:
         return ending
 
     def _watch(self, ranks: Ranks) -> Ending:
-        """Wait for the ranks to end, all of them or one with a fault; then end them all."""
+        """Wait until all ranks have ended or one has failed; then end them all."""
         sent, sent_at = None, 0.0
         grace = GRACE
         while True:
-            ranks.look()
+            ranks.poll()
             codes = [rank.code for rank in ranks.ranks]
             if all(code is not None for code in codes) or any(codes):
                 break
@@ -138,82 +137,82 @@ class Supervisor:
                 ranks.send(sent)
                 sent_at = time.monotonic()
             is_late = sent is not None and time.monotonic() - sent_at > EXITS_WITHIN
-            if is_late and not ranks.train():  # they should have ended by themselves
+            if is_late and not ranks.are_training():  # they should have ended by now
                 grace = 0.0
                 break
             if (hanging := self._find_hanging(ranks)) is not None:
                 return hanging
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_SECONDS)
         ranks.end(grace)
         return self._judge(ranks, sent)
 
     def _judge(self, ranks: Ranks, sent: int | None) -> Ending:
-        """Name the one that ended first of itself: others were ended for it, or lost it."""
+        """Name the rank that failed first: the others were ended or lost it."""
         failed = [rank for rank in ranks.ranks if rank.code != DONE]
         if not failed:
             return Ending(code=DONE)
-        asked = [rank.code for rank in failed if rank.code in CODES_OF_SIGNALS]
-        if sent is not None or asked:
-            for rank in failed:  # a scheduler must not believe that it has saved itself
-                if rank.code in FAULTS and not rank.was_killed and rank.lost is None:
+        by_signal = [rank.code for rank in failed if rank.code in CODES_OF_SIGNALS]
+        if sent is not None or by_signal:
+            for rank in failed:  # a scheduler must not take it for a saved run
+                if rank.code in REPORTED_CODES and not rank.was_killed and rank.lost is None:
                     return Ending(code=rank.code, is_of_signal=True)
-            return Ending(code=asked[0] if asked else 128 + (sent or 0), is_of_signal=True)
+            return Ending(code=by_signal[0] if by_signal else 128 + (sent or 0), is_of_signal=True)
         first = min(failed, key=_blame)
-        has_said = (self.folder / REASON_FILE).exists()
-        is_known = first.code in FAULTS
+        is_reported = (self.folder / REASON_FILE).exists()
+        is_known = first.code in REPORTED_CODES
         return Ending(
             code=first.code if is_known and first.code else ENVIRONMENT_ERROR,
-            said="" if has_said else self._word(first),
+            message="" if is_reported else self._describe(first),
             step=first.step,
             port_is_taken=any(rank.port_is_taken for rank in failed),
         )
 
     def _find_hanging(self, ranks: Ranks) -> Ending | None:
-        """End the ranks where one of them hangs; None where none does."""
+        """End the ranks if one of them hangs; None if none does."""
         if self.config.hang_minutes is None:
             return None
         least = 60 * self.config.hang_minutes
         if not ranks.hang(least):
             return None
-        ranks.ask_for_stacks()
-        time.sleep(TIME_FOR_STACKS)
-        ranks.look()
-        if not ranks.hang(least):  # it has gone on in the meantime
+        ranks.request_stacks()
+        time.sleep(STACK_SECONDS)
+        ranks.poll()
+        if not ranks.hang(least):  # it has made progress in the meantime
             return None
-        # Those that wait for it are as idle: it was stopped, or is the one that came less far.
+        # Those that wait for it are as idle: it was stopped, or is the one with fewer steps.
         running = [rank for rank in ranks.ranks if rank.code is None]
         first = min(running, key=lambda rank: (not rank.is_stopped(), rank.num_beats))
         how = "is stopped (SIGSTOP)" if first.is_stopped() else "hangs"
-        said = f"rank {first.number} {how} {_after(first.step)}, for {first.pause:.0f} s"
+        message = f"rank {first.number} {how} {_after(first.step)}, for {first.pause:.0f} s"
         if stack := ranks.stack_of(first, STACK_LINES):
             file = self.folder / STACKS_FILE.format(first.number)
-            said = "\n  ".join([f"{said}; {file}:", *stack])
+            message = "\n  ".join([f"{message}; {file}:", *stack])
         ranks.end(0)
-        return Ending(code=ENVIRONMENT_ERROR, said=said, step=first.step)
+        return Ending(code=ENVIRONMENT_ERROR, message=message, step=first.step)
 
-    def _word(self, rank: Rank) -> str:
-        """Say how a rank ended that has not said it itself."""
+    def _describe(self, rank: Rank) -> str:
+        """Describe how a rank ended that has not reported it itself."""
         if rank.lost is not None:
             return rank.lost.removeprefix(PREFIX)
         assert rank.code is not None
         if rank.code < 0:
             name = signal.Signals(-rank.code).name
             why = f" ({OUT_OF_MEMORY})" if -rank.code == signal.SIGKILL else ""
-            said = f"rank {rank.number} was killed by {name}{why} {_after(rank.step)}"
+            ended = f"rank {rank.number} was killed by {name}{why} {_after(rank.step)}"
         else:
-            said = f"rank {rank.number} ended with exit code {rank.code} {_after(rank.step)}"
-        return "\n  ".join([f"{said}; its last lines:", *rank.lines]) if rank.lines else said
+            ended = f"rank {rank.number} ended with exit code {rank.code} {_after(rank.step)}"
+        return "\n  ".join([f"{ended}; its last lines:", *rank.lines]) if rank.lines else ended
 
-    def _say(self, message: str) -> None:
+    def _report(self, message: str) -> None:
         say(f"{PREFIX}{message}")
-        with contextlib.suppress(OSError):  # the disk may be what it is about
+        with contextlib.suppress(OSError):  # the message may be about this disk
             reason = self.folder / REASON_FILE
             with open_no_follow(reason, "w", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(redact(f"{PREFIX}{message}\n"))
 
 
 def say(message: str) -> None:
-    """Print a line on stderr, if there is anyone to read it."""
+    """Print a line on stderr, if it is still open."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 

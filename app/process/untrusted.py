@@ -1,6 +1,6 @@
-"""Files that come from elsewhere: the one boundary through which each is read, and its limits.
+"""Untrusted files: the one boundary through which they are read, and its limits.
 
-Whatever a library or our own code raises while it reads one is told as one problem of that file.
+Whatever a library or our own code raises while reading one becomes one problem of that file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from app.process.errors import (
 
 LIMITS_VARIABLE = "LOFT_LIMITS"
 MAX_WORDS = 300
-"""characters of a library's message that are printed"""
+"""characters of a library's message to print"""
 OF_THE_FILE = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -36,9 +36,9 @@ OF_THE_FILE = (
     errno.ELOOP,
     errno.EINVAL,
 )
-"""system errors that come of what a file says, as a name that leads nowhere"""
+"""system errors that the content of a file causes, such as a name that does not exist"""
 NETWORK = ("httpx", "httpcore", "requests", "urllib3")
-"""libraries whose errors are of a connection"""
+"""libraries whose errors are about a connection"""
 LFS_MARK = b"version https://git-lfs"
 ITEM_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
@@ -55,7 +55,7 @@ ITEM_BITS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a file from elsewhere may hold; LOFT_LIMITS=json_mib=512,json_depth=200 sets others."""
+    """Limits of an untrusted file; LOFT_LIMITS=json_mib=512,json_depth=200 sets others."""
 
     json_mib: int = 256
     """size of a JSON file, as tokenizer.json"""
@@ -78,7 +78,7 @@ class Limits:
 
 
 def limits() -> Limits:
-    """Return the limits, with what LOFT_LIMITS sets; UserError for a word that means nothing."""
+    """Return the limits, with those that LOFT_LIMITS sets; UserError for an unknown one."""
     return _read_limits(os.environ.get(LIMITS_VARIABLE, ""))
 
 
@@ -98,23 +98,23 @@ def _read_limits(words: str) -> Limits:
 
 
 def over_limit(file: Path, what: str, name: str) -> str:
-    """Word that a file exceeds the limit `name`, and how a person may set another."""
+    """Return the problem of a file that exceeds the limit `name`, with how to raise it."""
     there = getattr(limits(), name)
     return f"{file}: {what} (limit {there:,}; {LIMITS_VARIABLE}={name}=NUMBER sets another)"
 
 
 @contextlib.contextmanager
 def reading(what: str | Path, fix: str) -> Iterator[None]:
-    """Tell whatever is raised inside as one UserError about `what`, with how to mend it.
+    """Raise any error inside as one UserError about `what`, with the `fix`.
 
-    What a person is told already passes. Faults of the machine keep their kind, with `what` before
-    them: memory, disk, devices, packages that are not installed.
+    UserErrors and DataErrors pass. Faults of the machine keep their kind, with `what` before them:
+    memory, disk, devices, packages that are not installed.
     """
     try:
         yield
     except (TrainingFault, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # also what libraries in Rust call a panic
+    except BaseException as error:  # also a panic of a library in Rust
         code = exit_code(error)
         is_machine = code == ENVIRONMENT_ERROR and not _is_of_the_file(error)
         if is_machine or _is_of_the_network(error):
@@ -125,7 +125,7 @@ def reading(what: str | Path, fix: str) -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """Return what a library says of an error, in one line."""
+    """Return a library's error message in one line."""
     words = " ".join(str(error).split())
     if not words or isinstance(error, (KeyError, IndexError)) or " " not in words:
         words = f"{type(error).__name__} {words}".strip()
@@ -157,7 +157,7 @@ def _kind_of(error: BaseException) -> type[Exception]:
 
 
 def problem_of_kind(file: Path) -> str | None:
-    """Say why `file` is nothing to read: missing, a folder, a pipe, a device, a socket."""
+    """Return why `file` is not a readable file: missing, a folder, a pipe, a device, a socket."""
     try:
         mode = file.stat().st_mode
     except OSError as error:
@@ -173,7 +173,7 @@ def problem_of_kind(file: Path) -> str | None:
 
 
 def check_kinds(folder: Path) -> list[str]:
-    """List what lies in a folder and would hold up or mislead who reads it: pipes, devices."""
+    """List the entries of a folder that would block or mislead a reader: pipes, devices, links."""
     entries = sorted(entry for entry in folder.iterdir() if not entry.is_dir())
     broken = [entry for entry in entries if entry.is_symlink() and not entry.exists()]
     return [
@@ -186,7 +186,7 @@ def check_kinds(folder: Path) -> list[str]:
 
 
 def read_text(file: Path, limit: str) -> tuple[str, str | None]:
-    """Read a UTF-8 file of at most `limit` MiB; returns its text, and what is wrong with it."""
+    """Read a UTF-8 file of at most `limit` MiB; returns its text, and its problem or None."""
     if (problem := problem_of_kind(file)) is not None:
         return "", problem
     most = getattr(limits(), limit) << 20
@@ -201,7 +201,7 @@ def read_text(file: Path, limit: str) -> tuple[str, str | None]:
 
 
 def read_json_object(file: Path) -> tuple[dict[str, Any], str | None]:
-    """Read a JSON object; returns it, and what is wrong with the file."""
+    """Read a JSON object; returns it, and the file's problem or None."""
     try:
         text, problem = read_text(file, "json_mib")
     except OSError as error:
@@ -215,7 +215,7 @@ def read_json_object(file: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def parse_json(text: str | bytes, file: Path) -> tuple[Any, str | None]:
-    """Parse JSON within the limits; returns what it holds, and what is wrong with `file`."""
+    """Parse JSON within the limits; returns its content, and the problem of `file` or None."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
@@ -230,7 +230,7 @@ def parse_json(text: str | bytes, file: Path) -> tuple[Any, str | None]:
 
 
 def _beyond(content: Any, size: int, file: Path) -> str | None:
-    """Say which limit the content of a JSON file of `size` characters exceeds."""
+    """Return which limit the content of a JSON file of `size` characters exceeds."""
     most = limits()
     level, depth = [content], 0
     while level:
@@ -255,7 +255,7 @@ def _values(holder: dict[str, Any] | list[Any]) -> Iterable[Any]:
 def read_header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """Read names and shapes from one safetensors header, and compare it with the file's size.
 
-    Returns them, and what is wrong with the file: everything for which safetensors would refuse it.
+    Returns them, and the file's problems: everything for which safetensors would refuse it.
     """
     if not file.exists():
         return {}, [f"{file} is missing, though the index names it; download the model again"]

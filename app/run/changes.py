@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.preflight.fingerprint import EARLIER_FORM, same_form
-from app.strategy.settings import DdpConfig, ZeroConfig
+from app.strategy.settings import DdpConfig, StrategyConfig, ZeroConfig
 from data_modules import ResumeRule, facts_of, redacted
+
+if TYPE_CHECKING:
+    from app.config import TrainConfig
 
 ALLOWED = {
     "lr": "how large a step is",
@@ -35,26 +38,26 @@ FINGERPRINTS: dict[str, tuple[str, ResumeRule, str]] = {
         "take the version of this program that started the run",
     ),
 }
-"""of the manifest: what it is of, how a change of it is judged, and the way back"""
+"""key in the manifest: its name in messages, the kind of a change, and how to undo it"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One thing that is not as it was."""
+    """One difference from the run that is resumed."""
 
     what: str
-    """a setting's full key, or words"""
+    """a setting's full key, or a description"""
     before: Any
     now: Any
     rule: ResumeRule
     way_back: str
-    """what a person does to have it as it was"""
+    """what the user does to undo the change"""
 
     def __str__(self) -> str:
         return f"{self.what} was {_brief(self.before)} and is {_brief(self.now)}"
 
 
-def compare_settings(before: Any, now: Any) -> list[Change]:
+def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
     """List the settings that differ between two configs of a training."""
     old = {key: value for key, value, _ in _leaves(before, "", None)}
     changes = []
@@ -75,9 +78,9 @@ def compare_settings(before: Any, now: Any) -> list[Change]:
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """List what the settings lead to and is not as it was, by two manifests' facts.
+    """List the differences between the facts of two manifests.
 
-    Only what both know is compared: the base early, the rows once they have been read.
+    Only keys of both are compared: the base early, the rows once they have been read.
     """
     now = redacted(now)  # as a manifest has them
     both = before.keys() & now.keys()
@@ -108,7 +111,7 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
 
 
 def judge(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return what forbids to go on, and what is worth a note, both in words."""
+    """Return the problems that forbid resuming, and the notes to print."""
     problems, notes = [], []
     for change in changes:
         if change.rule == "fixed":
@@ -133,8 +136,8 @@ def _change(what: str, before: Any, now: Any, rule: ResumeRule, way_back: str) -
     return Change(what=what, before=before, now=now, rule=rule, way_back=way_back)
 
 
-def _compare_traffic(before: Any, now: Any) -> list[Change]:
-    """Compare whether numbers travel between the ranks as they are; other strategies only round."""
+def _compare_traffic(before: StrategyConfig, now: StrategyConfig) -> list[Change]:
+    """Compare whether communication is lossy; other differences between strategies only round."""
     was, new = _traffic(before), _traffic(now)
     if was == new:
         return []
@@ -142,7 +145,7 @@ def _compare_traffic(before: Any, now: Any) -> list[Change]:
     return [_change(what, was, new, "precision", way_back)]
 
 
-def _traffic(strategy: Any) -> str:
+def _traffic(strategy: StrategyConfig) -> str:
     if isinstance(strategy, DdpConfig) and strategy.compression != "none":
         return f"gradients by {strategy.compression}"
     if isinstance(strategy, ZeroConfig):
@@ -154,7 +157,7 @@ def _traffic(strategy: Any) -> str:
 
 
 def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Compare bases by their files, where one of them is on the hub by its name alone."""
+    """Compare bases by their files, or by path and revision where one is on the hub."""
     way_back = f"type model.path={before['path']} with the files that it had"
     named = before["weights"] is None or now["weights"] is None
     for name, what in (
@@ -172,7 +175,7 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
 
 
 def _compare_forms(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Say so where an earlier version of this program has read other parts of the weights."""
+    """Note where an earlier version of this program hashed other parts of the weights."""
     if same_form(before, now):
         return []
     was, new = before.get("weights_form") or EARLIER_FORM, now["weights_form"]
@@ -201,7 +204,7 @@ def _rule_of_precision(before: str, now: str) -> ResumeRule:
 
 
 def _way_back(key: str, value: Any) -> str:
-    """Word what to type for a setting to be as it was."""
+    """Return what to type to restore a setting."""
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return f"type '{key}=[{','.join(map(str, value))}]'"
     if "[" in key or isinstance(value, (list, dict)) or key == "data.datasets":

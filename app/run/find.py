@@ -20,8 +20,8 @@ from app.training.checkpoint.store import CHECKPOINTS, STEP_FOLDER, CheckpointSt
 
 NEVER, AUTO, MUST = "never", "auto", "must"
 STARTED = re.compile(r"(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(?:_(\d+))?")
-"""name of a folder that was not typed: the time, and a number where two started in one second"""
-SAID_ELSEWHERE = {
+"""default name of a run's folder: the time, and a number for a second run of that second"""
+OTHER_TOOLS = {
     "true": AUTO,
     "yes": AUTO,
     "last": MUST,
@@ -31,14 +31,14 @@ SAID_ELSEWHERE = {
     "none": NEVER,
     "null": NEVER,
 }
-"""what other tools call it"""
+"""values of `resume` in other tools"""
 
 
 def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Path | None:
-    """Return the folder of the run that `resume=` means; None where a new one is to start.
+    """Return the folder of the run that `resume=` names; None for a new run.
 
     `folder` and `name` are output.dir and output.name; without `name` the run may have any.
-    UserError where the run that must be there is not.
+    UserError where a run that must exist does not.
     """
     if resume == NEVER:
         return None
@@ -67,13 +67,13 @@ def find_run_to_resume(resume: str, folder: str | None, name: str | None) -> Pat
 
 
 def typed_step(resume: str) -> int | None:
-    """Return the step of `resume=RUN/checkpoints/step-40`, None where no checkpoint was typed."""
+    """Return the step in `resume=RUN/checkpoints/step-40`, None where it names no checkpoint."""
     match = STEP_FOLDER.fullmatch(Path(resume).name)
     return int(match[1]) if match else None
 
 
 def checkpoints_of(run: Path) -> CheckpointStore:
-    """Return the checkpoints of a run, to be read."""
+    """Return the checkpoint store of a run, for reading."""
     return CheckpointStore(run / CHECKPOINTS)
 
 
@@ -88,8 +88,8 @@ def has_checkpoints(run: Path) -> bool:
 def _typed_run(resume: str, folder: str | None) -> Path:
     path = expand_home("resume", resume)
     if not path.is_dir():
-        said = SAID_ELSEWHERE.get(resume.lower())
-        hint = f"; type resume={said}" if said else nearest(resume, (NEVER, AUTO, MUST))
+        known = OTHER_TOOLS.get(resume.lower())
+        hint = f"; type resume={known}" if known else nearest(resume, (NEVER, AUTO, MUST))
         raise UserError(
             f"resume={resume}: no such folder; expected never, auto, must, or the folder of a run "
             f"or of one of its checkpoints{hint}"
@@ -116,7 +116,7 @@ def _typed_run(resume: str, folder: str | None) -> Path:
 
 
 def _as_typed(run: Path) -> Path:
-    """Return a path below here as a person would write it."""
+    """Return a path below the working directory relative to it."""
     here = Path.cwd()
     return run.relative_to(here) if run.is_relative_to(here) else run
 
@@ -131,15 +131,14 @@ def _run_in(folder: Path) -> Path | None:
 
 
 def _newest_unfinished(name: str | None) -> Path | None:
-    """Return the newest run under outputs/ without figures of its end, whether it saved or not.
+    """Return the newest run under outputs/ without metrics.json, whether it has checkpoints or not.
 
-    Of a folder that was typed, whose name tells no time, nobody knows how new it is: it counts
-    where it is the only one.
+    A folder that the user named tells no time, so it counts only where it is the only one.
     """
     unfinished = [
         run
         for run in OUTPUTS.glob(f"{name or '*'}/*")
-        if is_training(run / CONFIG_FILE) and not (run / METRICS_FILE).exists()
+        if not (run / METRICS_FILE).exists() and is_training(run / CONFIG_FILE)
     ]
     if len(unfinished) == 1:
         return unfinished[0]
@@ -147,7 +146,7 @@ def _newest_unfinished(name: str | None) -> Path | None:
 
 
 def _started(run: Path) -> tuple[str, int] | tuple[()]:
-    """Return when a run started, by its folder's name: copying changes a folder's own time.
+    """Return when a run started, by its folder's name: copying changes modification times.
 
     Empty where the name tells no time.
     """

@@ -29,21 +29,21 @@ from data_modules import setting
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
-"""in a run's folder: its settings from its start on, its figures when it has finished"""
+"""in a run's folder: its settings from the start on, its metrics once it has finished"""
 PROBE = ".writable-"
-"""begins the name of a file that is made and removed at once, to see whether that is allowed"""
+"""prefix of a temporary file that tests whether the folder is writable"""
 LEFT_BY_REFUSED = re.compile(
     rf"run\.lock|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
     rf"{re.escape(PROBE)}.*|faults-fired|checkpoints"
 )
-"""what a process leaves in its folder that was refused before it trained"""
+"""what a process leaves in its folder if it is refused before training"""
 WRITTEN_AT_START = re.compile(
     rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
     r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv"
 )
-"""what a training has written before its first step"""
+"""what a training writes before its first step"""
 MAX_NAMED = 5
-"""entries of a folder that a message names"""
+"""entries of a folder that a message lists"""
 UNSET = "is it a variable that is not set? type a folder, or leave it out"
 
 
@@ -56,9 +56,9 @@ class OutputConfig:
 
 
 def check_output(config: OutputConfig, *, resumes: bool = False) -> list[str]:
-    """List what forbids writing a run here: a bad name, a folder that holds anything else.
+    """List the problems of `output`: a bad name, a folder that holds other files.
 
-    `resumes`: a run in that folder may be resumed.
+    `resumes`: whether an existing run in that folder may be resumed.
     """
     problems = []
     if config.name is not None and not NAME_PATTERN.fullmatch(config.name):
@@ -102,7 +102,7 @@ def _check_folder(typed: str, *, resumes: bool) -> list[str]:
 
 
 def _ended_at_its_start(folder: Path, names: Sequence[str]) -> bool:
-    """Tell whether a training has ended before its first step, so that nothing of it is lost."""
+    """Tell whether a training ended before its first step, so that nothing would be lost."""
     if not is_training(folder / CONFIG_FILE):
         return False
     return all(WRITTEN_AT_START.fullmatch(name) for name in names) and not (
@@ -111,7 +111,7 @@ def _ended_at_its_start(folder: Path, names: Sequence[str]) -> bool:
 
 
 def _not_of_a_start(folder: Path, names: Sequence[str]) -> list[str]:
-    """List what a process that was refused before it trained has not left here."""
+    """List the entries that a process refused before training does not leave."""
     return [
         name
         for name in names
@@ -134,9 +134,9 @@ def _has_steps(metrics: Path) -> bool:
 
 
 def check_entries(folder: Path) -> list[str]:
-    """List the links, pipes and devices in a run's folder: what is written there may lie outside.
+    """List the links, pipes and devices in a run's folder, through which files outside change.
 
-    The folder itself may be a link; a person has typed it.
+    The folder itself may be a link, since the user named it.
     """
     odd = itertools.islice(odd_entries(folder), MAX_NAMED)
     return [
@@ -163,16 +163,16 @@ def expand_home(key: str, path: str) -> Path:
 
 
 def decide_run_dir(config: OutputConfig) -> Path:
-    """Make this run's folder, or return the one that the parent process has decided on."""
+    """Make this run's folder, or return the one that the launcher has decided on."""
     if is_child() and (decided := run_dir()) is not None:
         return decided
     folder = make_run_dir(config)
-    hand_to_ranks(folder)
+    pass_to_ranks(folder)
     return folder
 
 
 def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
-    """Make a run's folder; with `resumes` it may be there, and hold a run."""
+    """Make a run's folder; with `resumes` it may exist and hold a run."""
     problems = check_output(config, resumes=resumes)
     if problems:
         raise UserError(problems)
@@ -180,7 +180,7 @@ def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
         folder = expand_home("output.dir", config.dir)
         with into_folder(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            if not resumes:  # a run that is done already is only read
+            if not resumes:  # a finished run is only read
                 tempfile.TemporaryFile(dir=folder, prefix=PROBE).close()
         return folder
     if read_launch().is_one_of_several:
@@ -203,7 +203,7 @@ def make_run_dir(config: OutputConfig, *, resumes: bool = False) -> Path:
 
 @contextlib.contextmanager
 def into_folder(folder: Path, name: str | None = None) -> Iterator[None]:
-    """Word what the system says when a run's folder, or file `name` of it, cannot be written."""
+    """Explain an OSError where a run's folder, or file `name` in it, cannot be written."""
     try:
         yield
     except FileExistsError:
@@ -216,8 +216,8 @@ def into_folder(folder: Path, name: str | None = None) -> Iterator[None]:
         ) from error
 
 
-def hand_to_ranks(folder: Path) -> None:
-    """Tell this run's folder to the ranks that this process starts, and to its own errors."""
+def pass_to_ranks(folder: Path) -> None:
+    """Pass this run's folder to the ranks that this process starts and to error reporting."""
     if is_first_rank():
         (folder / REASON_FILE).unlink(missing_ok=True)  # why an earlier process stopped
     set_run_dir(folder.resolve())

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from app.training.trainer import TrainerConfig
 
 STREAMED = ("trainer.micro_batch_size", "data.num_workers")
-"""a stream's order depends on them, and on the number of ranks"""
+"""settings that the order of a stream depends on, beside the number of ranks"""
 
 
 def describe_global_batch(trainer: TrainerConfig, num_ranks: int) -> dict[str, int]:
-    """Say of what a global step is made: packs in all, and the factors of it."""
+    """Return the packs of an optimizer step on all ranks, and the factors that make them."""
     accumulation = trainer.gradient_accumulation_steps
     if trainer.global_batch_size is not None:
         accumulation = trainer.global_batch_size // (trainer.micro_batch_size * num_ranks)
@@ -33,7 +33,7 @@ def describe_global_batch(trainer: TrainerConfig, num_ranks: int) -> dict[str, i
 def check_global_batch(
     before: Mapping[str, int], now: Mapping[str, int], trainer: TrainerConfig
 ) -> tuple[list[str], list[str]]:
-    """Return what forbids to go on with other ranks, and what is worth a note."""
+    """Return the problems that forbid resuming with this batch, and the notes to print."""
     if before == now:
         return [], []
     if before["packs"] == now["packs"]:
@@ -51,7 +51,7 @@ def check_global_batch(
 def check_stream(
     changes: Sequence[Change], before: Mapping[str, int], now: Mapping[str, int]
 ) -> list[str]:
-    """List what a stream's order depends on and is not as it was."""
+    """List the changes on which the order of a stream depends."""
     problems = [
         f"{change}, and the order of data.streaming=true depends on it; {change.way_back}"
         for change in changes

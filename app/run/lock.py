@@ -21,14 +21,14 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 log = logging.getLogger(__name__)
 
 _held: dict[Path, IO[str]] = {}
-"""locks of this process: the system lets go of one as soon as any of its files is closed"""
+"""locks of this process, kept open: closing any file of a lock releases it"""
 
 
 def hold_run(folder: Path) -> None:
-    """Keep other processes from working on run `folder` until this one ends, however it ends.
+    """Lock run `folder` for this process until it ends, however it ends.
 
-    UserError names the process that is at work on it. A dead one has let go; ranks share the first
-    one's. The process, its machine and its start are written into the file for people to read.
+    UserError names the process that holds the lock. Ranks rely on the first one's. The process id,
+    the machine and the start are written into the lock file for people to read.
     """
     import fcntl
 
@@ -62,7 +62,7 @@ def _who(stream: IO[str]) -> str:
     try:
         note = json.load(stream)
         return f"process {note['pid']} on {note['host']}, started {note['started']},"
-    except (ValueError, KeyError, TypeError):  # it has the lock and has not written yet
+    except (ValueError, KeyError, TypeError):  # it holds the lock and has not written yet
         return "another process"
 
 

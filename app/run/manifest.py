@@ -1,7 +1,7 @@
-"""Which run a checkpoint is of: a run has an id, which its manifest and its checkpoints carry.
+"""A run's manifest, and the run id that the manifest and the checkpoints carry.
 
-A run's folder may be moved or copied, as a whole. A checkpoint that was put into it from another
-run is refused by name, also where it would fit.
+A run's folder may be moved or copied as a whole. A checkpoint that was copied into it from another
+run is refused, even where it would fit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LIBRARIES = (
 )
 MANIFEST_FILE = "manifest.json"
 STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-"""when the command started: the verb imports this before it does anything"""
+"""when the command started, since the verb imports this first"""
 
 
 def save_manifest(folder: Path, **facts: Any) -> None:
@@ -72,7 +72,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Return commit and whether files differ from it; None outside a git checkout."""
+    """Return the commit and whether tracked files differ from it; None outside a checkout."""
     here = Path(__file__).parent
     try:
         commit = _git(here, "rev-parse", "HEAD")
@@ -90,16 +90,16 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 ALLOWED_BY = "checkpoint"
-"""the word of resume_allow with which a checkpoint of another run may be gone on from"""
+"""the word in resume_allow that permits resuming from another run's checkpoint"""
 KINDS = {"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}
 
 
 def identity_of(
     before: Mapping[str, Any], facts: Mapping[str, Any], step: int
 ) -> dict[str, str | int]:
-    """Return what a run's manifest says of whose its checkpoints are.
+    """Return the run's id, a hash of its step plan, and the step from which checkpoints carry it.
 
-    `before`: the manifest of the run that is resumed at `step`, empty for a new one.
+    `before`: the manifest of the run that is resumed at `step`, empty for a new run.
     """
     known = before.get("run", {})
     plan = [
@@ -125,9 +125,9 @@ def check_own(
     is_typed: bool,
     allow: Sequence[str],
 ) -> str | None:
-    """Refuse a checkpoint that is not of the run in folder `run`; return what is worth a note.
+    """Refuse a checkpoint that another run saved than the one in folder `run`; return a note.
 
-    `before`: that run's manifest. `is_typed`: a person has named this checkpoint.
+    `before`: that run's manifest. `is_typed`: whether `resume=` names this checkpoint.
     """
     ours, theirs = before.get("run"), checkpoint.details.get("run")
     if ours is not None and (problem := _malformed(ours)) is not None:
@@ -158,7 +158,7 @@ def _why_not_own(
     theirs: Mapping[str, Any] | None,
     before: Mapping[str, Any],
 ) -> str | None:
-    """Say why a checkpoint is not of the run whose manifest is `before`; None where it is."""
+    """Return why a checkpoint is not of the run whose manifest is `before`; None where it is."""
     if ours is None:
         if theirs is None:
             return None

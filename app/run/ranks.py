@@ -1,4 +1,4 @@
-"""Whether a training runs in this process or in ranks that this one starts, and how they start."""
+"""Whether a training runs in this process or in ranks that it starts, and how it starts them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from app.preflight import num_ranks
 from app.process.errors import DONE
@@ -18,9 +18,12 @@ from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor
 from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
 from data_modules import printable
 
+if TYPE_CHECKING:
+    from app.config import TrainConfig
 
-def check_supervise(config: Any) -> list[str]:
-    """List the settings of `supervise` that do not fit how this process was started."""
+
+def check_supervise(config: TrainConfig) -> list[str]:
+    """List the `supervise` settings that conflict with how this process was started."""
     problems = []
     detected_by = read_launch().detected_by
     if config.supervise.max_restarts and detected_by is not None:
@@ -42,19 +45,19 @@ def check_supervise(config: Any) -> list[str]:
     return problems
 
 
-def starts_ranks(config: Any) -> bool:
-    """Tell whether this process is to start the ranks and to watch over them."""
+def starts_ranks(config: TrainConfig) -> bool:
+    """Tell whether this process is to start the ranks and supervise them."""
     if not read_launch().starts_own_ranks:
         return False
     return _ranks_here(config) > 1 or config.supervise.max_restarts > 0
 
 
-def _ranks_here(config: Any) -> int:
+def _ranks_here(config: TrainConfig) -> int:
     return (num_ranks(config) or 1) // int(config.trainer.num_nodes)
 
 
-def run_ranks(config: Any, run: Run, words: Sequence[str]) -> int:
-    """Start the ranks of this machine by the `words` that were typed; return the exit code."""
+def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
+    """Start the ranks of this machine by the `words` of the command line; return the exit code."""
     ranks_here, total = _ranks_here(config), num_ranks(config) or 1
     of_rank = [
         {
@@ -85,26 +88,24 @@ def run_ranks(config: Any, run: Run, words: Sequence[str]) -> int:
         chooses_port=read_launch().detected_by is None,
     )
     code = supervisor.run()
-    if code != DONE and code not in CODES_OF_SIGNALS:  # of those the first rank has said it
-        say(how_to_go_on())
+    if code != DONE and code not in CODES_OF_SIGNALS:  # which the first rank has reported
+        say(resume_command())
     return code
 
 
-def how_to_go_on() -> str:
-    """Word the command that goes on with this process's run, if it has saved anything."""
+def resume_command() -> str:
+    """Return the command that resumes this process's run, if it has saved anything."""
     folder, here = run_dir(), Path.cwd()
-    if folder is None:
-        return "nothing is saved yet"
-    if not checkpoints_of(folder).checkpoints():
+    if folder is None or not checkpoints_of(folder).checkpoints():
         return "nothing is saved yet"
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
     launch = read_launch()
     by = "python" if launch.starts_own_ranks or launch.is_started_here else "torchrun ..."
-    return f"to go on: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
+    return f"to resume: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
 
 
 def requeue(config: SuperviseConfig) -> None:
-    """Put this SLURM job back into its queue, if that was asked for; on the first rank."""
+    """Requeue this SLURM job if `supervise.requeue` says so; on the first rank."""
     if not config.requeue or not is_first_rank():
         return
     job = os.environ.get("SLURM_JOB_ID")
@@ -113,9 +114,11 @@ def requeue(config: SuperviseConfig) -> None:
     scontrol = shutil.which("scontrol")
     if job is None or scontrol is None:
         missing = "SLURM_JOB_ID is not set" if job is None else "there is no scontrol"
-        return say(f"supervise.requeue: not put back into the queue: {missing}")
+        return say(f"supervise.requeue: not requeued: {missing}")
     done = subprocess.run(
         [scontrol, "requeue", job], capture_output=True, text=True, timeout=60, check=False
     )
-    said = "put back into the queue" if done.returncode == 0 else f"failed: {done.stderr.strip()}"
-    say(f"supervise.requeue: job {job} {said}")
+    outcome = (
+        "put back into the queue" if done.returncode == 0 else f"failed: {done.stderr.strip()}"
+    )
+    say(f"supervise.requeue: job {job} {outcome}")

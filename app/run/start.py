@@ -14,7 +14,7 @@ from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
 from app.run.changes import compare_facts, compare_settings, judge
 from app.run.find import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
-from app.run.folder import CONFIG_FILE, METRICS_FILE, hand_to_ranks, is_training, make_run_dir
+from app.run.folder import CONFIG_FILE, METRICS_FILE, is_training, make_run_dir, pass_to_ranks
 from app.run.global_batch import check_global_batch, check_stream, describe_global_batch
 from app.run.lock import hold_run
 from app.run.manifest import check_own, identity_of, installed_versions, read_manifest
@@ -118,9 +118,11 @@ def check_resume(
 
     Returns the problems, and whether there is nothing left to train.
     """
+    global _checked
     if not _is_resumed(config):
         return [], False
     existing = _compare(config, read_config)
+    _checked = config, existing
     return existing.problems, existing.is_done and not existing.problems
 
 
@@ -133,7 +135,10 @@ def open_run(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) ->
     if is_child():
         return _open_as_rank(config)
     folder = make_run_dir(config.output, resumes=config.resume != NEVER)
-    existing = _compare(config, read_config) if _is_resumed(config) else _ExistingRun()
+    if _checked is not None and _checked[0] is config:
+        existing = _checked[1]
+    else:
+        existing = _compare(config, read_config) if _is_resumed(config) else _ExistingRun()
     if existing.problems:
         raise UserError(existing.problems)
     if existing.is_done:
@@ -160,7 +165,7 @@ def open_run(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) ->
         log.info("RESUME: from %s", run.checkpoint.folder)
     elif config.resume != NEVER:
         log.info("RESUME: fresh start, no checkpoint in %s", folder)
-    hand_to_ranks(folder)
+    pass_to_ranks(folder)
     os.environ[STEP_VARIABLE] = str(run.step)
     return run
 
@@ -187,6 +192,10 @@ class _ExistingRun:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_done: bool = False
+
+
+_checked: tuple[TrainConfig, _ExistingRun] | None = None
+"""what `check_resume` found for this very config, so that `open_run` reads nothing twice"""
 
 
 def _is_resumed(config: TrainConfig) -> bool:

@@ -52,7 +52,7 @@ def test_a_run_that_was_told_to_stop_goes_on_by_the_command_it_prints(
     assert "stopped by SIGINT: step 3 is saved\n" in said and "Traceback" not in said
     code, _, said = type_train(run, *words)
     assert (code, steps_of(run)) == (143, [6, 7])
-    command = said.partition("to go on: ")[2].splitlines()[0]
+    command = said.partition("to resume: ")[2].splitlines()[0]
     typed = shlex.split(command)
     assert typed[:3] == ["python", "-m", "app.train"]
     done = start_train(*typed[3:])
@@ -97,7 +97,7 @@ def test_two_ranks_stop_together_and_are_started_again(
     )
     code, _, said = type_train(run, *words, environment=slurm)
     assert (code, steps_of(run)) == (138, [2, 3])
-    assert "supervise.requeue: job 77 put back into the queue" in said
+    assert "supervise.requeue: job 77 requeued" in said
     assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
     said = person.train_into(run, *small_run(*RUN, *words), environment=slurm)
     assert "rank 0 was killed by SIGKILL" in said and "after step 5" in said

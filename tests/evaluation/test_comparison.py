@@ -35,7 +35,7 @@ def drawn(metrics: dict[str, float], names: list[str]) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def test_figures_of_base_and_tuned_get_names_of_their_own() -> None:
+def test_metrics_are_named_by_base_and_tuned() -> None:
     metrics = {"val/loss": 1.0, "val/loss/a": 2.0, "exact_match/a": 0.5}
     assert named("base", metrics) == {
         "base/val/loss": 1.0,
@@ -51,7 +51,7 @@ def test_figures_of_base_and_tuned_get_names_of_their_own() -> None:
     }
 
 
-def test_the_table_shows_base_beside_tuned_and_a_dash_where_nothing_is() -> None:
+def test_the_table_shows_base_beside_tuned_and_a_dash_where_one_is_missing() -> None:
     assert drawn(METRICS, ["lists", "people"]) == [
         ["data set", "loss: base", "tuned", "exact match: base", "tuned"],
         ["lists", "7.0100", "0.2500", "1.5%", "96.0%"],
@@ -59,12 +59,12 @@ def test_the_table_shows_base_beside_tuned_and_a_dash_where_nothing_is() -> None
     ]
 
 
-def test_a_measure_that_was_not_taken_has_no_column() -> None:
+def test_a_missing_metric_has_no_column() -> None:
     losses = {name: value for name, value in METRICS.items() if "exact" not in name}
     assert drawn(losses, ["lists"])[0] == ["data set", "loss: base", "tuned"]
 
 
-def test_a_base_that_is_measured_alone_has_its_figures() -> None:
+def test_a_base_can_be_shown_alone() -> None:
     assert drawn({"base/val/loss/lists": 7.01}, ["lists"]) == [
         ["data set", "loss: base", "tuned"],
         ["lists", "7.0100", "-"],
@@ -78,14 +78,14 @@ def test_held_out_files_with_names_of_their_own_come_last() -> None:
     assert table[-1] == ["held_out", "-", "-", "0.0%", "50.0%"]
 
 
-def test_the_table_is_printed_with_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_set_names_are_not_markup(capsys: pytest.CaptureFixture[str]) -> None:
     print_comparison({"tuned/val/loss/old[new]": 0.5}, ["old[new]"])
     printed = capsys.readouterr().out
     assert "base vs tuned" in printed
     assert "old[new]" in printed  # rich would take it for a colour
 
 
-def test_an_adapter_switched_off_is_the_base_and_comes_back() -> None:
+def test_a_disabled_adapter_is_the_base() -> None:
     model: Any = apply_adapter(tiny_llama(), LoraConfig(r=4), half_precision=False)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -71,11 +71,11 @@ def chain_answers(*texts: str, max_new_tokens: int = 8) -> list[str | None]:
     return finished(answer_prompts(chain_model(CHAIN), Spelled(), prompts, {STOP}, config))
 
 
-def test_an_answer_is_what_comes_before_the_stop_token() -> None:
+def test_an_answer_ends_before_the_stop_token() -> None:
     assert chain_answers("a", "b", "zzb", "z") == ["bcd", "cd", "cd", ""]
 
 
-def test_an_answer_that_does_not_end_is_none() -> None:
+def test_an_unfinished_answer_never_matches() -> None:
     assert chain_answers("x", "a") == [None, "bcd"]
     assert chain_answers("a", "b", max_new_tokens=3) == [None, "cd"]
     assert chain_answers("a", max_new_tokens=4) == ["bcd"]
@@ -90,7 +90,7 @@ def test_any_of_several_stop_tokens_ends_an_answer() -> None:
     assert finished(answers) == ["bc", ""]
 
 
-def test_answers_stand_in_the_order_of_their_prompts() -> None:
+def test_answers_keep_the_order_of_their_prompts() -> None:
     texts = ["zzza", "c", "zb", "zzzzzb", "a"]
     for size in (1, 2, 5):
         answers = answer_prompts(
@@ -103,7 +103,7 @@ def test_answers_stand_in_the_order_of_their_prompts() -> None:
         assert finished(answers) == ["bcd", "d", "cd", "cd", "bcd"]
 
 
-def test_what_an_answer_without_an_end_says_is_kept() -> None:
+def test_the_text_of_an_unfinished_answer_is_kept() -> None:
     config = EvaluationConfig(max_new_tokens=4)
     answers = answer_prompts(chain_model(CHAIN), Spelled(), [prompt("x")], {STOP}, config)
     assert answers == [Answer("xxxx", is_finished=False)]
@@ -180,7 +180,7 @@ def test_batch_size_and_padding_change_no_answer(
         assert finished(answers) == expected
 
 
-def test_generating_leaves_the_model_as_it_was(
+def test_generating_does_not_change_the_model(
     base: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> None:
     implementation = base.config._attn_implementation
@@ -192,9 +192,7 @@ def test_generating_leaves_the_model_as_it_was(
         assert base.config._attn_implementation == implementation == "sdpa_by_document"
 
 
-def test_a_generation_config_that_samples_is_overruled(
-    tokenizer: Any, prompts: list[Prompt]
-) -> None:
+def test_a_sampling_generation_config_is_ignored(tokenizer: Any, prompts: list[Prompt]) -> None:
     base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
     stops, config = {tokenizer.eos_token_id}, EvaluationConfig(max_new_tokens=12)
     expected = answer_prompts(base, tokenizer, prompts, stops, config)

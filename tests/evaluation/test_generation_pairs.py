@@ -61,13 +61,13 @@ def by_hand(model: Any, prompt: Prompt) -> str | None:
     return None
 
 
-def test_answers_are_the_likeliest_tokens_of_each_prompt_alone(model: Any) -> None:
+def test_answers_are_greedy_for_each_prompt(model: Any) -> None:
     expected = [by_hand(model, prompt) for prompt in PROMPTS]
     assert answers(model, PROMPTS) == expected
     assert len(set(expected)) > 1
 
 
-def test_settings_of_a_base_do_not_change_its_answers(model: Any) -> None:
+def test_the_generation_config_of_a_base_is_ignored(model: Any) -> None:
     expected = answers(model, PROMPTS)
     own = model.generation_config
     own.update(do_sample=True, temperature=5.0, num_beams=3, repetition_penalty=3.0)
@@ -76,7 +76,7 @@ def test_settings_of_a_base_do_not_change_its_answers(model: Any) -> None:
     assert model.generation_config is own and own.num_beams == 3
 
 
-def test_no_end_is_forced_on_an_answer(model: Any) -> None:
+def test_no_eos_is_forced(model: Any) -> None:
     model.generation_config.forced_eos_token_id = 2
     never = 1
     model.lm_head.bias = torch.nn.Parameter(torch.nn.functional.one_hot(torch.tensor(7), 64) * 1e4)
@@ -84,7 +84,7 @@ def test_no_end_is_forced_on_an_answer(model: Any) -> None:
     assert answers(model, PROMPTS[:2], {7}) == ["", ""]
 
 
-def test_a_model_is_left_as_it_was(model: Any) -> None:
+def test_generating_does_not_change_the_model(model: Any) -> None:
     for training in (True, False):
         model.train(training)
         answers(model, PROMPTS[:1])

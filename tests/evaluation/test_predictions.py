@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *who: str) -> Predictions:
     return predictions
 
 
-def test_each_prompt_has_a_line_with_every_answer(
+def test_predictions_have_one_line_per_prompt(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked(monkeypatch, "base", "tuned").write(tmp_path)
@@ -72,8 +72,6 @@ def test_each_prompt_has_a_line_with_every_answer(
     ]
 
 
-def test_nothing_is_written_where_no_model_was_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_file_without_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked(monkeypatch).write(tmp_path)
     assert list(tmp_path.iterdir()) == []

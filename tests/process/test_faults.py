@@ -63,7 +63,7 @@ def test_every_form_is_read() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rank_kiled@12", "is no fault; did you mean rank_killed?"),
+        ("rank_kiled@12", "is not a fault; did you mean rank_killed?"),
         ("ckpt:after_renam", "names no point of a save; did you mean after_rename?"),
         ("ckpt", "names no point of a save"),
         ("nan", "lacks its step; type nan@12"),
@@ -77,8 +77,8 @@ def test_every_form_is_read() -> None:
         ("enospc:k", "'k' for the number after :"),
         ("disk:3:x", "'x' for the rank after the second :"),
         ("ckpt:after_fil:1", "names no point of a save; did you mean after_file?"),
-        ("", "is no fault"),
-        ("@3", "is no fault"),
+        ("", "is not a fault"),
+        ("@3", "is not a fault"),
         ("nan@3@4", "'3@4' for the step after @"),
     ],
 )

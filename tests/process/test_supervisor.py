@@ -84,7 +84,7 @@ def tell_story(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Tell:
     monkeypatch.setattr(supervisor_module, "GRACE", 1.0)
-    monkeypatch.setattr(supervisor_module, "TIME_FOR_STACKS", 0.5)
+    monkeypatch.setattr(supervisor_module, "STACK_SECONDS", 0.5)
 
     def tell(
         *script: str, saved: Sequence[int] = (), first_step: int = 0, **settings: int | float | None

@@ -55,21 +55,13 @@ def import_all() -> None:
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    import app.assembly
     import app.evaluation.comparison
-    import app.evaluation.generation
-    import app.model.build
     import app.model.save
     import app.strategy.deepspeed
     import app.strategy.fsdp
     import app.train
-    import app.training.callbacks.heartbeat
-    import app.training.callbacks.progress
-    import app.training.checkpoint.saving
-    import app.training.log_files
-    import app.training.module
-    import app.training.schedule
-    import app.training.trainer  # noqa: F401
-    import data_modules.datamodule  # noqa: F401
+    import app.training.log_files  # noqa: F401
 
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("importing has started a thread: a fork of this process is not sound")

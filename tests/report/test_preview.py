@@ -81,7 +81,7 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
     return f"{{path: {file}, name: {file.stem}}}"
 
 
-def test_the_default_shows_all_there_is_to_see(run_preview: Callable[..., Any]) -> None:
+def test_the_default_shows_every_section(run_preview: Callable[..., Any]) -> None:
     folder, page, printed = run_preview("+experiment=quickstart")
     assert printed.splitlines()[-1] == f"run: {folder}"
     assert "\x1b" not in printed, "no colours where it is no terminal"
@@ -124,7 +124,7 @@ def test_trained_tokens_are_marked(run_preview: Callable[..., Any], tmp_path: Pa
     assert "Say it" in page.shown
 
 
-def test_rows_cannot_steer_page_or_terminal(
+def test_rows_cannot_control_page_or_terminal(
     run_preview: Callable[..., Any], tmp_path: Path
 ) -> None:
     # As tokens: in a row of text, control characters are refused before they come here.
@@ -141,7 +141,7 @@ def test_rows_cannot_steer_page_or_terminal(
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", shown)
 
 
-def test_the_page_needs_nothing_else(run_preview: Callable[..., Any]) -> None:
+def test_the_page_is_self_contained(run_preview: Callable[..., Any]) -> None:
     _, page, _ = run_preview("+experiment=quickstart")
     for tag, attributes in page.tags:
         assert tag not in ("script", "link", "img", "iframe", "object", "form")
@@ -168,7 +168,7 @@ def test_a_tokenizer_without_a_model_is_enough(
     assert "ranks: 2, as typed (trainer.devices=2, trainer.num_nodes=1)" in printed
 
 
-def test_numbers_of_a_gated_base_come_from_its_settings(
+def test_a_gated_base_is_described_by_its_settings(
     run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -179,7 +179,7 @@ def test_numbers_of_a_gated_base_come_from_its_settings(
     assert "sequence length: 4,096 tokens (the model's context: 131,072)" in printed
 
 
-def test_what_the_audit_complains_of_is_shown_before_it_stops(
+def test_audit_problems_are_shown_before_the_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"instruction": "what is it", "output": "one " * 80} for _ in range(9)]
@@ -217,7 +217,7 @@ def test_shares_and_packs_are_those_of_the_steps(
     assert 0 < sum(widths) <= 4 * 100
 
 
-def test_shares_that_were_asked_for_stand_beside_those_of_the_steps(
+def test_requested_shares_are_shown_beside_realised_ones(
     run_preview: Callable[..., Any], tmp_path: Path
 ) -> None:
     files = [
@@ -232,9 +232,7 @@ def test_shares_that_were_asked_for_stand_beside_those_of_the_steps(
     assert (row[4], row[5], row[7]) == ("120", "75.00%", "75.00%")
 
 
-def test_a_run_that_ends_early_shows_its_steps_alone(
-    run_preview: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_max_steps_limits_the_steps_shown(run_preview: Callable[..., Any], tmp_path: Path) -> None:
     rows = [{"text": f"number {i}"} for i in range(40)]
     words = [f"model.path={TINY_BASE}", f"data.datasets=[{write_rows(tmp_path / 'a.jsonl', rows)}]"]
     words += ["data.val_set_size=0", "data.sequence_len=32", "packing=none"]
@@ -246,9 +244,7 @@ def test_a_run_that_ends_early_shows_its_steps_alone(
         assert row[3:5] == [epochs, str(5 * steps)]
 
 
-def test_shares_that_repeat_a_data_set_are_warned_of(
-    run_preview: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_repeated_data_sets_are_warned_of(run_preview: Callable[..., Any], tmp_path: Path) -> None:
     files = [
         write_rows(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(size)])
         for name, size in (("small", 8), ("large", 48))
@@ -279,7 +275,7 @@ def test_real_tokens_render_as_the_real_text(tokenizer: str) -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_pieces_make_up_the_text(text: str) -> None:
+def test_pieces_concatenate_to_the_text(text: str) -> None:
     tokenizer = TOKENIZER
     ids = np.array(tokenizer(text)["input_ids"], dtype=np.int64)
     pieces = TokenRenderer(tokenizer).passage(ids, np.zeros(len(ids))).head
@@ -291,7 +287,7 @@ def test_pieces_make_up_the_text(text: str) -> None:
 TOKENIZER = build_tokenizer(["</s>"], eos="</s>")
 
 
-def test_broken_letters_never_swallow_a_special_token() -> None:
+def test_incomplete_characters_never_absorb_a_special_token() -> None:
     alone = TOKENIZER("é")["input_ids"]
     ids = np.array([alone[0], TOKENIZER.eos_token_id, *alone])
     pieces = TokenRenderer(TOKENIZER).passage(ids, np.array([0.0, 1.0, 0.5, 0.5])).head
@@ -300,7 +296,7 @@ def test_broken_letters_never_swallow_a_special_token() -> None:
     assert [piece.weight for piece in pieces] == [0.0, 1.0, 0.5]
 
 
-def test_of_long_rows_the_beginning_and_the_end_are_shown() -> None:
+def test_long_rows_show_their_beginning_and_end() -> None:
     ids = np.full(MAX_TOKENS + 10, TOKENIZER("a")["input_ids"][0])
     whole = TokenRenderer(TOKENIZER).passage(ids, np.zeros(len(ids)))
     assert (len(whole.head), whole.left_out, len(whole.tail)) == (2048, 10, 2048)
@@ -336,13 +332,13 @@ def test_trained_tokens_are_marked_with_and_without_colours(
     assert wanted in screen.file.getvalue()
 
 
-def test_neighbours_in_a_pack_differ() -> None:
+def test_neighbours_of_one_data_set_alternate_shades() -> None:
     documents = [PackedDocument(dataset=d, origin="", tokens=8, trained=4) for d in (0, 0, 0, 1, 0)]
     pack = PackView(step=0, number=0, capacity=64, documents=documents)
     assert pack.shades == [False, True, False, False, False]
 
 
-def test_what_is_not_marked_is_not_in_the_legend(
+def test_the_legend_lists_only_marks_in_use(
     run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"instruction": "what is it", "output": f"number {i}"} for i in range(9)]
@@ -354,7 +350,7 @@ def test_what_is_not_marked_is_not_in_the_legend(
     assert "masked, \x1b[36mspecial token\x1b[0m" in run_preview(*words)[2]
 
 
-def test_colours_are_there_where_they_are_forced(
+def test_force_color_prints_colours(
     run_preview: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -367,7 +363,7 @@ def test_colours_are_there_where_they_are_forced(
     assert "«" not in printed
 
 
-def test_a_screen_without_letters_beyond_ascii_is_enough() -> None:
+def test_an_ascii_terminal_is_enough() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii", errors="backslashreplace")
     screen = Console(file=file, highlight=False)

@@ -56,7 +56,7 @@ def test_every_experiment_can_be_previewed(name: str) -> None:
     assert config.output.name == f"{name}-preview", "never among the runs of its name"
 
 
-def test_nothing_typed_means_quickstart_and_says_so() -> None:
+def test_no_settings_mean_quickstart() -> None:
     answer = preview()
     assert answer.code == 0, answer.said
     assert "no settings typed: +experiment=quickstart" in answer.said
@@ -96,7 +96,7 @@ BAD_WORDS = [
 
 
 @pytest.mark.parametrize(("words", "problem"), BAD_WORDS, ids=[" ".join(w) for w, _ in BAD_WORDS])
-def test_wrong_words_are_refused_as_by_train(words: list[str], problem: str) -> None:
+def test_bad_settings_are_refused_as_by_train(words: list[str], problem: str) -> None:
     answer = preview("+experiment=quickstart", *words)
     assert answer.code == 2, answer.said
     assert problem in answer.said
@@ -112,7 +112,7 @@ def test_a_tokenizer_is_enough(tokenizer_only: Path, data: str) -> None:
     assert answer.code == 0, answer.said
 
 
-def test_what_is_wrong_with_a_tokenizer_is_named(tokenizer_only: Path, data: str) -> None:
+def test_tokenizer_problems_are_named(tokenizer_only: Path, data: str) -> None:
     for words, problem in (
         ([], "no tokenizer: type model=NAME"),
         ([f"model.path={tokenizer_only}x"], f"did you mean {tokenizer_only}?"),
@@ -130,7 +130,7 @@ def test_what_is_wrong_with_a_tokenizer_is_named(tokenizer_only: Path, data: str
     assert "brings its own Python" in preview(f"model.path={tokenizer_only}", data).said
 
 
-def test_the_context_counts_where_it_is_known(tmp_path: Path, data: str) -> None:
+def test_a_known_context_limits_sequence_len(tmp_path: Path, data: str) -> None:
     model = make_model(tmp_path / "model", context=512)
     (model / "model.safetensors").unlink()
     assert preview(f"model.path={model}", data).code == 0, "weights are not asked for"
@@ -141,7 +141,7 @@ def test_the_context_counts_where_it_is_known(tmp_path: Path, data: str) -> None
     assert "config.json:1:" in preview(f"model.path={model}", data).said
 
 
-def test_it_may_be_of_a_run_for_another_machine() -> None:
+def test_a_run_for_another_machine_can_be_previewed() -> None:
     words = ["+experiment=quickstart", "trainer.accelerator=gpu", "trainer.devices=8"]
     words += ["trainer.precision=fp16", "attention=flash2"]
     assert ask(*words).code == 2
@@ -168,7 +168,7 @@ def test_steps_are_planned_for_the_ranks_that_were_typed() -> None:
     assert plan_as_typed(TrainerConfig(), FsdpConfig(tensor_parallel_size=2)) == (1, 8)
 
 
-def test_ranks_that_nobody_typed_are_not_called_typed() -> None:
+def test_ranks_are_described_by_their_settings() -> None:
     assert describe_ranks(TrainerConfig(), StrategyConfig(), 1) == (
         "ranks: 1, with trainer.devices=auto taken as 1; type the number of GPUs that the run will "
         "have"
@@ -184,7 +184,7 @@ def test_ranks_that_nobody_typed_are_not_called_typed() -> None:
     )
 
 
-def test_of_a_stream_the_beginning_is_shown_and_what_it_holds_out() -> None:
+def test_of_a_stream_the_first_rows_are_shown() -> None:
     sets = [DatasetConfig(path="a"), DatasetConfig(path="b", split="test")]
     tests = [DatasetConfig(path="c")]
     typed = DataConfig(datasets=sets, test_datasets=tests, streaming=True, val_set_size=50)
@@ -214,7 +214,7 @@ def test_errors_and_help_never_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT, capture_output=True)
 
 
-def test_of_large_data_the_first_rows_are_read_and_it_says_so() -> None:
+def test_of_large_data_the_first_rows_are_read() -> None:
     sets = [DatasetConfig(path=name) for name in "abcd"]
     assert rows_of_each(100_000, DataConfig(datasets=sets)) == 25_000
     assert rows_of_each(100, DataConfig(datasets=sets, val_set_size=50)) == 100

@@ -90,7 +90,7 @@ def lora(model: Any, targets: Any = "all-linear") -> Any:
 
 
 @pytest.mark.parametrize("strategy", [OneRank(), Engine()])
-def test_a_tower_that_text_never_enters_is_named_with_what_to_type(strategy: StrategyMixin) -> None:
+def test_modules_without_gradient_are_named_with_the_fix(strategy: StrategyMixin) -> None:
     ids = torch.randint(3, 60, (1, 12))
     with pytest.raises(UserError) as error:
         take_first_step(lora(gemma3()), strategy, input_ids=ids, labels=ids)
@@ -102,7 +102,7 @@ def test_a_tower_that_text_never_enters_is_named_with_what_to_type(strategy: Str
 
 
 @pytest.mark.parametrize("family", list(ROUTED))
-def test_an_expert_that_no_token_came_to_is_no_error(family: str) -> None:
+def test_an_unrouted_expert_is_not_an_error(family: str) -> None:
     model = lora(tiny_family(family, **ROUTED[family]))
     ids = torch.randint(3, 60, (1, 3))
     take_first_step(model, OneRank(), input_ids=ids, labels=ids)
@@ -112,7 +112,7 @@ def test_an_expert_that_no_token_came_to_is_no_error(family: str) -> None:
     assert all(".experts." in name for name in idle)
 
 
-def test_an_adapter_that_changes_nothing_is_named_as_a_whole() -> None:
+def test_an_adapter_without_any_gradient_is_a_training_fault() -> None:
     model = lora(tiny_family("llama"))
     for weight in adapter_matrices(model):
         torch.nn.init.zeros_(weight.parameter)
@@ -133,7 +133,9 @@ LAYERS = [f"model.layers.{n}.self_attn.{end}" for n in range(12) for end in ("q_
         (["model.audio.a", "model.vision.b"], r"(?!(model\.audio|model\.vision)\b).*\."),
     ],
 )
-def test_a_pattern_leaves_out_what_is_named(left_out: list[str], expected: str) -> None:
+def test_the_suggested_pattern_excludes_the_named_modules(
+    left_out: list[str], expected: str
+) -> None:
     kept = [name for name in LAYERS if name not in left_out]
     pattern = pattern_without(kept, left_out)
     if len(left_out) > 8 and kept[1] == LAYERS[1]:
@@ -143,7 +145,7 @@ def test_a_pattern_leaves_out_what_is_named(left_out: list[str], expected: str) 
     assert [name for name in (*kept, *left_out) if re.fullmatch(pattern, name)] == kept
 
 
-def test_what_the_error_says_is_typed_and_trains(train_run: TrainRun, tmp_path: Path) -> None:
+def test_the_suggested_fix_trains(train_run: TrainRun, tmp_path: Path) -> None:
     base = save_with_tokenizer(gemma3(vocab_size=768, max_position_embeddings=256), tmp_path / "b")
     words = small_run(f"model.path={base}", "trainer.max_steps=2", "evaluation.exact_match=false")
     with pytest.raises(UserError) as error:

@@ -83,7 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(parent / "run", words, config, printed.getvalue())
 
 
-def test_the_folder_holds_what_was_promised_and_nothing_else(run: Run) -> None:
+def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
     assert {path.name for path in run.folder.iterdir()} == {
         "adapter",
         "audit.json",
@@ -100,14 +100,14 @@ def test_the_folder_holds_what_was_promised_and_nothing_else(run: Run) -> None:
     }
 
 
-def test_the_adapter_opens_with_peft_alone_and_moves_the_base(run: Run) -> None:
+def test_the_adapter_opens_with_peft_alone_and_changes_the_base(run: Run) -> None:
     base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
     before = probe_logits(base, probe())
     tuned = PeftModel.from_pretrained(base, str(run.folder / "adapter"))
     assert (probe_logits(tuned, probe()) - before).abs().max() > 0.1
 
 
-def test_the_tokenizer_and_its_template_lie_beside_the_adapter(run: Run) -> None:
+def test_tokenizer_and_template_are_saved_beside_the_adapter(run: Run) -> None:
     ours = AutoTokenizer.from_pretrained(run.folder / "adapter")
     base = AutoTokenizer.from_pretrained(TINY_BASE)
     turns = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Prague"}]
@@ -116,7 +116,7 @@ def test_the_tokenizer_and_its_template_lie_beside_the_adapter(run: Run) -> None
     assert (ours.eos_token_id, ours.pad_token_id) == (base.eos_token_id, base.pad_token_id)
 
 
-def test_the_settings_read_back_as_they_were(run: Run) -> None:
+def test_config_yaml_reads_back_equal(run: Run) -> None:
     back = load_run_config(run.folder)
     assert back == run.config
     assert isinstance(back.adapter, LoraConfig)
@@ -125,7 +125,7 @@ def test_the_settings_read_back_as_they_were(run: Run) -> None:
     assert "!!" not in text
 
 
-def test_metrics_are_flat_numbers_with_the_names_of_the_design(run: Run) -> None:
+def test_metrics_json_is_flat_with_documented_names(run: Run) -> None:
     metrics = run.json("metrics.json")
     assert all(isinstance(value, float) for value in metrics.values())
     expected = {"val/loss", "speed/tokens_per_second", "speed/train_seconds", "train/tokens"}
@@ -137,14 +137,14 @@ def test_metrics_are_flat_numbers_with_the_names_of_the_design(run: Run) -> None
     assert metrics["val/loss"] == metrics["tuned/val/loss"] < metrics["base/val/loss"]
 
 
-def test_what_was_learned_shows_in_the_figures(run: Run) -> None:
+def test_training_improves_the_metrics(run: Run) -> None:
     metrics = run.json("metrics.json")
     assert metrics["base/exact_match/capital"] == 0.0
     assert metrics["tuned/exact_match/capital"] == 1.0
     assert metrics["tuned/val/loss/capital"] < 0.1 < metrics["base/val/loss/capital"]
 
 
-def test_the_manifest_says_what_the_run_was_made_of(run: Run) -> None:
+def test_the_manifest_describes_the_run(run: Run) -> None:
     manifest = run.json("manifest.json")
     assert manifest["seed"] == 7
     assert manifest["command"] == [sys.executable, *sys.orig_argv[1:]]
@@ -185,7 +185,7 @@ def test_without_tensorboard_there_is_no_such_folder(train_run: TrainRun) -> Non
     assert (folder / "metrics.csv").exists()
 
 
-def test_the_closing_screen_shows_the_table_the_folder_and_what_to_type(run: Run) -> None:
+def test_the_last_lines_show_table_folder_and_next_commands(run: Run) -> None:
     for shown in (
         "base vs tuned",
         "exact match: base",
@@ -201,7 +201,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_second_run_into_the_same_folder_is_refused_and_touches_nothing(run: Run) -> None:
+def test_a_second_run_into_the_same_folder_is_refused(run: Run) -> None:
     before = contents(run.folder)
     answer = ask(*run.words)
     assert answer.code == 2
@@ -211,7 +211,7 @@ def test_a_second_run_into_the_same_folder_is_refused_and_touches_nothing(run: R
     assert contents(run.folder) == before
 
 
-def test_two_runs_of_the_same_second_get_two_folders(
+def test_two_runs_in_one_second_get_two_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -268,7 +268,7 @@ def figures(metrics: dict[str, float]) -> dict[str, float]:
     return {name: x for name, x in metrics.items() if "val/" in name or "exact_match" in name}
 
 
-def test_an_evaluation_repeats_every_figure_of_the_run(run: Run, tmp_path: Path) -> None:
+def test_evaluate_reproduces_the_metrics_of_the_run(run: Run, tmp_path: Path) -> None:
     again = evaluated(tmp_path / "again", f"run={run.folder}")
     of_the_run = run.json("metrics.json")
     expected = {
@@ -287,7 +287,7 @@ def test_an_evaluation_repeats_every_figure_of_the_run(run: Run, tmp_path: Path)
         ("full", "bf16-pure"),
     ],
 )
-def test_an_evaluation_repeats_a_run_of_any_kind(
+def test_evaluate_reproduces_any_kind_of_run(
     adapter: str, precision: str, tmp_path: Path, train_run: TrainRun
 ) -> None:
     words = (
@@ -371,7 +371,7 @@ def test_an_evaluation_keeps_the_answers_of_both_models(run: Run, tmp_path: Path
         (("evaluation.exact_match=true",), "no row has an answer to compare"),
     ],
 )
-def test_an_evaluation_of_nothing_is_refused(
+def test_evaluating_nothing_is_refused(
     words: tuple[str, ...], reason: str, run: Run, tmp_path: Path
 ) -> None:
     text = tmp_path / "text.jsonl"
@@ -402,7 +402,7 @@ def test_a_full_run_leaves_a_model_with_its_tokenizer(train_run: TrainRun) -> No
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_evaluate_measures_a_part_that_trained_in_the_dtypes_of_its_training(
+def test_evaluate_keeps_the_dtypes_of_training(
     precision: str, train_run: TrainRun, tmp_path: Path
 ) -> None:
     run = train_run(

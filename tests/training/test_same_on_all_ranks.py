@@ -48,7 +48,7 @@ def compare(*parts: dict[str, Any]) -> None:
         SameOnAllRanks(part).setup(trainer, None, "fit")
 
 
-def test_what_says_where_things_are_may_differ() -> None:
+def test_locations_may_differ_between_ranks() -> None:
     one = settings("data.cache_dir=/a", "output.dir=/b", "trainer.devices=2")
     other = settings("data.cache_dir=/c", "output.dir=/d", "trainer.devices=2", "resume=auto")
     one.model.path, other.model.path = "/one/base", "/other/base"
@@ -71,7 +71,7 @@ def test_what_says_where_things_are_may_differ() -> None:
         ([], {"total_steps": 5}, "plan of steps"),
     ],
 )
-def test_what_differs_is_named_with_its_rank(
+def test_differences_are_named_with_their_rank(
     words: list[str], facts: dict[str, Any], said: str
 ) -> None:
     same, other = (
@@ -108,7 +108,7 @@ def start_apart(folder: Path, *typed: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_two_ranks_that_were_started_differently_stop_before_a_step(tmp_path: Path) -> None:
+def test_ranks_with_other_settings_stop_before_the_first_step(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text((SAMPLES / "lists_test.json").read_text().replace("biggest", "largest"))
     words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
@@ -121,7 +121,7 @@ def test_two_ranks_that_were_started_differently_stop_before_a_step(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_two_ranks_of_different_strategies_do_not_wait_for_each_other(tmp_path: Path) -> None:
+def test_ranks_with_other_strategies_stop_without_a_deadlock(tmp_path: Path) -> None:
     words = small_run(*RUN, "trainer.devices=2", "trainer.accelerator=cpu")
     said = start_apart(tmp_path, [*words, "strategy=ddp"], [*words, "strategy=fsdp"])
     assert "rank 1 and rank 0 have different strategy;" in said
