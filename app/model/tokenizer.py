@@ -228,7 +228,7 @@ def trained_token_ids(
     unknown = [token for token in named if token not in known]
     if unknown:
         raise UserError(
-            f"adapter.trainable_tokens: {', '.join(map(repr, unknown))} not a token of this "
+            f"adapter.trainable_tokens: {', '.join(map(repr, unknown))} is not a token of this "
             f"tokenizer; type 'model.added_tokens=[{','.join(unknown)}]' to add it"
         )
     return sorted({known[token] for token in (*added, *named)})

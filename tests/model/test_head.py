@@ -142,7 +142,7 @@ def test_an_unknown_change_of_the_logits_is_found_and_said(
     fuse_head(model)
     with caplog.at_level(logging.INFO):
         check_head_loss(model, "eager")
-    assert "whole logits" in caplog.text
+    assert "full logits" in caplog.text
     head = model.get_output_embeddings()
     assert type(head) is torch.nn.Linear
     ids = random_ids()
