@@ -1,4 +1,4 @@
-"""The base model: what can be said of it, its numbers, and its weights as they are loaded."""
+"""The base model: its settings, its config.json, and loading its weights."""
 
 from __future__ import annotations
 
@@ -73,12 +73,11 @@ def load_base(
     on_meta: bool = False,
     on_host: bool = False,
 ) -> PreTrainedModel:
-    """Load a base model's weights, or make random ones of `config.architecture`.
+    """Load a base model's weights, or initialize random ones from `config.architecture`.
 
-    Tokens `new_ids`, which the base never learned, get rows in embedding and head. `on_meta`: the
-    same modules without numbers, of which none is read or drawn; `on_host`: all of it on the CPU,
-    where quantizing would else take it to a GPU. UserError where the files are not of one model, or
-    hold what is not finite.
+    New tokens `new_ids` get rows in embedding and head. `on_meta`: the same modules on the meta
+    device, nothing is read; `on_host`: all on the CPU, also when quantizing, which would move it to
+    a GPU. UserError where the files are inconsistent, or weights are not finite.
     """
     with reading_base(config):
         return _load_base(
@@ -87,9 +86,9 @@ def load_base(
 
 
 def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
-    """Tell what is raised while a base's files are read, or first computed with, as of them."""
+    """Report errors while a base's files are read as errors of these files."""
     if config.from_scratch:
-        return reading(f"model.architecture={dict(config.architecture)}", "mend its numbers")
+        return reading(f"model.architecture={dict(config.architecture)}", "fix its values")
     where = (
         config.path
         if config.path is None or not Path(config.path).is_dir()
@@ -99,7 +98,7 @@ def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
 
 
 def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Tell what is raised by a model's first forward pass as of the numbers in its config.json."""
+    """Report errors of a model's first forward pass as errors of its config.json."""
     name = model.config.name_or_path or "model.architecture"
     return reading(
         f"{name}: its first forward pass fails",
@@ -122,7 +121,7 @@ def _load_base(
 
     from app.model.head import fuse_head
 
-    transformers_logging.disable_progress_bar()  # a bar a file says less than our one line
+    transformers_logging.disable_progress_bar()  # one bar per file is noise beside our one line
     architecture = load_architecture(config)
     auto_class = model_class(architecture)
     if config.from_scratch:
@@ -139,7 +138,7 @@ def _load_base(
     stored = stored_settings(architecture)
     if stored and (problem := find_stored_problem(stored, quantization, config.path)):
         raise UserError(problem)
-    # Also a setting that is None would replace the files' own, and their bits be read as numbers.
+    # Even None would replace the files' own setting, and quantized bits be read as numbers.
     how: dict[str, Any] = {}
     if not stored:
         how["quantization_config"] = quantization_settings(quantization, dtype)
@@ -161,7 +160,7 @@ def _load_base(
             **how,
         )
     check_implementation(model, implementation)
-    # transformers fills what a file lacks with random numbers and goes on.
+    # transformers initializes missing tensors at random and only warns.
     for problem in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loading[problem])):
             raise UserError(
@@ -170,13 +169,13 @@ def _load_base(
             )
     if model._hf_peft_config_loaded:
         raise UserError(
-            f"model.path={config.path}: an adapter_config.json is beside the base, and "
-            "transformers has put that adapter on it; take a copy without it"
+            f"model.path={config.path}: there is an adapter_config.json beside the base, and "
+            "transformers has applied that adapter; use a copy without it"
         )
     if not stored:
         check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
         check_finite(weight_files(_folder_of(config)), dtype)
-    _say_untied(model)
+    _untie_in_config(model)
     resize_embeddings(model, new_ids)
     if stored:
         cast_unquantized(model, dtype)
@@ -187,7 +186,7 @@ def _load_base(
 
 
 def _folder_of(config: ModelConfig) -> Path:
-    """Return the folder that a base was read from: its own, or the cache's."""
+    """Return the folder that a base was read from: its own, or one in the hub's cache."""
     from transformers.utils import cached_file
 
     return Path(cached_file(config.path, "config.json", revision=config.revision)).parent
@@ -201,14 +200,13 @@ def _build_on_meta(
     quantization: QuantizationConfig | None,
     new_ids: Sequence[int],
 ) -> PreTrainedModel:
-    """Make what `from_pretrained` makes of a base's files, without reading them."""
+    """Build the model that `from_pretrained` builds, without reading weights."""
     from app.model.head import fuse_head
 
     if stored_settings(architecture):
         raise UserError(
-            f"model.path={config.path} holds its weights quantized (config.json), which a sharding "
-            "strategy cannot share out; type the unquantized base with quantization=nf4, or "
-            "strategy=ddp"
+            f"model.path={config.path} is stored quantized (config.json), which cannot be sharded; "
+            "type the unquantized base with quantization=nf4, or strategy=ddp"
         )
     with quantizable_layers(architecture.model_type):
         model = model_class(architecture).from_config(
@@ -218,7 +216,7 @@ def _build_on_meta(
             dtype=dtype,
         )
     model.generation_config = _generation_config(config) or model.generation_config
-    _say_untied(model)
+    _untie_in_config(model)
     resize_embeddings(model, new_ids)
     if quantization is not None and quantization.method != "none":
         quantize_on_meta(model, quantization, dtype)
@@ -227,8 +225,8 @@ def _build_on_meta(
     return model
 
 
-def _say_untied(model: PreTrainedModel) -> None:
-    # transformers calls every T5 tied, and would tie FLAN-T5's own head to a resized embedding.
+def _untie_in_config(model: PreTrainedModel) -> None:
+    # transformers declares every T5 tied, and would tie FLAN-T5's own head when resizing.
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         model.config.tie_word_embeddings = False
 
@@ -241,11 +239,11 @@ def model_class(architecture: PretrainedConfig) -> Any:
 
 
 def load_architecture(config: ModelConfig) -> PretrainedConfig:
-    """Read the model's config.json, or make it from `config.architecture` when from scratch."""
+    """Read config.json, or build it from `config.architecture` when from scratch."""
     with reading_base(config):
         architecture = _load_architecture(config)
     if not config.from_scratch:
-        with reading(f"{config.path}/generation_config.json", "mend it, or remove it"):
+        with reading(f"{config.path}/generation_config.json", "fix it, or remove it"):
             _generation_config(config)
     return architecture
 
@@ -277,7 +275,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
 
 
 def _start_of_generation(config: ModelConfig) -> int | None:
-    """Read what a decoder begins with from generation_config.json, where config.json lacks it."""
+    """Read decoder_start_token_id from generation_config.json, where config.json lacks it."""
     numbers = _generation_config(config)
     start: int | None = None if numbers is None else numbers.decoder_start_token_id
     return start
@@ -293,15 +291,15 @@ def _generation_config(config: ModelConfig) -> GenerationConfig | None:
 
 
 def context_len(architecture: PretrainedConfig) -> int | None:
-    """Tokens that a model was made for; None where its positions have no end (BLOOM, MPT)."""
-    # Not by `to_dict`: GPT-2 keeps it under another name, which only the attribute knows.
+    """Return a model's context length in tokens; None where it has no limit (BLOOM, MPT)."""
+    # Not by `to_dict`: GPT-2 has another name, which only the attribute maps.
     return getattr(architecture.get_text_config(), "max_position_embeddings", None)
 
 
 def decoder_start_token_id(architecture: PretrainedConfig) -> int | None:
-    """Return what a decoder begins each answer with; None for causal models.
+    """Return the id that a decoder starts each answer with; None for causal models.
 
-    UserError where neither config.json nor generation_config.json names it.
+    UserError where neither config.json nor generation_config.json has it.
     """
     if not architecture.is_encoder_decoder:
         return None
@@ -310,6 +308,6 @@ def decoder_start_token_id(architecture: PretrainedConfig) -> int | None:
         raise UserError(
             f"{architecture.name_or_path or 'model.architecture'}: no decoder_start_token_id, with "
             f"which {architecture.model_type} models begin each answer; write it into config.json "
-            "(T5 and its kin take the pad token, BART the EOS)"
+            "(T5 models use the pad token, BART the EOS)"
         )
     return start

@@ -1,6 +1,6 @@
-"""The weights in a base's files against the model that is made of them: nothing left out, finite.
+"""Check a base's weight files against the model built from them: all used, all finite.
 
-transformers drops what the model has no place for, and loads NaN like any other number.
+transformers drops tensors that the model does not have, and loads NaN without a warning.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
 def check_shapes(
     architecture: PretrainedConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path, **how: bool
 ) -> None:
-    """Compare what config.json describes with the headers, before memory is taken for it.
+    """Compare config.json with the headers of the weight files, before memory is allocated.
 
-    `how` is for the class that makes the model; it is made on `meta`.
+    `how` are further arguments of `from_config`; the model is built on `meta`.
     """
     import torch
 
@@ -83,9 +83,9 @@ def check_all_used(
     shapes: Mapping[str, tuple[int, ...]],
     path: str,
 ) -> None:
-    """Refuse a base of which a part is left out: layers, or a bias of a layer that is there.
+    """Raise UserError where layers of the files, or a bias, would not be used.
 
-    Tensors of parts that this kind of model has not, as an image encoder's, are only counted.
+    Tensors of parts that this model class does not have, as an image encoder, are only logged.
     """
     modules = {DIGITS.sub("#", name) for name, _ in model.named_modules()}
     prefix = f"{model.base_model_prefix}."
@@ -95,7 +95,7 @@ def check_all_used(
         module, _, leaf = name.rpartition(".")
         module = DIGITS.sub("#", module)
         known = {module, prefix + module, module.removeprefix(prefix)} & modules
-        # Old files keep masks beside the weights, as `attn.bias` of four dimensions.
+        # Old files have masks among the weights, as `attn.bias` of four dimensions.
         is_mask = leaf == "bias" and len(shapes.get(name, (1,))) != 1
         is_extra = _is_of_extra_layer(name, model.config)
         is_left = known and leaf in ("weight", "bias") and not is_mask and not is_extra
@@ -116,7 +116,7 @@ def check_all_used(
 
 
 def _is_of_extra_layer(name: str, config: PretrainedConfig) -> bool:
-    """Say whether a tensor is of a layer that predicts further tokens, behind all others."""
+    """Return whether a tensor is of a multi-token prediction layer, after all others."""
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
     number = DIGITS.search(name)
     layers = getattr(config, "num_hidden_layers", None)
@@ -126,9 +126,9 @@ def _is_of_extra_layer(name: str, config: PretrainedConfig) -> bool:
 
 
 def check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
-    """Refuse weights that are NaN or infinite, or would be in `dtype`; on the first rank.
+    """Raise UserError for weights that are not finite, or would not be in `dtype`; on rank 0.
 
-    Reads each tensor once, where transformers has just read it.
+    Reads each tensor once, from the page cache: transformers has just read it.
     """
     if not is_first_rank():
         return
@@ -152,7 +152,7 @@ def check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
 
 @cache
 def _extremes(file: Path, size: int, changed: int) -> list[tuple[str, float, float]]:
-    """Return each tensor's smallest and largest number, NaN where it holds any."""
+    """Return the minimum and maximum of each tensor, NaN where it has any."""
     import torch
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""Build the model that is trained, in the one legal order; or load what was trained."""
+"""Build the model to train, in the one legal order; or load a trained one."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ def build_model(
     """Build base + adapter, ready to train on the CPU; `precision` is a resolved name.
 
     Tokens `new_ids` get rows in embedding and head; the rows `token_ids` train with an adapter.
-    `on_meta`: the same modules without numbers, for ranks to which others hand theirs; `on_host`:
-    nothing of it on a GPU.
+    `on_meta`: the same modules on the meta device, for ranks that get their weights from others;
+    `on_host`: all on the CPU.
     """
     import torch
 
-    # What is made without a word of where is made there.
+    # The default device of every tensor that does not name one.
     with torch.device("meta") if on_meta else nullcontext():
-        # 1. Attention is named while loading: the model's layers look it up in their config.
+        # 1. Attention: layers look it up in the config that they are built with.
         implementation = attention_implementation(backend)
-        # 2. Weights, in the dtype they are kept in while training, quantized as they are read.
+        # 2. Weights, in their dtype of training, quantized while they are read.
         dtype = weight_dtype(precision, adapter)
         where = {"on_meta": on_meta, "on_host": on_host}
         model = load_base(config, implementation, dtype, quantization, new_ids, **where)
@@ -68,9 +68,9 @@ def build_model(
             )
         ):
             raise UserError(problem)
-        # 3. Recompute before the adapter: it switches on the base's layers, which peft then wraps.
+        # 3. Recompute before the adapter: it is a switch of the base's layers, which peft wraps.
         apply_recompute(model, recompute)
-        # 4. The adapter last: it freezes what is there and adds what trains.
+        # 4. The adapter last: it freezes the base and adds trainable parameters.
         adapted = apply_adapter(
             model, adapter, half_precision=precision == "bf16-pure", token_ids=token_ids
         )
@@ -78,12 +78,12 @@ def build_model(
             drop_needless_copies(adapted)
         apply_neftune(adapted, adapter.neftune_alpha)
         adapted.train()
-        report_trainable(adapted)  # refuses a model of which nothing trains
+        report_trainable(adapted)  # raises where nothing is trainable
         return adapted
 
 
 def _name_layers(model: PreTrainedModel, wrap_class: str | None) -> None:
-    """Let `model.wrap_class` say which of the modules are the layers, in place of the model."""
+    """Let `model.wrap_class` replace the layer classes that the model names."""
     if wrap_class is None:
         return
     classes = {type(module).__name__ for module in model.modules()}
@@ -97,7 +97,7 @@ def _name_layers(model: PreTrainedModel, wrap_class: str | None) -> None:
 
 
 def weight_dtype(precision: str, adapter: AdapterConfig) -> torch.dtype:
-    """Dtype that weights are kept in: under autocast trained ones are fp32, frozen ones are not."""
+    """Return the dtype of the weights: under autocast, trained ones are fp32, frozen ones half."""
     import torch
 
     if precision == "bf16-pure":
@@ -115,9 +115,9 @@ def load_tuned(
     quantization: QuantizationConfig | None = None,
     new_ids: Sequence[int] = (),
 ) -> torch.nn.Module:
-    """Load what a run saved in `tuned`: an adapter on the base of `config`, or a whole model.
+    """Load a run's result in `tuned`: an adapter on the base of `config`, or a whole model.
 
-    The embedding gets the rows that an adapter was made with, also where `new_ids` names none.
+    The embedding gets as many rows as the adapter was trained with, even without `new_ids`.
     """
     if is_adapter(tuned):
         base = load_base(config, implementation, dtype, quantization, new_ids)

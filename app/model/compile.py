@@ -1,10 +1,10 @@
-"""torch.compile, a decoder layer at a time: what is between the attentions becomes few kernels.
+"""torch.compile, one decoder layer at a time.
 
-All layers of one shape share what was compiled for the first. Attention stays outside, with what
-only it reads: documents differ from batch to batch, and it is kernels already. So does the head,
-which is not part of a layer. Recompute goes around a compiled layer and not inside: what is
-recomputed in the backward pass must be what ran in the forward pass, and a compiled layer that
-holds a checkpoint which holds an attention is not compiled at all (pytorch issue 139989).
+All layers of one shape share the graph compiled for the first. Attention stays outside, with its
+own arguments: documents differ from batch to batch, and it is fused already. So does the head.
+Recompute wraps a compiled layer instead of being inside: the backward pass must recompute what ran
+in the forward pass, and a compiled layer with a checkpoint around an attention is not compiled at
+all (pytorch issue 139989).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ONLY_FOR_ATTENTION = (
     "max_length_q",
     "max_length_k",
 )
-"""arguments that a layer hands on to its attention; no two batches have the same"""
+"""arguments that a layer passes on to its attention, different in every batch"""
 OF_MODES = ("GLOBAL_STATE changed", "requires_grad mismatch")
-"""how the compiler words that a graph is for validation, or for a layer below all that trains"""
+"""the compiler's words for a graph of validation, or of a layer below all trained ones"""
 BACKEND = "inductor"
 MAX_SHOWN = 200
 
 
 class CompiledLayers:
-    """The compiled layers of one model, which `remove` turns back into plain ones.
+    """The compiled layers of one model, until `remove`.
 
-    Names of modules and weights stay what they are. A layer that cannot be compiled is said once;
-    it and all that come behind it run as they are. UserError for a model of two
-    sides, or one whose layers are not known.
+    Names of modules and weights do not change. The first layer that cannot be compiled is logged;
+    it and all later ones run uncompiled. UserError for encoder-decoder models, and models whose
+    layers are not known.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -58,24 +58,24 @@ class CompiledLayers:
         self._layers = [_CompiledLayer(model.get_submodule(name), self) for name in names]
 
     def fail(self, error: Exception) -> None:
-        """Say, once, why layers run uncompiled from here on."""
+        """Log, once, why layers run uncompiled from here on."""
         if self.failure is None:
             self.failure = _first_line(error)
-            log.warning("compile: %s; the run goes on without it", self.failure)
+            log.warning("compile: %s; the run continues without it", self.failure)
 
     def _outside(self, attend: Callable[..., Any]) -> Callable[..., Any]:
-        """Let the compiler stop before an attention, which then gets what the layer was given."""
+        """Exclude an attention from compiling, and give it the layer's own arguments."""
 
         @torch.compiler.disable
         def attend_outside(*args: Any, **kwargs: Any) -> Any:
             output, *others = attend(*args, **kwargs, **self.for_attention)
-            # Also the stride of a single row is compiled for: `view` gives all outputs the same.
+            # Graphs depend even on the stride of a single row: `view` makes it the same.
             return output.contiguous().view(output.shape), *others
 
         return attend_outside
 
     def remove(self) -> None:
-        """Run plain layers and attention again."""
+        """Restore plain layers and attention."""
         for layer in self._layers:
             layer.remove()
         for name, function in self._attention.items():
@@ -83,13 +83,13 @@ class CompiledLayers:
 
 
 class _CompiledLayer:
-    """Stands before one layer's forward."""
+    """Replaces one layer's forward."""
 
     def __init__(self, layer: Any, owner: CompiledLayers) -> None:
         self._layer, self._owner = layer, owner
         self._plain: Callable[..., Any] = layer.forward
         self._compiled = torch.compile(self._plain, backend=_compile_whole)
-        # Not every layer class knows recompute; one that does would put it inside.
+        # A layer class with recompute would apply it inside.
         self._recompute: Callable[..., Any] | None = None
         if getattr(layer, "gradient_checkpointing", False):
             layer.gradient_checkpointing = False
@@ -102,7 +102,7 @@ class _CompiledLayer:
                 return self._run(self._run_compiled, *args, **kwargs)
             except TorchDynamoException as error:
                 self._owner.fail(error)
-        # From its start, also where half of it ran: a recompute repeats one whole forward pass.
+        # From the start, even where half of it ran: a recompute repeats a whole forward pass.
         return self._run(self._plain, *args, **kwargs)
 
     def remove(self) -> None:
@@ -125,28 +125,28 @@ class _CompiledLayer:
 
 
 def num_compiled() -> int:
-    """Count the graphs that this process compiled until now."""
+    """Return how many graphs this process has compiled."""
     return int(counters["stats"]["unique_graphs"])
 
 
 def why_compiled(count: int) -> str:
-    """Say why the newest `count` graphs were compiled although their code had some already."""
+    """Return why the latest `count` graphs were recompiled."""
     reasons = [one.recompile_reason for one in get_compilation_metrics() if one.recompile_reason]
-    # Each says why the newest graph there was is not the one, which may be of another mode.
+    # Each gives the guard that failed on the newest graph, which may be of another mode.
     telling = [one for one in reasons[-count:] if not any(words in one for words in OF_MODES)]
     found = telling or reasons[-1:] or ["a layer ran for the first time"]
     return _shortened(found[0])
 
 
 def _compile_whole(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """Compile forward and backward pass at once, so that both fail where a layer can run plain."""
+    """Compile forward and backward together, while the layer can still run uncompiled."""
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
     return compiled
 
 
 def _attentions_of(model: torch.nn.Module) -> list[str]:
-    """Return the names of the attention functions that the model's layers look up."""
+    """Return the names of the attention functions of the model's layers."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {part.config._attn_implementation for part in parts}
     return sorted(names & set(ALL_ATTENTION_FUNCTIONS))

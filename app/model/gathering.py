@@ -1,4 +1,4 @@
-"""Weights of which ranks hold parts, made whole one at a time and given back as they are saved."""
+"""Gather sharded weights one at a time to save them, and write the gathered values back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Shards(Protocol):
-    """What a save asks of a strategy whose ranks hold parts of the weights."""
+    """What saving needs of a strategy that shards weights."""
 
     @property
     def root_device(self) -> torch.device:
@@ -32,10 +32,10 @@ class Shards(Protocol):
 
 
 class Gathering:
-    """Take weights as the first rank sees them, which writes them, and give those back to all.
+    """Gather weights as rank 0, which writes them, has them, and write these back on all ranks.
 
-    So the ranks go on with what is saved, and a forward pass after it tells whether that is what
-    they held: a part that got lost on the way is lost to them too.
+    A forward pass after it then shows whether the saved weights are the ones before: a part that
+    got lost on the way is lost in the model, too.
     """
 
     def __init__(self, shards: Shards) -> None:

@@ -1,4 +1,4 @@
-"""The head that gives a loss instead of logits, where logits would be the largest tensor of all."""
+"""A head that computes the loss in chunks instead of returning logits, the largest tensor."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from app.model.attention import attention_inputs, pair_inputs
 from app.model.cpu import fp32 as onednn
 
 LOGITS_PER_CHUNK = 2**25
-"""logits held at once: 128 MiB in fp32, enough for the products to run at full speed"""
+"""logits in memory at once: 128 MiB in fp32, enough for products at full speed"""
 CPU_LOGITS, CPU_ROWS = 2**21, 256
-"""a chunk on a CPU: logits that stay in its cache, unless the products get too few rows"""
+"""logits of a chunk that stay in a CPU's cache, and its least rows for fast products"""
 GPU_ROWS = 1024
-"""positions a chunk has at least on a GPU: a product of fewer waits for the weight that it reads"""
+"""least positions of a chunk on a GPU: with fewer, reading the weight dominates"""
 GPU_TILE = 128
-"""rows that a GPU's products take together"""
+"""rows of a tile of a GPU's products"""
 
 
 def linear_cross_entropy(
@@ -34,7 +34,7 @@ def linear_cross_entropy(
     """Return the sum of loss times weight, and each position's loss in nats, fp32 and detached.
 
     hidden [positions, width], weight [vocabulary, width], bias [vocabulary]; labels [positions] are
-    what each position predicts, -100 where nothing is learned (loss 0); loss_weights [positions].
+    the next tokens, -100 where masked (loss 0); loss_weights [positions].
     `softcap` bounds the logits to softcap * tanh(logits / softcap), as Gemma 2 does. Under autocast
     the products are taken in its dtype, all else in fp32.
     """
@@ -52,7 +52,7 @@ def linear_cross_entropy(
 
 
 def rows_per_chunk(vocabulary: int, device: str) -> int:
-    """Return how many positions have their logits at hand at once."""
+    """Return the number of positions whose logits are in memory at once."""
     rows = max(1, LOGITS_PER_CHUNK // vocabulary)
     if device == "cpu":
         rows = min(rows, max(CPU_LOGITS // vocabulary, CPU_ROWS))
@@ -77,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
-        # Sums over chunks stay in fp32: in half precision small parts would be lost.
+        # Sums over chunks are in fp32: half precision would lose small terms.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         linear = onednn.linear if any(ctx.needs_input_grad[:3]) else torch.nn.functional.linear
@@ -94,17 +94,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 slope = 1 - bounded.square() if any(ctx.needs_input_grad[:3]) else None
                 logits = bounded.mul_(softcap)
 
-            is_learned = labels[chunk] >= 0
+            is_trained_on = labels[chunk] >= 0
             target = labels[chunk].clamp(min=0).unsqueeze(1)
             highest = logits.amax(1, keepdim=True)
             own = logits.gather(1, target)
             exponentials = logits.sub_(highest).exp_()
             sums = exponentials.sum(1, keepdim=True)
-            losses[chunk] = (sums.log() + highest - own).squeeze(1) * is_learned
+            losses[chunk] = (sums.log() + highest - own).squeeze(1) * is_trained_on
             if not any(ctx.needs_input_grad[:3]):
                 continue
 
-            scale = (loss_weights[chunk] * is_learned).float().unsqueeze(1)
+            scale = (loss_weights[chunk] * is_trained_on).float().unsqueeze(1)
             grad = exponentials.mul_(scale / sums).scatter_add_(1, target, -scale)
             if slope is not None:
                 grad *= slope
@@ -133,19 +133,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 log = logging.getLogger(__name__)
 
 LOGITS_SCALES = {"logits_scaling": -1, "logit_scale": 1}
-"""numbers of a config that scale the logits: Granite divides by its own, Cohere multiplies"""
+"""config values that scale the logits: Granite divides by its own, Cohere multiplies"""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""names of a config for the limit of the logits: Gemma's, RecurrentGemma's, xLSTM's"""
+"""names in configs of the softcap of the logits: Gemma, RecurrentGemma, xLSTM"""
 PROBE_TOKENS = 8
 TOLERANCE, ROUNDING_STEPS = 1e-2, 100
-"""of a loss: how far the two ways may be apart, at most this many steps of the logits' dtype"""
+"""largest relative difference of the two losses, and the same in eps of the logits' dtype"""
 
 
 @dataclass(slots=True)
 class Targets:
-    """What the next forward is measured against; labels and loss_weights [rows, positions].
+    """Labels and loss weights [rows, positions] of the next forward pass.
 
-    `columns` [positions] are those tokens of a row whose logits were asked for, None where all.
+    `columns` [positions]: the tokens of a row whose logits were requested, None for all.
     """
 
     labels: Tensor
@@ -153,18 +153,17 @@ class Targets:
     columns: Tensor | None = None
 
     def cut(self, outputs: Tensor) -> Tensor:
-        """Keep what was asked for, [rows, positions, ...], also of a model that gives all."""
+        """Select the requested positions, where the model returns all: [rows, positions, ...]."""
         if self.columns is None or outputs.shape[1] == self.labels.shape[1]:
             return outputs
         return outputs[:, self.columns]
 
 
 class LossHead(torch.nn.Linear):
-    """A model's own head: gives logits or, where `targets` were set, keeps the loss instead.
+    """A model's own head, which computes the loss instead of logits where `targets` were set.
 
-    It is the same module with the same parameters under the same names, so that sharding, tying
-    and saving know nothing of it. The loss is taken inside its forward, where a strategy has the
-    weights at hand.
+    The same module with the same parameter names, so that sharding, tying and saving are not
+    affected. The loss is computed inside its forward, where a strategy has gathered its weights.
     """
 
     targets: Targets | None = None
@@ -173,7 +172,7 @@ class LossHead(torch.nn.Linear):
     scale: float = 1.0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits; an empty tensor where the loss is kept."""
+        """Return logits, or an empty tensor where the loss is computed."""
         if self.targets is None:
             return super().forward(hidden)
         targets, self.targets = self.targets, None
@@ -186,8 +185,8 @@ class LossHead(torch.nn.Linear):
             bias=self.bias,
             softcap=self.softcap,
         )
-        # Empty, yet on the way from the loss back to the head: strategies that gather weights for
-        # the backward pass, and add up gradients behind it, wait at what a forward has returned.
+        # Empty, but part of the graph between loss and head: strategies hook a forward's output to
+        # gather weights for its backward pass and reduce gradients after it.
         return self.found[0] * hidden.new_empty(*hidden.shape[:2], 0)
 
     def take(self) -> tuple[Tensor, Tensor]:
@@ -199,7 +198,7 @@ class LossHead(torch.nn.Linear):
 
 
 def fuse_head(model: Any) -> None:
-    """Let a model's head take the loss itself where it is one matrix and nothing is added to it."""
+    """Replace a model's head by a `LossHead` where it is one linear layer and nothing is added."""
     head = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or "final_logits_bias" in model._buffers:
         return
@@ -215,8 +214,8 @@ def head_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of loss times weight, and the losses [positions] in nats, fp32 and detached.
 
-    `inputs` are a forward's arguments that give logits [rows, positions, vocabulary]; labels and
-    loss_weights are [rows, positions], -100 where nothing is learned.
+    `inputs`: arguments of the forward pass, whose logits are [rows, positions, vocabulary]; labels
+    (-100 where masked) and loss_weights are [rows, positions].
     """
     head = model.get_output_embeddings()
     targets = Targets(labels, loss_weights, inputs.get("logits_to_keep"))
@@ -232,7 +231,7 @@ def head_loss(
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy of each position in nats, fp32; 0 where the label is -100.
 
-    logits [rows, positions, vocabulary]; labels [rows, positions] are what each position predicts.
+    logits [rows, positions, vocabulary]; labels [rows, positions] are the next tokens.
     """
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="none"
@@ -241,13 +240,11 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def prove_head(model: Any, backend: str, device: torch.device | None = None) -> None:
-    """Compare a head's own loss with that of the model's logits, on eight tokens.
+def check_head_loss(model: Any, backend: str, device: torch.device | None = None) -> None:
+    """Compare the head's own loss with that of the model's logits, on eight tokens.
 
-    Computed on `device`, or where the model is.
-
-    Where they differ, because this model changes its logits in a way that is not known here, the
-    head gives logits again, and that is said.
+    Runs on `device`, or the model's. Where they differ, since this model changes its logits in an
+    unknown way, the head returns logits again, which is logged.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, LossHead):
@@ -264,7 +261,7 @@ def prove_head(model: Any, backend: str, device: torch.device | None = None) -> 
     tolerance = min(TOLERANCE, ROUNDING_STEPS * torch.finfo(logits.dtype).eps)
     if not difference <= tolerance * max(1.0, plain.max().item()):
         head.__class__ = torch.nn.Linear
-        log.info("loss: from whole logits (the head's own differs by %.2g)", difference)
+        log.info("loss: from full logits (the chunked loss differs by %.2g)", difference)
 
 
 def _probe(model: Any, backend: str, device: torch.device) -> dict[str, Any]:

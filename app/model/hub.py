@@ -1,4 +1,4 @@
-"""Whether the hub of models can be reached, before a library tries it for half a minute."""
+"""Check whether the Hugging Face hub can be reached, before a library retries for half a minute."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ CONNECT_SECONDS = 4.0
 
 
 def is_offline_by_setting() -> bool:
-    """Tell whether HF_HUB_OFFLINE forbids the hub."""
+    """Return whether HF_HUB_OFFLINE is set."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def cache_folder() -> Path:
-    """Return where the hub's library keeps what it has fetched."""
+    """Return the hub's cache folder."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
 
 def is_cached(hub_id: str) -> bool:
-    """Tell whether anything of a hub id was fetched before."""
+    """Return whether a hub id is in the cache."""
     return (cache_folder() / f"models--{hub_id.replace('/', '--')}").is_dir()
 
 
 def problem_offline(key: str, hub_id: str) -> str | None:
-    """Say why a hub id cannot be read where HF_HUB_OFFLINE is set."""
+    """Return why a hub id cannot be read with HF_HUB_OFFLINE set, None where it can."""
     if not is_offline_by_setting() or is_cached(hub_id):
         return None
     return (
@@ -47,10 +47,10 @@ def problem_offline(key: str, hub_id: str) -> str | None:
 
 
 def check_hub(ids: dict[str, str]) -> bool:
-    """Tell whether the hub is needed and there, for ids by the setting that names them.
+    """Return whether the hub can be reached, for hub ids by setting.
 
-    UserError where HF_HUB_OFFLINE forbids it, OSError where there is no network, and something is
-    not in the cache. Takes at most CONNECT_SECONDS.
+    UserError where HF_HUB_OFFLINE is set, OSError where there is no network, and an id is not in
+    the cache. Takes at most CONNECT_SECONDS.
     """
     if problems := [p for key, name in ids.items() if (p := problem_offline(key, name))]:
         raise UserError(problems)
@@ -71,7 +71,7 @@ def check_hub(ids: dict[str, str]) -> bool:
 
 
 def _address() -> tuple[str, int]:
-    """Return where a connection to the hub goes: to it, or to the proxy before it."""
+    """Return host and port of the hub, or of the proxy to it."""
     endpoint = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or ENDPOINT)
     proxies, host = urllib.request.getproxies(), endpoint.hostname or ""
     proxy = proxies.get(endpoint.scheme) or proxies.get("all")
@@ -82,7 +82,7 @@ def _address() -> tuple[str, int]:
 
 
 def _why_unreachable(host: str, port: int) -> str | None:
-    """Say why a connection fails; None where it is made."""
+    """Return why a connection fails, None where it succeeds."""
     answers: list[str | None] = []
 
     def connect() -> None:
@@ -92,7 +92,7 @@ def _why_unreachable(host: str, port: int) -> str | None:
         except OSError as error:
             answers.append(error.strerror or str(error))
 
-    # In a thread: looking up a name knows no time limit.
+    # In a thread: a DNS lookup has no timeout.
     trial = threading.Thread(target=connect, daemon=True)
     trial.start()
     trial.join(CONNECT_SECONDS)
@@ -100,7 +100,7 @@ def _why_unreachable(host: str, port: int) -> str | None:
 
 
 def is_offline(model: ModelConfig, data: DataConfig) -> bool:
-    """Say whether all that a run reads lies on this machine, in folders or in the hub's cache.
+    """Return whether all files of a run are on this machine, in folders or in the hub's cache.
 
     OSError where a base or tokenizer does not, and there is no network.
     """

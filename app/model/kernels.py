@@ -1,8 +1,8 @@
-"""Fused kernels in place of a model's own norms and gates, where they are proven equal.
+"""Fused kernels in place of a model's own norms, gates and linear layers, where proven equal.
 
-Liger's on a GPU; our own norm and oneDNN's products on a CPU. In training alone, so that what is
-measured is the model as it is. A module's `forward` is replaced and given back after the fit; what
-the module holds is never touched, so that adapters, sharding and saving know nothing of it.
+Liger's on a GPU; our own norm and oneDNN's products on a CPU. Only in training, so that evaluation
+runs the model as it is. A module's `forward` is replaced and restored after the fit; its parameters
+are untouched, so that adapters, sharding and saving are not affected.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
 PROBE_SIZES = (-2.0, 1.5)
-"""powers of ten: how large the first of these tokens is, and the last"""
+"""powers of ten: scale of the first token, and of the last"""
 ROUNDING_STEPS = 8
-"""how many steps of their dtype two ways may be apart, over the whole of a tensor"""
+"""largest difference of two results in eps of their dtype, over a tensor's norm"""
 NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
-"""what is added to a norm's weight, and where it rounds"""
+"""offset of a norm's weight, and where it rounds"""
 
 
 @dataclass(slots=True)
 class FusedNorm:
-    """An RMS norm's forward by one kernel."""
+    """The forward of an RMS norm, by one kernel."""
 
     kernel: Callable[..., torch.Tensor]
     module: torch.nn.Module
@@ -44,14 +44,14 @@ class FusedNorm:
         return _forward(self, *given, *named.values())
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        # Not in place: a gradient that another branch still reads would be overwritten.
+        # Not in place: it would overwrite a gradient that another branch still reads.
         weight = self.module.weight
         return self.kernel(hidden, weight, self.eps, self.offset, self.casting, False)
 
 
 @dataclass(slots=True)
 class FusedGate:
-    """A gated layer's forward, down(silu(gate) * up), the middle by one kernel."""
+    """The forward of a gated MLP, down(silu(gate) * up), with one kernel between the products."""
 
     kernel: Callable[..., torch.Tensor]
     module: Any
@@ -69,7 +69,7 @@ class FusedGate:
 
 @dataclass(slots=True)
 class FusedLinear:
-    """A linear layer's forward by another library's products."""
+    """The forward of a linear layer, by another library's products."""
 
     kernel: Callable[..., torch.Tensor]
     module: Any
@@ -86,7 +86,7 @@ Fused = FusedNorm | FusedGate | FusedLinear
 
 @dataclass(kw_only=True, slots=True)
 class Kernels:
-    """What can compute layers on a device; None where nothing does it better than the model."""
+    """The kernels of a device; None where the model's own is as good."""
 
     norm: Callable[..., torch.Tensor]
     gate: Callable[..., torch.Tensor] | None = None
@@ -94,7 +94,7 @@ class Kernels:
 
 
 def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
-    module = fused.module  # whose own forward takes one tensor, whatever it calls it
+    module = fused.module  # its own forward takes one tensor, of any name
     if module.training:
         return fused.compute(hidden)
     output: torch.Tensor = type(module).forward(module, hidden)
@@ -102,7 +102,7 @@ def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
 
 
 Gathered = Callable[["torch.nn.Module"], AbstractContextManager[None]]
-"""has a module's own weights whole, where a strategy keeps them in parts"""
+"""a context in which a module's own sharded weights are gathered"""
 
 
 def fuse_layers(
@@ -110,10 +110,10 @@ def fuse_layers(
     gathered: Gathered = lambda module: nullcontext(),
     device: torch.device | None = None,
 ) -> None:
-    """Let a kernel compute each norm and gate of which it is proven that the results are the same.
+    """Replace the forward of each layer for which a kernel is proven to give the same results.
 
-    Each is tried by itself on random tokens, with gradients, on `device` or where the model is.
-    Says in one line what runs on a GPU; on a CPU there is nothing to choose.
+    Each layer is tried on random tokens, with gradients, on `device` or the model's. Logs one line
+    on a GPU.
     """
     device = device or model.device
     if not _is_on_gpu(device):
@@ -148,7 +148,7 @@ def _replace(fused: list[Fused]) -> None:
 
 
 def unfuse_layers(model: torch.nn.Module) -> None:
-    """Give every module its own forward back."""
+    """Restore every module's own forward."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), Fused):
             del module.forward
@@ -161,12 +161,12 @@ def _is_on_gpu(device: torch.device) -> bool:
 def _prove_all(
     model: Any, kernels: Kernels, gathered: Gathered, device: torch.device
 ) -> tuple[list[Fused], set[str]]:
-    """Return what is proven, and the names of the classes of which a module is not."""
+    """Return the proven forwards, and the names of classes with an unproven one."""
     fused: list[Fused] = []
     refused: set[str] = set()
     dtype = model.get_input_embeddings().weight.dtype
     was_training = model.training
-    model.eval()  # an adapter's dropout would differ by itself
+    model.eval()  # dropout would differ between the two
     for width, candidates in _candidates(model, kernels):
         with gathered(candidates[0].module):
             proven = (one for one in candidates if _is_equal(one, width, dtype, device))
@@ -180,7 +180,7 @@ def _prove_all(
 
 
 def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int, Sequence[Fused]]]:
-    """Yield the width of what a module reads, and the fused forwards that may be the same."""
+    """Yield the input width of each module, and the fused forwards to try."""
     import torch
 
     for module in model.modules():
@@ -202,9 +202,9 @@ def _candidates(model: torch.nn.Module, kernels: Kernels) -> Iterator[tuple[int,
 
 
 def _takes_one_tensor(module: torch.nn.Module) -> bool:
-    """Say whether a module's forward is a function of one argument, as what may replace it is.
+    """Return whether a module's forward takes one argument, as its replacement does.
 
-    A norm that is gated takes two, or one that it may be called without.
+    A gated norm takes a second one, which may be optional.
     """
     return len(inspect.signature(module.forward).parameters) == 1
 
@@ -215,7 +215,7 @@ def _is_equal(forward: Fused, width: int, dtype: torch.dtype, device: torch.devi
     module = forward.module
     trained = [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
     random = torch.Generator(device).manual_seed(0)
-    # Of many sizes: a gate that is cut off at a limit shows with large tokens, an eps with small.
+    # Of many scales: large tokens show a gate that is clamped, small ones an eps.
     sizes = torch.logspace(*PROBE_SIZES, PROBE_TOKENS, device=device).unsqueeze(1)
     hidden = torch.randn(1, PROBE_TOKENS, width, generator=random, device=device) * sizes
     hidden = hidden.to(dtype).requires_grad_()
@@ -236,7 +236,7 @@ def _are_same(own: torch.Tensor, fused: torch.Tensor) -> bool:
 
     if own.dtype != fused.dtype:
         return False
-    # Under autocast also a gradient in fp32 went through products that round to half precision.
+    # Under autocast even fp32 gradients come from products in half precision.
     device, dtype = own.device.type, own.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

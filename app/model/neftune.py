@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 def apply_neftune(model: torch.nn.Module, alpha: float | None) -> None:
     """Add uniform noise of size alpha / sqrt(tokens * width) to every document's embeddings.
 
-    Call it when the adapter is on, which may replace the embedding module; what is saved knows
-    nothing of it. Evaluation stays without noise. None changes nothing; UserError for
-    encoder-decoder models.
+    Call it after the adapter, which may replace the embedding module. It is not saved, and has no
+    effect in evaluation. None changes nothing; UserError for encoder-decoder models.
     """
     if alpha is None:
         return
@@ -28,7 +27,7 @@ def apply_neftune(model: torch.nn.Module, alpha: float | None) -> None:
 
 
 def why_no_noise(alpha: float, numbers: Mapping[str, Any]) -> str | None:
-    """Say why a model of these config.json numbers gets no noise; None where it does."""
+    """Return why a model of these config.json `numbers` gets no noise, None where it can."""
     if not numbers.get("is_encoder_decoder"):
         return None
     return (
@@ -38,7 +37,7 @@ def why_no_noise(alpha: float, numbers: Mapping[str, Any]) -> str | None:
 
 
 class _EmbeddingNoise:
-    """Hooks of one model: the outermost call tells the positions, the embedding gets the noise."""
+    """Hooks of one model: the model's forward gives the positions, the embedding gets the noise."""
 
     def __init__(self, alpha: float) -> None:
         self.alpha = alpha
@@ -64,10 +63,10 @@ class _EmbeddingNoise:
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Tokens of the document that each token stands in; positions start at 0 in each.
+    """Return the length of each token's document; positions start at 0 in each.
 
-    int64 [rows, tokens] in and out, without waiting for the device. Padding, all at position 0,
-    counts as documents of one token.
+    int64 [rows, tokens] in and out, without a device sync. Padding, all at position 0, counts as
+    documents of one token.
     """
     import torch
 

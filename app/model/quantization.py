@@ -1,7 +1,7 @@
-"""How a frozen base is kept in four or eight bits: what of the model's rooms knows bitsandbytes.
+"""A frozen base quantized to four or eight bits by bitsandbytes.
 
-Embeddings and the head stay in the weights' own dtype, tied or not, and so does what transformers
-leaves out for an architecture (T5's `wo`).
+Embeddings and the head are not quantized, tied or not, nor is what transformers leaves out for an
+architecture (T5's `wo`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class QuantizationConfig:
 def quantization_settings(
     config: QuantizationConfig, dtype: torch.dtype
 ) -> transformers.BitsAndBytesConfig | None:
-    """Return what the loader is told; `dtype` is that of the weights that stay as they are."""
+    """Return the loader's argument; `dtype` is that of the weights that are not quantized."""
     import transformers
 
     if config.method == "none":
@@ -48,19 +48,19 @@ def quantization_settings(
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=config.double_quant,
         bnb_4bit_compute_dtype=dtype,
-        # Stored in the type of the other weights, so that a strategy can shard both in one tensor.
+        # Stored in the dtype of the other weights, so that a strategy can shard both in one tensor.
         bnb_4bit_quant_storage=dtype,
     )
 
 
 def stored_settings(architecture: transformers.PretrainedConfig) -> Mapping[str, Any] | None:
-    """Return what config.json says of how the files are quantized; None where they are not."""
+    """Return the `quantization_config` of config.json; None where the files are not quantized."""
     stored: Mapping[str, Any] | None = architecture.to_dict().get("quantization_config")
     return stored
 
 
 def stored_method(stored: Mapping[str, Any]) -> str:
-    """Name a config.json's `quantization_config`: nf4, fp4, int8, or another tool's, as gptq."""
+    """Return the method of a `quantization_config`: nf4, fp4, int8, or another tool's, as gptq."""
     if stored.get("load_in_4bit"):
         return str(stored.get("bnb_4bit_quant_type", "fp4"))
     return "int8" if stored.get("load_in_8bit") else str(stored.get("quant_method"))
@@ -73,9 +73,9 @@ def find_stored_problem(
     *,
     trains_base: bool = False,
 ) -> str | None:
-    """Say why weights that `path` holds quantized already cannot be taken; None where they can.
+    """Return why weights that are stored quantized cannot be used, None where they can.
 
-    `trains_base`: whether some of them are to be trained, rather than an adapter beside them.
+    `trains_base`: whether some of them are trained, instead of an adapter.
     """
     method = stored_method(stored)
     if method not in ("nf4", "fp4", "int8"):
@@ -99,10 +99,10 @@ def find_stored_problem(
 
 @contextlib.contextmanager
 def quantizable_layers(model_type: str) -> Iterator[None]:
-    """Have Falcon made of torch's linear layers while it is loaded; its own compute the same.
+    """Build Falcon with torch's linear layers while it is loaded; its own compute the same.
 
-    transformers quantizes `nn.Linear` alone and no class derived from it (5.23), so it would leave
-    every layer of Falcon as it is.
+    transformers (5.23) quantizes `nn.Linear` and no class derived from it, so it would leave every
+    layer of Falcon unquantized.
     """
     if model_type != "falcon":
         yield
@@ -119,26 +119,26 @@ def quantizable_layers(model_type: str) -> Iterator[None]:
 
 
 def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Freeze a quantized base and make it fit to be trained on, computing in `dtype`.
+    """Freeze a quantized base and prepare it for training, computing in `dtype`.
 
-    ValueError where the loader found nothing to quantize, a warning where it was little.
+    UserError where the loader quantized nothing, a warning where it was little.
     """
     import bitsandbytes
 
     _check_share(model)
-    # Of what peft.prepare_model_for_kbit_training does, freezing alone. Norms and head in fp32
-    # would double the head and could not be sharded with the rest; norms compute in fp32 anyway.
-    # Inputs that require a gradient would make the backward go through the whole depth, below the
-    # lowest adapter; only reentrant checkpointing needs them.
+    # Only the freezing of peft.prepare_model_for_kbit_training. Norms and head in fp32 would double
+    # the head and could not be sharded with the rest; norms compute in fp32 anyway. Inputs that
+    # require a gradient would extend the backward pass below the lowest adapter; only reentrant
+    # checkpointing needs them.
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            # Files that are quantized already name a dtype of their own.
+            # Stored quantized weights come with a dtype of their own.
             module.compute_dtype = dtype
             if module.weight.quant_state is not None:  # else it is on `meta`
                 module.weight.quant_state.dtype = dtype
-            # After a forward in eval mode the weights would be repacked for inference on the CPU,
-            # and every gradient after that would be lost without a word (bitsandbytes 0.50).
+            # A forward in eval mode would repack the weights for inference on the CPU, and every
+            # gradient after that would silently be lost (bitsandbytes 0.50).
             module.support_avx512bf16_for_cpu = False
         if isinstance(module, bitsandbytes.nn.Linear8bitLt):
             module.register_forward_pre_hook(_keep_scales)
@@ -147,7 +147,7 @@ def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def quantize_on_meta(
     model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
 ) -> None:
-    """Give a model on `meta` the layers that the loader would have made of it."""
+    """Replace the layers of a model on `meta` as the loader would."""
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(quantization_settings(config, dtype))
@@ -156,10 +156,10 @@ def quantize_on_meta(
 
 
 def take_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
-    """Return how each 4-bit weight in `module` is kept, by name, for `give_states`; {} on `meta`.
+    """Return the state of each 4-bit weight in `module` by name, for `give_states`; {} on `meta`.
 
-    The weights become plain parameters of packed numbers, which a strategy can share out; a layer
-    finds their scales in itself then, on `device`.
+    The weights become plain parameters of packed values, which a strategy can shard; their scales
+    stay in the layer, on `device`.
     """
     import torch
 
@@ -180,7 +180,7 @@ def take_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]
 
 
 def give_states(module: torch.nn.Module, states: Mapping[str, Any], device: torch.device) -> None:
-    """Let the layers in `module` keep their 4-bit weights, still on `meta`, as `states` says."""
+    """Give the layers in `module` their 4-bit weights on `meta`, with the scales of `states`."""
     import torch
     from bitsandbytes.functional import QuantState
 
@@ -193,7 +193,7 @@ def give_states(module: torch.nn.Module, states: Mapping[str, Any], device: torc
 
 
 def _layers_of_4_bits(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers whose weights are of four bits, with their names in `module`."""
+    """Yield the layers with 4-bit weights and their names in `module`."""
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
         if weight is not None and type(weight).__name__ == "Params4bit":
@@ -201,7 +201,7 @@ def _layers_of_4_bits(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _check_share(model: PreTrainedModel) -> None:
-    """Compare what is quantized with all matrices, embedding and head aside."""
+    """Compare the quantized weights with all matrices except embedding and head."""
     from bitsandbytes.nn import Int8Params, Params4bit
 
     aside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
@@ -216,8 +216,8 @@ def _check_share(model: PreTrainedModel) -> None:
         raise UserError(f"no layer of a {kind} model can be quantized; type quantization=none")
     if quantized < matrices / 2:
         log.warning(
-            "quantization: %.0f %% of the weights alone (the loader reaches no others of a %s "
-            "model, as experts that are one tensor); expect to need memory for the rest",
+            "quantization: only %.0f %% of the weights (of a %s model the loader skips others, as "
+            "experts in one tensor); expect to need memory for the rest",
             100 * quantized / matrices,
             kind,
         )
@@ -226,8 +226,7 @@ def _check_share(model: PreTrainedModel) -> None:
 def _keep_scales(module: Any, _: Any) -> None:
     """Keep an int8 layer's scales after peft's DoRA has read its weight on the CPU (peft 0.21).
 
-    It moves the weight to where it is; the copy looks new, has no scales, and the layer would take
-    those for its own.
+    The weight is moved to its own device; the copy has no scales, which the layer would adopt.
     """
     if module.weight.SCB is None:
         module.weight.CB = None
@@ -235,10 +234,10 @@ def _keep_scales(module: Any, _: Any) -> None:
 
 @contextlib.contextmanager
 def tokens_quantized_alone(model: Any) -> Iterator[None]:
-    """Round each token's activations by themselves while a probe compares tokens of one batch.
+    """Quantize each token's activations independently while a probe compares tokens of a batch.
 
-    LLM.int8() takes columns with outliers apart for all tokens of a batch at once: by its rounding,
-    though by nothing else, a token depends on what it shares a batch with.
+    LLM.int8() separates outlier columns for all tokens of a batch at once, so that a token's
+    rounding depends on its batch.
     """
     layers = []
     if stored_settings(model.config):
@@ -256,9 +255,9 @@ def tokens_quantized_alone(model: Any) -> Iterator[None]:
 
 
 def cast_unquantized(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Give `dtype` to all weights that are not quantized.
+    """Cast all weights that are not quantized to `dtype`.
 
-    transformers ignores the dtype that it is asked for where the files are quantized already.
+    transformers ignores the requested dtype where the files are quantized already.
     """
     from bitsandbytes.nn import Int8Params, Params4bit
 
@@ -269,17 +268,17 @@ def cast_unquantized(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a parameter is kept."""
+    """How a parameter is stored."""
 
     num_weights: int
     dtype: str
     """a torch dtype's name, or nf4, fp4, int8"""
     num_bytes: int
-    """with the scales of quantized weights"""
+    """including the scales of quantized weights"""
 
 
 def storage_of(parameter: torch.nn.Parameter) -> Storage:
-    """Say how a parameter is kept; one of four bits packs several weights in an element."""
+    """Return how a parameter is stored; a 4-bit one packs several weights in an element."""
     import torch
 
     num_bytes = parameter.numel() * parameter.element_size()
@@ -290,7 +289,7 @@ def storage_of(parameter: torch.nn.Parameter) -> Storage:
 
     if isinstance(parameter, bitsandbytes.nn.Params4bit):
         state = parameter.quant_state
-        if state is None:  # on `meta`, where it is not packed
+        if state is None:  # on `meta`, not packed
             return Storage(parameter.numel(), parameter.quant_type, parameter.numel() // 2)
         scales = [state.absmax, state.state2.absmax] if state.nested else [state.absmax]
         num_bytes += sum(scale.numel() * scale.element_size() for scale in scales)

@@ -1,4 +1,4 @@
-"""What was trained, on disk: written, reopened, and compared with what is in memory."""
+"""Save the trained model or adapter, reload it, and compare it with the one in memory."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def save_model(
     reload_base: Callable[[], PreTrainedModel],
     shards: Shards | None = None,
 ) -> tuple[Path, Any]:
-    """Save what was trained under `folder`, reopen it and compare; return where, and the model.
+    """Save a trained model under `folder`, reload and compare it; return its folder and the model.
 
-    Adapters go to `adapter/` in peft's format with `base`, which says what they were made on; full
-    models to `model/` as a Hugging Face folder in the dtype the base came in. The logits of
-    `probe`, token ids by name of the model's argument, are compared. The returned model is what is
-    on disk: another one than `model` where the adapter had changed its base, which is then read
-    again. TrainingFault when what is on disk is not what is in memory.
+    Adapters go to `adapter/` in peft's format, with `base`, which names their base model; full
+    models to `model/` as a Hugging Face folder in the dtype of the base. Compared are the logits of
+    `probe`, token ids by name of the model's argument. The returned model is the one on disk: not
+    `model` where the adapter had changed its base, which is then loaded again. TrainingFault where
+    the reloaded model differs.
 
-    Where ranks hold parts of the weights, all of them call this with their `shards`, and the first
-    one writes. There is no room for a second model beside such a one: its weights are given what
-    was gathered for the files, and its logits compared with those before.
+    Where weights are sharded, all ranks call this with their `shards`, and rank 0 writes. There is
+    no room for a second model then: the weights gathered for the files are written back to the
+    model, and its logits compared with those before.
     """
     import torch
 
@@ -73,7 +73,7 @@ def save_model(
             difference, model = _save_adapter(model, saved, rows, reload_base)
             write_origin(saved, base)
     except ValueError as error:
-        raise TrainingFault(f"what was saved does not read back: {error}") from error
+        raise TrainingFault(f"the saved files do not reload: {error}") from error
     log.info("%s verified: reloaded logits match (max difference %.1g)", saved.name, difference)
     return saved, model
 
@@ -109,7 +109,7 @@ def _save_whole(
         .to(model.device)
     )
     in_memory, on_disk = probe_logits(model, probe), probe_logits(reopened, probe)
-    # What is measured after this is the saved model, computed as it was in training.
+    # From here on the saved weights are evaluated, in the dtypes of training.
     _cast_weights(model, kept)
     return check_same_logits(in_memory, on_disk, folder)
 
@@ -126,7 +126,7 @@ def _save_gathered_model(
     dtype = _dtype_on_disk(model, architecture)
     write_model(model, folder, dtype, shards)
     difference = _check_on_all(in_memory, probe_logits(model, probe), folder)
-    # What is measured after this is the saved model, computed as it was in training.
+    # From here on the saved weights are evaluated, in the dtypes of training.
     round_weights(model, shards, dtype)
     return difference
 
@@ -139,7 +139,7 @@ def _save_gathered_adapter(
     shards: Shards,
 ) -> float:
     if changed_its_base(model):
-        raise ValueError("an adapter that has changed its base is saved by one process alone")
+        raise ValueError("an adapter that has changed its base is saved by a single process only")
     in_memory = probe_logits(model, probe)
     shards.reshard(model)
     gathering = Gathering(shards)
@@ -162,25 +162,25 @@ def _save_gathered_adapter(
 
 
 def _check_on_all(in_memory: torch.Tensor, now: torch.Tensor, folder: Path) -> float:
-    """Compare logits as `check_same_logits` does; ValueError on all ranks where one differs."""
+    """Compare logits as `check_same_logits`; ValueError on all ranks where one rank's differ."""
     difference, problems = 0.0, []
     try:
         difference = check_same_logits(in_memory, now, folder)
     except ValueError as error:
         problems = [str(error)]
-    if told := all_gather_list(problems):
-        raise ValueError(told[0])
+    if gathered := all_gather_list(problems):
+        raise ValueError(gathered[0])
     return difference
 
 
 def _dtype_on_disk(model: PreTrainedModel, architecture: PretrainedConfig) -> torch.dtype:
-    """Return the dtype that the base came in, or the widest of the model's where it was made."""
+    """Return the dtype of the base's files, or the model's widest where it started from scratch."""
     kept = (parameter.dtype for parameter in model.parameters())
     dtype: torch.dtype = architecture.dtype or max(kept, key=lambda dtype: dtype.itemsize)
     return dtype
 
 
 def _cast_weights(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Cast the parameters alone: `model.to` would round the rotary frequencies as well."""
+    """Cast only the parameters: `model.to` would round the rotary frequencies as well."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes[name])

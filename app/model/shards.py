@@ -1,6 +1,7 @@
-"""A whole model as a Hugging Face folder: written shard by shard, each read back as it is written.
+"""Write a whole model as a Hugging Face folder, shard by shard, and read each shard back.
 
-No more than one shard is held beside the model, so that weights of any size may come one by one.
+At most one shard is in memory beside the model, so that sharded weights of any size can be gathered
+one by one.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""of a file, unless one weight is larger"""
+"""largest file, unless one weight is larger"""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OF_A_LAYER = re.compile(r".*?\.\d+\.")
-"""what the names of a layer's weights begin with"""
+"""prefix of the names of a layer's weights"""
 
 
 def write_model(
@@ -38,16 +39,15 @@ def write_model(
 ) -> None:
     """Write a model's weights in `dtype`, its config and its generation config into `folder`.
 
-    Where ranks hold parts of the weights, all of them call this with their `shards`; the first one
-    writes, and afterwards all hold what it has gathered. ValueError where a weight was not whole or
-    a file does not hold what it should.
+    Where weights are sharded, all ranks call this with their `shards`; rank 0 writes, and all ranks
+    continue with what it gathered. ValueError where a weight was incomplete or a file differs.
     """
     import torch
 
-    alone: Callable[[Callable[[], None]], object] = _at_once if shards is None else run_on_rank0
+    on_rank0: Callable[[Callable[[], None]], object] = _call if shards is None else run_on_rank0
     gathering = None if shards is None else Gathering(shards)
     files = ModelFolder(model, folder, dtype)
-    alone(files.begin)
+    on_rank0(files.begin)
     weights = model.state_dict(keep_vars=True)
     shard: dict[str, Tensor] = {}
     num_bytes = 0
@@ -55,7 +55,7 @@ def write_model(
     def write() -> None:
         if gathering is not None:
             gathering.check()
-        alone(partial(files.write, shard))
+        on_rank0(partial(files.write, shard))
 
     for names in files.groups:
         taken = {}
@@ -73,26 +73,26 @@ def write_model(
         if shards is None or is_first():
             shard |= {name: tensor.cpu() for name, tensor in taken.items()}
     write()
-    alone(files.end)
+    on_rank0(files.end)
 
 
-def _at_once(work: Callable[[], None]) -> None:
+def _call(work: Callable[[], None]) -> None:
     work()
 
 
 class ModelFolder:
-    """The files of one model: which weights there must be is known from its config alone."""
+    """The files of one model, whose expected weights follow from its config."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
         self.model, self.folder = model, folder
         self.shape = _shape_of(model, dtype)
         self.needed = _each_once(self.shape, self.shape.state_dict(keep_vars=True))
-        """every weight that the model's config asks for, without values; a tied one once"""
+        """every weight of the model's config, on `meta`; a tied one once"""
         held = _each_once(model, model.state_dict(keep_vars=True))
         if odd := self.needed.keys() ^ held.keys():
             raise ValueError(f"{folder}: the model and its config do not agree on {sorted(odd)[0]}")
         for name, buffer in model.named_buffers():
-            if name in self.needed:  # a buffer keeps the dtype that it is computed with
+            if name in self.needed:  # buffers keep their dtype
                 self.needed[name] = self.needed[name].to(buffer.dtype)
         self.on_disk = self._named_as_on_disk(self.needed)
         self.written: list[dict[str, Tensor]] = []
@@ -100,10 +100,10 @@ class ModelFolder:
 
     @property
     def groups(self) -> list[list[str]]:
-        """Names of weights that are written together: one, or those that are one layer's.
+        """Names of weights that are written together: single ones, or a layer's.
 
-        Some architectures are stored otherwise than they are computed with (each expert by itself),
-        which may take several weights of a layer to undo.
+        Some architectures are stored in another layout than computed (each expert by itself), and
+        converting back may take several weights of a layer.
         """
         if self.on_disk.keys() == self.needed.keys():
             return [[name] for name in self.needed]
@@ -120,7 +120,7 @@ class ModelFolder:
         self.shape.save_pretrained(self.folder, state_dict={})
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write one file and read it back; ValueError where it holds anything else."""
+        """Write one file and read it back; ValueError where it differs."""
         import torch
         from safetensors.torch import load_file, save_file
 
@@ -129,14 +129,11 @@ class ModelFolder:
         save_file(named, file, metadata={"format": "pt"})
         for name, tensor in load_file(file).items():
             if not torch.equal(tensor, named[name]):
-                raise ValueError(f"{file}: {name} is not finite, or reads back another one")
+                raise ValueError(f"{file}: {name} is not finite, or differs when read back")
         self.written.append({name: t.to("meta") for name, t in named.items()})
 
     def end(self) -> None:
-        """Give the files their names, and write which of them holds what.
-
-        ValueError where they hold anything else than the model's weights.
-        """
+        """Rename the files and write their index; ValueError where weights are missing."""
         found = {name: tensor for file in self.written for name, tensor in file.items()}
         for name in sorted(found.keys() | self.on_disk.keys()):
             here, needed = (_described(of.get(name)) for of in (found, self.on_disk))
@@ -168,11 +165,11 @@ class ModelFolder:
 
 
 def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model like this one without values, as its config describes it."""
+    """Build the model of the same config on `meta`."""
     import torch
     from torch.distributed.fsdp import FSDPModule
 
-    # FSDP2 gives a model a class of its own, derived from the model's.
+    # FSDP2 replaces a model's class by one derived from it.
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     with torch.device("meta"):
         shape = own(copy.deepcopy(model.config))
@@ -183,7 +180,7 @@ def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _each_once(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Leave out what `save_pretrained` leaves out: a weight's second name, and what is computed."""
+    """Leave out what `save_pretrained` does: second names of tied weights, and ignored keys."""
     ignored = set(model._keys_to_ignore_on_save or ())
     seen: set[int] = set()
     found = {}

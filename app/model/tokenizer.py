@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 ANOTHER = "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
 PROBES = ["Say 1 word: Ωmega,\n\tor two.", *(letter * 300 + "!" for letter in "aA1 .\n")]
-"""texts of several kinds that a tokenizer is tried with, and those over which expressions go on"""
+"""texts that a tokenizer is tried with, and long ones that make bad regular expressions slow"""
 _CONFIG = "tokenizer_config.json"
 _T5, _LLAMA = "spiece.model", "tokenizer.model"
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -41,7 +41,7 @@ def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             f"{_how_to_end(path, tokenizer)}"
         )
     if tokenizer.pad_token_id is None:
-        # Only fills unused positions: what is learned is decided by position, never by token id.
+        # Only fills unused positions: the loss mask goes by position, never by token id.
         tokenizer.pad_token = tokenizer.eos_token
         log.info("tokenizer: no pad token, %r fills unused positions", tokenizer.eos_token)
     if config.added_tokens:
@@ -52,9 +52,9 @@ def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def new_token_ids(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> list[int]:
-    """Return the ids of `config.added_tokens` that the base never learned.
+    """Return the ids of `config.added_tokens` that are new to the base.
 
-    These are new to the tokenizer, or have no row among the `vocab_size` of the base's embedding.
+    They are new to the tokenizer, or have no row among the `vocab_size` of the base's embedding.
     UserError when rows would be needed for other tokens as well.
     """
     if not config.added_tokens:
@@ -73,13 +73,13 @@ def new_token_ids(
 
 
 def _add(tokenizer: PreTrainedTokenizerBase, added: list[str]) -> None:
-    """Make each of `added` one special token; one that is there keeps its id."""
+    """Make each of `added` a special token; an existing one keeps its id."""
     known = tokenizer.get_vocab()
     tokenizer.add_tokens(added, special_tokens=True)
     if new := [token for token in added if token not in known]:
         log.info("tokenizer: added %s", ", ".join(new))
     if there := [token for token in added if token in known]:
-        log.info("tokenizer: %s was there already, and keeps its row", ", ".join(there))
+        log.info("tokenizer: %s existed already, and keeps its row", ", ".join(there))
 
 
 def _path(config: ModelConfig) -> str:
@@ -101,7 +101,7 @@ def _load(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _try(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Use a tokenizer as a run does: its files may fit together only where they are not read."""
+    """Encode and decode as a run does: some broken files show only when used."""
     for probe in PROBES:
         ids = tokenizer(probe)["input_ids"]
         text = tokenizer.decode(ids)
@@ -115,11 +115,11 @@ def _try(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def _blame_file(folder: Path, error: BaseException) -> None:
-    """Name the one file that is to blame, where the library's words leave that open."""
+    """Raise an error that names the broken file, where the library's does not."""
     from tokenizers import Tokenizer
 
-    if said := _no_backend(folder, error):
-        raise UserError(said) from error
+    if problem := _no_backend(folder, error):
+        raise UserError(problem) from error
     if (file := folder / "tokenizer.json").is_file():
         with reading(f"{file} cannot be read", ANOTHER):
             Tokenizer.from_file(str(file))
@@ -130,7 +130,7 @@ def _blame_file(folder: Path, error: BaseException) -> None:
 
 
 def _no_backend(folder: Path, error: BaseException) -> str | None:
-    """Word that a folder has no tokenizer, which transformers says at length."""
+    """Return a short message for a folder without a tokenizer."""
     if not folder.is_dir() or not str(error).startswith("Couldn't instantiate the backend"):
         return None
     return (
@@ -144,7 +144,7 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
 
     bare = _bare_model(path)
     if bare == _LLAMA:
-        # AutoTokenizer takes it for another kind, and spells other tokens without a word.
+        # AutoTokenizer takes it for another kind, and silently gives other tokens.
         raise UserError(
             f"the tokenizer in {path} cannot be read: {_LLAMA} alone does not say how a text is "
             f"cut into tokens; {ANOTHER}"
@@ -159,7 +159,7 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def _bare_model(path: str) -> str:
-    """Return the SentencePiece file of a folder where nothing says what it is, "" elsewhere."""
+    """Return a folder's SentencePiece file where no other file says what it is, else ""."""
     folder = Path(path)
     if any((folder / name).is_file() for name in ("tokenizer.json", _CONFIG)):
         return ""
@@ -177,23 +177,23 @@ def _how_to_end(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def num_rows(architecture: PretrainedConfig, new_ids: Sequence[int] = ()) -> int:
-    """Return how many rows the embedding has, once there is one for each of `new_ids`."""
+    """Return the number of embedding rows, with one for each of `new_ids`."""
     rows: int = architecture.get_text_config().vocab_size
     return max([rows, *(index + 1 for index in new_ids)])
 
 
 def resize_embeddings(model: PreTrainedModel, new_ids: Sequence[int]) -> None:
-    """Give the tokens `new_ids` rows in embedding and head; each starts as the mean of the others.
+    """Give the tokens `new_ids` rows in embedding and head, initialized to the mean of the others.
 
-    A base often has more rows than its tokenizer has tokens: those are used first, and the mean is
-    of the rows before them. The rows are the same in every call.
+    A base often has more rows than its tokenizer has tokens: these are used first, and the mean is
+    of the rows before them. Deterministic.
     """
     if not new_ids:
         return
     rows = model.get_input_embeddings().num_embeddings
     needed = max(new_ids) + 1
     if needed > rows:
-        # Without means: those of transformers are drawn at random from a fitted distribution.
+        # Without mean_resizing, which draws from a fitted distribution at random.
         model.resize_token_embeddings(needed, mean_resizing=False)
     made = list(range(rows, needed))
     ids = sorted({*new_ids, *made})
@@ -201,7 +201,7 @@ def resize_embeddings(model: PreTrainedModel, new_ids: Sequence[int]) -> None:
     _start_as_the_mean(embedding.weight.data, ids)
     if head.weight is not embedding.weight:
         _start_as_the_mean(head.weight.data, ids)
-    # A bias does not train with its row: that of a row which was there stays the base's.
+    # A bias is not trained with its row: that of an existing row stays the base's.
     if head.bias is not None:
         _start_as_the_mean(head.bias.data, made)
     if "final_logits_bias" in model._buffers:  # BART's bias of the head, shape [1, rows]
@@ -219,7 +219,7 @@ def _start_as_the_mean(weight: torch.Tensor, ids: list[int]) -> None:
 def trained_token_ids(
     tokenizer: PreTrainedTokenizerBase, added: Sequence[str], adapter: AdapterConfig
 ) -> list[int]:
-    """Return the ids whose rows train with an adapter: `added` ones and those that it names.
+    """Return the ids whose rows train with an adapter: `added` and its `trainable_tokens`.
 
     UserError for a name that is not one token.
     """
@@ -228,7 +228,7 @@ def trained_token_ids(
     unknown = [token for token in named if token not in known]
     if unknown:
         raise UserError(
-            f"adapter.trainable_tokens: {', '.join(map(repr, unknown))} is no token of this "
+            f"adapter.trainable_tokens: {', '.join(map(repr, unknown))} is not a token of this "
             f"tokenizer; type 'model.added_tokens=[{','.join(unknown)}]' to add it"
         )
     return sorted({known[token] for token in (*added, *named)})
@@ -244,10 +244,7 @@ def with_chat_template(
 
 
 def keep_stop_tokens(model: Any, stop_ids: Iterable[int]) -> None:
-    """Add the ids that answers were trained to end with to the model's generation config.
-
-    Those of its base stay: whoever loads the model stops at any of them.
-    """
+    """Add the stop token ids of training to the model's generation config, after the base's."""
     own = model.generation_config
     if own is None:
         return
@@ -258,7 +255,7 @@ def keep_stop_tokens(model: Any, stop_ids: Iterable[int]) -> None:
 
 
 def save_stop_tokens(model: Any, folder: Path) -> None:
-    """Write the ids that end answers beside an adapter, which has no generation config else."""
+    """Write a generation config with the stop tokens beside an adapter."""
     from transformers import GenerationConfig
 
     own = model.generation_config
@@ -271,9 +268,9 @@ def save_stop_tokens(model: Any, folder: Path) -> None:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> set[int]:
-    """Return the ids that end an answer: the EOS and `stop_tokens`.
+    """Return the ids that end an answer: EOS and `stop_tokens`.
 
-    UserError for one that the tokenizer does not have as one token.
+    UserError for one that is not a token of the tokenizer.
     """
     known = tokenizer.get_vocab()
     unknown = [token for token in stop_tokens if token not in known]

@@ -17,7 +17,7 @@ from app.model.attention import (
     check_reference,
 )
 from app.model.base import reading_first_forward
-from app.model.head import prove_head
+from app.model.head import check_head_loss
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
 from app.process import faults
@@ -106,7 +106,7 @@ class FinetuneModule(L.LightningModule):
         with self.trainer.precision_plugin.forward_context(), alone:
             with reading_first_forward(self.model):
                 self._probe_attention(device)
-                prove_head(self.model, self.backend, device)
+                check_head_loss(self.model, self.backend, device)
             if self.uses_fused_kernels and self.strategy.fuses_adapters:
                 fuse_layers(self.model, self.strategy.gathered, device)
         # From here on only dropout draws random numbers, and each rank must draw its own.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from app.model.attention import attention_inputs, pair_inputs
-from app.model.head import head_loss, prove_head
+from app.model.head import check_head_loss, head_loss
 from data_modules import Batch, DecoderInputs
 
 
@@ -102,7 +102,7 @@ def validate(
     """
     sums = DatasetSums(len(dataset_names))
     device = device or model.device
-    prove_head(model, backend, device)
+    check_head_loss(model, backend, device)
     model.eval()
     for batch in batches:
         batch_loss(model, batch.to(device, non_blocking=True), backend, sums)

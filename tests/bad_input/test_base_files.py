@@ -273,7 +273,7 @@ def test_an_adapter_beside_a_base_is_seen_by_the_loader_too(base: Path, adapter:
     """As with a base of the hub, of which nothing is seen before it is loaded."""
     for file in adapter.iterdir():
         shutil.copy(file, base)
-    with pytest.raises(UserError, match="transformers has put that adapter on it"):
+    with pytest.raises(UserError, match="transformers has applied that adapter"):
         load_base(ModelConfig(path=str(base)), "eager", torch.float32)
 
 

@@ -298,7 +298,7 @@ def test_a_full_model_that_does_not_read_back_is_a_training_fault(
         spoil(folder / "model.safetensors")
 
     monkeypatch.setattr(saving, "write_model", write_badly)
-    with pytest.raises(TrainingFault, match=r"does not read back.*logits differ"):
+    with pytest.raises(TrainingFault, match=r"do not reload: .*logits differ"):
         save(model, FullConfig(), base, tmp_path)
 
 
@@ -314,7 +314,7 @@ def test_an_adapter_that_does_not_read_back_is_a_training_fault(
         spoil(folder / "adapter_model.safetensors")
 
     monkeypatch.setattr(saving, "save_adapter", write_badly)
-    with pytest.raises(TrainingFault, match=r"does not read back.*logits differ"):
+    with pytest.raises(TrainingFault, match=r"do not reload: .*logits differ"):
         save(model, LoraConfig(), base, tmp_path)
 
 

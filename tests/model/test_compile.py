@@ -251,7 +251,7 @@ def test_a_compile_that_fails_is_said_once_and_the_run_goes_on(
     assert train_steps(compiled, 3) == pytest.approx(train_steps(plain, 3), rel=1e-5)
     said = [record.message for record in caplog.records if "compile" in record.message]
     cause = "FileNotFoundError: no such compiler"
-    assert said == [f"compile: {cause}; the run goes on without it"]
+    assert said == [f"compile: {cause}; the run continues without it"]
     assert layers.failure == cause
 
 
@@ -399,7 +399,7 @@ def test_a_machine_without_a_compiler_trains_all_the_same(tmp_path: Path) -> Non
     said = [line for line in run.stdout.splitlines() if line.startswith("compile:")]
     assert len(said) == 1, run.stdout
     assert "No working C++ compiler" in said[0]
-    assert said[0].endswith("the run goes on without it")
+    assert said[0].endswith("the run continues without it")
     assert "Traceback" not in run.stdout + run.stderr
     assert len(read_column(folder, "train/loss")) == 2
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.head import (
     LossHead,
+    check_head_loss,
     fuse_head,
     head_loss,
     linear_cross_entropy,
-    prove_head,
     rows_per_chunk,
     token_losses,
 )
@@ -86,7 +86,7 @@ def test_loss_and_gradients_are_those_of_the_logits(kind: str) -> None:
 def test_a_proven_head_stays(kind: str) -> None:
     model = MODELS[kind]()
     fuse_head(model)
-    prove_head(model, "eager")
+    check_head_loss(model, "eager")
     assert isinstance(model.get_output_embeddings(), LossHead)
 
 
@@ -141,8 +141,8 @@ def test_an_unknown_change_of_the_logits_is_found_and_said(
     model.forward = changed
     fuse_head(model)
     with caplog.at_level(logging.INFO):
-        prove_head(model, "eager")
-    assert "whole logits" in caplog.text
+        check_head_loss(model, "eager")
+    assert "full logits" in caplog.text
     head = model.get_output_embeddings()
     assert type(head) is torch.nn.Linear
     ids = random_ids()

@@ -301,7 +301,7 @@ def test_a_file_that_holds_something_else_is_a_training_fault(
         write(tensors | {name: tensors[name] + 1e-3}, file, **more)
 
     monkeypatch.setattr(safetensors, "save_file", write_badly)
-    with pytest.raises(TrainingFault, match="reads back another one"):
+    with pytest.raises(TrainingFault, match="differs when read back"):
         save(moved(FullConfig()), FullConfig(), tmp_path, Parts())
 
 

@@ -215,7 +215,9 @@ def test_trained_tokens_are_known_as_one_token() -> None:
     assert trained_token_ids(tokenizer, ["<|think|>"], adapter) == sorted(ids)
     assert trained_token_ids(tokenizer, [], FullConfig()) == []
     adapter = LoraConfig(trainable_tokens=["<|im_end|>", "<|nothing|>"])
-    with pytest.raises(ValueError, match=r"trainable_tokens: '<\|nothing\|>' is no token") as error:
+    with pytest.raises(
+        ValueError, match=r"trainable_tokens: '<\|nothing\|>' is not a token"
+    ) as error:
         trained_token_ids(tokenizer, [], adapter)
     assert "type 'model.added_tokens=[<|nothing|>]'" in str(error.value)
 

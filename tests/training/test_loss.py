@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from app.model.attention import attention_implementation
-from app.model.head import fuse_head, prove_head, token_losses
+from app.model.head import check_head_loss, fuse_head, token_losses
 from app.training.objective import (
     DatasetSums,
     batch_loss,
@@ -247,7 +247,7 @@ def test_a_head_that_computes_in_its_own_way_is_left_alone(model: Any) -> None:
 def test_proving_a_head_leaves_dropout_as_it_was(model: Any, is_training: bool) -> None:
     fuse_head(model)
     model.train(is_training)
-    prove_head(model, "sdpa")
+    check_head_loss(model, "sdpa")
     assert {module.training for module in model.modules()} == {is_training}
 
 
