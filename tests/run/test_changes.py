@@ -219,9 +219,11 @@ def test_a_rank_that_does_not_see_the_checkpoint_says_so(
     monkeypatch.setenv("LOFT_RUN_DIR", str(run))
     monkeypatch.setenv("LOFT_PARENT", str(os.getppid()))
     monkeypatch.setenv("LOFT_RESUME_STEP", "6")
+    read_launch.cache_clear()
     config = load_config("train", [*words, f"output.dir={run}", "resume=must"])
     with pytest.raises(UserError, match=r"from step 6, .* every machine must see the same files"):
         open_run(config, load_run_config)
+    read_launch.cache_clear()
 
 
 def test_a_run_remembers_the_processes_before(words: list[str], tmp_path: Path) -> None:
