@@ -140,18 +140,15 @@ def measure_steps(folder: Path) -> dict[str, int]:
 def _functions_of_a_row(config: Any) -> set[tuple[str, str, int]]:
     from transformers import AutoTokenizer
 
-    from data_modules import FinetuneDataModule
+    from data_modules import BatchSpec, FinetuneDataModule, ModelSpec
 
     config.data.num_workers = 0
     datamodule = FinetuneDataModule(
         config.data,
         config.packing,
         AutoTokenizer.from_pretrained(config.model.path),
-        context_len=None,
-        micro_batch_size=1,
-        accumulation_steps=1,
-        num_epochs=1,
-        max_steps=1,
+        ModelSpec(context_len=None),
+        BatchSpec(max_steps=1),
         seed=0,
     )
 

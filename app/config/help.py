@@ -175,10 +175,15 @@ def _first_comment(path: Path) -> str:
 
 
 def _two_columns(rows: dict[str, str], width: int) -> list[str]:
-    left = max(map(len, rows)) + 4
+    left = min(max(map(len, rows)) + 4, width // 3)
     lines = []
     for name, text in rows.items():
-        wrapped = textwrap.wrap(text, max(width - left, 30)) or [""]
-        lines.append(f"  {name:<{left - 2}}{wrapped[0]}".rstrip())
-        lines += [" " * left + line for line in wrapped[1:]]
+        beside = max(len(name) + 4, left)  # a long name takes from the first line of its text
+        first, *others = textwrap.wrap(
+            text, width, initial_indent=" " * beside, break_on_hyphens=False
+        ) or [""]
+        lines.append(f"  {name:<{beside - 2}}{first.lstrip()}".rstrip())
+        lines += [
+            " " * left + line for line in textwrap.wrap(" ".join(others), max(width - left, 30))
+        ]
     return lines

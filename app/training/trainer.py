@@ -31,7 +31,7 @@ class CheckpointConfig:
     """newest checkpoints that are kept; more disk"""
     keep_best: int = setting(0, ge=0)
     """checkpoints with the lowest validation losses that are kept, too"""
-    asynchronous: bool = setting(False, shown=("train",), typed="async")
+    asynchronous: bool = setting(False, typed="async")
     """write while training goes on; one more copy of the trainable parameters in host memory"""
 
 
@@ -95,7 +95,7 @@ class TrainerConfig:
     """auto: Liger's for norms and gates on a GPU where it is installed, our own for norms on a CPU,
     where proven equal (faster, less memory; left to the compiler with `compile`); torch: the
     model's own"""
-    accelerator: str = setting("auto", choices=ACCELERATORS, resume="rounding", shown=("train",))
+    accelerator: str = setting("auto", choices=ACCELERATORS, resume="rounding")
     """auto, cpu or gpu"""
     devices: int | str = setting(
         "auto", choices=("auto",), ge=1, resume="content", shown=("train", "preview")

@@ -31,6 +31,8 @@ from data_modules.tokens.rows import Rejected, chunks_of, find_format, read_chun
 from data_modules.types import Conversation, Document, Item, Tokens
 from tests.bad_input.asking import chat, named, prepare
 
+pytestmark = pytest.mark.slow
+
 NUM_MUTATIONS = 300
 NUM_PREPARED = 4
 """mutations of each kind that are tokenized too"""

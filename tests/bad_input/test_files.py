@@ -263,6 +263,7 @@ def test_a_bad_row_ends_a_typed_run_with_two(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_nothing_to_learn_ends_a_typed_run_with_two(tmp_path: Path) -> None:
     write(tmp_path / "d.jsonl", [ASKED_ONLY] * 3)
     done = run_train(tmp_path, "data.datasets=[{path: d.jsonl}]")

@@ -18,6 +18,8 @@ from data_modules.tokens.prepare import ChunkEncoder, EncodedChunk, Prepared
 from tests.bad_input.asking import chat, prepare, write
 from tests.processes import GONE_WITHIN, LONGEST
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

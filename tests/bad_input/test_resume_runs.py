@@ -20,6 +20,8 @@ from tests.conftest import read_column
 from tests.resumed import contents
 from tests.tiny import SAMPLES, train_into
 
+pytestmark = pytest.mark.slow
+
 WORDS = (
     "trainer.checkpoint.every_steps=2",
     "trainer.checkpoint.keep_last=9",

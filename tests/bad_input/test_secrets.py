@@ -19,6 +19,8 @@ from tests.door import ask
 from tests.processes import LONGEST, environment_of_a_person
 from tests.tiny import SAMPLES, small_run
 
+pytestmark = pytest.mark.slow
+
 PASSWORD = "Zq7password0planted"
 PLANTED = {
     "X-Amz-Signature": "Zq7signature0planted",
@@ -121,7 +123,6 @@ def test_a_run_leaves_no_secret_anywhere(ended: tuple[Path, Path, str], server: 
     assert "<redacted>" in json.loads((run / "manifest.json").read_text())["command"][-9:].__str__()
 
 
-@pytest.mark.slow
 def test_errors_leave_no_secret_anywhere(server: str, tmp_path: Path) -> None:
     wrong = {
         "refused": address(server, token="Zq7another"),
@@ -138,7 +139,6 @@ def test_errors_leave_no_secret_anywhere(server: str, tmp_path: Path) -> None:
         assert (folder / "error.txt").exists() or name == "no-package"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["evaluate", "preview"])
 def test_other_verbs_leave_no_secret_anywhere(
     verb: str, ended: tuple[Path, Path, str], server: str, tmp_path: Path

@@ -19,6 +19,8 @@ from benchmarks.gpu.model import quantize
 from benchmarks.gpu.task import Part, Task, batches_of, flops_per_token
 from tests.tiny import random_ids, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 SHAPE = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -45,7 +47,6 @@ def measured(folder: Path, capsys: pytest.CaptureFixture[str], **how: Any) -> tu
     return sheet.read_text(), [json.loads(line) for line in printed if line.startswith("{")]
 
 
-@pytest.mark.slow
 def test_every_part_trains_and_stands_in_the_sheet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,7 +85,6 @@ def test_every_part_trains_and_stands_in_the_sheet(
     assert "Left out" not in sheet
 
 
-@pytest.mark.slow
 def test_the_compiled_parts_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sheet, found = measured(tmp_path, capsys, parts=COMPILED, rounds=2)
     assert "Left out" not in sheet

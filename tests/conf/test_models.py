@@ -23,6 +23,8 @@ from app.preflight.files import check_sequence_len
 from app.preflight.shapes import shapes_of_architecture
 from data_modules import TEMPLATE_NAMES
 
+pytestmark = pytest.mark.slow
+
 NAMES = conf_files.groups(conf_files.CONF)["model"]
 OURS = ("tiny", "tiny_base_scratch")
 # hidden size, layers, heads, context, weights. From public sources, none of them our files:

@@ -21,6 +21,7 @@ from app.config.overrides import PLAIN_VALUE, quote_value
 from app.config.verbs import PARTS, VERBS
 from app.model.adapter import FullConfig
 from app.process.errors import ROOT, UserError
+from app.process.launch import read_launch
 from app.run import find_run
 from app.run.folder import OutputConfig, decide_run_dir
 from data_modules import hints_of
@@ -661,7 +662,9 @@ def test_a_second_run_never_gets_the_folder_of_the_first(
     assert len(folders) == 3
     # A child rank gets its parent's folder.
     monkeypatch.setenv("LOFT_PARENT", str(os.getppid()))
+    read_launch.cache_clear()
     assert decide_run_dir(OutputConfig(name="same")).resolve() in {f.resolve() for f in folders}
+    read_launch.cache_clear()
     monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
 
 

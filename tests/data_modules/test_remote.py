@@ -15,6 +15,8 @@ from app.process.reporting import report
 from data_modules.messages import DataError, RemoteError
 from data_modules.source import Limits, fingerprint, read_chunks
 
+pytestmark = pytest.mark.slow
+
 ROW = b'{"a": 1}\n'
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
 Serve = Callable[[socket.socket, bytes], None]

@@ -267,6 +267,7 @@ def test_a_stream_without_an_end_needs_max_steps(tmp_path: Path, tokenizer: Any)
         module.train_dataloader()
 
 
+@pytest.mark.slow
 def test_a_bad_row_is_named_when_it_is_met(tmp_path: Path, tokenizer: Any) -> None:
     dataset = write(tmp_path / "a.jsonl", 30)
     with Path(dataset.path).open("a") as file:
@@ -296,6 +297,7 @@ def test_settings_that_a_stream_cannot_have(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_stream_with_workers(tmp_path: Path, stories: Path) -> None:
     # In a process of its own: a tokenizer that used its threads before the fork hung the workers.
     rows = [{"prompt": f"Once upon a time {index}", "completion": " yes"} for index in range(400)]

@@ -29,6 +29,8 @@ from tests.data_modules.conftest import SHARED, build_tokenizer, read_rows
 from tests.data_modules.published import published_templates, tokenizer_for
 from tests.data_modules.test_template import encode, problem, runs
 
+pytestmark = pytest.mark.slow
+
 PUBLISHED = published_templates()
 TRAINING = [name for name in PUBLISHED if name.endswith("_training")]
 ORIGIN = Origin("rows.json", 7)

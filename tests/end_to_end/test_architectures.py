@@ -24,6 +24,8 @@ from tests.tiny import (
     train_into,
 )
 
+pytestmark = pytest.mark.slow
+
 SIZE = {"vocab_size": 768}
 BASES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: tiny_gpt2(**SIZE, n_positions=256),

@@ -21,6 +21,8 @@ from tests.tiny import (
     train_into,
 )
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = {"t5": tiny_t5, "bart": tiny_bart}
 PACKING = {"t5": "multipack", "bart": "none"}
 
@@ -88,7 +90,6 @@ def test_a_preview_shows_both_sides(words: list[str], tmp_path: Path) -> None:
     assert (folder / "preview.html").stat().st_size > 1000
 
 
-@pytest.mark.slow
 def test_two_ranks_train_as_one(
     words: list[str], train_run: TrainRun, person: Person, tmp_path: Path
 ) -> None:

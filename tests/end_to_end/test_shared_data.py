@@ -11,6 +11,8 @@ from app.config import load_config
 from app.preview import preview
 from tests.conftest import SHARED, TrainRun, read_column
 
+pytestmark = pytest.mark.slow
+
 SETS = {
     "instruct/gsm8k_alpaca.json": "",
     "instruct/dolly_hhrlhf.jsonl": "",

@@ -138,6 +138,7 @@ def test_a_checkpoint_that_is_read_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["sleeps", pytest.param("hangs", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_what_is_done_is_saved_where_the_next_data_does_not_come(tmp_path: Path, how: str) -> None:
     folder = tmp_path / "run"
     typed = [

@@ -34,6 +34,8 @@ from data_modules.types import Example
 from tests.conftest import ROOT, read_column
 from tests.tiny import save_with_tokenizer, small_run, tiny_gpt2, tiny_llama, tiny_t5, train_into
 
+pytestmark = pytest.mark.slow
+
 ROW = 64
 MAKERS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
 
@@ -139,7 +141,6 @@ def test_ten_steps_are_those_of_plain_layers(kind: str, split_only: None) -> Non
     assert num_compiled() > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", MAKERS)
 def test_ten_steps_of_real_kernels(kind: str) -> None:
     plain, compiled = build(kind), build(kind)
@@ -361,7 +362,6 @@ def test_padding_to_one_size_changes_no_loss() -> None:
             assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_run_with_compiled_layers(
     kind: str, split_only: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -384,7 +384,6 @@ def test_a_run_with_compiled_layers(
     assert not [record for record in caplog.records if "compile" in record.message]
 
 
-@pytest.mark.slow
 def test_a_machine_without_a_compiler_trains_all_the_same(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     words = [*small_run("trainer.compile=true", "trainer.max_steps=2"), f"output.dir={folder}"]

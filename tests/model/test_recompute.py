@@ -300,6 +300,7 @@ class Allocated:
         return int(info.uordblks + info.hblkhd)
 
 
+@pytest.mark.slow
 def test_each_mode_keeps_less_than_the_one_before() -> None:
     """What waits for the backward pass: LoRA with dropout on all linears of two layers."""
     numbers = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": 256}

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from tests.tiny import NAMES, train_into
 
+pytestmark = pytest.mark.slow
+
 # The optimizer remembers nothing, and each step is of the same two rows: their order may change
 # from epoch to epoch, but a sum of two is the same either way.
 SETTINGS = [

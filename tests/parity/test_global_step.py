@@ -28,6 +28,8 @@ from data_modules import (
 from tests.conftest import ROOT, TrainRun, read_column
 from tests.reliability.person import Person
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = ROOT / "data_modules" / "samples"
 SETTINGS = [
     f"model.path={SAMPLES / 'tiny_base'}",

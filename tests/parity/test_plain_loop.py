@@ -11,6 +11,8 @@ from tests.conftest import TrainRun, read_column
 from tests.parity.plain import STEPS, PlainTraining, global_steps, words
 from tests.tiny import TINY_BASE
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE_LEN, MICRO = 256, 2
 
 

@@ -14,6 +14,8 @@ from tests.conftest import TrainRun, read_column
 from tests.parity.plain import STEPS, PlainTraining, global_steps, words
 from tests.tiny import save_with_tokenizer, tiny_bart, tiny_t5
 
+pytestmark = pytest.mark.slow
+
 SEQUENCE_LEN = 128
 MICRO = {"multipack": 1, "none": 2}
 START = {"t5": 0, "bart": 2}

@@ -28,6 +28,8 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.tiny import probe_of, tiny_bart, tiny_llama, tiny_t5
 
+pytestmark = pytest.mark.slow
+
 NUM_LAYERS = 4
 CONFIGS = {
     "lora": lambda layers: LoraConfig(r=4, layers=layers),

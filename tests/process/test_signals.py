@@ -171,6 +171,7 @@ listens, tells = os.pipe()
     ],
     ids=["a slow reader", "a library"],
 )
+@pytest.mark.slow
 def test_data_that_does_not_come_is_not_waited_for(read: str, said: str) -> None:
     lines = ("say('ready')", read)
     ends = "\n".join(["try:", *(f"    {line}" for line in lines)])
@@ -181,6 +182,7 @@ def test_data_that_does_not_come_is_not_waited_for(read: str, said: str) -> None
     assert time.monotonic() - before < ENDS_WITHIN
 
 
+@pytest.mark.slow
 def test_data_that_comes_in_time_lets_the_step_end() -> None:
     process = Process(
         "import threading",
@@ -201,6 +203,7 @@ def test_data_that_comes_in_time_lets_the_step_end() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_workers_end_with_a_process_that_is_stuck() -> None:
     process = Process(
         STUCK,
@@ -278,6 +281,7 @@ def test_a_process_that_hears_no_signals_is_left_as_it_is() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.slow
 def test_a_process_that_heard_nothing_itself_ends_where_all_is_saved() -> None:
     process = Process(
         "signals.exit_after_grace()", 'say("ready")', "signal.pthread_sigmask", "time.sleep(30)"

@@ -173,6 +173,7 @@ DIES_TWICE = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_that_gets_further_each_time_is_started_again(tell_story: Tell) -> None:
     story = tell_story(*DIES_TWICE, saved=[3, 6], max_restarts=2)
     assert story.code == 0
@@ -182,6 +183,7 @@ def test_a_run_that_gets_further_each_time_is_started_again(tell_story: Tell) ->
     assert not (story.folder / REASON_FILE).exists()  # of a run that has ended well
 
 
+@pytest.mark.slow
 def test_no_more_restarts_than_were_allowed(tell_story: Tell) -> None:
     story = tell_story(*DIES_TWICE, saved=[3], max_restarts=1)
     assert story.code == 3 and len(story.starts(0)) == 2
@@ -252,6 +254,7 @@ def test_a_stopped_rank_is_found_and_named_so(tell_story: Tell) -> None:
     assert not story.is_anyone_left()
 
 
+@pytest.mark.slow
 def test_a_run_of_long_steps_does_not_hang(tell_story: Tell) -> None:
     slow = ("beat(1)", "time.sleep(0.9)", "beat(2)", "time.sleep(2.4)", "beat(3)")
     assert tell_story(*slow, hang_minutes=0.02).code == 0
@@ -260,6 +263,7 @@ def test_a_run_of_long_steps_does_not_hang(tell_story: Tell) -> None:
     assert tell_story("beat(1)", "time.sleep(2)", hang_minutes=None).code == 0
 
 
+@pytest.mark.slow
 def test_a_long_save_is_no_hang_of_the_one_that_waits_for_it(tell_story: Tell) -> None:
     save = (
         "def is_there(what): return (folder / what).exists()",
@@ -362,6 +366,7 @@ def test_a_signal_while_a_checkpoint_is_looked_for_ends_the_run(tmp_path: Path) 
     assert time.monotonic() - before < ENDS_WITHIN
 
 
+@pytest.mark.slow
 def test_ranks_that_have_begun_nothing_are_not_waited_for(
     tell_story: Tell, hear: Callable[[int], None]
 ) -> None:
@@ -419,6 +424,7 @@ def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     process = launch(
         tmp_path,

@@ -93,6 +93,9 @@ def become(request: Mapping[str, Any]) -> NoReturn:
 
 def run_train(words: Sequence[str], record: Path) -> NoReturn:
     """Run the verb as the interpreter would; ends this process."""
+    from app.process.launch import read_launch
+
+    read_launch.cache_clear()  # the environment is this process's own
     record_into(record)
     sys.argv = ["app/train.py", *words]
     sys.modules.pop("app.train")  # it becomes __main__

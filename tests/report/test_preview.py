@@ -380,6 +380,7 @@ NEEDS_COLUMNS = {
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is absent")
+@pytest.mark.slow
 def test_all_shared_data_is_shown(run_preview: Callable[..., Any]) -> None:
     files = [
         file for kind in ("instruct", "chat", "text") for file in sorted((SHARED / kind).iterdir())

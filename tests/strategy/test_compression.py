@@ -15,6 +15,8 @@ from app.strategy.ddp import UNCOMPRESSED_STEPS
 from app.strategy.settings import DdpConfig
 from tests.ranks import on_ranks, ready
 
+pytestmark = pytest.mark.slow
+
 SIZE, RANK = 32, 2
 
 

@@ -19,6 +19,8 @@ from tests.processes import TWO_RANKS, processes_of, start_train
 from tests.ranks import on_ranks, ready
 from tests.tiny import small_run
 
+pytestmark = pytest.mark.slow
+
 LISTENS = "0A"
 """state of a socket in /proc/net/tcp"""
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -92,7 +94,6 @@ def test_a_taken_port_is_an_error() -> None:
 
 
 @linux
-@pytest.mark.slow
 def test_a_run_of_two_ranks_listens_on_loopback_only(tmp_path: Path) -> None:
     typed = small_run(*TWO_RANKS, "trainer.max_steps=400", "logger=csv")
     process = start_train(*typed, f"output.dir={tmp_path / 'run'}")

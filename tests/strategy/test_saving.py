@@ -21,6 +21,8 @@ from data_modules import Prompt
 from tests.ranks import on_ranks, ready
 from tests.strategy.shards import ADAPTERS, builder
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES = {
     "fsdp": FsdpConfig(),
     "fsdp_grad_op": FsdpConfig(name="fsdp_grad_op", reshard_after_forward=False),

@@ -13,6 +13,8 @@ from tests.ranks import on_ranks
 from tests.strategy import shards
 from tests.strategy.shards import CLIP, builder
 
+pytestmark = pytest.mark.slow
+
 FSDP = FsdpConfig()
 GRAD_OP = FsdpConfig(name="fsdp_grad_op", reshard_after_forward=False)
 COPIES = FsdpConfig(name="fsdp_hybrid", replicas=2)
@@ -60,7 +62,6 @@ def check_same(found: dict[str, Any], alone: dict[str, Any], which: str) -> None
             )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "cases"),
     [(FSDP, CASES + OF_FSDP), (GRAD_OP, CASES), (COPIES, CASES), (TP, CASES + OF_TP)],
@@ -70,7 +71,6 @@ def test_two_ranks_train_as_one(config: FsdpConfig, cases: list[Any]) -> None:
     check_cases(2, config, cases)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", [COPIES, FSDP_TP, TP], ids=["2x2", "fsdp_tp", "tp of two"])
 def test_four_ranks_train_as_one(config: FsdpConfig) -> None:
     """Copies of shares, shares of parts, and copies of parts."""

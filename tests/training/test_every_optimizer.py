@@ -33,6 +33,8 @@ from app.training.schedule import ScheduleConfig, build_schedule
 from tests.conftest import TrainRun, read_column
 from tests.tiny import random_ids, small_run, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = [schema() for schema in PARTS["optimizer"].values()]
 every_optimizer = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 

@@ -20,6 +20,8 @@ from app.training.module import FinetuneModule
 from tests.conftest import ROOT, TrainRun
 from tests.tiny import SAMPLES, save_with_tokenizer, small_run, tiny_gpt2, tiny_t5
 
+pytestmark = pytest.mark.slow
+
 EVERY, STEPS = 3, 8
 WRITES = [[1], [2, 3], [4, 5, 6]]
 RUN = {

@@ -26,6 +26,8 @@ from tests.reliability.person import Person
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, small_run
 
+pytestmark = pytest.mark.slow
+
 RUN = (
     "trainer.max_steps=6",
     "trainer.validate_every_steps=5",
@@ -144,7 +146,6 @@ def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
     assert "step 3: loss nan (of " in said and "the rows of a stream have no line numbers" in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said_of_it"),
     [("nan:1@3", "step 3: loss nan (of "), ("grad_inf:0@3", "step 3: loss ")],
@@ -159,7 +160,6 @@ def test_a_bad_number_of_one_rank_stops_both_with_one_message(
     assert steps_kept(tmp_path / "run") == [2]
 
 
-@pytest.mark.slow
 def test_the_ordinary_command_ends_with_code_4(tmp_path: Path) -> None:
     words = [*small_run(*RUN), "faults=[inf@2]", f"output.dir={tmp_path / 'run'}"]
     done = subprocess.run(

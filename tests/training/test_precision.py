@@ -17,6 +17,8 @@ from tests.conftest import TrainRun, read_column
 from tests.door import ask
 from tests.tiny import TINY_BASE, small_run
 
+pytestmark = pytest.mark.slow
+
 BF16, FP32 = torch.bfloat16, torch.float32
 Seen = dict[str, Any]
 

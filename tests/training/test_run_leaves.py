@@ -33,6 +33,8 @@ from tests.conftest import TrainRun, read_column
 from tests.door import ask
 from tests.tiny import SAMPLES, TINY_BASE, probe, small_run
 
+pytestmark = pytest.mark.slow
+
 ORDERS = SAMPLES / "orders_test.jsonl"
 DATASETS = ("capital", "orders")
 

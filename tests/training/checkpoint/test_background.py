@@ -152,6 +152,7 @@ def test_closing_waits_and_raises() -> None:
         writer.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_by_an_error_ends_the_last_save_first(tmp_path: Path) -> None:
     code = f"""
 import time

@@ -51,6 +51,8 @@ from tests.resumed import seal, training_document
 from tests.training.checkpoint.saves import in_a_child
 from tests.training.checkpoint.test_state import Training
 
+pytestmark = pytest.mark.slow
+
 NUM_CHANGES = 300
 """of each kind of file"""
 LONGEST = 20

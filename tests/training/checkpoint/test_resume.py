@@ -181,6 +181,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ids]:
         ("on_train_end", 1),
     ],
 )
+@pytest.mark.slow
 def test_a_run_that_dies_anywhere_ends_as_if_it_had_not(
     tmp_path: Path, uninterrupted: tuple[Path, Ids], stop_at: Any, hook: str, number: int
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_run_that_dies_anywhere_ends_as_if_it_had_not(
     check_same_run(run_into(tmp_path / "run", *BETWEEN, "resume=auto"), uninterrupted[0])
 
 
+@pytest.mark.slow
 def test_a_resume_that_fails_before_it_trains_leaves_the_run_as_it_was(
     tmp_path: Path, stop_at: Any
 ) -> None:
@@ -210,6 +212,7 @@ def test_a_resume_that_fails_before_it_trains_leaves_the_run_as_it_was(
     assert len(json.loads((run / "manifest.json").read_text())["earlier"]) == 1
 
 
+@pytest.mark.slow
 def test_three_deaths_in_one_epoch_change_nothing(
     tmp_path: Path, uninterrupted: tuple[Path, Ids], stop_at: Any, seen: Ids
 ) -> None:
@@ -225,6 +228,7 @@ def test_three_deaths_in_one_epoch_change_nothing(
     assert set(seen) == set(everything)
 
 
+@pytest.mark.slow
 def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(
     tmp_path: Path, seen: Ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +246,7 @@ def test_checkpoints_stand_at_the_ends_of_epochs_and_of_the_run(
         check_same_run(resume_from(whole, step, *words, total=last), whole)
 
 
+@pytest.mark.slow
 def test_a_longer_run_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
     words = ("schedule=constant", "schedule.warmup_steps=0", "adapter.dropout=0.1")
     words += ("trainer.validate_every_steps=2",)
@@ -253,6 +258,7 @@ def test_a_longer_run_resumes_from_the_last_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("adapter.dropout=0.1",), (*FULL, "optimizer=schedule_free")])
+@pytest.mark.slow
 def test_a_run_that_died_after_its_last_step_trains_nothing_more(
     tmp_path: Path, seen: Ids, words: tuple[str, ...]
 ) -> None:
@@ -263,6 +269,7 @@ def test_a_run_that_died_after_its_last_step_trains_nothing_more(
         assert not seen
 
 
+@pytest.mark.slow
 def test_asynchronous_checkpoints_are_the_same(tmp_path: Path) -> None:
     words = (*FULL, "optimizer=muon")
     whole = run_into(tmp_path / "whole", *words)

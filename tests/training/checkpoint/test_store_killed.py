@@ -15,6 +15,8 @@ from app.training.checkpoint import disk
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import in_a_child, is_as_saved, killed_at, names_in, save
 
+pytestmark = pytest.mark.slow
+
 SMALL_BLOCK = 64
 """bytes: a file then takes several writes"""
 MOST = 500
