@@ -1,7 +1,7 @@
 """One word switches the strategy; losses, validations and what is saved stay the same.
 
-Eight steps of the same global batches, by the ordinary command. What is marked `slow` runs
-everywhere, the rest by `make test-strategies`.
+Eight steps of the same global batches, by the ordinary command. `make test` runs a cut, `make
+test-all` more of them, `make test-strategies` all.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from tests.parity.strategies.layouts import (
     check_alike,
 )
 
-IN_THE_CUT = {"lora": set(LAYOUTS) - {"zero3_hpz"}, "full": {"zero3", "fsdp"}}
-"""what runs everywhere"""
+IN_MAKE_TEST = {"lora": {"ddp", "fsdp"}, "full": set()}
+IN_TEST_ALL = {"lora": set(LAYOUTS) - {"zero3_hpz"}, "full": {"zero3", "fsdp"}}
 
 
 def cases(adapter: str) -> list[object]:
-    """Every strategy, marked by where it runs."""
-    return [
-        pytest.param(
-            strategy,
-            marks=pytest.mark.slow if strategy in IN_THE_CUT[adapter] else pytest.mark.strategies,
-        )
+    """Return every strategy, marked by the command that runs it."""
+    marks = {
+        strategy: [pytest.mark.slow if strategy in IN_TEST_ALL[adapter] else pytest.mark.strategies]
         for strategy in LAYOUTS
-    ]
+    } | {strategy: [] for strategy in IN_MAKE_TEST[adapter]}
+    return [pytest.param(strategy, marks=marks[strategy]) for strategy in LAYOUTS]
 
 
 @pytest.mark.parametrize("strategy", cases("lora"))

@@ -15,8 +15,6 @@ from app.training.checkpoint import disk
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import in_a_child, is_as_saved, killed_at, names_in, save
 
-pytestmark = pytest.mark.slow
-
 SMALL_BLOCK = 64
 """bytes: a file then takes several writes"""
 MOST = 500
@@ -62,6 +60,7 @@ def kill_everywhere(
     raise AssertionError("the save has no end")
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_operation_of_save_and_rotation_leaves_a_good_one(tmp_path: Path) -> None:
     newest = kill_everywhere(tmp_path, lambda run: save(make_store(run), 10) and None, 20, {10, 20})
     assert len(newest) > 40
@@ -70,17 +69,20 @@ def test_a_kill_at_any_operation_of_save_and_rotation_leaves_a_good_one(tmp_path
     assert newest.count(20) >= 8  # the rotation's own operations are among them
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_first_save_leaves_none_or_a_good_one(tmp_path: Path) -> None:
     newest = kill_everywhere(tmp_path, lambda run: None, 10, {None, 10})
     assert newest[0] is None and newest[-1] == 10
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_same_step_is_saved_again_leaves_one_of_the_two(tmp_path: Path) -> None:
     assert set(
         kill_everywhere(tmp_path, lambda run: save(make_store(run), 10) and None, 10, {10})
     ) == {10}
 
 
+@pytest.mark.slow
 def test_a_kill_while_leftovers_are_removed_leaves_the_good_one(tmp_path: Path) -> None:
     def prepare(run: Path) -> None:
         save(make_store(run), 10)
