@@ -346,7 +346,7 @@ BUGS = [
         file="app/run/changes.py",
         right='        if change.rule == "fixed":\n',
         wrong='        if change.rule == "never":\n',
-        test="tests/bad_input/test_resume.py",
+        test="tests/bad_input/test_resume.py::test_settings_that_make_another_run_are_refused",
     ),
     Bug(
         name="a data set is seen as often as its neighbour",
