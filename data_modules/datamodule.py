@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     import transformers
 
 DEFAULT_SEQUENCE_LEN = 2048
+WITHOUT_CHATS = ("pretokenized",)
+"""formats whose rows never go through the chat template"""
 PROBE_TOKENS = 64
 log = logging.getLogger(__name__)
 
@@ -150,6 +152,10 @@ class FinetuneDataModule(lightning.LightningDataModule):
             config.mask(),
             is_encoder_decoder=is_encoder_decoder,
             limits=config.template_limits(),
+            renders_chats=any(
+                dataset.format not in WITHOUT_CHATS
+                for dataset in (*config.datasets, *config.test_datasets)
+            ),
         )
         data = PreparedData(
             config,

@@ -121,12 +121,15 @@ class ChatTemplate:
         mask: MaskConfig | None = None,
         is_encoder_decoder: bool = False,
         limits: Limits | None = None,
+        *,
+        renders_chats: bool = True,
     ) -> ChatTemplate:
         """Choose the template `name`: one of TEMPLATE_NAMES, a .jinja file, None = the tokenizer's.
 
         A tokenizer without a template gets `plain`, and `t5` for an encoder-decoder model. Raises
         DataError for an unknown name, for a template that takes more than `limits`, and for one
-        whose trained tokens are not those of the answers.
+        whose trained tokens are not those of the answers, unless no row goes through it
+        (`renders_chats` False).
         """
         own = tokenizer.chat_template
         if name is None and own:
@@ -142,9 +145,9 @@ class ChatTemplate:
             note, checked = f"chat template: {name}", f"data.chat_template={name}"
             text = read_template(name)
         template = cls(tokenizer, text, note, mask, is_encoder_decoder)
-        template._check_on_forms(checked, limits or Limits())
+        template._check_on_forms(checked, limits or Limits(), renders_chats)
         if template._write_bos():
-            template._check_on_forms(checked, limits or Limits())
+            template._check_on_forms(checked, limits or Limits(), renders_chats)
         return template
 
     @property
@@ -255,15 +258,16 @@ class ChatTemplate:
             )
         return is_changed
 
-    def _check_on_forms(self, name: str, limits: Limits) -> None:
+    def _check_on_forms(self, name: str, limits: Limits, renders_chats: bool) -> None:
         """Prove the masks of the template; DataError where one is wrong, or it takes too much."""
         backend = self._tokenizer.backend_tokenizer.to_str()
-        whole = repr((name, self.text, backend, self._tokenizer.special_tokens_map, limits))
+        special_tokens = self._tokenizer.special_tokens_map
+        whole = repr((name, self.text, backend, special_tokens, limits, renders_chats))
         key = hashlib.sha256(whole.encode()).digest()
         if key in _proven:
             return
         try:
-            faults = attempt(partial(self._prove, name), limits)
+            faults = attempt(partial(self._prove, name, renders_chats), limits)
         except LimitError as error:
             raise DataError(
                 f"{name} does not render {len(FORMS)} small chats {error}: look for a loop or a "
@@ -274,7 +278,7 @@ class ChatTemplate:
             raise DataError(faults)
         _proven.add(key)
 
-    def _prove(self, name: str) -> list[str]:
+    def _prove(self, name: str, renders_chats: bool) -> list[str]:
         """Return what is wrong with the template; a form that it refuses is not."""
         import jinja2
 
@@ -289,7 +293,7 @@ class ChatTemplate:
             raise
         except render_errors():
             pass  # A row that it refuses is named when that row is encoded.
-        if self._pairs:
+        if self._pairs or not renders_chats:
             return []
         finder, controls = self._finder, control_texts(self._tokenizer)
         layout_builder = LayoutBuilder(self._renderer, finder, MaskConfig(), controls)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from tokenizers import Tokenizer, models
 
 from data_modules import Batch, DataConfig, DataError, DatasetConfig, PackingConfig
 from data_modules.datamodule import (
@@ -480,3 +482,30 @@ def test_pairs_for_an_encoder_decoder_model(
     numbers = [text.removeprefix("what is ").removesuffix("?") for text, _ in seen]
     assert [label for _, label in seen] == [f"it is {number}</s>" for number in numbers]
     assert [prompt.answer[:5] for prompt in module.prompts(9)["d"]] == ["it is"] * 2
+
+
+def test_a_tokenizer_that_cannot_separate_turns_serves_rows_of_tokens_alone(tmp_path: Path) -> None:
+    """One that makes a single token of any text, as of a benchmark or of numbers."""
+    words = {f"w{number}": number for number in range(32)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")),
+        pad_token="w0",
+        unk_token="w1",
+        eos_token="w2",
+    )
+    row = {"input_ids": list(range(3, 20)), "labels": list(range(3, 20))}
+    tokens, chats = tmp_path / "tokens.jsonl", tmp_path / "chats.jsonl"
+    tokens.write_text(f"{json.dumps(row)}\n" * 4)
+    turns = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]
+    chats.write_text(f"{json.dumps({'messages': turns})}\n" * 4)
+
+    def set_up(path: Path, format: str) -> None:
+        dataset = DatasetConfig(path=str(path), format=format, name="rows")
+        data = DataConfig(datasets=[dataset], val_set_size=0, cache_dir=str(tmp_path / "cache"))
+        FinetuneDataModule(
+            data, PackingConfig(), tokenizer, ModelSpec(context_len=64), BatchSpec(), seed=0
+        ).setup("fit")
+
+    set_up(tokens, "pretokenized")
+    with pytest.raises(DataError, match="its loss mask is wrong"):
+        set_up(chats, "messages")
