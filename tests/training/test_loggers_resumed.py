@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 
 import pytest
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from app.process.errors import ENVIRONMENT_ERROR, UserError, exit_code
@@ -68,7 +70,12 @@ def points_in(folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize(("last_step", "kept"), [(3, 3), (None, 0)])
-def test_no_point_is_shown_twice(tmp_path: Path, last_step: int | None, kept: int) -> None:
+def test_no_point_is_shown_twice(
+    tmp_path: Path, last_step: int | None, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of one second are read in the order of their names, in which a tenth writer of one
+    # process comes before its ninth; a run that resumes is another process, seconds later.
+    monkeypatch.setattr(event_file_writer, "_global_uid", AtomicCounter(0))
     config = LoggerConfig(name="tensorboard")
     for logger in build_loggers(config, tmp_path, ["a"]):
         for step in range(1, 7):
