@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from app.config import EvaluateConfig, load_run_config, run_verb, save_config
 from app.model.hub import is_offline
-from app.process.environment import quiet_libraries
+from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
-from app.process.stdio import keep_streams
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from data_modules import printable
 

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 from app.config import PreviewConfig, run_verb, save_config
 from app.model.base import ModelConfig
 from app.model.hub import is_offline
-from app.process.environment import quiet_libraries
+from app.process.environment import keep_streams, quiet_libraries
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
-from app.process.stdio import keep_streams
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from app.training.trainer import TrainerConfig

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 
 from app.config import TrainConfig, load_run_config, run_verb
 from app.model.hub import is_offline
-from app.process.environment import quiet_libraries
+from app.process.environment import keep_memory, keep_streams, quiet_libraries
 from app.process.errors import Interrupted
 from app.process.files import write_whole
 from app.process.launch import is_first_rank, live_with_parent
-from app.process.memory import keep_memory
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
-from app.process.stdio import keep_streams
 from app.run import Run, open_run
 from app.run.folder import METRICS_FILE
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks

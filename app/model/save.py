@@ -21,8 +21,7 @@ from app.model.adapter import (
     write_origin,
 )
 from app.model.base import model_class
-from app.model.gathering import Gathering, Shards, round_weights
-from app.model.shards import write_model
+from app.model.shards import Gathering, Shards, round_weights, write_model
 from app.process.collectives import all_gather_list, is_first, run_on_rank0
 from app.process.errors import TrainingFault
 

@@ -109,7 +109,7 @@ def main(task: Task) -> None:
 
 
 if __name__ == "__main__":
-    from app.process.memory import keep_memory
+    from app.process.environment import keep_memory
 
     keep_memory()  # as a training on a CPU does
     main(Task.read(sys.argv[1]))

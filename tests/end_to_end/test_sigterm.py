@@ -64,7 +64,7 @@ WHERE = {
     ),
     "the plan": ("data_modules.packing.bins:_pack_order", "hangs", 0, ()),
     "the base": ("app.model.base:load_base", "hangs", 0, ()),
-    "answers at the end": ("app.evaluation.predictions:answer_prompts", "hangs", 0, ANSWERS),
+    "answers at the end": ("app.evaluation.comparison:answer_prompts", "hangs", 0, ANSWERS),
 }
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.evaluation.comparison import Predictions
 from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
-from app.evaluation.predictions import Predictions
 from app.model.attention import attention_implementation
 from data_modules import (
     BatchSpec,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from app.evaluation import predictions as room
+from app.evaluation import comparison as room
+from app.evaluation.comparison import Predictions
 from app.evaluation.generation import Answer, EvaluationConfig
-from app.evaluation.predictions import Predictions
 from data_modules import Prompt
 from data_modules.messages import Origin
 

@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 SCRIPT = """
 import os, sys
-from app.process.stdio import keep_streams
+from app.process.environment import keep_streams
 keep_streams()
 file = open(sys.argv[1], "w")
 for line in range(20000):

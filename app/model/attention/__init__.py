@@ -20,8 +20,12 @@ from app.model.attention.backends import (
 )
 from app.model.attention.choice import AttentionChoice, choose_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
-from app.model.attention.isolation import check_isolation, check_pair_isolation
-from app.model.attention.probes import check_causal, check_reference
+from app.model.attention.probes import (
+    check_causal,
+    check_isolation,
+    check_pair_isolation,
+    check_reference,
+)
 
 __all__ = [
     "BY_BOUNDARIES",

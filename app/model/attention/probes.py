@@ -1,4 +1,4 @@
-"""Check before training that a model is causal, and attends as its own eager attention."""
+"""Check before training that a model is causal, isolates documents, and attends as in eager."""
 
 from __future__ import annotations
 
@@ -10,13 +10,229 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.backends import running
-from app.model.attention.inputs import attention_inputs
-from app.model.attention.isolation import distances, rounding
+from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+
+EDITS = (11, 29)
+"""offsets added to token ids, one after the other"""
+LEAST_ULPS, ULPS, FLOOR = 2, 8, 1e-4
+"""rounding error of equal shapes: units in the last place, and a minimal share of the spread"""
+TF32_EPS = 2**-10
+
+
+def check_isolation(
+    model: PreTrainedModel, backend: str, device: torch.device | None = None
+) -> None:
+    """Raise UserError if editing one document of a pack changes another one's logits.
+
+    Costs three forward passes of eight tokens, on `device` or the model's. Needed since models
+    differ in what they pass on to their layers, and libraries change.
+    """
+    device = device or model.device
+    # A second edit where the first one is suspicious: an expert's products round differently with
+    # other numbers of rows, which may break a tie between experts.
+    for shift in EDITS:
+        own, others, limit = _effects_of_edit(model, backend, device, shift)
+        if own <= limit:
+            raise ValueError(
+                f"attention={backend}: the isolation probe saw no effect of its own edit"
+            )
+        if not others > limit:  # also where weights are NaN, which is not attention's fault
+            return
+    raise UserError(
+        f"attention={backend}: documents packed together see each other "
+        f"(editing one changes another one's logits by {others / own:.1%} of its own change): "
+        f"type {'attention=eager, or ' if _eager_isolates(model, backend, device) else ''}"
+        "packing=none"
+    )
+
+
+def _eager_isolates(model: PreTrainedModel, backend: str, device: torch.device) -> bool:
+    """Return whether eager attention keeps the documents apart."""
+    if backend == "eager" or not model._can_set_attn_implementation():
+        return False
+    with running(model, "eager"):
+        _, others, limit = _effects_of_edit(model, "eager", device, EDITS[0])
+    return others <= limit
+
+
+def _effects_of_edit(
+    model: PreTrainedModel, backend: str, device: torch.device, shift: int
+) -> tuple[float, float, float]:
+    """Return how far an edit moves its own document's logits and the other's, and the rounding.
+
+    Each is the largest of the document's tokens. Rounding is measured by how far an edit of the
+    second document moves the first one, whose tokens all come before it.
+    """
+    import torch
+
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = torch.arange(8, device=device).unsqueeze(0) % vocab_size
+    edits = [tokens.clone(), tokens.clone()]
+    for edited, document in zip(edits, (slice(0, 4), slice(4, 8)), strict=True):
+        edited[0, document] = (edited[0, document] + shift) % vocab_size
+    inputs = attention_inputs(model, backend, [[4, 4]], tokens)
+    position_ids = torch.arange(4, device=device).repeat(1, 2)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits, first_edited, second_edited = (
+            model(input_ids=ids, position_ids=position_ids, use_cache=False, **inputs).logits[0]
+            for ids in (tokens, *edits)
+        )
+    model.train(was_training)
+    moved = distances(logits, first_edited)
+    noise = 4 * distances(logits, second_edited)[:4].max().item()
+    least, most = (rounding(model, logits, ulps, FLOOR) for ulps in (LEAST_ULPS, ULPS))
+    limit = min(max(noise, least), most)
+    return moved[:4].max().item(), moved[4:].max().item(), limit
+
+
+def check_pair_isolation(
+    model: PreTrainedModel, backend: str, device: torch.device | None = None, *, is_packed: bool
+) -> None:
+    """Raise UserError if a document's logits depend on what it shares a batch with.
+
+    For encoder-decoder models; costs two forward passes of nine and five tokens, on `device` or the
+    model's. Packed, a document is compared before one neighbour and after another: if it sees
+    either, or positions count from the row's start, its logits differ. Padded, the padding's tokens
+    change.
+    """
+    device = device or model.device
+    difference, limit = _pair_difference(model, backend, device, is_packed=is_packed)
+    if difference > limit:
+        raise UserError(
+            f"attention={backend}: {_fault(is_packed)} (logits differ by {difference:.2g}): "
+            f"type {_instead_of_pairs(model, backend, device, is_packed=is_packed)}"
+        )
+
+
+def _pair_difference(
+    model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
+) -> tuple[float, float]:
+    """Return how far a document's logits move with what is around it, and the rounding error."""
+    import torch
+
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), running(model, backend):
+        logits, others = (_moved if is_packed else _padded)(model, backend, device)
+    model.train(was_training)
+    # Of equal shapes, so that rounding is small: a wrong position changes far more.
+    return distances(logits, others).max().item(), rounding(model, logits, ULPS, FLOOR)
+
+
+def _instead_of_pairs(
+    model: PreTrainedModel, backend: str, device: torch.device, *, is_packed: bool
+) -> str:
+    """Return what to type to keep the documents of this model apart, after trying it."""
+    choices = {"packing=none": backend} if is_packed else {}
+    if backend != "eager":
+        choices["attention=eager packing=none" if is_packed else "attention=eager"] = "eager"
+    for words, other in choices.items():
+        difference, limit = _pair_difference(model, other, device, is_packed=False)
+        if difference <= limit:
+            return words
+    return "model.path=ANOTHER_BASE"
+
+
+def _fault(is_packed: bool) -> str:
+    if is_packed:
+        return "documents packed together see each other, or begin at wrong positions"
+    return "documents see the padding after them"
+
+
+def distances(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return the RMS difference of each token's logits [tokens, vocabulary]: [tokens].
+
+    The mean of a token's logits, such as a head's bias, changes no probability and is taken off.
+    """
+    difference = logits.float() - others.float()
+    return _spread(difference)
+
+
+def rounding(model: PreTrainedModel, logits: torch.Tensor, ulps: float, floor: float) -> float:
+    """Return the RMS rounding error of `logits` [tokens, vocabulary].
+
+    `ulps` units in the last place of their spread, at least `floor` of it; and half a unit of their
+    mean, to which the last sum rounds them.
+    """
+    eps = _precision(model, logits)
+    spread = _spread(logits.float()).square().mean().sqrt().item()
+    shared = logits.float().mean(-1).abs().max().item()
+    return max(ulps * eps, floor) * spread + eps / 2 * shared
+
+
+def _spread(logits: torch.Tensor) -> torch.Tensor:
+    return (logits - logits.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+
+
+def _precision(model: PreTrainedModel, logits: torch.Tensor) -> float:
+    """Return the coarsest machine epsilon of weights, autocast and matrix products."""
+    import torch
+
+    device = logits.device.type
+    dtypes = [logits.dtype, model.dtype]
+    if torch.is_autocast_enabled(device):
+        dtypes.append(torch.get_autocast_dtype(device))
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+    return eps if is_exact else max(eps, TF32_EPS)
+
+
+def _moved(
+    model: PreTrainedModel, backend: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits [3, vocabulary] of a document before one neighbour, and after another."""
+    import torch
+
+    source, target = _ids(model, device, 4, 3)
+    others, other_targets = _ids(model, device, 10, 4)
+    first = torch.cat([source, others[:5]]), torch.cat([target, other_targets[:2]])
+    second = torch.cat([others[5:], source]), torch.cat([other_targets[2:], target])
+    before = _pair_logits(model, backend, *first, [4, 5], [3, 2])
+    return before[:3], _pair_logits(model, backend, *second, [5, 4], [2, 3])[2:]
+
+
+def _padded(
+    model: PreTrainedModel, backend: str, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits [3, vocabulary] of a document before two kinds of padding."""
+    import torch
+
+    source, target = _ids(model, device, 4, 3)
+    padding, other_padding = _ids(model, device, 10, 4)
+    first = torch.cat([source, padding[:5]]), torch.cat([target, other_padding[:2]])
+    second = torch.cat([source, padding[5:]]), torch.cat([target, other_padding[2:]])
+    before = _pair_logits(model, backend, *first, [4], [3])
+    return before[:3], _pair_logits(model, backend, *second, [4], [3])[:3]
+
+
+def _ids(model: PreTrainedModel, device: torch.device, *lengths: int) -> tuple[torch.Tensor, ...]:
+    """Return two ranges of token ids that start at different tokens."""
+    import torch
+
+    vocab_size = model.config.get_text_config().vocab_size
+    return tuple(torch.arange(n, n + n, device=device) % vocab_size for n in lengths)
+
+
+def _pair_logits(
+    model: PreTrainedModel,
+    backend: str,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    source_lengths: list[int],
+    target_lengths: list[int],
+) -> torch.Tensor:
+    ids = {"input_ids": sources.unsqueeze(0), "decoder_input_ids": targets.unsqueeze(0)}
+    inputs = pair_inputs(model, backend, [source_lengths], [target_lengths], *ids.values())
+    logits: torch.Tensor = model(**ids, use_cache=False, **inputs).logits[0]
+    return logits
 
 
 FIRST_ID, TOKENS = 3, 8
