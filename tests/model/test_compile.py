@@ -403,24 +403,6 @@ def test_a_machine_without_a_compiler_trains_all_the_same(tmp_path: Path) -> Non
     assert len(read_column(folder, "train/loss")) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["trainer.compile=true", "recompute=selective"],
-            "type recompute=full, or trainer.compile=false",
-        ),
-        (["recompute.every=0"], "recompute.every=0: expected 1 or more"),
-        (["recompute=true"], "type recompute=full"),
-        (["trainer.gradient_checkpointing=true"], "type recompute=full"),
-        (["torch_compile=true"], "type trainer.compile=true"),
-    ],
-)
-def test_refusals_say_what_to_type(words: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected.replace(".", r"\.")):
-        check_before_start(load_config("train", [*small_run(), *words]))
-
-
 def test_a_base_of_two_sides_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path)
     with pytest.raises(UserError, match=r"t5 models have two sides.*type trainer\.compile=false"):

@@ -20,6 +20,7 @@ from app.model.adapter import (
     load_adapter,
     modules_of,
     probe_logits,
+    report_trainable,
     save_adapter,
 )
 from app.model.recompute import RecomputeConfig, apply_recompute
@@ -121,6 +122,7 @@ def test_a_new_adapter_of_any_architecture_changes_no_logit(kind: str) -> None:
     plain = probe_logits(copy.deepcopy(model), row)
     adapted = adapt(model)
     assert torch.allclose(probe_logits(adapted, row), plain, atol=1e-6)
+    assert trained(adapted) and all("lora_" in name for name in trained(adapted))
     assert adapted.peft_config["default"].fan_in_fan_out == (kind == "gpt2")
     pair = kind in ("t5", "bart")
     assert adapted.peft_config["default"].task_type == ("SEQ_2_SEQ_LM" if pair else "CAUSAL_LM")
@@ -221,6 +223,23 @@ def test_patterns_that_mean_something_are_taken() -> None:
     assert layers[0].mlp.down_proj.scaling["default"] == 16 / 8
     assert layers[1].self_attn.q_proj.scaling["default"] == 4 / 2
     assert "lm_head" in adapted_names(model)
+
+
+def test_numbers_of_the_settings_reach_peft() -> None:
+    model = adapt(tiny_llama(), r=6, alpha=18.0, dropout=0.25, use_rslora=True, use_dora=True)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert layer.lora_A["default"].weight.shape == (6, 32)
+    assert layer.scaling["default"] == pytest.approx(18 / 6**0.5)
+    assert layer.lora_dropout["default"].p == 0.25
+    magnitudes = [name for name in trained(model) if "magnitude" in name]
+    assert len(magnitudes) == 2 * len(LLAMA)
+    layer = adapt(tiny_llama(), r=6, alpha=18.0).base_model.model.model.layers[1].mlp.up_proj
+    assert layer.scaling["default"] == pytest.approx(18 / 6)
+
+
+def test_a_model_in_which_nothing_trains_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"adapter\.target_modules"):
+        report_trainable(tiny_llama().requires_grad_(False))
 
 
 # What they start from.

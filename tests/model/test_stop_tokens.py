@@ -106,7 +106,10 @@ def test_one_stop_token_is_no_list() -> None:
     keep_stop_tokens(SimpleNamespace(generation_config=None), {2})
 
 
-@pytest.mark.parametrize(("adapter", "folder"), [("lora", "adapter"), ("full", "model")])
+@pytest.mark.parametrize(
+    ("adapter", "folder"),
+    [("lora", "adapter"), pytest.param("full", "model", marks=pytest.mark.slow)],
+)
 def test_the_token_that_ended_answers_in_training_is_saved(
     adapter: str, folder: str, tokenizer: Any, tmp_path: Path
 ) -> None:
