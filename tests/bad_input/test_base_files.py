@@ -340,8 +340,8 @@ def test_values_of_an_adapter_config_that_mean_nothing_here(adapter: Path, made:
     "values",
     [
         {"target_modules": "(.*)*(.*)*(.*)*q_proj(.*)*x"},
-        {"exclude_modules": "((\\w|\\.)+)+!"},
-        {"rank_pattern": {"((\\w|\\.)+)+!": 4}},
+        pytest.param({"exclude_modules": "((\\w|\\.)+)+!"}, marks=pytest.mark.slow),
+        pytest.param({"rank_pattern": {"((\\w|\\.)+)+!": 4}}, marks=pytest.mark.slow),
     ],
 )
 def test_an_expression_without_end_from_an_adapter(
@@ -416,7 +416,7 @@ def test_a_hub_id_without_network(
 
     def connect(*_: Any, **__: Any) -> None:
         if answers == "is silent":
-            time.sleep(2)
+            time.sleep(6)
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "create_connection", connect)
@@ -424,7 +424,7 @@ def test_a_hub_id_without_network(
     started = time.monotonic()
     with pytest.raises(OSError, match=r"model\.path=org/name: no network") as caught:
         is_offline(model, DataConfig())
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 5
     assert exit_code(caught.value) == 3
     assert str(tmp_path) in str(caught.value) and "--local-dir FOLDER" in str(caught.value)
     (tmp_path / "models--org--name").mkdir()

@@ -5,7 +5,6 @@ Each has a twin that differs in the mistake alone and passes.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -140,22 +139,6 @@ def test_what_a_template_drops_is_said(tmp_path: Path, base: Any) -> None:
     (tmp_path / "own.jinja").write_text(DROPS_SYSTEM.replace("m.role != 'system'", "true"))
     text = said(build(file, tokenizer=base, chat_template=str(tmp_path / "own.jinja")))
     assert "drops their system turn" not in text
-
-
-def test_rows_that_stand_twice(tmp_path: Path, base: Any) -> None:
-    file = write(tmp_path / "d.jsonl", [*ROWS, *ROWS[:3]])
-    text = said(build(file, tokenizer=base, val_set_size=0))
-    assert f"3 of 15 training examples are duplicates, first {file}:13, the same as" in text
-    (problem,) = problems_of(
-        tmp_path, file, tokenizer=base, val_set_size=0, audit=audit(max_duplicate_share=0.1)
-    )
-    assert "d.jsonl: 3 of 15 training examples are duplicates" in problem
-    assert "are duplicates" not in said(build(write(file, ROWS), tokenizer=base, val_set_size=0))
-
-
-def audit(**settings: Any) -> Any:
-    """Make the audit's settings."""
-    return dataclasses.replace(DataConfig().audit, **settings)
 
 
 def test_rows_of_the_test_that_are_learned(tmp_path: Path, base: Any) -> None:
