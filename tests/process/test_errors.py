@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.process.errors import Interrupted, TrainingFault, UserError, exit_code
+from app.process.reporting import report
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from data_modules import DataError
 from tests.door import ask, make_data, make_model
@@ -63,11 +64,18 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (TrainingFault("loss is nan in 'CUDA error: .jsonl'"), 4, "loss is nan"),
     ],
 )
-def test_exit_codes(words: list[str], error: BaseException, code: int, fragment: str) -> None:
-    answer = ask(*words, error=error)
-    assert answer.code == code
-    assert fragment in answer.said
-    assert "Traceback" not in answer.said
+def test_exit_codes(
+    error: BaseException, code: int, fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(error) == code
+    said = capsys.readouterr().err
+    assert fragment in said and "Traceback" not in said
+
+
+def test_a_verb_ends_with_the_code_of_its_error(words: list[str]) -> None:
+    answer = ask(*words, error=TrainingFault("loss is nan at step 3"))
+    assert answer.code == 4
+    assert answer.said.startswith("error (training stopped): loss is nan at step 3\n")
 
 
 def test_a_traceback_is_shown_when_asked_for() -> None:
