@@ -220,7 +220,7 @@ def test_parts_that_this_kind_of_model_has_not_are_only_counted(base: Path, made
     assert open_base(base, made).code == 0
 
 
-def test_a_layer_that_predicts_further_tokens_is_no_layer_of_the_model(
+def test_a_layer_that_predicts_further_tokens_is_not_a_layer_of_the_model(
     base: Path, made: Path
 ) -> None:
     tensors = load_file(base / WEIGHTS)
@@ -431,7 +431,7 @@ def test_a_hub_id_without_network(
     assert is_offline(model, DataConfig())  # what is in the cache is not asked for
 
 
-def test_a_hub_that_is_there_is_asked_once_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reachable_hub_is_asked_once_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
 
     class Connection:

@@ -177,7 +177,9 @@ def test_one_of_several_data_sets_is_empty(tmp_path: Path, base: Any) -> None:
     assert build(good, write(long, [LONG, ROWS[0]]), tokenizer=base)
 
 
-def test_a_run_puts_bad_rows_aside_and_learns_the_rest(tmp_path: Path, train_run: TrainRun) -> None:
+def test_a_run_quarantines_bad_rows_and_trains_on_the_rest(
+    tmp_path: Path, train_run: TrainRun
+) -> None:
     file = write(tmp_path / "d.jsonl", [*ROWS[:4], {"id": 7}, *ROWS[4:]])
     with file.open("a") as stream:
         stream.write("{no\n" + json.dumps(chat("q", "<|im_end|>")) + "\n")

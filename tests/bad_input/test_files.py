@@ -177,7 +177,7 @@ def test_a_file_that_is_written_while_it_is_read(
     assert prepare(file, base).counts.rows == len(ROWS) + 1
 
 
-def test_what_the_door_says(tmp_path: Path) -> None:
+def test_problems_of_several_files_are_listed_together(tmp_path: Path) -> None:
     good, bad = make_data(tmp_path / "lists.jsonl"), tmp_path / "bad.jsonl"
     bad.write_text(good.read_text() + '{"instruction": "q", "output": }\n{"instruction": "q"}\n')
     words = ["model=tiny", "data.test_datasets=[]"]

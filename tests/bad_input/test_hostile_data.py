@@ -37,7 +37,7 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", SPECIAL)
-def test_what_is_no_file_is_refused_at_once(
+def test_special_files_are_refused_at_once(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
@@ -106,7 +106,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked(
     assert problem.startswith(f"d.jsonl{suffix}: grows, decompressed, to ")
 
 
-def test_text_that_packs_well_is_no_bomb(tmp_path: Path, base: Any) -> None:
+def test_text_that_packs_well_is_not_a_bomb(tmp_path: Path, base: Any) -> None:
     file = tmp_path / "d.jsonl.gz"
     file.write_bytes(gzip.compress(LINE.encode() * 2_000))
     assert prepare(file, base, num_proc=1).counts.rows == 2_000

@@ -157,7 +157,7 @@ def test_what_resume_does_not_take(words: list[str], value: str, said: str) -> N
     assert said in answer.said
 
 
-def test_a_folder_that_is_no_run(words: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run(words: list[str], tmp_path: Path) -> None:
     answer = ask(f"resume={tmp_path}")
     assert answer.code == 2
     assert f"resume={tmp_path}: no training run is there" in answer.said
@@ -211,13 +211,13 @@ def test_a_run_that_never_saved_starts_anew_with_any_settings(
     assert answer.code == 0, answer.said
 
 
-def test_a_run_that_is_there_is_refused_without_resume(run: Path, words: list[str]) -> None:
+def test_an_existing_run_is_refused_without_resume(run: Path, words: list[str]) -> None:
     answer = ask(*words, f"output.dir={run}")
     assert answer.code == 2
     assert "holds another run" in answer.said and "resume=auto" in answer.said
 
 
-def test_an_evaluation_is_no_run_to_resume(words: list[str], tmp_path: Path) -> None:
+def test_an_evaluation_cannot_be_resumed(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model:\n  path: null\n")
     answer = ask(*words, f"output.dir={tmp_path}", "resume=auto")
     assert answer.code == 2
@@ -414,7 +414,9 @@ def test_what_the_data_became_is_compared_once_it_is_read(run: Path) -> None:
             everything.check_unchanged(facts | fact)
 
 
-def test_other_versions_of_libraries_are_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_versions_of_libraries_are_reported(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = run / "manifest.json"
     manifest = json.loads(file.read_text())
     manifest["versions"]["torch"] = "2.9.0"
@@ -491,7 +493,7 @@ def test_two_new_runs_do_not_share_a_folder(words: list[str], tmp_path: Path) ->
         start(*words, f"output.dir={folder}")
 
 
-def test_a_disk_without_locks_is_told_and_used(
+def test_a_disk_without_locks_is_reported_and_used(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lockf(*_: Any) -> None:

@@ -84,7 +84,7 @@ def test_a_leak_in_one_layer_is_found(dtype: torch.dtype, monkeypatch: pytest.Mo
     ("offset", "dtype"),
     matrix([0.0, -20.0, -60.0, 60.0], DTYPES, fast=lambda offset, _: offset == -60.0),
 )
-def test_what_all_logits_share_is_no_matter(
+def test_an_offset_of_all_logits_changes_nothing(
     dtype: torch.dtype, offset: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = base("sdpa", dtype)
@@ -142,6 +142,6 @@ def test_a_probe_that_sees_nothing_says_so() -> None:
         check_isolation(model, "sdpa")
 
 
-def test_the_stand_ins_are_told_of_documents() -> None:
+def test_the_stand_ins_are_given_documents() -> None:
     assert group_documents([[4, 4]], (1, 8), torch.device("cpu")) is not None
     assert block_mask([[4, 4]], (1, 8), torch.device("cpu"), window=None) is not None

@@ -270,7 +270,7 @@ def test_a_backward_pass_that_cannot_be_compiled(
     assert layers.failure == "NotImplementedError: no kernel for a gradient"
 
 
-def test_an_error_of_the_model_is_no_failed_compile(traced_only: None) -> None:
+def test_an_error_of_the_model_is_not_a_failed_compile(traced_only: None) -> None:
     model = build()
     layers = CompiledLayers(model)
     attention = "sdpa_by_document"

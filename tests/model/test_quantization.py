@@ -378,7 +378,7 @@ def make_stored(folder: Path, method: str) -> str:
         ("nf4", ["adapter=freeze"], ["in nf4", "type adapter=lora"]),
     ],
 )
-def test_the_door_reads_how_a_base_is_quantized(
+def test_the_checks_read_how_a_base_is_quantized(
     tmp_path: Path, stored: str, words: list[str], fragments: list[str]
 ) -> None:
     data = make_data(tmp_path / "data.jsonl")

@@ -359,7 +359,7 @@ def test_conversion_on_a_bf16_base_differs_by_its_rounding_alone(
     assert 0 < difference < 0.0625 * expected.abs().max()
 
 
-def test_a_large_residual_rounds_much_which_is_said_and_is_no_wrong_file(
+def test_a_large_residual_that_rounds_much_is_reported_and_not_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LoraConfig(r=4, alpha=64.0, dropout=0.0, init="olora", use_rslora=True)

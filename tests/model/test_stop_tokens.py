@@ -97,7 +97,7 @@ def test_answers_end_where_they_were_trained_to(base: Any, kept: list[int], tmp_
     assert saved.eos_token_id == kept
 
 
-def test_one_stop_token_is_no_list() -> None:
+def test_one_stop_token_is_not_a_list() -> None:
     import transformers
 
     model = SimpleNamespace(generation_config=transformers.GenerationConfig(eos_token_id=2))

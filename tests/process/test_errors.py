@@ -120,7 +120,7 @@ def test_the_echo_of_a_lost_rank_is_left_to_the_first(words: list[str], tmp_path
     assert (answer.code, "Connection closed" in answer.said) == (3, True)
 
 
-def test_before_there_is_a_folder_only_the_first_rank_speaks() -> None:
+def test_before_the_folder_exists_only_the_first_rank_reports() -> None:
     torchrun = SECOND_RANK | {"RANK": "1"}
     answer = ask("oops=1", environment=torchrun)
     assert (answer.code, answer.said) == (2, "")
@@ -137,7 +137,7 @@ def test_a_message_that_cannot_be_left_in_the_folder_is_said(
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (None, 3)])
-def test_a_lost_peer_after_a_signal_is_no_fault(
+def test_a_lost_peer_after_a_signal_is_not_a_fault(
     words: list[str], monkeypatch: pytest.MonkeyPatch, signum: int | None, code: int
 ) -> None:
     monkeypatch.setattr("app.process.reporting.signal_received", lambda: signum)
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, folder: str, r
     assert check_output(OutputConfig(dir=str(tmp_path / "new" / "run"))) == []
 
 
-def test_a_folder_that_is_there_and_takes_no_file_is_named(
+def test_an_existing_folder_that_is_read_only_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**_: object) -> None:

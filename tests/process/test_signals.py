@@ -272,7 +272,7 @@ def test_handlers_are_taken_back_from_a_library() -> None:
     assert process.end() == (143, "\nstopped by SIGTERM: not during a training step\n")
 
 
-def test_a_process_that_hears_no_signals_is_left_as_it_is() -> None:
+def test_a_process_without_signal_handlers_is_left_as_it_is() -> None:
     before = signal.getsignal(signal.SIGTERM)
     signals.take_handlers()
     signals.wait_for_step(True)
@@ -282,7 +282,7 @@ def test_a_process_that_hears_no_signals_is_left_as_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_heard_nothing_itself_ends_where_all_is_saved() -> None:
+def test_a_process_that_received_no_signal_itself_ends_where_all_is_saved() -> None:
     process = Process(
         "signals.exit_after_grace()", 'say("ready")', "signal.pthread_sigmask", "time.sleep(30)"
     )

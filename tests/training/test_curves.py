@@ -262,7 +262,7 @@ def test_the_first_nonfinite_step_of_a_block_is_named(bad: dict[str, Any]) -> No
     assert [step for step, _ in kept.rows] == [1, 2, 3]
 
 
-def test_an_infinite_norm_under_a_loss_scaler_is_no_fault() -> None:
+def test_an_infinite_norm_under_a_loss_scaler_is_not_a_fault() -> None:
     kept = RowLogger()
     curves = Metrics(["a", "b"], [kept], every_steps=9)
     for step in (1, 2):

@@ -180,7 +180,7 @@ def test_tensorboard_holds_the_same_numbers_as_the_csv(run: Run) -> None:
         assert list(found[name].values()) == pytest.approx(list(in_csv.values()), rel=1e-6)
 
 
-def test_without_tensorboard_there_is_no_such_folder(train_run: TrainRun) -> None:
+def test_without_tensorboard_its_folder_is_not_made(train_run: TrainRun) -> None:
     folder = train_run(*small_run("trainer.max_steps=1", "data.val_set_size=0"))
     assert not (folder / "tensorboard").exists()
     assert (folder / "metrics.csv").exists()

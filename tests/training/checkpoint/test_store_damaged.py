@@ -186,7 +186,7 @@ def test_all_damaged_checkpoints_are_listed(folder: Path) -> None:
     ]
 
 
-def test_no_checkpoint_is_no_damage(tmp_path: Path) -> None:
+def test_no_checkpoint_is_not_damage(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path / "none").newest_good() == (None, [])
 
 
