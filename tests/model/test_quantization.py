@@ -35,7 +35,7 @@ from app.process.environment import quiet_libraries
 from app.process.errors import UserError
 from tests.door import ask, make_data
 from tests.matrix import matrix
-from tests.tiny import probe, random_ids, tiny_llama
+from tests.tiny import move, probe, random_ids, tiny_llama
 
 METHODS = {"nf4": bnb.nn.Linear4bit, "int8": bnb.nn.Linear8bitLt}
 PACKED = tuple(METHODS.values())
@@ -409,10 +409,7 @@ def test_what_is_trained_on_few_bits_is_saved_and_loaded_exactly(
 ) -> None:
     config = save_llama(tmp_path / "base")
     model = build(config, method, precision, ADAPTERS[kind])
-    torch.manual_seed(7)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    move(model)
     # As a run saves: inside one autocast, which keeps copies of the weights that it has cast.
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         expected = probe_logits(model, probe())

@@ -34,7 +34,7 @@ from app.model.save import save_model
 from app.model.tokenizer import resize_embeddings
 from app.process.errors import TrainingFault
 from tests.matrix import matrix
-from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MODELS: dict[str, Callable[[], Any]] = {
@@ -65,14 +65,6 @@ def adapted(kind: str, *, half: bool = False, base_dtype: torch.dtype = FP32) ->
     model = apply_adapter(model, ADAPTERS[kind], half_precision=half, token_ids=ids)
     move(model)
     return model
-
-
-def move(model: Any) -> None:
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn_like(parameter)
 
 
 def base(dtype: torch.dtype = FP32) -> Any:

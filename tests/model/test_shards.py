@@ -37,7 +37,7 @@ from app.model.shards import INDEX, WEIGHTS, write_model
 from app.process.collectives import run_on_rank0
 from app.process.errors import TrainingFault
 from tests.matrix import matrix
-from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -193,11 +193,7 @@ class Parts:
 def moved(config: AdapterConfig, make: Callable[[], Any] = tiny_llama, **more: Any) -> Any:
     """A model that was trained a little."""
     model = apply_adapter(make(), config, half_precision=False, **more)
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn_like(parameter)
+    move(model)
     return model
 
 

@@ -33,6 +33,7 @@ from app.model.tokenizer import (
 from data_modules import DataError
 from tests.tiny import (
     TINY_BASE,
+    move,
     save_with_tokenizer,
     tiny_bart,
     tiny_gpt2,
@@ -75,11 +76,7 @@ def with_tokens(make: Callable[[], Any], **settings: Any) -> Any:
     resize_embeddings(model, NEW)
     settings = {"r": 4, "dropout": 0.0} | settings
     adapted = apply_adapter(model, LoraConfig(**settings), half_precision=False, token_ids=NEW)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn_like(parameter)
+    move(adapted, seed=3)
     return adapted
 
 
