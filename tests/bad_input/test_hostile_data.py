@@ -99,9 +99,9 @@ def test_a_bomb_is_refused_before_it_is_unpacked(
     file = tmp_path / f"d.jsonl{suffix}"
     piece = pack(filling * (16 << 20))
     file.write_bytes(pack(LINE.encode()) + piece * 600)  # 10 GB
-    started = time.monotonic()
+    started = time.process_time()
     (problem,) = problems_of(file, base, num_proc=1)
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
     assert "times its size; data.limits.expansion is 200; raise it if the data is" in problem
     assert problem.startswith(f"d.jsonl{suffix}: grows, decompressed, to ")
 
