@@ -96,3 +96,14 @@ def tiny_family(name: str, **numbers: Any) -> Any:
         else:
             weight.data += 0.1 * torch.randn_like(weight)
     return model
+
+
+def on_meta(kind: str, **numbers: Any) -> Any:
+    """A model of a kind with two layers and without weights, as transformers builds it."""
+    pair = {"d_model": 32, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "n_head": 4, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 64, "pad_token_id": 0} | (pair if kind in ("t5", "bart") else sizes)
+    config = AutoConfig.for_model(kind, **(sizes | numbers))
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config)

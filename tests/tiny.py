@@ -150,6 +150,15 @@ def save_with_tokenizer(model: Any, folder: Path) -> Path:
     return folder
 
 
+def move(model: torch.nn.Module, *, scale: float = 0.1, seed: int = 7) -> None:
+    """Change everything that trains, as a training would."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += scale * torch.randn_like(parameter)
+
+
 def random_ids(rows: int = 1, tokens: int = 16) -> torch.Tensor:
     """Token ids [rows, tokens] of `tiny_llama`, the same in every call."""
     return torch.randint(3, 64, (rows, tokens), generator=torch.Generator().manual_seed(1))

@@ -220,7 +220,7 @@ def test_parts_that_this_kind_of_model_has_not_are_only_counted(base: Path, made
     assert open_base(base, made).code == 0
 
 
-def test_a_layer_that_predicts_further_tokens_is_no_layer_of_the_model(
+def test_a_layer_that_predicts_further_tokens_is_not_a_layer_of_the_model(
     base: Path, made: Path
 ) -> None:
     tensors = load_file(base / WEIGHTS)
@@ -340,8 +340,8 @@ def test_values_of_an_adapter_config_that_mean_nothing_here(adapter: Path, made:
     "values",
     [
         {"target_modules": "(.*)*(.*)*(.*)*q_proj(.*)*x"},
-        {"exclude_modules": "((\\w|\\.)+)+!"},
-        {"rank_pattern": {"((\\w|\\.)+)+!": 4}},
+        pytest.param({"exclude_modules": "((\\w|\\.)+)+!"}, marks=pytest.mark.slow),
+        pytest.param({"rank_pattern": {"((\\w|\\.)+)+!": 4}}, marks=pytest.mark.slow),
     ],
 )
 def test_an_expression_without_end_from_an_adapter(
@@ -416,7 +416,7 @@ def test_a_hub_id_without_network(
 
     def connect(*_: Any, **__: Any) -> None:
         if answers == "is silent":
-            time.sleep(2)
+            time.sleep(6)
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "create_connection", connect)
@@ -424,14 +424,14 @@ def test_a_hub_id_without_network(
     started = time.monotonic()
     with pytest.raises(OSError, match=r"model\.path=org/name: no network") as caught:
         is_offline(model, DataConfig())
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 5
     assert exit_code(caught.value) == 3
     assert str(tmp_path) in str(caught.value) and "--local-dir FOLDER" in str(caught.value)
     (tmp_path / "models--org--name").mkdir()
     assert is_offline(model, DataConfig())  # what is in the cache is not asked for
 
 
-def test_a_hub_that_is_there_is_asked_once_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reachable_hub_is_asked_once_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
 
     class Connection:

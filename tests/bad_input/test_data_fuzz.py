@@ -14,11 +14,9 @@ import math
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from data_modules import DataConfig, DataError
 from data_modules.tokens.rows import Rejected, chunks_of, find_format, read_chunk
 from data_modules.types import Conversation, Document, Item, Tokens
 from tests.bad_input.asking import chat, named, prepare
+from tests.bad_input.opening import at_most
 
 pytestmark = pytest.mark.slow
 
@@ -256,22 +255,6 @@ def read(file: Path) -> None:
     except DataError as error:
         for problem in error.problems:
             assert str(file) in problem and len(problem) < 10_000, problem
-
-
-@contextmanager
-def at_most(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError where the body takes longer."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def read_all(name: str, folder: Path, first: int = 0) -> None:

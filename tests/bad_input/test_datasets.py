@@ -5,7 +5,6 @@ Each has a twin that differs in the mistake alone and passes.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -142,22 +141,6 @@ def test_what_a_template_drops_is_said(tmp_path: Path, base: Any) -> None:
     assert "drops their system turn" not in text
 
 
-def test_rows_that_stand_twice(tmp_path: Path, base: Any) -> None:
-    file = write(tmp_path / "d.jsonl", [*ROWS, *ROWS[:3]])
-    text = said(build(file, tokenizer=base, val_set_size=0))
-    assert f"3 of 15 training examples are duplicates, first {file}:13, the same as" in text
-    (problem,) = problems_of(
-        tmp_path, file, tokenizer=base, val_set_size=0, audit=audit(max_duplicate_share=0.1)
-    )
-    assert "d.jsonl: 3 of 15 training examples are duplicates" in problem
-    assert "are duplicates" not in said(build(write(file, ROWS), tokenizer=base, val_set_size=0))
-
-
-def audit(**settings: Any) -> Any:
-    """Make the audit's settings."""
-    return dataclasses.replace(DataConfig().audit, **settings)
-
-
 def test_rows_of_the_test_that_are_learned(tmp_path: Path, base: Any) -> None:
     file, test = write(tmp_path / "d.jsonl", ROWS), tmp_path / "asked.jsonl"
     new = [chat(f"name a colour, number {i}", "blue") for i in range(2)]
@@ -194,7 +177,9 @@ def test_one_of_several_data_sets_is_empty(tmp_path: Path, base: Any) -> None:
     assert build(good, write(long, [LONG, ROWS[0]]), tokenizer=base)
 
 
-def test_a_run_puts_bad_rows_aside_and_learns_the_rest(tmp_path: Path, train_run: TrainRun) -> None:
+def test_a_run_quarantines_bad_rows_and_trains_on_the_rest(
+    tmp_path: Path, train_run: TrainRun
+) -> None:
     file = write(tmp_path / "d.jsonl", [*ROWS[:4], {"id": 7}, *ROWS[4:]])
     with file.open("a") as stream:
         stream.write("{no\n" + json.dumps(chat("q", "<|im_end|>")) + "\n")

@@ -1,6 +1,6 @@
 """Files as people have them, with a mistake: said before torch is there; mended, they pass.
 
-Each case's twin differs in the mistake alone.
+Each case's twin differs in the mistake alone; `tests/data_modules/test_readers.py` has more.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from tests.processes import LONGEST
         ),
         ("d.json", b"[GOOD,\n{]", "d.json:2:2 invalid JSON: Expecting property", b"[GOOD,\n GOOD]"),
         ("d.json", b'{\n"data": [GOOD]\n}', "are its rows under 'data'?", b"[GOOD]"),
-        ("d.jsonl", "GOOD\n".encode("utf-16"), "d.jsonl: is UTF-16; save it as UTF-8", b"GOOD"),
         ("d.jsonl", "GOOD\n".encode("utf-16-be"), "d.jsonl: is UTF-16;", b"\xef\xbb\xbfGOOD\n"),
         (
             "d.jsonl",
@@ -69,24 +68,6 @@ from tests.processes import LONGEST
             b'instruction,output\nq,"one\nq,two\n',
             "d.csv:2 broken CSV: unexpected end of data; is a quote not closed? (columns: instr",
             b'instruction,output\nq,"one"\nq,two\n',
-        ),
-        (
-            "d.csv",
-            b"instruction,output\nq,one\nq,one,two\n",
-            "d.csv:3 3 cells, the header has 2 (instruction, output); quote cells",
-            b'instruction,output\nq,one\nq,"one,two"\n',
-        ),
-        (
-            "d.csv",
-            b"instruction;output\nq;one\n",
-            "d.csv:1 has one column, 'instruction;output'; are its cells cut at ';'?",
-            b"instruction,output\nq,one\n",
-        ),
-        (
-            "d.csv",
-            b"instruction,output\nq,caf\xe9\n",
-            "d.csv:2 byte 0xE9 at column 6 is not UTF-8 (latin-1?); save the file as UTF-8",
-            b"instruction,output\nq,caf\xc3\xa9\n",
         ),
         ("d.json.gz", b"[GOOD]", "d.json.gz: is not gzip-compressed; name it without", b"GZIP"),
         ("d.jsonl", b"GZIP", "d.jsonl: is gzip-compressed; name it .gz", b"GOOD\n"),
@@ -158,20 +139,6 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         assert check_datasets(DataConfig(datasets=[named(good)])) == []
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = make_data(tmp_path / "lists.jsonl")
-    config = DataConfig(datasets=[named(file)])
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    # Not by its mode: who runs these tests as root may read everything.
-    with monkeypatch.context() as patch:
-        patch.setattr("data_modules.source.opening.os.open", refuse)
-        assert check_datasets(config) == [f"{file}: cannot be read: Permission denied"]
-    assert check_datasets(config) == []
-
-
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_weights_of_data_sets(weight: float, tmp_path: Path) -> None:
     file = write(tmp_path / "d.jsonl", ROWS)
@@ -180,20 +147,6 @@ def test_weights_of_data_sets(weight: float, tmp_path: Path) -> None:
         f"data.datasets[1].weight={weight}: expected above 0 (or leave the data set out)"
     ]
     assert check_datasets(DataConfig(datasets=[named(file), named(file, weight=0.1)])) == []
-
-
-def test_a_split_that_is_not_there(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    write(folder / "train.jsonl", ROWS)
-    config = DataConfig(datasets=[named(folder)], test_datasets=[named(folder, split="test")])
-    (problem,) = check_datasets(config)
-    assert problem == f"{folder}: no data file for split 'test' in this folder; found train.jsonl"
-    write(folder / "test.jsonl", ROWS[:2])
-    assert check_datasets(config) == []
-    one_file = folder / "train.jsonl"
-    config = DataConfig(datasets=[named(one_file)], test_datasets=[named(one_file, split="test")])
-    assert "train.jsonl: no split 'test' in what is one file" in check_datasets(config)[0]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +177,7 @@ def test_a_file_that_is_written_while_it_is_read(
     assert prepare(file, base).counts.rows == len(ROWS) + 1
 
 
-def test_what_the_door_says(tmp_path: Path) -> None:
+def test_problems_of_several_files_are_listed_together(tmp_path: Path) -> None:
     good, bad = make_data(tmp_path / "lists.jsonl"), tmp_path / "bad.jsonl"
     bad.write_text(good.read_text() + '{"instruction": "q", "output": }\n{"instruction": "q"}\n')
     words = ["model=tiny", "data.test_datasets=[]"]

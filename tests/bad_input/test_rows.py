@@ -204,7 +204,7 @@ def write(folder: Path, *lines: str | bytes) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_bad_row_is_named_or_put_aside(name: str, tmp_path: Path, base: Any) -> None:
+def test_a_bad_row_is_named_or_quarantined(name: str, tmp_path: Path, base: Any) -> None:
     case = CASES[name]
     settings = dict(case.settings)
     if "chat_template" in settings:
@@ -262,7 +262,7 @@ def test_bad_tokens(
 
 
 @pytest.mark.parametrize("answer", ["output", "response", "completion"])
-def test_other_names_of_a_column_are_no_mistake(answer: str, tmp_path: Path, base: Any) -> None:
+def test_other_names_of_a_column_are_accepted(answer: str, tmp_path: Path, base: Any) -> None:
     rows = [
         {"instruction": "q", answer: "one"},
         {"prompt": "q", answer: "one"},
@@ -285,7 +285,7 @@ def test_parts_of_every_kind_are_read(tmp_path: Path, base: Any) -> None:
     assert prepare(write(tmp_path, row), base).counts.kept == 1
 
 
-def test_null_is_no_mistake_beside_a_call(tmp_path: Path, base: Any) -> None:
+def test_null_content_is_accepted_beside_a_call(tmp_path: Path, base: Any) -> None:
     row = json.loads(call({}))
     row["messages"][1]["tool_calls"] = []
     (problem,) = problems_of(write(tmp_path, json.dumps(row)), base)

@@ -193,7 +193,7 @@ def test_the_cache_is_found_whatever_the_signature(
 
 
 @pytest.mark.parametrize("secret", list(PLANTED.values())[5:])
-def test_a_token_is_no_setting(secret: str) -> None:
+def test_an_access_token_is_refused_as_a_setting(secret: str) -> None:
     answer = ask("model.path=x", f"output.name={secret}")
     assert (answer.code, "secrets do not go into settings" in answer.said) == (2, True)
     assert secret not in answer.said

@@ -41,9 +41,7 @@ def whole_of_two(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run
 
 
-def test_a_run_that_was_told_to_stop_goes_on_by_the_command_it_prints(
-    person: Person, tmp_path: Path
-) -> None:
+def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path: Path) -> None:
     person.train_into(tmp_path / "whole", *small_run(*RUN))
     run = tmp_path / "run"
     words = ("resume=auto", "faults=[sigint@3,sigterm@7]", "data.num_workers=1")

@@ -27,6 +27,7 @@ from app.model.attention import (
     why_not_packed,
 )
 from tests.conftest import TrainRun
+from tests.matrix import matrix
 from tests.tiny import save_with_tokenizer, small_run
 
 
@@ -113,7 +114,7 @@ def test_falcon_with_rotary_positions_is_packed() -> None:
         assert torch.allclose(packed[0, document], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", matrix(MODELS, fast=lambda name: name == "bloom"))
 def test_each_trains_unpacked(name: str, train_run: TrainRun, tmp_path: Path) -> None:
     model = MODELS[name](vocab_size=768)
     base = save_with_tokenizer(model, tmp_path / "base")

@@ -308,6 +308,7 @@ def test_a_tower_without_sdpa_makes_the_whole_model_run_eager() -> None:
     assert choose_backend(AttentionConfig(), gemma4.Gemma4Config(), "cpu", "fp32").backend == "sdpa"
 
 
+@pytest.mark.slow
 def test_every_stateful_model_is_refused_before_it_is_packed() -> None:
     """Where a new one is missing from the lists, they are out of date."""
     packed = set()

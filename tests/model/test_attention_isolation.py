@@ -16,6 +16,7 @@ from app.model.attention import attention_implementation, check_isolation, input
 from app.model.attention.documents import group_documents
 from app.model.attention.flex import block_mask
 from app.model.cpu import causal_attention as matmul
+from tests.matrix import matrix
 from tests.model.test_attention_flex import stand_in
 from tests.model.test_attention_varlen import of_2_13
 from tests.tiny import TINY_BASE, tiny_llama
@@ -56,8 +57,10 @@ def test_isolated_documents_pass(backend: str, dtype: torch.dtype) -> None:
     check_isolation(base(backend, dtype), backend)
 
 
-@pytest.mark.parametrize("leak", LEAKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("leak", "dtype"),
+    matrix(LEAKS, DTYPES, fast=lambda leak, dtype: leak == "one token" or dtype == torch.float32),
+)
 def test_a_leak_is_found(
     backend: str, dtype: torch.dtype, leak: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,9 +80,11 @@ def test_a_leak_in_one_layer_is_found(dtype: torch.dtype, monkeypatch: pytest.Mo
         check_isolation(model, "sdpa")
 
 
-@pytest.mark.parametrize("offset", [0.0, -20.0, -60.0, 60.0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_all_logits_share_is_no_matter(
+@pytest.mark.parametrize(
+    ("offset", "dtype"),
+    matrix([0.0, -20.0, -60.0, 60.0], DTYPES, fast=lambda offset, _: offset == -60.0),
+)
+def test_an_offset_of_all_logits_changes_nothing(
     dtype: torch.dtype, offset: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = base("sdpa", dtype)
@@ -93,8 +98,9 @@ def test_what_all_logits_share_is_no_matter(
         check_isolation(model, "sdpa")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("dtype", "seed"), matrix(DTYPES, range(4), fast=lambda _, seed: seed == 0)
+)
 def test_experts_that_round_otherwise_are_not_taken_for_a_leak(
     dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +142,6 @@ def test_a_probe_that_sees_nothing_says_so() -> None:
         check_isolation(model, "sdpa")
 
 
-def test_the_stand_ins_are_told_of_documents() -> None:
+def test_the_stand_ins_are_given_documents() -> None:
     assert group_documents([[4, 4]], (1, 8), torch.device("cpu")) is not None
     assert block_mask([[4, 4]], (1, 8), torch.device("cpu"), window=None) is not None

@@ -27,6 +27,7 @@ from app.model.attention import (
 )
 from app.model.attention.attend import MaskRule, build_mask_rule
 from app.model.attention.choice import ModelOnDevice, why_not_here
+from tests.matrix import matrix
 from tests.parity.test_attention_families import SHAPE, build
 from tests.tiny import TINY_BASE, save_with_tokenizer, tiny_bart, train_into
 
@@ -54,9 +55,10 @@ def shifted(**options: Any) -> MaskRule | None:
     return MaskRule(lambda row, head, q, k: rule.function(row, head, q + 1, k), rule.size)
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize(
+    ("family", "dtype", "is_packed"),
+    matrix(WINDOWED, DTYPES, [True, False], fast=lambda _, dtype, __: dtype == torch.bfloat16),
+)
 def test_windows_that_are_kept_pass(family: str, dtype: torch.dtype, is_packed: bool) -> None:
     model = build(family, "sdpa", long=True).to(dtype)
     check_reference(model, "sdpa", is_packed=is_packed)
@@ -64,10 +66,16 @@ def test_windows_that_are_kept_pass(family: str, dtype: torch.dtype, is_packed: 
     check_reference(model, "eager", is_packed=is_packed)
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", ["llama4_text", "phimoe"])
-@pytest.mark.parametrize("lost", [no_rule, shifted])
+@pytest.mark.parametrize(
+    ("lost", "family", "dtype", "is_packed"),
+    matrix(
+        [no_rule, shifted],
+        ["llama4_text", "phimoe"],
+        DTYPES,
+        [True, False],
+        fast=lambda _, __, dtype, ___: dtype == torch.bfloat16,
+    ),
+)
 def test_a_window_that_is_lost_is_found(
     lost: Callable[..., Any],
     family: str,

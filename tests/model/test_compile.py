@@ -270,7 +270,7 @@ def test_a_backward_pass_that_cannot_be_compiled(
     assert layers.failure == "NotImplementedError: no kernel for a gradient"
 
 
-def test_an_error_of_the_model_is_no_failed_compile(traced_only: None) -> None:
+def test_an_error_of_the_model_is_not_a_failed_compile(traced_only: None) -> None:
     model = build()
     layers = CompiledLayers(model)
     attention = "sdpa_by_document"
@@ -401,24 +401,6 @@ def test_a_machine_without_a_compiler_trains_all_the_same(tmp_path: Path) -> Non
     assert said[0].endswith("the run continues without it")
     assert "Traceback" not in run.stdout + run.stderr
     assert len(read_column(folder, "train/loss")) == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (
-            ["trainer.compile=true", "recompute=selective"],
-            "type recompute=full, or trainer.compile=false",
-        ),
-        (["recompute.every=0"], "recompute.every=0: expected 1 or more"),
-        (["recompute=true"], "type recompute=full"),
-        (["trainer.gradient_checkpointing=true"], "type recompute=full"),
-        (["torch_compile=true"], "type trainer.compile=true"),
-    ],
-)
-def test_refusals_say_what_to_type(words: list[str], expected: str) -> None:
-    with pytest.raises(UserError, match=expected.replace(".", r"\.")):
-        check_before_start(load_config("train", [*small_run(), *words]))
 
 
 def test_a_base_of_two_sides_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:

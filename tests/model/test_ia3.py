@@ -23,6 +23,7 @@ from app.model.adapter import (
 )
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
+from tests.families import on_meta
 from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -75,22 +76,12 @@ def disturb(model: Any) -> None:
     ],
 )
 def test_targets_by_architecture(kind: str, outputs: set[str], inside: set[str]) -> None:
-    sizes: dict[str, Any] = {"vocab_size": 64, "pad_token_id": 0}
-    if kind in ("t5", "bart"):
-        sizes |= {"d_model": 32, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2}
-    else:
-        sizes |= {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-    config = transformers.AutoConfig.for_model(kind, **sizes)
-    auto = transformers.AutoModelForCausalLM
-    if config.is_encoder_decoder:
-        auto = transformers.AutoModelForSeq2SeqLM
-    with torch.device("meta"):
-        model = auto.from_config(config)
+    model = on_meta(kind)
     found = find_targets(Ia3Config(), modules_of(model))
     chosen, inner = found.matrices, found.scaled_inputs
     assert {name.rpartition(".")[2] for name in inner} == inside
     assert {name.rpartition(".")[2] for name in set(chosen) - set(inner)} == outputs
-    assert len(inner) == (4 if config.is_encoder_decoder else 2)
+    assert len(inner) == (4 if model.config.is_encoder_decoder else 2)
     if kind == "gpt2":
         assert all(name.endswith("mlp.c_proj") for name in inner)
     if kind in ("t5", "bart"):  # self-attention twice and cross-attention once

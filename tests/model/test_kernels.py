@@ -21,7 +21,6 @@ from app.model.cpu.fp32 import rms_norm as our_norm
 from app.model.kernels import FusedGate, FusedLinear, FusedNorm, fuse_layers, unfuse_layers
 from app.training.module import FinetuneModule
 from tests.conftest import TrainRun
-from tests.door import ask
 from tests.families import tiny_family
 from tests.model.test_head import causal, losses_of
 from tests.tiny import random_ids, small_run, tiny_gpt2, tiny_llama
@@ -344,12 +343,6 @@ def test_a_run_uses_them_while_it_trains_and_not_after(
     train_run(*small_run("trainer.max_steps=2"), word)
     assert set(steps) == {13 if proves else 0}
     assert ("proven equal" in capsys.readouterr().out) == proves
-
-
-def test_another_word_is_refused_with_those_there_are() -> None:
-    answer = ask(*small_run(), "trainer.kernels=liger")
-    assert answer.code == 2
-    assert "trainer.kernels=liger: expected auto or torch" in answer.said
 
 
 @pytest.mark.gpu

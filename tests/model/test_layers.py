@@ -7,32 +7,11 @@ import sys
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.layers import decoder_layers, layer_numbers
+from tests.families import on_meta
 from tests.tiny import tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "head_dim": 8,
-}
-
-
-def on_meta(kind: str) -> Any:
-    if kind in ("gpt2", "bloom", "falcon"):
-        numbers: dict[str, Any] = {"num_hidden_layers": 3, "vocab_size": 64, "hidden_size": 32}
-        numbers |= {"num_attention_heads": 4, "n_head": 4}
-    else:
-        numbers = dict(SIZES)
-    with torch.device("meta"):
-        config = transformers.AutoConfig.for_model(kind, pad_token_id=0, **numbers)
-        return transformers.AutoModelForCausalLM.from_config(config)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +32,9 @@ def on_meta(kind: str) -> Any:
     ],
 )
 def test_the_layers_of_causal_models(kind: str, prefix: str) -> None:
-    assert decoder_layers(on_meta(kind)) == [f"{prefix}.{number}" for number in range(3)]
+    assert decoder_layers(on_meta(kind, num_hidden_layers=3)) == [
+        f"{prefix}.{number}" for number in range(3)
+    ]
 
 
 def test_encoder_layers_come_before_decoder_layers() -> None:

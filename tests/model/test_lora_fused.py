@@ -13,7 +13,7 @@ from torch import Tensor
 
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.adapter.fused import FusedLoraLinear
-from tests.tiny import probe_of, tiny_gpt2, tiny_llama, tiny_t5
+from tests.tiny import move, probe_of, tiny_gpt2, tiny_llama, tiny_t5
 
 TINY: dict[str, Callable[..., Any]] = {"llama": tiny_llama, "t5": tiny_t5}
 
@@ -21,11 +21,7 @@ TINY: dict[str, Callable[..., Any]] = {"llama": tiny_llama, "t5": tiny_t5}
 def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
     """The same model with an adapter that is no longer zero, as peft has it and fused."""
     fused: Any = apply_adapter(model, LoraConfig(r=4, **settings), half_precision=False)
-    torch.manual_seed(9)
-    with torch.no_grad():
-        for weight in fused.parameters():
-            if weight.requires_grad:
-                weight += 0.1 * torch.randn_like(weight)
+    move(fused, seed=9)
     plain = copy.deepcopy(fused)
     for module in plain.modules():
         if isinstance(module, FusedLoraLinear):

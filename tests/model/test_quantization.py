@@ -34,7 +34,8 @@ from app.model.recompute import RecomputeConfig
 from app.process.environment import quiet_libraries
 from app.process.errors import UserError
 from tests.door import ask, make_data
-from tests.tiny import probe, random_ids, tiny_llama
+from tests.matrix import matrix
+from tests.tiny import move, probe, random_ids, tiny_llama
 
 METHODS = {"nf4": bnb.nn.Linear4bit, "int8": bnb.nn.Linear8bitLt}
 PACKED = tuple(METHODS.values())
@@ -80,9 +81,15 @@ def build(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "tied", "dtype"),
+    matrix(
+        METHODS,
+        [True, False],
+        [torch.float32, torch.bfloat16, torch.float16],
+        fast=lambda _, __, dtype: dtype == torch.bfloat16,
+    ),
+)
 def test_every_matrix_but_embedding_and_head_is_quantized(
     tmp_path: Path, method: str, tied: bool, dtype: torch.dtype
 ) -> None:
@@ -178,12 +185,14 @@ def other_models() -> dict[str, transformers.PreTrainedConfig]:
     }
 
 
-@pytest.mark.parametrize("name", other_models())
-@pytest.mark.parametrize(("method", "largest"), [("nf4", 0.5), ("int8", 0.05)])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    matrix(other_models(), METHODS, fast=lambda name, method: method == "nf4" or name == "gpt2"),
+)
 def test_other_architectures_are_quantized_and_train(
-    tmp_path: Path, method: str, largest: float, name: str
+    tmp_path: Path, name: str, method: str
 ) -> None:
-    shape = other_models()[name]
+    shape, largest = other_models()[name], {"nf4": 0.5, "int8": 0.05}[method]
     torch.manual_seed(0)
     kind = "Seq2SeqLM" if shape.is_encoder_decoder else "CausalLM"
     plain = getattr(transformers, f"AutoModelFor{kind}").from_config(shape)
@@ -231,10 +240,18 @@ def step(model: Any, precision: str) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("is_stored", [False, True], ids=["while loading", "in the files"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "is_stored", "precision", "recompute"),
+    matrix(
+        METHODS,
+        [False, True],
+        DTYPES,
+        ["none", "full"],
+        fast=lambda _, is_stored, precision, recompute: (
+            precision == "bf16" and is_stored == (recompute == "none")
+        ),
+    ),
+)
 def test_gradients_outlive_a_validation(
     tmp_path: Path, method: str, is_stored: bool, precision: str, recompute: str
 ) -> None:
@@ -361,7 +378,7 @@ def make_stored(folder: Path, method: str) -> str:
         ("nf4", ["adapter=freeze"], ["in nf4", "type adapter=lora"]),
     ],
 )
-def test_the_door_reads_how_a_base_is_quantized(
+def test_the_checks_read_how_a_base_is_quantized(
     tmp_path: Path, stored: str, words: list[str], fragments: list[str]
 ) -> None:
     data = make_data(tmp_path / "data.jsonl")
@@ -376,66 +393,23 @@ def test_the_door_reads_how_a_base_is_quantized(
         assert answer.code == 0, answer.said
 
 
+ADAPTERS: dict[str, AdapterConfig] = {
+    "lora": LoraConfig(dropout=0.0),
+    "dora": LoraConfig(dropout=0.0, use_dora=True),
+    "ia3": Ia3Config(),
+}
+
+
 @pytest.mark.parametrize(
-    ("words", "fragments", "twin"),
-    [
-        (
-            ["quantization=nf4", "adapter=full"],
-            ["quantization=nf4 freezes", "adapter=full trains", "type quantization=none, or"],
-            ["quantization=nf4", "adapter=lora"],
-        ),
-        (
-            ["quantization=int8", "adapter=freeze"],
-            ["quantization=int8 freezes", "adapter=freeze trains", "adapter=lora"],
-            ["quantization=int8", "adapter=ia3"],
-        ),
-        (
-            ["quantization=nf4", "trainer.precision=fp16"],
-            ["fp16 needs a GPU"],
-            ["quantization=nf4", "trainer.precision=bf16-pure", "adapter.use_dora=true"],
-        ),
-    ],
-)
-def test_what_does_not_go_with_quantization_says_what_does(
-    tmp_path: Path, words: list[str], fragments: list[str], twin: list[str]
-) -> None:
-    data = make_data(tmp_path / "data.jsonl")
-    save_llama(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    right = [f"model.path={tmp_path / 'model'}", f"data.datasets=[{{path: {data}}}]"]
-    answer = ask(*right, *words)
-    assert answer.code == 2, answer.said
-    for fragment in fragments:
-        assert fragment in answer.said
-    answer = ask(*right, *twin)
-    assert answer.code == 0, answer.said
-
-
-def test_random_weights_are_not_quantized() -> None:
-    scratch = ["model=tiny_base_scratch", "data=skills", "adapter=full"]
-    answer = ask(*scratch, "quantization=nf4")
-    assert answer.code == 2, answer.said
-    assert "model.from_scratch=true starts from random ones" in answer.said
-    assert "type quantization=none" in answer.said
-    assert ask(*scratch).code == 0
-
-
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "adapter",
-    [LoraConfig(dropout=0.0), LoraConfig(dropout=0.0, use_dora=True), Ia3Config()],
-    ids=["lora", "dora", "ia3"],
+    ("kind", "method", "precision"),
+    matrix(ADAPTERS, METHODS, DTYPES, fast=lambda _, __, precision: precision == "bf16"),
 )
 def test_what_is_trained_on_few_bits_is_saved_and_loaded_exactly(
-    tmp_path: Path, adapter: AdapterConfig, method: str, precision: str
+    tmp_path: Path, kind: str, method: str, precision: str
 ) -> None:
     config = save_llama(tmp_path / "base")
-    model = build(config, method, precision, adapter)
-    torch.manual_seed(7)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    model = build(config, method, precision, ADAPTERS[kind])
+    move(model)
     # As a run saves: inside one autocast, which keeps copies of the weights that it has cast.
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         expected = probe_logits(model, probe())

@@ -33,7 +33,8 @@ from app.model.base import ModelConfig, load_architecture, load_base
 from app.model.save import save_model
 from app.model.tokenizer import resize_embeddings
 from app.process.errors import TrainingFault
-from tests.tiny import probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.matrix import matrix
+from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MODELS: dict[str, Callable[[], Any]] = {
@@ -66,14 +67,6 @@ def adapted(kind: str, *, half: bool = False, base_dtype: torch.dtype = FP32) ->
     return model
 
 
-def move(model: Any) -> None:
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn_like(parameter)
-
-
 def base(dtype: torch.dtype = FP32) -> Any:
     return tiny_llama(tie_word_embeddings=False).to(dtype)
 
@@ -84,27 +77,36 @@ def rewrite(folder: Path, change: Callable[[Tensors], None]) -> None:
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 
+def in_mixed_precision(kind: str, precision: tuple[bool, torch.dtype]) -> bool:
+    """Whether adapters are in fp32 on a base in bf16; of LoRA every precision is tried."""
+    return kind == "lora" or precision == (False, BF16)
+
+
 def in_eval(model: Any) -> torch.Tensor:
     return probe_logits(model, probe_of(model))
 
 
-@pytest.mark.parametrize("kind", list(ADAPTERS))
 @pytest.mark.parametrize(
-    ("half", "base_dtype"), [(False, FP32), (False, BF16), (True, BF16)], ids=str
+    ("kind", "precision"),
+    matrix(ADAPTERS, [(False, BF16), (False, FP32), (True, BF16)], fast=in_mixed_precision),
 )
 def test_every_adapter_is_saved_verified_and_loaded_exactly(
-    kind: str, half: bool, base_dtype: torch.dtype, tmp_path: Path
+    kind: str, precision: tuple[bool, torch.dtype], tmp_path: Path
 ) -> None:
+    half, base_dtype = precision
     model = adapted(kind, half=half, base_dtype=base_dtype)
     kept = {name: p.requires_grad for name, p in model.named_parameters()}
     expected = in_eval(model)
     save_adapter(model, tmp_path)
+    assert not list(tmp_path.glob("*.bin"))
+    model.train()
     assert verify_adapter(model, tmp_path, probe_of(model)) == 0.0
     assert {name: p.requires_grad for name, p in model.named_parameters()} == kept
+    assert model.training and model.active_adapters == list(model.peft_config) == ["default"]
     assert torch.equal(in_eval(model), expected)
     loaded = load_adapter(base(base_dtype), tmp_path)
     assert torch.equal(in_eval(loaded), expected)
-    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
     assert not torch.equal(in_eval(base(base_dtype)), expected)
 
 
@@ -123,8 +125,10 @@ def test_an_adapter_is_reopened_in_the_middle_of_an_autocast(
         assert torch.equal(in_eval(load_adapter(base(base_dtype), tmp_path)), expected)
 
 
-@pytest.mark.parametrize("kind", list(ADAPTERS))
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "half"),
+    matrix(ADAPTERS, [False, True], fast=lambda kind, half: not half or kind == "tokens"),
+)
 def test_an_adapter_to_go_on_with_trains_what_it_trained_before(
     kind: str, half: bool, tmp_path: Path
 ) -> None:
@@ -152,6 +156,11 @@ def drop_one(tensors: Tensors) -> None:
     del tensors[max(tensors)]
 
 
+def drop_all(tensors: Tensors) -> None:
+    tensors.clear()
+    tensors["something.else"] = torch.ones(1)
+
+
 def add_one(tensors: Tensors) -> None:
     tensors["base_model.model.model.layers.9.mlp.up_proj.weight"] = torch.ones(4, 32)
 
@@ -168,37 +177,64 @@ def poison_one(tensors: Tensors) -> None:
     tensors[max(tensors)].view(-1)[0] = float("nan")
 
 
+def overflow_one(tensors: Tensors) -> None:
+    tensors[max(tensors)].view(-1)[0] = float("inf")
+
+
 def zero_all(tensors: Tensors) -> None:
     for name in tensors:
         tensors[name].zero_()
 
 
-DAMAGES = [
-    (drop_one, "are missing"),
-    (add_one, "1 are unknown"),
-    (empty_one, "is empty"),
-    (cut_one, "has shape .* this base needs"),
-    (poison_one, "holds NaN or infinity"),
-    (zero_all, "is zero, nothing was learned"),
-]
+DAMAGES: dict[Callable[[Tensors], None], str] = {
+    drop_one: r"\b1 of \d+ adapter tensors are missing",
+    drop_all: r"(\d+) of \1 adapter tensors are missing",
+    add_one: "1 are unknown",
+    empty_one: "is empty",
+    cut_one: "has shape .* this base needs",
+    poison_one: "holds NaN or infinity",
+    overflow_one: "holds NaN or infinity",
+    zero_all: "is zero, nothing was learned",
+}
 
 
-@pytest.mark.parametrize("kind", list(ADAPTERS))
-@pytest.mark.parametrize(("damage", "said"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    matrix(ADAPTERS, DAMAGES, fast=lambda kind, by: kind == "lora" or by in (drop_one, zero_all)),
+)
 def test_a_damaged_file_of_any_kind_is_refused(
-    kind: str, damage: Callable[[Tensors], None], said: str, tmp_path: Path
+    kind: str, damage: Callable[[Tensors], None], tmp_path: Path
 ) -> None:
-    model = adapted(kind)
+    model, said = adapted(kind), DAMAGES[damage]
     save_adapter(model, tmp_path)
     check_adapter_file(model, tmp_path)
     rewrite(tmp_path, damage)
     expected = in_eval(model)
+    with pytest.raises(ValueError, match=said):
+        check_adapter_file(model, tmp_path)
     with pytest.raises(ValueError, match=said):
         verify_adapter(model, tmp_path, probe_of(model))
     assert torch.equal(in_eval(model), expected)
     for trainable in (False, True):
         with pytest.raises(ValueError, match=said):
             load_adapter(base(), tmp_path, trainable=trainable)
+
+
+def test_an_adapter_of_another_base_or_of_other_values_is_refused(tmp_path: Path) -> None:
+    def scale(tensors: Tensors) -> None:
+        for name in tensors:
+            tensors[name] *= 1.1
+
+    model = adapted("lora")
+    save_adapter(model, tmp_path)
+    with pytest.raises(ValueError, match="this base needs"):
+        load_adapter(tiny_llama(intermediate_size=40), tmp_path)
+    with pytest.raises(ValueError, match="are unknown"):
+        load_adapter(tiny_llama(num_hidden_layers=1), tmp_path)
+    rewrite(tmp_path, scale)
+    check_adapter_file(model, tmp_path)
+    with pytest.raises(ValueError, match="its logits differ by"):
+        verify_adapter(model, tmp_path, probe_of(model))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +351,7 @@ def test_conversion_on_a_bf16_base_differs_by_its_rounding_alone(
     assert 0 < difference < 0.0625 * expected.abs().max()
 
 
-def test_a_large_residual_rounds_much_which_is_said_and_is_no_wrong_file(
+def test_a_large_residual_that_rounds_much_is_reported_and_not_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = LoraConfig(r=4, alpha=64.0, dropout=0.0, init="olora", use_rslora=True)
@@ -368,14 +404,19 @@ def test_the_start_is_in_no_checkpoint() -> None:
     assert names.keys() == ordinary.keys()
 
 
-@pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize(
-    "config", [FullConfig(), FreezeConfig(layers="top 1")], ids=["full", "freeze"]
+    ("name", "method", "num_new"),
+    matrix(
+        MODELS,
+        ["full", "freeze"],
+        [0, 3],
+        fast=lambda name, method, num_new: num_new == 3 and (method == "full" or name == "tied"),
+    ),
 )
-@pytest.mark.parametrize("num_new", [0, 3])
 def test_a_whole_model_is_saved_as_it_is(
-    name: str, config: AdapterConfig, num_new: int, tmp_path: Path
+    name: str, method: str, num_new: int, tmp_path: Path
 ) -> None:
+    config = FullConfig() if method == "full" else FreezeConfig(layers="top 1")
     MODELS[name]().to(BF16).save_pretrained(tmp_path / "base")
     typed = ModelConfig(path=str(tmp_path / "base"))
     dtype = FP32 if isinstance(config, FullConfig) else BF16

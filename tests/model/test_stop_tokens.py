@@ -97,7 +97,7 @@ def test_answers_end_where_they_were_trained_to(base: Any, kept: list[int], tmp_
     assert saved.eos_token_id == kept
 
 
-def test_one_stop_token_is_no_list() -> None:
+def test_one_stop_token_is_not_a_list() -> None:
     import transformers
 
     model = SimpleNamespace(generation_config=transformers.GenerationConfig(eos_token_id=2))
@@ -106,7 +106,10 @@ def test_one_stop_token_is_no_list() -> None:
     keep_stop_tokens(SimpleNamespace(generation_config=None), {2})
 
 
-@pytest.mark.parametrize(("adapter", "folder"), [("lora", "adapter"), ("full", "model")])
+@pytest.mark.parametrize(
+    ("adapter", "folder"),
+    [("lora", "adapter"), pytest.param("full", "model", marks=pytest.mark.slow)],
+)
 def test_the_token_that_ended_answers_in_training_is_saved(
     adapter: str, folder: str, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from app.model.tokenizer import (
 from data_modules import DataError
 from tests.tiny import (
     TINY_BASE,
+    move,
     save_with_tokenizer,
     tiny_bart,
     tiny_gpt2,
@@ -75,11 +76,7 @@ def with_tokens(make: Callable[[], Any], **settings: Any) -> Any:
     resize_embeddings(model, NEW)
     settings = {"r": 4, "dropout": 0.0} | settings
     adapted = apply_adapter(model, LoraConfig(**settings), half_precision=False, token_ids=NEW)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter += 0.1 * torch.randn_like(parameter)
+    move(adapted, seed=3)
     return adapted
 
 
@@ -126,53 +123,42 @@ def test_the_bias_of_a_head_grows_with_it() -> None:
     assert torch.allclose(model.final_logits_bias[0, 64:], bias.mean().expand(3))
 
 
-def test_rows_of_an_adapter_are_saved_verified_and_loaded(
-    make: Callable[[], Any], tmp_path: Path
-) -> None:
-    model = with_tokens(make)
-    expected = probe_logits(model, probe_of(model))
-    save_adapter(model, tmp_path)
-    assert verify_adapter(model, tmp_path, probe_of(model)) == 0.0
-    base = make()
-    resize_embeddings(base, NEW)
-    without = probe_logits(base, probe_of(base))
-    assert not torch.allclose(without, expected, atol=1e-2)
-    assert torch.equal(probe_logits(load_adapter(base, tmp_path), probe_of(base)), expected)
-
-
-def test_an_adapter_says_itself_how_many_rows_it_needs(
+def test_rows_of_an_adapter_are_saved_loaded_and_merged(
     make: Callable[[], Any], tmp_path: Path
 ) -> None:
     model = with_tokens(make)
     expected = probe_logits(model, probe_of(model))
     save_adapter(model, tmp_path / "adapter")
-    make().save_pretrained(tmp_path / "base")
-    config = ModelConfig(path=str(tmp_path / "base"))
-    loaded = load_tuned(config, tmp_path / "adapter", "sdpa", torch.float32)
+    assert verify_adapter(model, tmp_path / "adapter", probe_of(model)) == 0.0
+    base = make()
+    resize_embeddings(base, NEW)
+    without = probe_logits(base, probe_of(base))
+    assert not torch.allclose(without, expected, atol=1e-2)
+    loaded = load_adapter(base, tmp_path / "adapter")
+    assert torch.equal(probe_logits(loaded, probe_of(base)), expected)
+    check_number_of_rows(make, tmp_path, expected)
+    merged = model.merge_and_unload()
+    assert torch.allclose(probe_logits(merged, probe_of(merged)), expected, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    auto = AutoModelForSeq2SeqLM if merged.config.is_encoder_decoder else AutoModelForCausalLM
+    reopened = auto.from_pretrained(tmp_path / "merged")
+    assert reopened.get_input_embeddings().num_embeddings == 67
+    assert torch.allclose(probe_logits(reopened, probe_of(reopened)), expected, atol=1e-4)
+
+
+def check_number_of_rows(make: Callable[[], Any], folder: Path, expected: torch.Tensor) -> None:
+    """Load a saved adapter on its base as that is on disk: the adapter says what rows it needs."""
+    make().save_pretrained(folder / "base")
+    config = ModelConfig(path=str(folder / "base"))
+    loaded = load_tuned(config, folder / "adapter", "sdpa", torch.float32)
     assert torch.allclose(probe_logits(loaded, probe_of(loaded)), expected, atol=1e-5)
 
 
 def test_an_adapter_with_a_whole_embedding_says_it_by_its_shape(tmp_path: Path) -> None:
     make = MODELS["untied"]
     model = with_tokens(make, modules_to_save=["embed_tokens", "lm_head"])
-    expected = probe_logits(model, probe_of(model))
     save_adapter(model, tmp_path / "adapter")
-    make().save_pretrained(tmp_path / "base")
-    config = ModelConfig(path=str(tmp_path / "base"))
-    loaded = load_tuned(config, tmp_path / "adapter", "sdpa", torch.float32)
-    assert torch.allclose(probe_logits(loaded, probe_of(loaded)), expected, atol=1e-5)
-
-
-def test_merged_rows_are_those_of_the_adapter(make: Callable[[], Any], tmp_path: Path) -> None:
-    model = with_tokens(make)
-    expected = probe_logits(model, probe_of(model))
-    merged = model.merge_and_unload()
-    assert torch.allclose(probe_logits(merged, probe_of(merged)), expected, atol=1e-4)
-    merged.save_pretrained(tmp_path)
-    auto = AutoModelForSeq2SeqLM if merged.config.is_encoder_decoder else AutoModelForCausalLM
-    reopened = auto.from_pretrained(tmp_path)
-    assert reopened.get_input_embeddings().num_embeddings == 67
-    assert torch.allclose(probe_logits(reopened, probe_of(reopened)), expected, atol=1e-4)
+    check_number_of_rows(make, tmp_path, probe_logits(model, probe_of(model)))
 
 
 def test_added_tokens_are_one_special_token_each_and_what_is_there_is_reused() -> None:
@@ -230,7 +216,7 @@ def test_a_tokenizer_of_more_tokens_than_the_base_has_rows_is_refused(tmp_path: 
     train_into(tmp_path / "run", f"model.path={tmp_path / 'whole'}", "trainer.max_steps=1")
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", pytest.param("untied", marks=pytest.mark.slow)])
 def base_without_chat_tokens(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
@@ -246,7 +232,7 @@ def base_without_chat_tokens(
     return folder
 
 
-@pytest.mark.parametrize("adapter", ["lora", "full"])
+@pytest.mark.parametrize("adapter", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_run_with_added_chat_tokens_evaluates_as_it_trained(
     adapter: str, base_without_chat_tokens: Path, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.process.errors import Interrupted, TrainingFault, UserError, exit_code
+from app.process.reporting import report
 from app.run.folder import OutputConfig, check_output, decide_run_dir
 from data_modules import DataError
 from tests.door import ask, make_data, make_model
@@ -63,11 +64,18 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (TrainingFault("loss is nan in 'CUDA error: .jsonl'"), 4, "loss is nan"),
     ],
 )
-def test_exit_codes(words: list[str], error: BaseException, code: int, fragment: str) -> None:
-    answer = ask(*words, error=error)
-    assert answer.code == code
-    assert fragment in answer.said
-    assert "Traceback" not in answer.said
+def test_exit_codes(
+    error: BaseException, code: int, fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(error) == code
+    said = capsys.readouterr().err
+    assert fragment in said and "Traceback" not in said
+
+
+def test_a_verb_ends_with_the_code_of_its_error(words: list[str]) -> None:
+    answer = ask(*words, error=TrainingFault("loss is nan at step 3"))
+    assert answer.code == 4
+    assert answer.said.startswith("error (training stopped): loss is nan at step 3\n")
 
 
 def test_a_traceback_is_shown_when_asked_for() -> None:
@@ -112,7 +120,7 @@ def test_the_echo_of_a_lost_rank_is_left_to_the_first(words: list[str], tmp_path
     assert (answer.code, "Connection closed" in answer.said) == (3, True)
 
 
-def test_before_there_is_a_folder_only_the_first_rank_speaks() -> None:
+def test_before_the_folder_exists_only_the_first_rank_reports() -> None:
     torchrun = SECOND_RANK | {"RANK": "1"}
     answer = ask("oops=1", environment=torchrun)
     assert (answer.code, answer.said) == (2, "")
@@ -129,7 +137,7 @@ def test_a_message_that_cannot_be_left_in_the_folder_is_said(
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (None, 3)])
-def test_a_lost_peer_after_a_signal_is_no_fault(
+def test_a_lost_peer_after_a_signal_is_not_a_fault(
     words: list[str], monkeypatch: pytest.MonkeyPatch, signum: int | None, code: int
 ) -> None:
     monkeypatch.setattr("app.process.reporting.signal_received", lambda: signum)
@@ -154,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, folder: str, r
     assert check_output(OutputConfig(dir=str(tmp_path / "new" / "run"))) == []
 
 
-def test_a_folder_that_is_there_and_takes_no_file_is_named(
+def test_an_existing_folder_that_is_read_only_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**_: object) -> None:

@@ -82,7 +82,7 @@ def test_every_form_is_read() -> None:
         ("nan@3@4", "'3@4' for the step after @"),
     ],
 )
-def test_what_is_no_fault_is_refused_with_the_nearest(text: str, words: str) -> None:
+def test_what_is_not_a_fault_is_refused_with_the_nearest(text: str, words: str) -> None:
     found, problems = faults.parse_faults(["nan@3", text])
     assert [fault.text for fault in found] == ["nan@3"]
     (problem,) = problems
@@ -144,7 +144,7 @@ def test_a_fault_strikes_on_its_rank(tmp_path: Path, text: str, struck: list[int
         assert in_a_child(train) == (-signal.SIGKILL if rank in struck else NOT_KILLED)
 
 
-def test_a_bad_number_is_due_once(tmp_path: Path) -> None:
+def test_a_nonfinite_number_is_injected_once(tmp_path: Path) -> None:
     arm(tmp_path, "nan@7", "inf@8")
     asked = [(faults.is_due("nan", step), faults.is_due("inf", step)) for step in (6, 7, 7, 8)]
     assert asked == [(False, False), (True, False), (False, False), (False, True)]

@@ -160,7 +160,7 @@ def test_a_rank_that_lost_another_is_not_to_blame(tell_story: Tell) -> None:
     assert "rank 1 was killed by SIGSEGV" in story.said and "gloo" not in story.said
 
 
-def test_a_lost_connection_is_told_where_nobody_else_is_to_blame(tell_story: Tell) -> None:
+def test_a_lost_connection_is_reported_where_nobody_else_is_to_blame(tell_story: Tell) -> None:
     story = tell_story("sys.exit(report(RuntimeError('gloo: Connection reset by peer')))")
     assert story.code == 3
     assert story.said.count("Connection reset by peer") == 1
@@ -264,7 +264,7 @@ def test_a_run_of_long_steps_does_not_hang(tell_story: Tell) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_save_is_no_hang_of_the_one_that_waits_for_it(tell_story: Tell) -> None:
+def test_waiting_for_a_long_save_is_not_a_hang(tell_story: Tell) -> None:
     save = (
         "def is_there(what): return (folder / what).exists()",
         "if rank == 0:",
@@ -331,7 +331,7 @@ def test_a_signal_is_passed_on_and_waited_for(
     assert len(story.starts(0)) == 1
 
 
-def test_a_save_that_failed_behind_a_signal_is_no_good_end(
+def test_a_save_that_fails_after_a_signal_is_a_failure(
     tell_story: Tell, hear: Callable[[int], None]
 ) -> None:
     hear(signal.SIGTERM)
@@ -367,7 +367,7 @@ def test_a_signal_while_a_checkpoint_is_looked_for_ends_the_run(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_ranks_that_have_begun_nothing_are_not_waited_for(
+def test_ranks_that_have_not_started_a_step_are_not_waited_for(
     tell_story: Tell, hear: Callable[[int], None]
 ) -> None:
     hear(signal.SIGTERM)

@@ -26,7 +26,6 @@ PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5
 """pytest's exit codes"""
 COLLATOR = "data_modules/collator.py"
 STORE = "app/training/checkpoint/store.py"
-STATE = "app/training/checkpoint/state.py"
 MODULE = "app/training/module.py"
 RESUME = "app/training/resume.py"
 START = "app/run/start.py"

@@ -29,7 +29,7 @@ def test_a_bug_can_be_sown_and_its_test_is_there(bug: Bug, tmp_path: Path) -> No
     assert test.partition("[")[0] in names
 
 
-def test_a_bug_without_its_place_is_told(tmp_path: Path) -> None:
+def test_a_bug_without_its_place_is_reported(tmp_path: Path) -> None:
     bug = Bug(name="gone", file="file.py", right="x = 1\n", wrong="", test="")
     for text in ("", "x = 1\nx = 1\n"):
         (tmp_path / "file.py").write_text(text)

@@ -209,7 +209,7 @@ def check_same(found: dict[str, Any], alone: dict[str, Any], which: str) -> None
 
 
 @pytest.mark.slow
-def test_rows_of_tokens_are_put_into_an_embedding_that_is_spread(
+def test_rows_of_tokens_are_written_into_a_sharded_embedding(
     person: Person, tmp_path: Path
 ) -> None:
     words = [

@@ -39,7 +39,7 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_the_door_of_the_machine_that_it_needs_is_open(name: str) -> None:
+def test_the_checks_pass_on_the_machine_that_it_needs(name: str) -> None:
     answer = ask(f"+experiment={name}", gpus=GPUS[name])
     assert answer.code == 0, answer.said
     assert answer.config.model.wrap_class is not None

@@ -91,7 +91,7 @@ def test_the_lock_of_a_build_that_goes_on_is_left(cache: Path) -> None:
             compiler.kill()
 
 
-def test_a_lock_that_its_build_takes_away_meanwhile_is_no_error(
+def test_a_lock_that_its_build_takes_away_meanwhile_is_not_an_error(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = leave_lock(cache / "some_operator", seconds_ago=60)

@@ -70,12 +70,6 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def check_same(model: Any, other: Any) -> None:
-    expected = weights(other)
-    for name, weight in weights(model).items():
-        assert torch.equal(weight, expected[name]), name
-
-
 def test_every_option_is_tried_here() -> None:
     assert [config.name for config in CONFIGS] == list(PARTS["optimizer"])
     assert {*PLAIN, "paged_adamw8bit"} == {*PARTS["optimizer"]}

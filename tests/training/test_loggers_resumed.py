@@ -147,7 +147,7 @@ def test_a_folder_that_tensorboard_cannot_make_is_a_warning(
 
 
 @pytest.mark.parametrize("fails", ["write", "fsync"])
-def test_rows_that_find_no_room_are_told_in_words(
+def test_rows_that_do_not_fit_the_disk_are_reported(
     tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = CsvLogger(tmp_path / "metrics.csv", ["a"])

@@ -150,7 +150,7 @@ def test_a_stream_names_its_data_set(tmp_path: Path, run: Any) -> None:
     ("fault", "said_of_it"),
     [("nan:1@3", "step 3: loss nan (of "), ("grad_inf:0@3", "step 3: loss ")],
 )
-def test_a_bad_number_of_one_rank_stops_both_with_one_message(
+def test_a_nonfinite_number_of_one_rank_stops_both_with_one_message(
     fault: str, said_of_it: str, person: Person, tmp_path: Path
 ) -> None:
     words = [*small_run(*RUN, "trainer.devices=2"), f"faults=[{fault}]"]

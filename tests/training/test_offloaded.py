@@ -102,7 +102,7 @@ def test_a_fit_tries_its_model_where_it_computes(
     assert (FusedNorm in fused) == (model.config.model_type == "llama")
 
 
-def test_what_attention_is_told_is_where_the_tokens_are() -> None:
+def test_attention_inputs_are_on_the_device_of_the_tokens() -> None:
     ids = torch.zeros(2, 8, dtype=torch.int64, device="meta")
     packed, padded = [[3, 5], [8]], [[5], [8]]
     llama, t5 = tiny_llama(), tiny_t5()

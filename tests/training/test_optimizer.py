@@ -210,7 +210,7 @@ def test_muon_takes_the_matrices_and_adamw_embeddings_head_and_vectors(tied: boo
     assert {(g["lr"], g["weight_decay"]) for g in adamw.param_groups} == {(0.01, 0.0)}
 
 
-def test_matrices_as_large_as_a_table_of_positions_are_no_vocabulary() -> None:
+def test_matrices_as_large_as_a_table_of_positions_are_not_vocabulary() -> None:
     shape: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
     config = GPTNeoConfig(
         vocab_size=64, hidden_size=32, max_position_embeddings=32, eos_token_id=2, **shape

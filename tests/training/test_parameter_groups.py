@@ -156,7 +156,8 @@ def test_a_run_takes_patterns_and_says_their_groups(
     train_run: TrainRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     patterns = "[{pattern: *.layers.0.*, ratio: 0.5}, {pattern: *.layers.1.*, ratio: 2}]"
-    train_run(*small_run(), "optimizer.lr=1e-3", f"optimizer.lr_by_pattern={patterns}")
+    words = small_run("trainer.max_steps=1", "data.val_set_size=0", "optimizer.lr=1e-3")
+    train_run(*words, f"optimizer.lr_by_pattern={patterns}")
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if "parameter groups of AdamW" in line)
     rows = [line.split() for line in lines[start:] if line.lstrip().startswith("matrices")][:3]

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from app.training.module import FinetuneModule
 from app.training.trainer import resolve_precision, resolve_single_device
 from tests.conftest import TrainRun, read_column
-from tests.door import ask
 from tests.tiny import TINY_BASE, small_run
 
 pytestmark = pytest.mark.slow
@@ -106,14 +105,6 @@ def test_precisions_train_alike(train_run: TrainRun) -> None:
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.03)
     assert losses["bf16-pure"] == pytest.approx(losses["fp32"], rel=0.03)
     assert losses["bf16"] != losses["fp32"]
-
-
-def test_fp16_is_refused_where_there_is_no_gpu() -> None:
-    answer = ask(*small_run("trainer.precision=fp16"))
-    assert answer.code == 2
-    assert "trainer.precision=fp16 needs a GPU" in answer.said
-    assert "trainer.precision=fp32 or bf16" in answer.said
-    assert ask(*small_run("trainer.precision=fp16"), gpus=1).code == 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])

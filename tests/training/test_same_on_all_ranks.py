@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +32,13 @@ FACTS: dict[str, Any] = {
 }
 
 
-def settings(*words: str) -> Any:
+@cache
+def _composed(words: tuple[str, ...]) -> Any:
     return load_config("train", ["+experiment=quickstart", *words])
+
+
+def settings(*words: str) -> Any:
+    return copy.deepcopy(_composed(words))
 
 
 def compare(*parts: dict[str, Any]) -> None:

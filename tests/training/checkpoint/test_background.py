@@ -118,7 +118,7 @@ def test_what_failed_is_raised_by_the_next_save(writer: BackgroundWriter) -> Non
     writer.wait()  # told once
 
 
-def test_what_failed_is_told_behind_the_next_step(writer: BackgroundWriter) -> None:
+def test_a_failed_write_is_reported_after_the_next_step(writer: BackgroundWriter) -> None:
     under_way = threading.Event()
 
     def fail() -> None:

@@ -77,7 +77,7 @@ def test_a_disk_that_takes_a_part_gets_the_rest(
     assert written.num_bytes == 10
 
 
-def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FileExistsError):
         disk.write_file(tmp_path / "file", [b"other"])

@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,13 @@ from app.training.checkpoint.state import (
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.metrics import Metrics
 from app.training.optimizers import AdamWConfig, ScheduleFreeConfig
+from tests.mutations import (
+    dump_json,
+    mutate_bytes,
+    mutate_json,
+    mutate_safetensors,
+    mutate_tree,
+)
 from tests.resumed import seal, training_document
 from tests.training.checkpoint.saves import in_a_child
 from tests.training.checkpoint.test_state import Training
@@ -92,103 +98,7 @@ def restore(training: Training, checkpoint: Checkpoint) -> None:
     restore_random_state(state, CPU)
 
 
-# What happens to a file, as bytes.
-
-
-def flip(content: bytearray, dice: Dice) -> None:
-    for _ in range(dice.choice((1, 1, 1, 8))):
-        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-
-
-def flip_near_the_start(content: bytearray, dice: Dice) -> None:
-    content[dice.randrange(min(len(content), 400))] ^= 1 << dice.randrange(8)
-
-
-def cut(content: bytearray, dice: Dice) -> None:
-    del content[dice.randrange(len(content)) :]
-
-
-def repeat(content: bytearray, dice: Dice) -> None:
-    start = dice.randrange(len(content))
-    part = content[start : start + dice.randrange(1, 200)]
-    content[start:start] = part * dice.choice((1, 1, 50))
-
-
-def replace(content: bytearray, dice: Dice) -> None:
-    content[:] = dice.choice(
-        (
-            b"",
-            b"{}",
-            b"[]",
-            b"null",
-            b"7",
-            b"\xff\xfe",
-            b"[" * 5000,
-            dice.randbytes(64),
-            b" " * 9999,
-        )
-    )
-
-
-def huge(content: bytearray, dice: Dice) -> None:
-    content[:8] = dice.choice((2**63 - 1, 2**40, 10**8 + 1, 0)).to_bytes(8, "little")
-
-
-BYTES = [flip, flip_near_the_start, cut, repeat, replace]
-
-
-# What happens to a document, as JSON.
-
-
-def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """List every element of a document, as its container and its key there."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, element in list(pairs)[:40]:
-        found.append((value, key))
-        if isinstance(element, (dict, list)):
-            places(element, found)
-    return found
-
-
-def other_values(dice: Dice) -> Any:
-    deep: Any = 1
-    for _ in range(dice.choice((3, 500))):
-        deep = [deep] if dice.random() < 0.5 else {"a": deep}
-    return dice.choice(
-        (
-            *(None, True, -1, 0, 2**31, 2**64, 10**400, 0.5, -1e308, float("inf"), float("nan")),
-            *("", "1", "\x1b[2J", "x" * 10_000, "\ud800", [], {}, [[]], deep, [0] * 1000),
-        )
-    )
-
-
-def change_type(document: Any, dice: Dice) -> None:
-    container, key = dice.choice(places(document, []))
-    container[key] = other_values(dice)
-
-
-def remove(document: Any, dice: Dice) -> None:
-    container, key = dice.choice(places(document, []))
-    del container[key]
-
-
-def add(document: Any, dice: Dice) -> None:
-    container, key = dice.choice(places(document, []))
-    if isinstance(container, dict):
-        container[dice.choice((f"{key}2", "", "../x", "loops", "\x1b[1m"))] = other_values(dice)
-    else:
-        container.insert(dice.randrange(len(container) + 1), other_values(dice))
-
-
-def swap(document: Any, dice: Dice) -> None:
-    (one, here), (other, there) = (dice.choice(places(document, [])) for _ in range(2))
-    one[here], other[there] = other[there], json.loads(json.dumps(one[here]))
-
-
-JSON = [change_type, remove, add, swap]
-
-
-# What happens to a file of tensors, as tensors by name.
+# What happens to tensors, besides what happens to any file.
 
 
 def header_of(content: bytes) -> tuple[Any, bytes]:
@@ -219,8 +129,8 @@ def change_header(content: bytearray, dice: Dice) -> None:
     elif what == "offsets":
         entry["data_offsets"] = [entry["data_offsets"][0], dice.choice((0, -1, 2**63, 10**30))]
     else:
-        swap(header, dice)
-    text = json.dumps(header).encode()
+        header = mutate_tree(header, dice)
+    text = dump_json(header)
     content[:] = len(text).to_bytes(8, "little") + text + data
 
 
@@ -255,19 +165,15 @@ def lose_or_add(content: bytearray, dice: Dice) -> None:
     content[:] = save_tensors(tensors)
 
 
-HEADER = [huge, change_header, change_header, change_values, lose_or_add]
-
-
 def changed(content: bytes, name: str, dice: Dice) -> bytes:
     """Return a file's bytes after one change that fits its kind, or any."""
-    of_kind: list[Callable[..., None]] = (
-        [] if name == "COMMITTED" else HEADER if name in TENSORS else JSON
-    )
-    change = dice.choice([*BYTES, *of_kind, *of_kind])
-    if change in JSON:
-        document = json.loads(content)
-        change(document, dice)
-        return json.dumps(document).encode()
+    if name == "COMMITTED":
+        return mutate_bytes(content, dice)
+    if name not in TENSORS:
+        return mutate_json(content, dice)
+    change = dice.choice([mutate_safetensors, change_header, change_values, lose_or_add])
+    if change is mutate_safetensors:
+        return mutate_safetensors(content, dice)
     mutable = bytearray(content)
     change(mutable, dice)
     return bytes(mutable)

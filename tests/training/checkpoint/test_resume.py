@@ -109,8 +109,12 @@ CASES = {
     "computed again": ("recompute=full", "adapter.dropout=0.1"),
     "workers": ("data.num_workers=2", "adapter.dropout=0.1"),
     "no validation": ("data.val_set_size=0", "adapter.dropout=0.1"),
+    "several at once": (
+        *(*FULL, THREE_SETS, "packing=none", "optimizer=schedule_free"),
+        "trainer.gradient_accumulation_steps=4",
+    ),
 }
-QUICK = ("lora packed", "full padded", "three sets", "four micro-batches", "averaged weights")
+QUICK = ("lora packed", "several at once")
 
 
 @pytest.mark.parametrize(
@@ -358,8 +362,10 @@ def test_all_state_is_restored_at_the_first_batch(
         ),
     ],
 )
-@pytest.mark.parametrize("every", [2, 3], ids=["not due", "due"])
-def test_a_signal_interrupts_a_validation(
+@pytest.mark.parametrize(
+    "every", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["not due", "due"]
+)
+def test_a_signal_interrupts_a_validation_which_is_repeated_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], every: int
 ) -> None:
     words = (*words, f"trainer.checkpoint.every_steps={every}")
@@ -372,24 +378,13 @@ def test_a_signal_interrupts_a_validation(
     newest = CheckpointStore(tmp_path / "run" / "checkpoints").checkpoints()[-1]
     assert (newest.step, newest.metric) == (3, None)
     monkeypatch.undo()
-    check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
-
-
-def test_an_interrupted_validation_is_repeated_before_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = iter(range(1, 100))
-    with monkeypatch.context() as patch:
-        patch.setattr(Stopping, "agreed", lambda _: SIGTERM if next(asked) == 4 else None)
-        with pytest.raises(Interrupted, match="step 3 is saved"):
-            run_into(tmp_path / "run")
     seen: list[str] = []
     monkeypatch.setattr(
         "app.training.module.run_owed_validation",
         lambda trainer: seen.append("validates") or run_owed_validation(trainer),
     )
     monkeypatch.setattr(faults, "reach", lambda point, step=None: seen.append(f"{point} {step}"))
-    run_into(tmp_path / "run", "resume=must")
+    check_same_run(run_into(tmp_path / "run", *words, "resume=must"), whole)
     assert seen.index("validates") < seen.index("batch 4")
 
 

@@ -105,7 +105,7 @@ def test_nothing_is_saved_of_a_step_whose_loss_is_bad(
     assert not list(store.folder.glob("*.tmp"))
 
 
-def test_a_save_beside_the_training_keeps_no_bad_number_either(
+def test_an_asynchronous_save_keeps_no_nonfinite_number_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = CheckpointSaver.save

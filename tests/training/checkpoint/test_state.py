@@ -84,8 +84,15 @@ def check_same(one: Training, other: Training) -> None:
 
 
 @every_optimizer
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("adapter", [LORA, FullConfig()], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    ("adapter", "dtype"),
+    [
+        pytest.param(LORA, torch.float32, id="lora-fp32"),
+        pytest.param(FullConfig(), torch.bfloat16, id="full-bf16"),
+        pytest.param(LORA, torch.bfloat16, id="lora-bf16", marks=pytest.mark.slow),
+        pytest.param(FullConfig(), torch.float32, id="full-fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_restored_training_goes_on_as_the_one_that_never_stopped(
     tmp_path: Path, config: Any, adapter: Any, dtype: torch.dtype
 ) -> None:

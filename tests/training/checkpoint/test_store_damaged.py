@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -17,8 +18,6 @@ from app.process.errors import USER_ERROR, UserError, exit_code
 from app.training.checkpoint.checkpoint import DamageError, load_checkpoint
 from app.training.checkpoint.store import CheckpointStore
 from tests.training.checkpoint.saves import is_as_saved, names_in, save
-
-NUM_DAMAGED = 200
 
 
 @pytest.fixture(scope="module")
@@ -90,18 +89,12 @@ DAMAGES: list[Callable[[Path, random.Random], None]] = [
 
 def test_every_damage_is_found_and_named(whole: Path, tmp_path: Path) -> None:
     dice = random.Random(6)
-    files = names_in(whole / "step-80")
-    seen = set()
-    for number in range(NUM_DAMAGED):
-        folder = shutil.copytree(whole, tmp_path / str(number))
-        name, damage = dice.choice(files), dice.choice(DAMAGES)
+    for name, damage in itertools.product(names_in(whole / "step-80"), DAMAGES):
+        folder = shutil.copytree(whole, tmp_path / f"{name} {damage.__name__}")
         damage(folder / "step-80" / name, dice)
         sentence = sentence_on(folder)
         # What does not fit its marker is the manifest, whichever of the two was damaged.
         assert name in sentence or (name == "COMMITTED" and "manifest.json" in sentence)
-        seen.add((name, damage))
-        shutil.rmtree(folder)
-    assert len(seen) > 30
 
 
 def reseal(folder: Path, change: Callable[[dict], None]) -> None:
@@ -193,7 +186,7 @@ def test_all_damaged_checkpoints_are_listed(folder: Path) -> None:
     ]
 
 
-def test_no_checkpoint_is_no_damage(tmp_path: Path) -> None:
+def test_no_checkpoint_is_not_damage(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path / "none").newest_good() == (None, [])
 
 

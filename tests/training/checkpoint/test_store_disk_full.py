@@ -76,7 +76,7 @@ def test_a_full_disk_at_any_point_keeps_the_last_good_one(
         assert names_in(store.folder) == ["step-30"]
 
 
-def test_a_full_disk_is_told_with_need_and_free(
+def test_a_full_disk_is_reported_with_need_and_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
@@ -108,7 +108,9 @@ def test_a_quota_is_a_full_disk(
     assert names_in(store.folder) == ["step-10"]
 
 
-def test_another_failure_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_failure_is_reported_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -118,7 +120,7 @@ def test_another_failure_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
         save(store, 20)
 
 
-def test_a_folder_that_is_another_user_s_is_told() -> None:
+def test_a_folder_of_another_user_is_reported() -> None:
     def look() -> None:
         if os.geteuid() == 0:  # who may write anywhere
             os.setuid(65534)
@@ -128,7 +130,7 @@ def test_a_folder_that_is_another_user_s_is_told() -> None:
     assert in_a_child(look) == NOT_KILLED
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(SaveError, match=r"cannot be written here: .*output\.dir=FOLDER"):
         check_space(tmp_path / "checkpoints", 1000, 2)

@@ -63,7 +63,7 @@ def test_the_best_are_kept_beside_the_last(tmp_path: Path) -> None:
     assert steps_in(store) == [20, 70]
 
 
-def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path: Path) -> None:
     store = make_store(tmp_path, keep_last=1, keep_best=1)
     for step, metric in ((10, math.nan), (20, -math.inf), (30, 5.0), (40, None)):
         save(store, step, metric)
@@ -178,7 +178,7 @@ def test_floats_of_a_document_keep_every_bit(tmp_path: Path) -> None:
     assert [value.hex() for value in found] == [value.hex() for value in values]
 
 
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     checkpoint = save(make_store(tmp_path), 10)
     with pytest.raises(KeyError, match=r"has no scaler\.safetensors; it has model, optimizer"):
         checkpoint.tensors("scaler")

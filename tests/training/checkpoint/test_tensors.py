@@ -130,7 +130,7 @@ def test_a_file_that_is_none_of_the_format_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 def test_writing_holds_no_copy_of_the_tensors(tmp_path: Path, layout: str) -> None:
-    num_bytes = 256 * MEBIBYTE
+    num_bytes = 128 * MEBIBYTE
     tensor = torch.ones(num_bytes // 4096, 1024)
     tensors = {"a": tensor if layout == "contiguous" else tensor.T}
     child = os.fork()

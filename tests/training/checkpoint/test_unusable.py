@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from app.config import load_config
-from app.process.errors import USER_ERROR, exit_code
+from app.process.errors import USER_ERROR, UserError, exit_code
 from app.train import train
+from app.training.checkpoint.checkpoint import load_checkpoint
+from app.training.checkpoint.documents import check_documents
 from tests.resumed import seal
 from tests.tiny import small_run, train_into
 
@@ -204,7 +206,15 @@ TENSORS: dict[str, tuple[Change, str]] = {
 def test_a_document_that_is_not_what_was_saved_is_named(
     whole: Path, tmp_path: Path, change: Change, words: str
 ) -> None:
-    check_refused(whole, tmp_path, change, words)
+    folder = shutil.copytree(whole / "checkpoints", tmp_path / "checkpoints") / "step-4"
+    change(folder)
+    seal(folder)
+    with pytest.raises(UserError, match=words):
+        check_documents(load_checkpoint(folder))
+
+
+def test_a_run_checks_the_documents_that_it_resumes_from(whole: Path, tmp_path: Path) -> None:
+    check_refused(whole, tmp_path, *DOCUMENTS["no optimizer"])
 
 
 @pytest.mark.parametrize(

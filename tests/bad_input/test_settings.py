@@ -1,0 +1,184 @@
+"""Settings that mean nothing, or not on this base, are refused with what to type, before torch.
+
+`tests/config` has what is wrong with a word itself, `tests/preflight` what does not go together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.model.attention import AttentionConfig
+from app.preflight.files import check_packing_of_base
+from app.run.ranks import check_supervise
+from data_modules import PackingConfig
+from tests.door import ask, make_adapter, make_data, make_model
+from tests.resumed import make_run
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    model, data = make_model(folder / "model"), make_data(folder / "data.jsonl")
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+
+
+REFUSED = [
+    # what was typed, what must be said, what is right
+    ("schedule=wsd schedule.decay_ratio=0", "schedule.decay_ratio=0.0: expected above 0",
+     "schedule=wsd schedule.decay_ratio=1 schedule.warmup_ratio=0"),
+    ("schedule=one_cycle schedule.start_lr_ratio=0", "schedule.start_lr_ratio=0.0: expected above",
+     "schedule=one_cycle"),
+    ("optimizer=adafactor optimizer.beta2_decay=0.8", "beta2_decay=0.8: expected -1 or more, below",
+     "optimizer=adafactor optimizer.beta2_decay=-0.9 optimizer.clip_threshold=2"),
+    ("optimizer=adafactor optimizer.clip_threshold=0", "clip_threshold=0.0: expected above 0", ""),
+    ("optimizer.lr_by_pattern=[{pattern:a}]", "optimizer.lr_by_pattern[0].ratio is missing",
+     "optimizer.lr_by_pattern=[{pattern:*.layers.0.*,ratio:2}]"),
+    ("recompute.every=0", "recompute.every=0: expected 1 or more", "recompute=full"),
+    ("supervise.max_restarts=-1", "supervise.max_restarts=-1: expected 0 or more", ""),
+    ("supervise.hang_minutes=0", "supervise.hang_minutes=0.0: expected above 0", ""),
+    ("supervise.requeue=true", "type resume=auto", ""),
+    ("faults=[sigtem@3]", "did you mean sigterm?", ""),
+    ("faults=[worker_killed@3]", "data.num_workers=0; type data.num_workers=1", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "said", "good"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_what_means_nothing_is_refused_with_what_does(
+    base: list[str], bad: str, said: str, good: str
+) -> None:
+    answer = ask(*base, *bad.split())
+    assert answer.code == 2, answer.said
+    assert said in answer.said and "Traceback" not in answer.said
+    if good:
+        answer = ask(*base, *good.split())
+        assert answer.code == 0, answer.said
+
+
+def test_one_cycle_brings_its_own_warm_up_which_can_be_typed_over(base: list[str]) -> None:
+    schedule = ask(*base, "schedule=one_cycle").config.schedule
+    assert (schedule.warmup_ratio, schedule.min_lr_ratio) == (0.3, 4e-6)
+    assert ask(*base, "schedule=one_cycle", "schedule.warmup_ratio=0.1").config.schedule == (
+        type(schedule)(shape="one_cycle", warmup_ratio=0.1, min_lr_ratio=4e-6)
+    )
+
+
+def test_an_evaluation_is_checked_as_a_training_is(base: list[str], tmp_path: Path) -> None:
+    words = [*base, f"adapter_path={make_adapter(tmp_path / 'adapter')}"]
+    answer = ask(*words, "attention=flash2", verb="evaluate")
+    assert answer.code == 2 and "attention=flash2 needs an NVIDIA GPU" in answer.said
+    assert "let the documents of a pack see each other; type attention=sdpa" in answer.said
+    assert ask(*words, "attention=sdpa", verb="evaluate").code == 0
+
+
+def packing_problems(numbers: dict[str, Any], packing: str = "multipack", **settings: Any) -> str:
+    """Return what is wrong with packing, or padding, documents of a base of these numbers."""
+    stub: Any = SimpleNamespace(name="model.path=base", numbers=numbers)
+    attention = AttentionConfig(backend=settings.pop("backend", "auto"))
+    return "\n".join(
+        check_packing_of_base(PackingConfig(method=packing), attention, stub, **settings)
+    )
+
+
+UNPACKED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "bart", "is_encoder_decoder": True}, "bart models compute positions from"),
+    ({"model_type": "pegasus", "is_encoder_decoder": True}, "pegasus models compute positions"),
+    ({"model_type": "roberta"}, "roberta models compute positions"),
+    ({"model_type": "bloom"}, "bloom models compute their ALiBi bias"),
+    ({"model_type": "falcon", "alibi": True}, "falcon models compute their ALiBi bias"),
+    ({"model_type": "openai-gpt"}, "openai-gpt models take no mask"),
+    *(
+        ({"model_type": model_type}, f"{model_type} models have recurrent layers")
+        for model_type in ("bamba", "falcon_mamba", "mamba", "mamba2", "qwen3_next", "nemotron_h")
+    ),
+    ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "have recurrent"),
+    ({"model_type": "new", "text_config": {"layer_types": ["linear_attention"]}},
+     "new models have recurrent layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("numbers", "said"), UNPACKED, ids=[row[1] for row in UNPACKED])
+def test_a_base_that_cannot_be_packed(numbers: dict[str, Any], said: str) -> None:
+    for packing in ("multipack", "like_length"):
+        problem = packing_problems(numbers, packing)
+        assert problem.startswith(f"packing={packing}: ")
+        assert said in problem and problem.endswith("type packing=none")
+    assert packing_problems(numbers, "none") == ""
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"model_type": "t5", "is_encoder_decoder": True},
+        {"model_type": "falcon", "alibi": False},
+        {"model_type": "gpt2"},
+        {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]},
+        {"model_type": "gemma3", "text_config": {"layer_types": ["sliding_attention"]}},
+    ],
+)
+def test_a_base_that_can_be_packed(numbers: dict[str, Any]) -> None:
+    assert packing_problems(numbers) == ""
+    says = "attention=eager cannot keep" if "is_encoder_decoder" in numbers else ""
+    assert says in packing_problems(numbers, backend="eager")
+
+
+SEES_PADDING = "let documents see the padding after them"
+ANOTHER_BASE = "model.path=ANOTHER_BASE"
+UNBATCHED: list[tuple[dict[str, Any], str, str]] = [
+    ({"model_type": "encoder-decoder"}, SEES_PADDING, ANOTHER_BASE),
+    ({"model_type": "prophetnet"}, SEES_PADDING, ANOTHER_BASE),
+    ({"model_type": "nllb-moe"}, "drop tokens beyond an expert_capacity", ANOTHER_BASE),
+    ({"model_type": "t5gemma", "decoder_start_token_id": 0, "decoder": {"pad_token_id": 0}},
+     "this decoder starts with one (decoder_start_token_id)", ANOTHER_BASE),
+    ({"model_type": "axk2", "index_topk": 64}, "the 64 keys", "data.sequence_len=64"),
+    ({"model_type": "doge", "keep_window_size": 64}, "the 64 keys", "data.sequence_len=64"),
+    ({"model_type": "deepseek_v4", "index_topk": 16}, "the 16 keys", "data.sequence_len=64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("numbers", "said", "instead"), UNBATCHED)
+def test_a_base_whose_documents_depend_on_their_batch(
+    numbers: dict[str, Any], said: str, instead: str
+) -> None:
+    for packing in ("none", "multipack"):
+        problem = packing_problems(numbers, packing, longest=100)
+        assert said in problem and f"type {instead}" in problem
+    if instead.startswith("data."):
+        assert said not in packing_problems(numbers, longest=64)
+
+
+def test_a_base_is_looked_at_by_training_and_preview(base: list[str], tmp_path: Path) -> None:
+    model = make_model(tmp_path / "doge", model_type="doge", keep_window_size=64)
+    typed = [f"model.path={model}", base[1], "adapter=full"]
+    for verb in ("train", "preview"):
+        answer = ask(*typed, "data.sequence_len=100", verb=verb)
+        assert answer.code == 2 and "the 64 keys" in answer.said
+        assert ask(*typed, "data.sequence_len=64", verb=verb).code == 0
+    model = make_model(tmp_path / "mamba", model_type="mamba")
+    typed = [f"model.path={model}", base[1], "adapter=full"]
+    answer = ask(*typed)
+    assert answer.code == 2 and "packing=none" in answer.said
+    assert ask(*typed, "packing=none").code == 0
+
+
+def test_a_job_that_goes_back_is_not_requeued(base: list[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *base)
+    answer = ask(f"resume={run / 'checkpoints' / 'step-2'}", "supervise.requeue=true")
+    assert answer.code == 2
+    assert "would go back to step 2 each time" in answer.said
+    assert f"type resume=auto output.dir={run} " in answer.said
+    assert check_supervise(ask(f"resume={run}", "supervise.requeue=true").config) == []
+
+
+def test_what_started_the_ranks_starts_them_again(base: list[str]) -> None:
+    torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    words = [*base, "trainer.devices=2"]
+    assert ask(*words, environment=torchrun).code == 0
+    answer = ask(*words, "supervise.max_restarts=2", environment=torchrun)
+    assert answer.code == 2
+    assert "RANK is set" in answer.said and "torchrun has --max-restarts" in answer.said
+    assert check_supervise(ask(*words, "supervise.max_restarts=2").config) == []
