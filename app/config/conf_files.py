@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from app.config.overrides import spell_keys
-from app.config.verbs import TYPED_KEYS
+from app.config.verbs import OPTIONS_ELSEWHERE, TYPED_KEYS
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
 from app.run.folder import expand_home
@@ -74,58 +74,6 @@ def shown(path: Path) -> str:
     return os.path.relpath(path)
 
 
-WORDS_ELSEWHERE = {
-    "adapter=qlora": "adapter=lora quantization=nf4",
-    "adapter=dora": "adapter=lora adapter.use_dora=true",
-    "adapter=rslora": "adapter=lora adapter.use_rslora=true",
-    "adapter=pissa": "adapter=lora adapter.init=pissa",
-    "adapter=none": "adapter=full",
-    "quantization=4bit": "quantization=nf4",
-    "quantization=8bit": "quantization=int8",
-    "recompute=true": "recompute=full",
-    "recompute=block": "recompute=full",
-    "recompute=cpu_offload": "recompute=offload",
-    "optimizer=adamw_torch": "optimizer=adamw",
-    "optimizer=adamw_torch_fused": "optimizer=adamw",
-    "optimizer=adamw_8bit": "optimizer=adamw8bit",
-    "optimizer=adamw_bnb_8bit": "optimizer=adamw8bit",
-    "optimizer=paged_adamw_8bit": "optimizer=paged_adamw8bit",
-    "optimizer=schedule_free_adamw": "optimizer=schedule_free schedule=constant",
-    "optimizer=adamw_schedule_free": "optimizer=schedule_free schedule=constant",
-    "schedule=constant_with_warmup": "schedule=constant",
-    "schedule=cosine_with_min_lr": "schedule=cosine schedule.min_lr_ratio=0.1",
-    "schedule=cosine_with_restarts": "schedule=cosine",
-    "schedule=warmup_stable_decay": "schedule=wsd",
-    "strategy=dp": "strategy=ddp",
-    "strategy=ddp_spawn": "strategy=ddp",
-    "strategy=powersgd": "strategy=ddp_compressed strategy.compression=powersgd",
-    "strategy=deepspeed": "strategy=zero2",
-    "strategy=deepspeed_stage_1": "strategy=zero1",
-    "strategy=deepspeed_stage_2": "strategy=zero2",
-    "strategy=deepspeed_stage_3": "strategy=zero3",
-    "strategy=deepspeed_stage_2_offload": "strategy=zero2_offload",
-    "strategy=deepspeed_stage_3_offload": "strategy=zero3_offload",
-    "strategy=deepspeed_stage_3_offload_nvme": "strategy=zero3_offload",
-    "strategy=zero_infinity": "strategy=zero3_offload",
-    "strategy=zero++": "strategy=zeropp",
-    "strategy=fsdp2": "strategy=fsdp",
-    "strategy=full_shard": "strategy=fsdp",
-    "strategy=shard_grad_op": "strategy=fsdp_grad_op",
-    "strategy=hybrid_shard": "strategy=fsdp_hybrid",
-    "strategy=hsdp": "strategy=fsdp_hybrid",
-    "strategy=fsdp_cpu_offload": "strategy=fsdp_offload",
-    "strategy=tensor_parallel": "strategy=tp",
-    "strategy=model_parallel": "strategy=fsdp_tp",
-    "strategy=2d": "strategy=fsdp_tp",
-    "strategy=pp": "strategy=fsdp",
-    "strategy=pipeline": "strategy=fsdp",
-    "strategy=pipeline_parallel": "strategy=fsdp",
-}
-"""what other tools call an option, and what it is here"""
-NO_PIPELINE = ("pp", "pipeline", "pipeline_parallel")
-"""strategies for which something else is named, because there is none of them yet"""
-
-
 def groups(conf: Path) -> dict[str, list[str]]:
     """Return the groups of `conf` with their options, sorted."""
     found: dict[str, list[str]] = {}
@@ -147,10 +95,8 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
         if not file.exists():
             raise UserError(f"experiment={option}: no such file, looked for from {Path.cwd()}")
         return file
-    alias = WORDS_ELSEWHERE.get(f"{group}={option}".lower())
-    hint = f"; type {alias}" if alias else nearest(str(option), options)
-    if group == "strategy" and str(option).lower() in NO_PIPELINE:
-        hint = f"; there is no pipeline parallelism yet{hint}"
+    ours = OPTIONS_ELSEWHERE.get(group, {}).get(str(option).lower())
+    hint = f"; type {group}={ours}" if ours else nearest(str(option), options)
     if group == "model" and not hint:
         hint = f"; for a folder or hub id type model.path={option}"
     if group == "data" and not hint:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from app import config as door
 from app.config import conf_files, schema
 from app.config.overrides import PLAIN_VALUE, quote_value
-from app.config.verbs import PARTS, VERBS
+from app.config.verbs import OPTIONS_ELSEWHERE, PARTS, VERBS
 from app.model.adapter import FullConfig
 from app.process.errors import ROOT, UserError
 from app.process.launch import read_launch
@@ -79,7 +79,7 @@ BAD_WORDS = [
     (["strategy=full_shard"], ["type strategy=fsdp"], ["strategy=fsdp"]),
     (
         ["strategy=pp"],
-        ["there is no pipeline parallelism yet; type strategy=fsdp"],
+        ["type strategy=fsdp (there is no pipeline parallelism yet)"],
         ["strategy=fsdp"],
     ),
     (
@@ -202,15 +202,18 @@ def test_bad_words_are_named_and_their_twins_pass(
         assert answer.config is not None
 
 
-@pytest.mark.parametrize("word", sorted(conf_files.WORDS_ELSEWHERE))
-def test_a_word_of_other_tools_is_answered_with_words_that_work(word: str, base: list[str]) -> None:
-    hint = conf_files.WORDS_ELSEWHERE[word]
-    group, _, option = word.partition("=")
-    for typed in (word, f"{group}={option.upper()}"):
-        answer = ask(*base, typed)
+@pytest.mark.parametrize(
+    ("group", "option"), [(group, one) for group, them in OPTIONS_ELSEWHERE.items() for one in them]
+)
+def test_an_option_of_other_tools_is_answered_with_words_that_work(
+    group: str, option: str, base: list[str]
+) -> None:
+    hint = f"{group}={OPTIONS_ELSEWHERE[group][option]}"
+    for typed in (option, option.upper()):
+        answer = ask(*base, f"{group}={typed}")
         assert answer.code == 2
         assert f"type {hint}" in answer.said
-    answer = ask(*base, *hint.split(), gpus=2)
+    answer = ask(*base, *hint.partition(" (")[0].split(), gpus=2)
     assert answer.code == 0, answer.said
 
 
