@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import CONF, groups
 from app.config.load import Config, compose, load_config, load_run_config
-from app.config.sources import print_note
+from app.config.validation import print_note
 from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig
 from app.preflight import check_compatibility, check_files, requested_devices
 from app.process.errors import DONE, UserError

@@ -1,7 +1,7 @@
 """What a person types and what the YAML files say becomes one typed object, or an error.
 
 Hydra composes plain values, OmegaConf gives them their types. Where either refuses, and only there,
-`sources` names every problem with its place. After this no room knows OmegaConf.
+`validation` names every problem with its place. After this no room knows OmegaConf.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from app.config.conf_files import (
 )
 from app.config.overrides import Given, read_words, refuse
 from app.config.run_config import as_experiment, find_run_of, without_trust
-from app.config.sources import Sources, find_problems, print_note, takes_value
-from app.config.validation import Settings
+from app.config.validation import Settings, Sources, find_problems, print_note
 from app.config.verbs import (
     ALTERNATIVES,
     PARTS,
@@ -232,7 +231,7 @@ def _build(
     if not problems:
         with contextlib.suppress(UserError):
             return _give_types(schema, parts, values, names)
-    settings = Settings(schema, parts, names, PARTS, takes_value, frozenset(replaced))
+    settings = Settings(schema, parts, names, PARTS, frozenset(replaced))
     values, found = find_problems(values, settings, sources)
     if problems or found:
         raise UserError([*problems, *found])

@@ -78,7 +78,11 @@ def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
                     way_back=_way_back(key, old[key]),
                 )
             )
-    return changes + _compare_traffic(before.strategy, now.strategy)
+    # Lossy communication; other differences between strategies only round.
+    if (was := _traffic(before.strategy)) != (new := _traffic(now.strategy)):
+        what, way_back = "what travels between the ranks", f"type strategy={before.strategy.name}"
+        changes.append(_change(what, was, new, "precision", way_back))
+    return changes
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -109,8 +113,12 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
                 changes.append(_change(name, was, version, "rounding", f"install {name}=={was}"))
-        if "base" in both:  # here, for the base is compared again once the rows are known
-            changes += _compare_forms(before["base"], now["base"])
+        # Noted here, for the base is compared again once the rows are known.
+        if "base" in both and not same_form(before["base"], now["base"]):
+            # An earlier version of this program hashed other parts of the weights.
+            was, new = (side["base"].get("weights_form") or EARLIER_FORM for side in (before, now))
+            what = "the base model's weights are not compared with those of the run: what is read"
+            changes.append(_change(f"{what} of them", was, new, "free", ""))
     return changes
 
 
@@ -140,16 +148,8 @@ def _change(what: str, before: Any, now: Any, rule: ResumeRule, way_back: str) -
     return Change(what=what, before=before, now=now, rule=rule, way_back=way_back)
 
 
-def _compare_traffic(before: StrategyConfig, now: StrategyConfig) -> list[Change]:
-    """Compare whether communication is lossy; other differences between strategies only round."""
-    was, new = _traffic(before), _traffic(now)
-    if was == new:
-        return []
-    what, way_back = "what travels between the ranks", f"type strategy={before.name}"
-    return [_change(what, was, new, "precision", way_back)]
-
-
 def _traffic(strategy: StrategyConfig) -> str:
+    """Word what is lossy in the communication of a strategy."""
     if isinstance(strategy, DdpConfig) and strategy.compression != "none":
         return f"gradients by {strategy.compression}"
     if isinstance(strategy, ZeroConfig):
@@ -176,15 +176,6 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         for name, key in (("path", "model.path"), ("revision", "model.revision"))
         if named and before[name] != now[name]
     ]
-
-
-def _compare_forms(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Note where an earlier version of this program hashed other parts of the weights."""
-    if same_form(before, now):
-        return []
-    was, new = before.get("weights_form") or EARLIER_FORM, now["weights_form"]
-    what = "the base model's weights are not compared with those of the run: what is read of them"
-    return [_change(what, was, new, "free", "")]
 
 
 def _compare_data(

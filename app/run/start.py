@@ -25,7 +25,6 @@ from app.run.folder import (
     CONFIG_FILE,
     METRICS_FILE,
     hold_run,
-    is_training,
     make_run_dir,
     pass_to_ranks,
 )
@@ -145,7 +144,7 @@ def compare_existing(
     if config.resume == NEVER or config.output.dir is None or is_child():
         return None
     folder = Path(config.output.dir)
-    if not is_training(folder / CONFIG_FILE):
+    if not (folder / CONFIG_FILE).is_file():  # `find` has refused that of an evaluation
         return None
     has_finished = (folder / METRICS_FILE).exists()
     if not has_checkpoints(folder) and not has_finished:  # nothing to resume from

@@ -353,14 +353,6 @@ def test_numbers_out_of_range_are_named_with_the_range(key: str, bad: list[Any],
         assert check_compatibility(right, 0) == []
 
 
-def _has(value: object, key: str) -> bool:
-    for name in key.split("."):
-        if not hasattr(value, name):
-            return False
-        value = getattr(value, name)
-    return True
-
-
 @pytest.mark.parametrize(
     ("visible", "count"), [(None, 2), ("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("0,-1,1", 1)]
 )
