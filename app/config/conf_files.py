@@ -7,13 +7,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.overrides import spell_keys
+from app.config.overrides import keys_in_python
 from app.config.verbs import OPTIONS_ELSEWHERE, TYPED_KEYS
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
@@ -48,6 +47,8 @@ class ConfFile:
     defaults: list[Any]
     values: dict[str, Any]
     lines: dict[str, int]
+    choices: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    """group and option of each choice in its defaults list"""
 
     def full(self, local: str) -> str:
         """Return the full key of one in this file, whose keys may lie below a package."""
@@ -87,7 +88,7 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
 
     An experiment may also be a file of one's own, named by its path.
     """
-    options = groups(conf)[group]
+    options = sorted(file.stem for file in (conf / group).glob("*.yaml"))
     if isinstance(option, str) and option in options:
         return conf / group / f"{option}.yaml"
     if group == "experiment" and str(option).endswith(YAML_SUFFIXES):
@@ -133,32 +134,44 @@ def read_conf_file(
         if odd := [key for key in values if not isinstance(key, str)]:
             raise UserError(f"{shown(path)}: {odd[0]!r} is not the name of a setting")
         defaults = values.pop("defaults", None) or []
-        if not isinstance(defaults, list) or not all(map(_is_default, defaults)):
+        if (choices := _choices_in(defaults)) is None:
             raise UserError(
                 f"{shown(path)}:{lines['defaults']}: defaults={str(defaults)[:80]}: expected a "
                 "list of `override /GROUP: OPTION` and _self_"
             )
         if is_global and not text.startswith("# @package _global_"):
             raise UserError(f"{shown(path)}:1: the first line must be `# @package _global_`")
-        values = spell_keys("", values) if is_global else values
-        return ConfFile(path, package, defaults, values, lines)
+        values = keys_in_python("", values) if is_global else values
+        return ConfFile(path, package, defaults, values, lines, choices)
 
 
-def _is_default(entry: Any) -> bool:
-    """Tell whether an entry of a defaults list is a word, or one `group: option`."""
-    words = [entry]
-    if isinstance(entry, dict) and len(entry) == 1:
-        words = [word for pair in entry.items() for word in pair if word is not None]
-    return all(
-        isinstance(word, str)
-        and 0 < len(word) <= MAX_WORD
-        and word.isprintable()
-        and "$" not in word
-        for word in words
-    )
+def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
+    """Return (group, option) of each `model: tiny` or `override /model: tiny` in a defaults list.
+
+    None where it is no list of these and of words.
+    """
+    if not isinstance(defaults, list):
+        return None
+    found: list[tuple[str, Any]] = []
+    for entry in defaults:
+        is_choice = isinstance(entry, dict) and len(entry) == 1
+        pairs = list(entry.items()) if is_choice else [(entry, None)]
+        words = [word for pair in pairs for word in pair if word is not None]
+        if not words or not all(
+            isinstance(word, str)
+            and 0 < len(word) <= MAX_WORD
+            and word.isprintable()
+            and "$" not in word
+            for word in words
+        ):
+            return None
+        if is_choice:
+            group, option = pairs[0]
+            found.append((str(group).removeprefix("override ").strip().removeprefix("/"), option))
+    return found
 
 
-def _lines_of(root: Any, path: Path, spelled: dict[str, str]) -> dict[str, int]:
+def _lines_of(root: Any, path: Path, typed_keys: dict[str, str]) -> dict[str, int]:
     """Return the line of every key; UserError where one is set twice, or beyond the limits.
 
     Each alias counts with all that it stands for.
@@ -177,7 +190,7 @@ def _lines_of(root: Any, path: Path, spelled: dict[str, str]) -> dict[str, int]:
                 if not isinstance(name, yaml.ScalarNode):
                     raise UserError(f"{shown(path)}:{line}: a list or mapping is not a key")
                 full = f"{key}.{name.value}" if key else str(name.value)
-                full, line = spelled.get(full, full), name.start_mark.line + 1
+                full, line = typed_keys.get(full, full), name.start_mark.line + 1
                 if full in lines:
                     raise UserError(
                         f"{shown(path)}:{line}: {full} is set twice, first on {lines[full]}"
@@ -194,11 +207,3 @@ def _lines_of(root: Any, path: Path, spelled: dict[str, str]) -> dict[str, int]:
             raise UserError(over_limit(path, "nested too deep", "yaml_depth"))
         waiting += reversed(parts)
     return lines
-
-
-def choices_of(file: ConfFile) -> Iterator[tuple[str, Any]]:
-    """Yield (group, option) of each `model: tiny` or `override /model: tiny` in a defaults list."""
-    for entry in file.defaults:
-        if isinstance(entry, dict):
-            for group, option in entry.items():
-                yield str(group).removeprefix("override ").strip().removeprefix("/"), option

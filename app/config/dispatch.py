@@ -72,7 +72,10 @@ def _dispatch(
         return DONE
     config = load_config(verb, words)
     existing = None if is_child() else check_before_start(config)
-    function(*filter(None, (config, existing)))
+    if existing is None:
+        function(config)
+    else:
+        function(config, existing)
     return DONE
 
 

@@ -22,7 +22,6 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import (
     CONF,
     ConfFile,
-    choices_of,
     find_option,
     groups,
     read_conf_file,
@@ -142,7 +141,7 @@ def _check_options(
                 experiment = read_conf_file(file, package="", is_global=True)
                 if "hydra" in experiment.values:
                     raise UserError(f"{experiment.where('hydra')} unknown key hydra")
-                chosen += [(experiment, *choice) for choice in choices_of(experiment)]
+                chosen += [(experiment, *choice) for choice in experiment.choices]
         except UserError as error:
             place = "" if chosen_in is None else f"{chosen_in.where('defaults')}: "
             problems += [place + problem for problem in error.problems]

@@ -67,7 +67,7 @@ def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
     superseded = run.superseded_checkpoints()
 
     def newest_step() -> int:
-        if run.superseded_checkpoints() & superseded:  # no rank has begun to train
+        if run.superseded_checkpoints() & superseded:  # no rank has started to train
             return run.step
         good, damaged = find_newest_good(run.folder)
         for sentence in damaged:

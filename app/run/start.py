@@ -70,7 +70,7 @@ class Run:
     def check_unchanged(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts` with the manifest; UserError where they forbid resuming.
 
-        Reads what the settings alone do not tell: rows, tokens, precision, number of steps.
+        Compares what the settings do not say: rows, tokens, precision, number of steps.
         """
         if self.checkpoint is None or not is_first_rank():
             return
