@@ -177,29 +177,29 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     if is_child():
         return _open_as_rank(config)
     folder = make_run_dir(config.output, resumes=config.resume != NEVER)
-    manifest: Mapping[str, Any] = {} if existing is None else existing.manifest
-    if existing is not None and existing.problems:
-        raise UserError(existing.problems)
-    if existing is not None and existing.is_done:
-        return Run(config=config, folder=folder, is_done=True, manifest=manifest)
+    compared = existing or ExistingRun()
+    if compared.problems:
+        raise UserError(compared.problems)
+    if compared.is_done:
+        return Run(config=config, folder=folder, is_done=True, manifest=compared.manifest)
     if is_first_rank():
         hold_run(folder)
     run = Run(
         config=config,
         folder=folder,
         checkpoint=None if existing is None else _choose_checkpoint(config, folder),
-        manifest=manifest,
+        manifest=compared.manifest,
         resume_allow=config.resume_allow,
         rewinds=typed_step(config.resume) is not None,
     )
-    if existing is not None and run.checkpoint is not None:
+    if run.checkpoint is not None:
         check_documents(run.checkpoint)
         own = check_own(
             *(run.checkpoint, folder, run.manifest),
             is_typed=run.rewinds,
             allow=run.resume_allow,
         )
-        for note in [*([] if own is None else [own]), *existing.notes]:
+        for note in [*([] if own is None else [own]), *compared.notes]:
             log.info("RESUME: %s", note)
         log.info("RESUME: from %s", run.checkpoint.folder)
     elif config.resume != NEVER:
