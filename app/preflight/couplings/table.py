@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -76,6 +76,7 @@ def check_compatibility(
         clashes += [*_of_adapter(config), *_of_step(config), *_of_strategy(config, devices)]
         if isinstance(config.strategy, ZeroConfig):
             clashes += _of_deepspeed(config, config.strategy, devices)
+            clashes += _of_deepspeed_keys(config.strategy.config)
     problems = [
         f"{clash.why}; type {clash.instead}"
         for clash in clashes
@@ -431,14 +432,18 @@ def _of_deepspeed(config: TrainConfig, strategy: ZeroConfig, devices: Devices) -
             "strategy=fsdp (with nf4), strategy=zero2 (each rank holds the whole quantized base), "
             "or quantization=none",
         )
-    if decided := keys_decided_elsewhere(strategy.config):
+
+
+def _of_deepspeed_keys(config: Mapping[str, Any]) -> Iterator[Clash]:
+    """Yield the keys of `strategy.config` that another setting decides, or that DeepSpeed lacks."""
+    if decided := keys_decided_elsewhere(config):
         settings = ", ".join(dict.fromkeys(decided.values()))
         yield Clash(
             "strategy.config: "
             + ", ".join(f"{key} is {setting} here" for key, setting in decided.items()),
             f"{settings} instead, and leave it out of strategy.config",
         )
-    if unknown := unknown_keys(strategy.config):
+    if unknown := unknown_keys(config):
         yield Clash(
             "strategy.config: DeepSpeed has no key " + ", no key ".join(unknown),
             "a key that it has, or leave it out of strategy.config",
