@@ -17,7 +17,7 @@ from app.process.errors import Interrupted
 from app.process.files import write_whole
 from app.process.launch import is_first_rank, live_with_parent
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
-from app.run import Run, open_run
+from app.run import ExistingRun, Run, compare_existing, open_run
 from app.run.folder import METRICS_FILE
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
 from app.sweep import run_sweep
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from data_modules import FinetuneDataModule
 
 
-def train(config: TrainConfig) -> float | None:
-    """Fine-tune as `config` says; return the final validation loss, None on ranks above 0."""
+def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | None:
+    """Fine-tune as `config` says; return the final validation loss, None on ranks above 0.
+
+    `existing`: the run that it resumes, where the checks have compared it.
+    """
     quiet_libraries(offline=is_offline(config.model, config.data))
-    run = open_run(config, load_run_config)
+    run = open_run(config, existing or compare_existing(config, load_run_config))
     if run.is_done:
         return print_done(run)
 
@@ -157,15 +160,15 @@ def print_done(run: Run) -> float | None:
     return metrics.get("val/loss")
 
 
-def start(config: TrainConfig) -> None:
+def start(config: TrainConfig, existing: ExistingRun | None = None) -> None:
     """Train in this process, or start the ranks of this machine and watch over them."""
     install_signal_handlers()
     try:
         if not starts_ranks(config):
-            train(config)
+            train(config, existing)
             return
         quiet_libraries(offline=is_offline(config.model, config.data))
-        run = open_run(config, load_run_config)
+        run = open_run(config, existing)
         if run.is_done:
             print_done(run)
         elif code := run_ranks(config, run, sys.argv[1:]):

@@ -11,8 +11,11 @@ import functools
 import math
 import operator
 import typing
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, overload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ResumeRule = Literal[
     "fixed",  # another value is another run
@@ -30,6 +33,7 @@ ResumeRule = Literal[
 """whether a resumed run may have another value of a setting"""
 
 
+T = TypeVar("T")
 COMPARISONS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
 
 
@@ -51,6 +55,10 @@ class Facts:
     """whether the first page of `--help` has it: of every verb, or of those named"""
     aliases: tuple[str, ...] = ()
     """names in other tools; `name=value` where the other tool's name means one value of ours"""
+    options_elsewhere: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """what other tools call an option of this group -> our option, and what is typed beside it"""
+    instead_of: str = ""
+    """the setting of the same group that says the same thing another way"""
     typed: str = ""
     """how its name is typed, where Python keeps that word for itself"""
 
@@ -61,37 +69,37 @@ class Facts:
         return {name: bound for name, bound in stated.items() if bound is not None}
 
 
+class _Facts(TypedDict, total=False):
+    """The arguments of `setting`: those of `Facts`."""
+
+    ge: float
+    gt: float
+    le: float
+    lt: float
+    choices: Collection[Any]
+    note: str
+    resume: ResumeRule
+    shown: bool | tuple[str, ...]
+    aliases: tuple[str, ...]
+    options_elsewhere: Mapping[str, str]
+    instead_of: str
+    typed: str
+
+
+@overload
+def setting(default: T, **facts: Unpack[_Facts]) -> T: ...
+@overload
+def setting(*, default_factory: Callable[[], T], **facts: Unpack[_Facts]) -> T: ...
+@overload
+def setting(**facts: Unpack[_Facts]) -> Any: ...
 def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    default_factory: Callable[[], Any] | None = None,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    choices: Collection[Any] = (),
-    note: str = "",
-    resume: ResumeRule | None = None,
-    shown: bool | tuple[str, ...] = False,
-    aliases: tuple[str, ...] = (),
-    typed: str = "",
+    default: Any = dataclasses.MISSING, *, default_factory: Any = dataclasses.MISSING, **facts: Any
 ) -> Any:
     """Declare a dataclass field with its facts (see `Facts`); without a default it is required."""
-    facts = Facts(
-        ge=ge,
-        gt=gt,
-        le=le,
-        lt=lt,
-        choices=tuple(choices),
-        note=note,
-        resume=resume,
-        shown=shown,
-        aliases=aliases,
-        typed=typed,
-    )
-    if default_factory is not None:
-        return dataclasses.field(default_factory=default_factory, metadata={"facts": facts})
-    return dataclasses.field(default=default, metadata={"facts": facts})
+    known = Facts(**facts | {"choices": tuple(facts.get("choices", ()))})
+    if default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=default_factory, metadata={"facts": known})
+    return dataclasses.field(default=default, metadata={"facts": known})
 
 
 _NONE = Facts()

@@ -25,6 +25,8 @@ class Answer:
     said: str
     printed: str
     config: Any
+    existing: Any
+    """the run that is resumed"""
 
 
 def ask(
@@ -41,8 +43,8 @@ def ask(
     """
     kept: list[Any] = []
 
-    def keep(config: Any) -> None:
-        kept.append(config)
+    def keep(config: Any, existing: Any = None) -> None:
+        kept.extend([config, existing])
         if error is not None:
             raise error
 
@@ -57,7 +59,7 @@ def ask(
     ):
         code = run_verb(verb, keep, sweep=sweep, words=list(words))
     read_launch.cache_clear()
-    return Answer(code, said.getvalue(), printed.getvalue(), kept[0] if kept else None)
+    return Answer(code, said.getvalue(), printed.getvalue(), *(kept or (None, None)))
 
 
 def make_model(folder: Path, *, context: int = 512, tied: bool = True, **numbers: Any) -> Path:

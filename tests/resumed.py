@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from app.config import load_config, save_config
-from app.preflight import describe_base, num_ranks
-from app.run import describe_global_batch
+from app.config import load_config, load_run_config, save_config
+from app.preflight import describe_base, requested_devices
+from app.run import Run, compare_existing, describe_global_batch, open_run
 from app.run.manifest import save_manifest
 from app.training.checkpoint.documents import MODEL, OPTIMIZER, TRAINING, random_state_of
 from app.training.checkpoint.store import CheckpointStore
@@ -23,6 +23,21 @@ RANDOM_STATE = {
     "numpy": ["MT19937", list(range(624)), 624, 0, 0.0],
     "torch": base64.b64encode(bytes(5056)).decode(),
 }
+
+
+def open_typed(*typed: str) -> Run:
+    """Open the run that a command means, as the verb does."""
+    config = load_config("train", typed)
+    return open_run(config, compare_existing(config, load_run_config))
+
+
+def start(*typed: str) -> Run:
+    """Open it, as one of several starts in this process."""
+    try:
+        return open_typed(*typed)
+    finally:
+        for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
+            os.environ.pop(name, None)
 
 
 def make_run(
@@ -44,7 +59,7 @@ def make_run(
             for index, one in enumerate(datasets)
         ],
         "precision": "fp32",
-        "global_batch": describe_global_batch(config.trainer, num_ranks(config) or 1),
+        "global_batch": describe_global_batch(config.trainer, requested_devices(config).num_ranks),
         "total_steps": 4,
         "template_sha256": "a" * 64,
         "tokenizer_sha256": "b" * 64,

@@ -1,8 +1,8 @@
 """Settings: what a person types and what conf/ says becomes one typed object, or an error.
 
 `dispatch` is a verb's command line, `load` composes and types, `run_config` has the settings of an
-existing run; `overrides` reads words, `conf_files` YAML files; `sources` and `validation` find
-every wrong key and value with its place; `schema` is the tree of names, `verbs` what each verb
+existing run; `overrides` reads words, `conf_files` YAML files; `validation` finds every wrong
+key and value with its place; `schema` is the tree of names, `verbs` what each verb
 takes, `help` the page.
 """
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config.overrides import spell_keys
-from app.config.verbs import TYPED_KEYS
+from app.config.overrides import keys_in_python
+from app.config.verbs import OPTIONS_ELSEWHERE, TYPED_KEYS
 from app.process.errors import ROOT, UserError, nearest
 from app.process.untrusted import limits, over_limit, read_text, reading
 from app.run.folder import expand_home
@@ -48,6 +47,8 @@ class ConfFile:
     defaults: list[Any]
     values: dict[str, Any]
     lines: dict[str, int]
+    choices: list[tuple[str, Any]] = dataclasses.field(default_factory=list)
+    """group and option of each choice in its defaults list"""
 
     def full(self, local: str) -> str:
         """Return the full key of one in this file, whose keys may lie below a package."""
@@ -74,58 +75,6 @@ def shown(path: Path) -> str:
     return os.path.relpath(path)
 
 
-WORDS_ELSEWHERE = {
-    "adapter=qlora": "adapter=lora quantization=nf4",
-    "adapter=dora": "adapter=lora adapter.use_dora=true",
-    "adapter=rslora": "adapter=lora adapter.use_rslora=true",
-    "adapter=pissa": "adapter=lora adapter.init=pissa",
-    "adapter=none": "adapter=full",
-    "quantization=4bit": "quantization=nf4",
-    "quantization=8bit": "quantization=int8",
-    "recompute=true": "recompute=full",
-    "recompute=block": "recompute=full",
-    "recompute=cpu_offload": "recompute=offload",
-    "optimizer=adamw_torch": "optimizer=adamw",
-    "optimizer=adamw_torch_fused": "optimizer=adamw",
-    "optimizer=adamw_8bit": "optimizer=adamw8bit",
-    "optimizer=adamw_bnb_8bit": "optimizer=adamw8bit",
-    "optimizer=paged_adamw_8bit": "optimizer=paged_adamw8bit",
-    "optimizer=schedule_free_adamw": "optimizer=schedule_free schedule=constant",
-    "optimizer=adamw_schedule_free": "optimizer=schedule_free schedule=constant",
-    "schedule=constant_with_warmup": "schedule=constant",
-    "schedule=cosine_with_min_lr": "schedule=cosine schedule.min_lr_ratio=0.1",
-    "schedule=cosine_with_restarts": "schedule=cosine",
-    "schedule=warmup_stable_decay": "schedule=wsd",
-    "strategy=dp": "strategy=ddp",
-    "strategy=ddp_spawn": "strategy=ddp",
-    "strategy=powersgd": "strategy=ddp_compressed strategy.compression=powersgd",
-    "strategy=deepspeed": "strategy=zero2",
-    "strategy=deepspeed_stage_1": "strategy=zero1",
-    "strategy=deepspeed_stage_2": "strategy=zero2",
-    "strategy=deepspeed_stage_3": "strategy=zero3",
-    "strategy=deepspeed_stage_2_offload": "strategy=zero2_offload",
-    "strategy=deepspeed_stage_3_offload": "strategy=zero3_offload",
-    "strategy=deepspeed_stage_3_offload_nvme": "strategy=zero3_offload",
-    "strategy=zero_infinity": "strategy=zero3_offload",
-    "strategy=zero++": "strategy=zeropp",
-    "strategy=fsdp2": "strategy=fsdp",
-    "strategy=full_shard": "strategy=fsdp",
-    "strategy=shard_grad_op": "strategy=fsdp_grad_op",
-    "strategy=hybrid_shard": "strategy=fsdp_hybrid",
-    "strategy=hsdp": "strategy=fsdp_hybrid",
-    "strategy=fsdp_cpu_offload": "strategy=fsdp_offload",
-    "strategy=tensor_parallel": "strategy=tp",
-    "strategy=model_parallel": "strategy=fsdp_tp",
-    "strategy=2d": "strategy=fsdp_tp",
-    "strategy=pp": "strategy=fsdp",
-    "strategy=pipeline": "strategy=fsdp",
-    "strategy=pipeline_parallel": "strategy=fsdp",
-}
-"""what other tools call an option, and what it is here"""
-NO_PIPELINE = ("pp", "pipeline", "pipeline_parallel")
-"""strategies for which something else is named, because there is none of them yet"""
-
-
 def groups(conf: Path) -> dict[str, list[str]]:
     """Return the groups of `conf` with their options, sorted."""
     found: dict[str, list[str]] = {}
@@ -139,7 +88,7 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
 
     An experiment may also be a file of one's own, named by its path.
     """
-    options = groups(conf)[group]
+    options = sorted(file.stem for file in (conf / group).glob("*.yaml"))
     if isinstance(option, str) and option in options:
         return conf / group / f"{option}.yaml"
     if group == "experiment" and str(option).endswith(YAML_SUFFIXES):
@@ -147,10 +96,8 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
         if not file.exists():
             raise UserError(f"experiment={option}: no such file, looked for from {Path.cwd()}")
         return file
-    alias = WORDS_ELSEWHERE.get(f"{group}={option}".lower())
-    hint = f"; type {alias}" if alias else nearest(str(option), options)
-    if group == "strategy" and str(option).lower() in NO_PIPELINE:
-        hint = f"; there is no pipeline parallelism yet{hint}"
+    ours = OPTIONS_ELSEWHERE.get(group, {}).get(str(option).lower())
+    hint = f"; type {group}={ours}" if ours else nearest(str(option), options)
     if group == "model" and not hint:
         hint = f"; for a folder or hub id type model.path={option}"
     if group == "data" and not hint:
@@ -187,32 +134,44 @@ def read_conf_file(
         if odd := [key for key in values if not isinstance(key, str)]:
             raise UserError(f"{shown(path)}: {odd[0]!r} is not the name of a setting")
         defaults = values.pop("defaults", None) or []
-        if not isinstance(defaults, list) or not all(map(_is_default, defaults)):
+        if (choices := _choices_in(defaults)) is None:
             raise UserError(
                 f"{shown(path)}:{lines['defaults']}: defaults={str(defaults)[:80]}: expected a "
                 "list of `override /GROUP: OPTION` and _self_"
             )
         if is_global and not text.startswith("# @package _global_"):
             raise UserError(f"{shown(path)}:1: the first line must be `# @package _global_`")
-        values = spell_keys("", values) if is_global else values
-        return ConfFile(path, package, defaults, values, lines)
+        values = keys_in_python("", values) if is_global else values
+        return ConfFile(path, package, defaults, values, lines, choices)
 
 
-def _is_default(entry: Any) -> bool:
-    """Tell whether an entry of a defaults list is a word, or one `group: option`."""
-    words = [entry]
-    if isinstance(entry, dict) and len(entry) == 1:
-        words = [word for pair in entry.items() for word in pair if word is not None]
-    return all(
-        isinstance(word, str)
-        and 0 < len(word) <= MAX_WORD
-        and word.isprintable()
-        and "$" not in word
-        for word in words
-    )
+def _choices_in(defaults: Any) -> list[tuple[str, Any]] | None:
+    """Return (group, option) of each `model: tiny` or `override /model: tiny` in a defaults list.
+
+    None where it is no list of these and of words.
+    """
+    if not isinstance(defaults, list):
+        return None
+    found: list[tuple[str, Any]] = []
+    for entry in defaults:
+        is_choice = isinstance(entry, dict) and len(entry) == 1
+        pairs = list(entry.items()) if is_choice else [(entry, None)]
+        words = [word for pair in pairs for word in pair if word is not None]
+        if not words or not all(
+            isinstance(word, str)
+            and 0 < len(word) <= MAX_WORD
+            and word.isprintable()
+            and "$" not in word
+            for word in words
+        ):
+            return None
+        if is_choice:
+            group, option = pairs[0]
+            found.append((str(group).removeprefix("override ").strip().removeprefix("/"), option))
+    return found
 
 
-def _lines_of(root: Any, path: Path, spelled: dict[str, str]) -> dict[str, int]:
+def _lines_of(root: Any, path: Path, typed_keys: dict[str, str]) -> dict[str, int]:
     """Return the line of every key; UserError where one is set twice, or beyond the limits.
 
     Each alias counts with all that it stands for.
@@ -231,7 +190,7 @@ def _lines_of(root: Any, path: Path, spelled: dict[str, str]) -> dict[str, int]:
                 if not isinstance(name, yaml.ScalarNode):
                     raise UserError(f"{shown(path)}:{line}: a list or mapping is not a key")
                 full = f"{key}.{name.value}" if key else str(name.value)
-                full, line = spelled.get(full, full), name.start_mark.line + 1
+                full, line = typed_keys.get(full, full), name.start_mark.line + 1
                 if full in lines:
                     raise UserError(
                         f"{shown(path)}:{line}: {full} is set twice, first on {lines[full]}"
@@ -248,11 +207,3 @@ def _lines_of(root: Any, path: Path, spelled: dict[str, str]) -> dict[str, int]:
             raise UserError(over_limit(path, "nested too deep", "yaml_depth"))
         waiting += reversed(parts)
     return lines
-
-
-def choices_of(file: ConfFile) -> Iterator[tuple[str, Any]]:
-    """Yield (group, option) of each `model: tiny` or `override /model: tiny` in a defaults list."""
-    for entry in file.defaults:
-        if isinstance(entry, dict):
-            for group, option in entry.items():
-                yield str(group).removeprefix("override ").strip().removeprefix("/"), option

@@ -5,37 +5,37 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
 
 import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import CONF, groups
 from app.config.load import Config, compose, load_config, load_run_config
-from app.config.sources import print_note
+from app.config.validation import print_note
 from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig
-from app.preflight import check_compatibility, check_files, num_ranks
+from app.preflight import check_compatibility, check_files, requested_devices
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child
 from app.process.reporting import report
-from app.run import NEVER, check_resume
+from app.run import NEVER, ExistingRun, compare_existing
 from app.run.folder import UNSET, check_output
 from app.run.ranks import check_supervise
 from data_modules import printable, redact
 
-ConfigT = TypeVar("ConfigT", bound=Config)
-"""the settings of the verb that runs"""
 DEFAULT_EXPERIMENT = "quickstart"
 
 
 def run_verb(
     verb: str,
-    function: Callable[[ConfigT], object],
+    function: Callable[..., object],
     *,
     sweep: Callable[[list[str]], int] | None = None,
     words: Sequence[str] | None = None,
 ) -> int:
-    """Run a verb from its command line; returns the exit code, prints at most one error."""
+    """Run a verb from its command line; returns the exit code, prints at most one error.
+
+    `function` gets the verb's settings, and the run that they resume where there is one.
+    """
     typed = list(sys.argv[1:] if words is None else words)
     try:
         return _dispatch(verb, function, sweep, typed)
@@ -45,7 +45,7 @@ def run_verb(
 
 def _dispatch(
     verb: str,
-    function: Callable[[ConfigT], object],
+    function: Callable[..., object],
     sweep: Callable[[list[str]], int] | None,
     words: list[str],
 ) -> int:
@@ -71,16 +71,19 @@ def _dispatch(
         _print_settings(verb, words)
         return DONE
     config = load_config(verb, words)
-    if not is_child():
-        check_before_start(config)
-    function(cast(ConfigT, config))
+    existing = None if is_child() else check_before_start(config)
+    if existing is None:
+        function(config)
+    else:
+        function(config, existing)
     return DONE
 
 
-def check_before_start(config: Config) -> None:
+def check_before_start(config: Config) -> ExistingRun | None:
     """Run every check that needs no torch; UserError lists all problems of all rooms.
 
-    A preview may be of a run for another machine, and needs no weights.
+    Returns the run that is resumed, None for a new one. A preview may be of a run for another
+    machine, and needs no weights.
     """
     resumes = isinstance(config, TrainConfig) and config.resume != NEVER
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
@@ -88,29 +91,24 @@ def check_before_start(config: Config) -> None:
         problems.append(f"data.cache_dir is empty; {UNSET}")
     if problems:
         raise UserError(problems)
-    if isinstance(config, PreviewConfig):
-        problems += check_launch(None)
-        problems += check_compatibility(config, on_this_machine=False)
-        problems += check_files(config, needs_weights=False)
-    else:
-        problems, is_done = _check_resume(config)
-        if not is_done:  # a run that is done needs neither its data nor its model
-            problems += check_launch(num_ranks(config))
-            problems += check_compatibility(config)
-            problems += check_files(config)
+    existing = num_ranks = None
+    is_preview = isinstance(config, PreviewConfig)
+    if isinstance(config, TrainConfig) and not is_preview:
+        num_ranks = requested_devices(config).num_ranks
+        if config.faults:
+            faults, problems = parse_faults(config.faults)
+            problems += check_workers(faults, config.data.num_workers)
+        problems += check_supervise(config)
+        existing = compare_existing(config, load_run_config) if resumes else None
+        problems += [] if existing is None else existing.problems
+    if existing is None or not existing.is_done or problems:
+        # A run that is done needs neither its data nor its model.
+        problems += check_launch(num_ranks)
+        problems += check_compatibility(config, on_this_machine=not is_preview)
+        problems += check_files(config, needs_weights=not is_preview)
     if problems:
         raise UserError(problems)
-
-
-def _check_resume(config: Config) -> tuple[list[str], bool]:
-    """List what is wrong with resume and faults; says whether the run is done already."""
-    if not isinstance(config, TrainConfig):
-        return [], False
-    faults, problems = parse_faults(config.faults)
-    problems += check_workers(faults, config.data.num_workers)
-    problems += check_supervise(config)
-    found, is_done = check_resume(config, load_run_config)
-    return problems + found, is_done and not problems
+    return existing
 
 
 def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:

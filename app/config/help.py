@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from app.config.conf_files import choices_of, groups, read_conf_file
+from app.config.conf_files import groups, read_conf_file
 from app.config.schema import Setting, default_of, list_settings
 from app.process.errors import UserError, nearest
 from data_modules import describe_values
@@ -58,7 +58,7 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
         return _topic_page(topic, settings)
     width = _width()
     primary = read_conf_file(conf / f"{verb}.yaml", package="")
-    defaults = dict(choices_of(primary))
+    defaults = dict(primary.choices)
     options = groups(conf)
     lines = [f"loft {verb}: {WHAT[verb]}", "", "usage"]
     lines += [f"  {command:<44}  {meaning}".rstrip() for command, meaning in USAGE[verb]]
@@ -157,8 +157,8 @@ def default_text(one: Setting) -> str:
 
 def values_text(one: Setting) -> str:
     """Return the values that a setting takes; empty where its default and meaning have them."""
-    facts, told = one.facts, f"{default_text(one)} {one.doc}"
-    if all(re.search(rf"\b{re.escape(str(word))}\b", told) for word in facts.choices):
+    facts, text = one.facts, f"{default_text(one)} {one.doc}"
+    if all(re.search(rf"\b{re.escape(str(word))}\b", text) for word in facts.choices):
         facts = dataclasses.replace(facts, choices=())
     return describe_values(facts, None)
 

@@ -1,7 +1,7 @@
 """What a person types and what the YAML files say becomes one typed object, or an error.
 
 Hydra composes plain values, OmegaConf gives them their types. Where either refuses, and only there,
-`sources` names every problem with its place. After this no room knows OmegaConf.
+`validation` names every problem with its place. After this no room knows OmegaConf.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import (
     CONF,
     ConfFile,
-    choices_of,
     find_option,
     groups,
     read_conf_file,
@@ -30,8 +29,7 @@ from app.config.conf_files import (
 )
 from app.config.overrides import Given, read_words, refuse
 from app.config.run_config import as_experiment, find_run_of, without_trust
-from app.config.sources import Sources, find_problems, print_note, takes_value
-from app.config.validation import Settings
+from app.config.validation import Settings, Sources, find_problems, print_note
 from app.config.verbs import (
     ALTERNATIVES,
     PARTS,
@@ -143,7 +141,7 @@ def _check_options(
                 experiment = read_conf_file(file, package="", is_global=True)
                 if "hydra" in experiment.values:
                     raise UserError(f"{experiment.where('hydra')} unknown key hydra")
-                chosen += [(experiment, *choice) for choice in choices_of(experiment)]
+                chosen += [(experiment, *choice) for choice in experiment.choices]
         except UserError as error:
             place = "" if chosen_in is None else f"{chosen_in.where('defaults')}: "
             problems += [place + problem for problem in error.problems]
@@ -232,7 +230,7 @@ def _build(
     if not problems:
         with contextlib.suppress(UserError):
             return _give_types(schema, parts, values, names)
-    settings = Settings(schema, parts, names, PARTS, takes_value, frozenset(replaced))
+    settings = Settings(schema, parts, names, PARTS, frozenset(replaced))
     values, found = find_problems(values, settings, sources)
     if problems or found:
         raise UserError([*problems, *found])

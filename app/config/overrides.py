@@ -84,9 +84,9 @@ def _read_word(key: str, value: str, prefix: str) -> Given:
     from omegaconf.errors import OmegaConfBaseException
 
     for quote in (str, quote_value):
-        spelling = quote(value)
+        text = quote(value)
         try:
-            override = OverridesParser.create().parse_override(f"{key}={spelling}")
+            override = OverridesParser.create().parse_override(f"{key}={text}")
             parsed = None if override.is_sweep_override() else override.value()
         except (HydraException, OmegaConfBaseException):
             continue
@@ -95,28 +95,28 @@ def _read_word(key: str, value: str, prefix: str) -> Given:
                 f"{key}={value} lists several values: add -m to try each of them, "
                 f"or type '{key}=[{value}]' for a list, \"{key}='{value}'\" for text"
             )
-        spelled = spell_keys(key, parsed)
-        text = spelling if spelled == parsed else _spell_text(spelling)
-        return Given(key, spelled, f"{prefix}{key}={text}")
+        meant = keys_in_python(key, parsed)
+        text = text if meant == parsed else _keys_in_text(text)
+        return Given(key, meant, f"{prefix}{key}={text}")
     raise UserError(f"{key}={value}: this value cannot be read; type \"{key}='...'\" around it")
 
 
-def spell_keys(key: str, value: Any) -> Any:
+def keys_in_python(key: str, value: Any) -> Any:
     """Return a given value with the keys in it as Python has them; `key` is what it is given to.
 
     Where both spellings stand side by side, what was typed stays, and is an unknown key.
     """
     if not isinstance(value, dict):
         return value
-    spelled = {}
+    renamed = {}
     for name, part in value.items():
         full = f"{key}.{name}" if key else str(name)
         known = TYPED_KEYS[full].rpartition(".")[2] if full in TYPED_KEYS else name
-        spelled[name if known in value else known] = spell_keys(full, part)
-    return spelled
+        renamed[name if known in value else known] = keys_in_python(full, part)
+    return renamed
 
 
-def _spell_text(mapping: str) -> str:
+def _keys_in_text(mapping: str) -> str:
     for typed, known in TYPED_KEYS.items():
         name, in_python = typed.rpartition(".")[2], known.rpartition(".")[2]
         mapping = re.sub(rf"(?<=[{{,\s]){name}(?=\s*:)", in_python, mapping)

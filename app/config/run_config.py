@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,20 @@ def find_run_of(verb: str, typed: Mapping[str, Any]) -> Path | None:
 def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[str]) -> ConfFile:
     """Return a run's settings as an experiment would give them, for Hydra to compose.
 
-    Without the groups and settings that were typed: what was typed wins.
+    Without the groups and settings that were typed: what was typed wins. UserError where one of
+    them is never taken from a run: trust, or a secret that was left out of its file.
     """
-    schema = VERBS[verb]
     own = PER_START if verb == "train" else {"run", "output"}
-    parts = [field.name for field in dataclasses.fields(schema) if field.name not in own]
-    values = take_settings(run, config, typed, parts)
+    of_run = dataclasses.asdict(without_trust(config))
+    values = {
+        field.name: of_run[field.name]
+        for field in dataclasses.fields(VERBS[verb])
+        if field.name in of_run and field.name not in own and field.name not in typed
+    }
+    problems = _check_trust(run, config, values.keys(), typed)
+    problems += _check_secrets(run, config, values, typed)
+    if problems:
+        raise UserError(problems)
     defaults = [
         {f"override /{group}": getattr(config, group).name} for group in PARTS if group in values
     ]
@@ -74,23 +82,6 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
     elif "trainer" in values:
         values["trainer"] = {name: values["trainer"][name] for name in TAKEN_FROM_TRAINER}
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
-
-
-def take_settings(
-    run: Path, config: TrainConfig, typed: AbstractSet[str], parts: Iterable[str]
-) -> dict[str, Any]:
-    """Return a run's settings of `parts`, for another start of it that gets the `typed` ones.
-
-    UserError where it needs one that is never taken from a run: trust, or a secret left out of it.
-    """
-    of_run = dataclasses.asdict(config)
-    settings = {name: of_run[name] for name in parts if name in of_run and name not in typed}
-    problems = _check_trust(run, config, settings.keys(), typed)
-    problems += _check_secrets(run, config, settings, typed)
-    if problems:
-        raise UserError(problems)
-    trusted_by_none = dataclasses.asdict(without_trust(config))
-    return {name: trusted_by_none[name] for name in settings}
 
 
 def without_trust(config: TrainConfig) -> TrainConfig:

@@ -1,6 +1,6 @@
 """The settings of a schema as a flat list: keys, defaults, docstrings and facts of each field.
 
-Works on dataclasses and plain values alone; knows neither Hydra nor any setting by name.
+Works on dataclasses and plain values; knows neither Hydra nor any setting by name.
 """
 
 from __future__ import annotations

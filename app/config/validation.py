@@ -1,22 +1,27 @@
-"""Check every key and value that was given against the schemas: what is wrong with each, in words.
+"""What is wrong with composed settings: each problem in words, with its file and line, or its word.
+Asked only where something was refused: settings that are right are composed without it.
 
-Where it came from is looked up in `sources`. Only names, types and choices are
-checked here; numbers and what does not go together in preflight/couplings.
+Only names, types and choices are checked here; numbers and what does not go together in
+preflight/couplings.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from app.config import schema
-from app.config.overrides import refuse
+from app.config.conf_files import ConfFile
+from app.config.overrides import Given, refuse
 from app.process.errors import nearest
-from data_modules import expected, facts_of, hints_of, takes
+from app.process.launch import is_child, is_first_rank
+from data_modules import expected, facts_of, hints_of, printable, redact, takes
 
-TakesValue = Callable[[schema.Leaf], bool]
-"""whether a value can become what its field is declared as"""
+COMMAND_LINE = "command line:"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,7 +35,6 @@ class Settings:
     """group -> that option's name"""
     other_options: dict[str, dict[str, type]]
     """group -> option -> schema, for parts whose settings depend on the option"""
-    takes_value: TakesValue
     replaced: frozenset[str] = frozenset()
     """groups whose option the command line chose: an experiment's settings for another option of
     the group are then left out instead of refused"""
@@ -55,7 +59,7 @@ class Settings:
             refusal = refuse(found.key, found.value)
             if refusal is not None or _is_reference(found.value):
                 return refusal
-            if self.takes_value(found):
+            if takes_value(found):
                 return self._problem_of_choice(found)
             expected = schema.describe_type(hints_of(found.owner)[found.field])
             value = found.value[0] if found.key.endswith("]") else found.value
@@ -105,3 +109,142 @@ def _is_reference(value: Any) -> bool:
 def _brief(value: Any) -> str:
     text = "null" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """All that settings were composed of: files in composing order, then the words typed."""
+
+    read_files: Callable[[], Sequence[ConfFile]]
+    """called when a file is first asked for"""
+    given: Sequence[Given] = ()
+
+    @functools.cached_property
+    def files(self) -> Sequence[ConfFile]:
+        return self.read_files()
+
+    def source_of(self, key: str) -> ConfFile | None:
+        """Return the file that set full key `key` last; None for the command line."""
+        if any(_sets(one, key) for one in self.given):
+            return None
+        for file in reversed(self.files):
+            if file.sets(key):
+                return file
+        of_its_group = [file for file in self.files if file.package == key.partition(".")[0]]
+        return (of_its_group or self.files)[-1]
+
+    def where(self, key: str) -> str:
+        """Return `conf/experiment/x.yaml:12`, or that the command line set `key`."""
+        source = self.source_of(key)
+        return COMMAND_LINE if source is None else source.where(key)
+
+
+def _sets(given: Given, key: str) -> bool:
+    """Tell whether an override sets full key `key`, itself or within its value."""
+    rest = key.removeprefix(given.key)
+    if rest == key or rest[:1] not in ("", ".", "["):
+        return given.key.startswith(f"{key}.")
+    value = given.value
+    for step in _steps(rest):
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if not isinstance(value, dict) or step not in value:
+            return False
+        value = value[step]
+    return True
+
+
+def _steps(key: str) -> list[str | int]:
+    """Split a full key into names, and numbers of list elements."""
+    parts = filter(None, key.replace("[", ".[").split("."))
+    return [int(part[1:-1]) if part.startswith("[") else part for part in parts]
+
+
+def find_problems(
+    values: dict[str, Any], settings: Settings, sources: Sources
+) -> tuple[dict[str, Any], list[str]]:
+    """List every wrong key and value with its place; returns the values as they are meant, too.
+
+    A bare word typed for a list of text is a list of it alone. What an experiment says of an
+    option that the command line replaced is left out, with a note.
+    """
+    values = copy.deepcopy(values)
+    problems: dict[str, None] = {}
+    left_out: dict[str, list[str]] = {}
+    for found in list(settings.walk(values)):
+        if _is_word_for_list(found, sources):
+            _replace(values, found.key, [found.value])
+        elif (replaced_in := _file_replaced_by_option(found, settings, sources)) is not None:
+            left_out.setdefault(replaced_in.path.stem, []).append(found.key)
+            _replace(values, found.key)
+        elif (problem := settings.problem_of(found)) is not None:
+            problems[f"{sources.where(found.key)} {problem}"] = None
+    if not problems and refuse("", values) is not None:
+        # Where any key may stand (model.architecture), no single one is walked.
+        for file in sources.files:
+            for key in map(file.full, file.lines):
+                if (refusal := refuse(key, None)) is not None:
+                    problems[f"{file.where(key)} {refusal}"] = None
+    if not problems and left_out:
+        chosen = ", ".join(f"{g}={settings.options[g]}" for g in sorted(settings.replaced))
+        for name, keys in left_out.items():
+            print_note(f"note: {name}'s {', '.join(keys)} do not apply to {chosen}")
+    return values, list(problems)
+
+
+def _is_word_for_list(found: schema.Leaf | schema.Unknown, sources: Sources) -> bool:
+    """Tell whether a bare word was typed where a list of text is expected."""
+    if not (isinstance(found, schema.Leaf) and isinstance(found.value, str) and found.value):
+        return False
+    hint = schema.element_of(hints_of(found.owner)[found.field])
+    is_reference = found.value.startswith("${")
+    return hint == list[str] and not is_reference and sources.source_of(found.key) is None
+
+
+def _file_replaced_by_option(
+    found: schema.Leaf | schema.Unknown, settings: Settings, sources: Sources
+) -> ConfFile | None:
+    """Return the experiment that has this setting of an option which the command line replaced."""
+    group = found.key.partition(".")[0]
+    if not isinstance(found, schema.Unknown) or group not in settings.replaced:
+        return None
+    file = sources.source_of(found.key)
+    is_of_experiment = file is not None and not file.package
+    return file if is_of_experiment and settings.option_with(found.key) is not None else None
+
+
+def _replace(values: dict[str, Any], key: str, value: Any = None) -> None:
+    """Set a full key of nested values, or remove it where `value` is None."""
+    *path, name = _steps(key)
+    part: Any = values
+    for step in path:
+        part = part[step]
+    if value is None:
+        del part[name]
+    else:
+        part[name] = value
+
+
+@functools.cache
+def _node_of(schema: type) -> Any:
+    """Return one node of a schema, to try values on."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(schema)
+
+
+def takes_value(leaf: schema.Leaf) -> bool:
+    """Tell whether a value can become what its field is declared as."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        _node_of(leaf.owner)[leaf.field] = leaf.value
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def print_note(note: str) -> None:
+    """Print a note on stderr, once for all ranks and for the process that starts them."""
+    if is_first_rank() and not is_child():
+        print(printable(redact(note)), file=sys.stderr)

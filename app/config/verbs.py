@@ -48,9 +48,25 @@ class TrainConfig:
 
     model: ModelConfig = setting(default_factory=ModelConfig, resume="fixed")
     """the base model"""
-    adapter: AdapterConfig = setting(resume="fixed")
+    adapter: AdapterConfig = setting(
+        resume="fixed",
+        options_elsewhere={
+            "qlora": "lora quantization=nf4",
+            "dora": "lora adapter.use_dora=true",
+            "rslora": "lora adapter.use_rslora=true",
+            "pissa": "lora adapter.init=pissa",
+            "none": "full",
+        },
+    )
     """what is trained"""
-    quantization: QuantizationConfig = setting(default_factory=QuantizationConfig, resume="fixed")
+    quantization: QuantizationConfig = setting(
+        default_factory=QuantizationConfig,
+        resume="fixed",
+        options_elsewhere={
+            "4bit": "nf4",
+            "8bit": "int8",
+        },
+    )
     """the frozen base in 4 or 8 bits"""
     attention: AttentionConfig = setting(default_factory=AttentionConfig, resume="rounding")
     """how attention is computed"""
@@ -58,16 +74,41 @@ class TrainConfig:
         default_factory=RecomputeConfig,
         resume="rounding",
         aliases=("gradient_checkpointing=full", "activation_checkpointing=full"),
+        options_elsewhere={
+            "true": "full",
+            "block": "full",
+            "cpu_offload": "offload",
+        },
     )
     """activations computed again in the backward pass: less memory for time"""
     data: DataConfig = setting(default_factory=DataConfig, resume="data")
     """the data, and what of it is trained on"""
     packing: PackingConfig = setting(default_factory=PackingConfig, resume="fixed")
     """how documents share a row"""
-    optimizer: OptimizerConfig = setting(resume="fixed", aliases=("optim",))
+    optimizer: OptimizerConfig = setting(
+        resume="fixed",
+        aliases=("optim",),
+        options_elsewhere={
+            "adamw_torch": "adamw",
+            "adamw_torch_fused": "adamw",
+            "adamw_8bit": "adamw8bit",
+            "adamw_bnb_8bit": "adamw8bit",
+            "paged_adamw_8bit": "paged_adamw8bit",
+            "schedule_free_adamw": "schedule_free schedule=constant",
+            "adamw_schedule_free": "schedule_free schedule=constant",
+        },
+    )
     """what moves the weights"""
     schedule: ScheduleConfig = setting(
-        default_factory=ScheduleConfig, resume="schedule", aliases=("lr_scheduler_type",)
+        default_factory=ScheduleConfig,
+        resume="schedule",
+        aliases=("lr_scheduler_type",),
+        options_elsewhere={
+            "constant_with_warmup": "constant",
+            "cosine_with_min_lr": "cosine schedule.min_lr_ratio=0.1",
+            "cosine_with_restarts": "cosine",
+            "warmup_stable_decay": "wsd",
+        },
     )
     """how the learning rate moves over a run"""
     trainer: TrainerConfig = setting(default_factory=TrainerConfig)
@@ -76,6 +117,32 @@ class TrainConfig:
         default_factory=StrategyConfig,
         resume="rounding",
         aliases=("deepspeed=zero2", "fsdp=fsdp", "tensor_model_parallel_size=fsdp_tp"),
+        options_elsewhere={
+            "dp": "ddp",
+            "ddp_spawn": "ddp",
+            "powersgd": "ddp_compressed strategy.compression=powersgd",
+            "deepspeed": "zero2",
+            "deepspeed_stage_1": "zero1",
+            "deepspeed_stage_2": "zero2",
+            "deepspeed_stage_3": "zero3",
+            "deepspeed_stage_2_offload": "zero2_offload",
+            "deepspeed_stage_3_offload": "zero3_offload",
+            "deepspeed_stage_3_offload_nvme": "zero3_offload",
+            "zero_infinity": "zero3_offload",
+            "zero++": "zeropp",
+            "fsdp2": "fsdp",
+            "full_shard": "fsdp",
+            "shard_grad_op": "fsdp_grad_op",
+            "hybrid_shard": "fsdp_hybrid",
+            "hsdp": "fsdp_hybrid",
+            "fsdp_cpu_offload": "fsdp_offload",
+            "tensor_parallel": "tp",
+            "model_parallel": "fsdp_tp",
+            "2d": "fsdp_tp",
+            "pp": "fsdp (there is no pipeline parallelism yet)",
+            "pipeline": "fsdp (there is no pipeline parallelism yet)",
+            "pipeline_parallel": "fsdp (there is no pipeline parallelism yet)",
+        },
     )
     """how a run is spread over several devices"""
     logger: LoggerConfig = setting(default_factory=LoggerConfig, resume="free")
@@ -183,8 +250,11 @@ PER_START = {one.key for one in _SETTINGS if one.resume == "per_start" and "." n
 """parts and settings of one start of a run: never taken from it"""
 TYPED_KEYS = {one.typed_key: one.key for one in _SETTINGS if one.facts.typed}
 """keys as people type them, where Python keeps the word for itself"""
-ALTERNATIVES = (
-    ("trainer.global_batch_size", "trainer.gradient_accumulation_steps"),
-    ("schedule.warmup_steps", "schedule.warmup_ratio"),
-)
+OPTIONS_ELSEWHERE = {one.key: one.facts.options_elsewhere for one in _SETTINGS if one.is_part}
+"""group -> what other tools call its options"""
+ALTERNATIVES = [
+    (one.key, f"{one.key.rpartition('.')[0]}.{one.facts.instead_of}")
+    for one in _SETTINGS
+    if one.facts.instead_of
+]
 """two ways to say the same thing"""

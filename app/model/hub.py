@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,6 +70,9 @@ def check_hub(ids: dict[str, str]) -> bool:
 
 def _address() -> tuple[str, int]:
     """Return host and port of the hub, or of the proxy to it."""
+    import urllib.parse
+    import urllib.request
+
     endpoint = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT") or ENDPOINT)
     proxies, host = urllib.request.getproxies(), endpoint.hostname or ""
     proxy = proxies.get(endpoint.scheme) or proxies.get("all")

@@ -10,7 +10,6 @@ from app.preflight.couplings import (
     check_devices,
     check_global_batch,
     check_layout,
-    num_ranks,
     requested_devices,
 )
 from app.preflight.files import check_files
@@ -23,6 +22,5 @@ __all__ = [
     "check_global_batch",
     "check_layout",
     "describe_base",
-    "num_ranks",
     "requested_devices",
 ]

@@ -49,34 +49,9 @@ class BaseModel:
 
 def inspect_base(model: ModelConfig) -> BaseModel:
     """Read what the files of a base say, and what is wrong with them."""
-    if not model.from_scratch and model.path is not None and Path(model.path).is_dir():
-        return _inspect_folder(Path(model.path), model)
-    name = "model.architecture" if model.from_scratch or model.path is None else model.path
-    base = BaseModel(name, model.architecture, modules_of_architecture(name, model.architecture))
-    if model.from_scratch:
-        base.problems += _check_from_scratch(model)
-    elif model.path is not None:
-        base.problems += _check_missing("model.path", model.path)
-    base.problems += _check_tokenizer(model)
-    return base
-
-
-def inspect_tokenizer(model: ModelConfig) -> BaseModel:
-    """Read what a preview needs of a base: its tokenizer's files, and config.json where it is."""
-    if model.path is None or not (folder := Path(model.path)).is_dir():
-        base = BaseModel(model.path or "model.architecture", model.architecture)
-        base.problems += _check_missing("model.path", model.path) if model.path else []
-    else:
-        base = BaseModel(model.path)
-        if (folder / "config.json").exists():
-            base.numbers, problem = read_json_object(folder / "config.json")
-            base.problems += [problem] if problem else []
-        base.problems += _check_code("model.path", folder, model)
-    base.problems += _check_tokenizer(model)
-    return base
-
-
-def _inspect_folder(folder: Path, model: ModelConfig) -> BaseModel:
+    if model.from_scratch or model.path is None or not Path(model.path).is_dir():
+        return _inspect_architecture(model)
+    folder = Path(model.path)
     base, config = BaseModel(str(folder)), folder / "config.json"
     if not config.exists():
         base.problems.append(_why_no_model_folder(folder))
@@ -107,6 +82,33 @@ def _inspect_folder(folder: Path, model: ModelConfig) -> BaseModel:
         is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
         base.modules = modules_of_files(base.name, numbers, tensors, is_packed=bool(is_packed))
     base.problems += [each for each in _check_tokenizer(model) if each not in base.problems]
+    return base
+
+
+def inspect_tokenizer(model: ModelConfig) -> BaseModel:
+    """Read what a preview needs of a base: its tokenizer's files, and config.json where it is."""
+    if model.path is None or not (folder := Path(model.path)).is_dir():
+        base = BaseModel(model.path or "model.architecture", model.architecture)
+        base.problems += _check_missing("model.path", model.path) if model.path else []
+    else:
+        base = BaseModel(model.path)
+        if (folder / "config.json").exists():
+            base.numbers, problem = read_json_object(folder / "config.json")
+            base.problems += [problem] if problem else []
+        base.problems += _check_code("model.path", folder, model)
+    base.problems += _check_tokenizer(model)
+    return base
+
+
+def _inspect_architecture(model: ModelConfig) -> BaseModel:
+    """Return what is known of a base that starts from random weights, or is not here."""
+    name = "model.architecture" if model.from_scratch or model.path is None else model.path
+    base = BaseModel(name, model.architecture, modules_of_architecture(name, model.architecture))
+    if model.from_scratch:
+        base.problems += _check_from_scratch(model)
+    elif model.path is not None:
+        base.problems += _check_missing("model.path", model.path)
+    base.problems += _check_tokenizer(model)
     return base
 
 

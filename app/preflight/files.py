@@ -91,8 +91,12 @@ def check_files(config: TrainConfig | EvaluateConfig, *, needs_weights: bool = T
                 _check_model(config, problems, needs_weights=needs_weights)
         except UserError as error:
             problems = problems or error.problems  # the first problem is why the others came
-    problems += check_chat_template("data.chat_template", config.data.chat_template)
-    problems += check_chat_template("model.chat_template", model.chat_template)
+    for part, name in (("data", config.data.chat_template), ("model", model.chat_template)):
+        if name is not None and name not in TEMPLATE_NAMES and not Path(name).is_file():
+            problems.append(
+                f"{part}.chat_template={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja "
+                f"file (no such file, seen from {seen_from()}){nearest(name, TEMPLATE_NAMES)}"
+            )
     if config.data.datasets or config.data.test_datasets:
         problems += check_datasets(config.data)
     return problems
@@ -104,16 +108,15 @@ def _check_model(
     """Add to `problems` what is wrong with a base, and with what is put on it."""
     base = inspect_base(config.model) if needs_weights else inspect_tokenizer(config.model)
     problems += base.problems
-    problems += check_sequence_len(config.data.sequence_len, base)
+    if (sequence_len := config.data.sequence_len) is not None:
+        problems += check_sequence_len(sequence_len, base)
     problems += [
         f"model.added_tokens: {token!r} is not a token; expected text without spaces around it, as "
         "<|im_start|>"
         for token in config.model.added_tokens
         if not token or token != token.strip()
     ]
-    problems += check_packing_of_base(
-        config.packing, config.attention, base, config.data.sequence_len
-    )
+    problems += check_packing_of_base(config.packing, config.attention, base, sequence_len)
     stored = base.numbers.get("quantization_config")
     if stored and isinstance(stored, dict):
         trains_base = is_training(config) and saves_whole_model(config.adapter)
@@ -147,23 +150,13 @@ def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
     return problems + check_tensor_parallel(together, base)
 
 
-def check_chat_template(key: str, name: str | None) -> list[str]:
-    """Look for a chat template's file, unless it is one of the names."""
-    if name is None or name in TEMPLATE_NAMES or Path(name).is_file():
-        return []
-    return [
-        f"{key}={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja file "
-        f"(no such file, seen from {seen_from()}){nearest(name, TEMPLATE_NAMES)}"
-    ]
-
-
-def check_sequence_len(sequence_len: int | None, base: BaseModel) -> list[str]:
+def check_sequence_len(sequence_len: int, base: BaseModel) -> list[str]:
     """Compare a typed length with the context that the base was trained for."""
     numbers = base.numbers
     context = numbers.get("max_position_embeddings", numbers.get("n_positions"))
     if "relative_attention_num_buckets" in numbers:
         context = None  # T5's relative positions have no end, whatever its n_positions says
-    if sequence_len is None or not isinstance(context, int) or sequence_len <= context:
+    if not isinstance(context, int) or sequence_len <= context:
         return []
     return [
         f"data.sequence_len={sequence_len} is more than the context of {base.name}, "

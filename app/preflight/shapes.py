@@ -43,14 +43,18 @@ def modules_of_files(
     if is_short and not described:
         return BaseModules(name=name)  # names in memory are others
     matrices = matrices_of(tensors)
-    names = {name.rpartition(".")[0] for name in tensors} | described.keys()
+    paths = [name.split(".")[:-1] for name in tensors] + [name.split(".") for name in described]
     head = next(filter(HEAD.search, matrices), "lm_head")
+    paths.append(head.split("."))
     tables = [each for each in described | matrices if TABLE.search(each)]
     return _modules(
         name,
         numbers,
         described if is_packed else described | matrices,
-        weighted=_with_parents(names | {head}),
+        # With the modules that they lie in.
+        weighted=sorted(
+            {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+        ),
         layers=_layers(numbers, tensors),
         # A weight that several modules share is saved once.
         shared=[each for each in (*tables, head) if each not in matrices],
@@ -107,12 +111,6 @@ def _with_full_names(tensors: Shapes, described: Shapes) -> Shapes:
         name if modules[name] in described else prefix + name: shape
         for name, shape in tensors.items()
     }
-
-
-def _with_parents(names: Iterable[str]) -> list[str]:
-    """Return names of modules, and of those that they lie in."""
-    parts = [name.split(".") for name in names if name]
-    return sorted({".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)})
 
 
 def _layers(numbers: Numbers, names: Iterable[str]) -> list[str] | None:

@@ -1,7 +1,8 @@
 """What changed since the run that is resumed, and whether it may.
 
 Settings are compared key by key before torch is imported, each by the rule at its field; what they
-lead to (rows, tokens, the base's weights) by its fingerprint in the run's manifest.
+lead to (rows, tokens, the base's weights) by its fingerprint in the run's manifest; the packs of an
+optimizer step by their number, on which the order of the data depends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from data_modules import ResumeRule, facts_of, redacted
 
 if TYPE_CHECKING:
     from app.config import TrainConfig
+    from app.training.trainer import TrainerConfig
 
 ALLOWED = {
     "lr": "how large a step is",
@@ -39,6 +41,8 @@ FINGERPRINTS: dict[str, tuple[str, ResumeRule, str]] = {
     ),
 }
 """key in the manifest: its name in messages, the kind of a change, and how to undo it"""
+STREAMED = ("trainer.micro_batch_size", "data.num_workers")
+"""settings that the order of a stream depends on, beside the number of ranks"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +78,11 @@ def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
                     way_back=_way_back(key, old[key]),
                 )
             )
-    return changes + _compare_traffic(before.strategy, now.strategy)
+    # Lossy communication; other differences between strategies only round.
+    if (was := _traffic(before.strategy)) != (new := _traffic(now.strategy)):
+        what, way_back = "what travels between the ranks", f"type strategy={before.strategy.name}"
+        changes.append(_change(what, was, new, "precision", way_back))
+    return changes
 
 
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -105,8 +113,12 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
                 changes.append(_change(name, was, version, "rounding", f"install {name}=={was}"))
-        if "base" in both:  # here, for the base is compared again once the rows are known
-            changes += _compare_forms(before["base"], now["base"])
+        # Noted here, for the base is compared again once the rows are known.
+        if "base" in both and not same_form(before["base"], now["base"]):
+            # An earlier version of this program hashed other parts of the weights.
+            was, new = (side["base"].get("weights_form") or EARLIER_FORM for side in (before, now))
+            what = "the base model's weights are not compared with those of the run: what is read"
+            changes.append(_change(f"{what} of them", was, new, "free", ""))
     return changes
 
 
@@ -136,16 +148,8 @@ def _change(what: str, before: Any, now: Any, rule: ResumeRule, way_back: str) -
     return Change(what=what, before=before, now=now, rule=rule, way_back=way_back)
 
 
-def _compare_traffic(before: StrategyConfig, now: StrategyConfig) -> list[Change]:
-    """Compare whether communication is lossy; other differences between strategies only round."""
-    was, new = _traffic(before), _traffic(now)
-    if was == new:
-        return []
-    what, way_back = "what travels between the ranks", f"type strategy={before.name}"
-    return [_change(what, was, new, "precision", way_back)]
-
-
 def _traffic(strategy: StrategyConfig) -> str:
+    """Word what is lossy in the communication of a strategy."""
     if isinstance(strategy, DdpConfig) and strategy.compression != "none":
         return f"gradients by {strategy.compression}"
     if isinstance(strategy, ZeroConfig):
@@ -172,15 +176,6 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         for name, key in (("path", "model.path"), ("revision", "model.revision"))
         if named and before[name] != now[name]
     ]
-
-
-def _compare_forms(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Note where an earlier version of this program hashed other parts of the weights."""
-    if same_form(before, now):
-        return []
-    was, new = before.get("weights_form") or EARLIER_FORM, now["weights_form"]
-    what = "the base model's weights are not compared with those of the run: what is read of them"
-    return [_change(what, was, new, "free", "")]
 
 
 def _compare_data(
@@ -242,3 +237,75 @@ def _brief(value: Any) -> str:
     if SHA256.fullmatch(text):
         return text[:12]
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def describe_global_batch(trainer: TrainerConfig, num_ranks: int) -> dict[str, int]:
+    """Return the packs of an optimizer step on all ranks, and the factors that make them."""
+    accumulation = trainer.gradient_accumulation_steps
+    if trainer.global_batch_size is not None:
+        accumulation = trainer.global_batch_size // (trainer.micro_batch_size * num_ranks)
+    return {
+        "packs": trainer.micro_batch_size * accumulation * num_ranks,
+        "micro_batch_size": trainer.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "num_ranks": num_ranks,
+    }
+
+
+def check_global_batch(
+    before: Mapping[str, int], now: Mapping[str, int], trainer: TrainerConfig
+) -> tuple[list[str], list[str]]:
+    """Return the problems that forbid resuming with this batch, and the notes to print."""
+    if before == now:
+        return [], []
+    if before["packs"] == now["packs"]:
+        return [], [
+            f"a global step is {_factors(now)} and was {_factors(before)}: the same order of data "
+            "(the last digits may differ, and what dropout leaves out)"
+        ]
+    return [
+        f"the run took {before['packs']} packs a step ({_factors(before)}) and would now take "
+        f"{now['packs']} ({_factors(now)}): the order of its data depends on it; type "
+        f"{_fitting(before, now, trainer)}"
+    ], []
+
+
+def check_stream(
+    changes: Sequence[Change], before: Mapping[str, int], now: Mapping[str, int]
+) -> list[str]:
+    """List the changes on which the order of a stream depends."""
+    problems = [
+        f"{change}, and the order of data.streaming=true depends on it; {change.way_back}"
+        for change in changes
+        if change.what in STREAMED
+    ]
+    if before["num_ranks"] != now["num_ranks"]:
+        problems.append(
+            f"the run had {_ranks(before['num_ranks'])} and would now have {now['num_ranks']}, and "
+            "the order of data.streaming=true depends on it; type "
+            f"trainer.devices={before['num_ranks']}"
+        )
+    return problems
+
+
+def _factors(batch: Mapping[str, int]) -> str:
+    return (
+        f"micro_batch_size {batch['micro_batch_size']} x accumulation "
+        f"{batch['gradient_accumulation_steps']} x {_ranks(batch['num_ranks'])}"
+    )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def _fitting(before: Mapping[str, int], now: Mapping[str, int], trainer: TrainerConfig) -> str:
+    if trainer.global_batch_size is not None:
+        return f"trainer.global_batch_size={before['packs']}"
+    accumulation, rest = divmod(before["packs"], now["micro_batch_size"] * now["num_ranks"])
+    if rest == 0:
+        return f"trainer.gradient_accumulation_steps={accumulation}"
+    if before["packs"] % now["num_ranks"] == 0:
+        accumulation = before["packs"] // now["num_ranks"]
+        return f"trainer.micro_batch_size=1 trainer.gradient_accumulation_steps={accumulation}"
+    return f"trainer.devices={before['num_ranks']} (or another divisor of {before['packs']})"

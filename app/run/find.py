@@ -112,11 +112,6 @@ def _typed_run(resume: str, folder: str | None) -> Path:
             f"resume={resume} goes on in that run's own folder, but output.dir={folder}; leave "
             "output.dir out (to keep the run as it is, copy its folder first)"
         )
-    return _as_typed(run)
-
-
-def _as_typed(run: Path) -> Path:
-    """Return a path below the working directory relative to it."""
     here = Path.cwd()
     return run.relative_to(here) if run.is_relative_to(here) else run
 

@@ -1,20 +1,28 @@
-"""What a run's folder is: where it is made, what it may hold, and what kind of run it is of."""
+"""What a run's folder is: where it is made, what it may hold, of what kind of run it is, and the
+lock that keeps a second process away.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import json
+import logging
+import os
 import re
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import yaml  # type: ignore[import-untyped]
 
 from app.process.errors import UserError
-from app.process.files import odd_entries
+from app.process.files import odd_entries, open_no_follow
 from app.process.launch import (
     is_child,
     is_first_rank,
@@ -26,14 +34,19 @@ from app.process.reporting import REASON_FILE, is_reason
 from app.process.untrusted import read_text
 from data_modules import setting
 
+log = logging.getLogger(__name__)
+
 OUTPUTS = Path("outputs")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 CONFIG_FILE, METRICS_FILE = "config.yaml", "metrics.json"
 """in a run's folder: its settings from the start on, its metrics once it has finished"""
+LOCK_FILE = "run.lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+"""a file system without locks"""
 PROBE = ".writable-"
 """prefix of a temporary file that tests whether the folder is writable"""
 LEFT_BY_REFUSED = re.compile(
-    rf"run\.lock|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
+    rf"{re.escape(LOCK_FILE)}|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
     rf"{re.escape(PROBE)}.*|faults-fired|checkpoints"
 )
 """what a process leaves in its folder if it is refused before training"""
@@ -239,3 +252,52 @@ def is_training(config: Path) -> bool:
         return False
     sections = {key.value for key, _ in root.value}
     return "optimizer" in sections and "preview" not in sections
+
+
+_held: dict[Path, IO[str]] = {}
+"""locks of this process, kept open: closing any file of a lock releases it"""
+
+
+def hold_run(folder: Path) -> None:
+    """Lock run `folder` for this process until it ends, however it ends.
+
+    UserError names the process that holds the lock. Ranks rely on the first one's. The process id,
+    the machine and the start are written into the lock file for people to read.
+    """
+    import fcntl
+
+    file = folder.resolve() / LOCK_FILE
+    if file in _held:
+        return
+    with into_folder(folder, LOCK_FILE):
+        stream = open_no_follow(file, "a+", encoding="utf-8")
+    try:
+        # Not flock: that would live on in a loader's workers, which are forked.
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise UserError(
+                f"{folder}: {_who(stream)} is at work on this run; wait for it or stop "
+                "it, or type another output.dir"
+            ) from error
+        if error.errno not in NO_LOCKS:
+            raise
+        log.warning("%s: no locks here (%s): start one process a run", folder, error.strerror)
+    stream.truncate(0)
+    note = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    stream.write(json.dumps(note) + "\n")
+    stream.flush()
+    _held[file] = stream
+
+
+def _who(stream: IO[str]) -> str:
+    stream.seek(0)
+    try:
+        note = json.load(stream)
+        return f"process {note['pid']} on {note['host']}, started {note['started']},"
+    except (ValueError, KeyError, TypeError):  # it holds the lock and has not written yet
+        return "another process"

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +67,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of the libraries that results depend on."""
+    from importlib.metadata import version
+
     return {name: version(name) for name in LIBRARIES}
 
 

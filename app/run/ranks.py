@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.preflight import num_ranks
+from app.preflight import requested_devices
 from app.process.errors import DONE
 from app.process.launch import is_first_rank, read_launch, run_dir
 from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
@@ -49,29 +49,25 @@ def starts_ranks(config: TrainConfig) -> bool:
     """Tell whether this process is to start the ranks and supervise them."""
     if not read_launch().starts_own_ranks:
         return False
-    return _ranks_here(config) > 1 or config.supervise.max_restarts > 0
-
-
-def _ranks_here(config: TrainConfig) -> int:
-    return (num_ranks(config) or 1) // int(config.trainer.num_nodes)
+    return requested_devices(config).ranks_per_node > 1 or config.supervise.max_restarts > 0
 
 
 def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
     """Start the ranks of this machine by the `words` of the command line; return the exit code."""
-    ranks_here, total = _ranks_here(config), num_ranks(config) or 1
+    devices = requested_devices(config)
     of_rank = [
         {
             "LOCAL_RANK": str(rank),
             "NODE_RANK": os.environ.get("NODE_RANK", "0"),
-            "WORLD_SIZE": str(total),
+            "WORLD_SIZE": str(devices.num_ranks),
         }
-        for rank in range(ranks_here)
+        for rank in range(devices.ranks_per_node)
     ]
 
     superseded = run.superseded_checkpoints()
 
     def newest_step() -> int:
-        if run.superseded_checkpoints() & superseded:  # no rank has begun to train
+        if run.superseded_checkpoints() & superseded:  # no rank has started to train
             return run.step
         good, damaged = find_newest_good(run.folder)
         for sentence in damaged:
@@ -84,7 +80,7 @@ def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
         config=config.supervise,
         step=run.step,
         newest_step=newest_step,
-        of_rank=of_rank if total > 1 else [{}],
+        of_rank=of_rank if devices.num_ranks > 1 else [{}],
         chooses_port=read_launch().detected_by is None,
     )
     code = supervisor.run()

@@ -12,11 +12,22 @@ from typing import TYPE_CHECKING, Any
 from app.preflight import describe_base, requested_devices
 from app.process.errors import UserError
 from app.process.launch import STEP_VARIABLE, is_child, is_first_rank, run_dir
-from app.run.changes import compare_facts, compare_settings, judge
+from app.run.changes import (
+    check_global_batch,
+    check_stream,
+    compare_facts,
+    compare_settings,
+    describe_global_batch,
+    judge,
+)
 from app.run.find import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
-from app.run.folder import CONFIG_FILE, METRICS_FILE, is_training, make_run_dir, pass_to_ranks
-from app.run.global_batch import check_global_batch, check_stream, describe_global_batch
-from app.run.lock import hold_run
+from app.run.folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    hold_run,
+    make_run_dir,
+    pass_to_ranks,
+)
 from app.run.manifest import check_own, identity_of, installed_versions, read_manifest
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
 from app.training.checkpoint.documents import check_documents
@@ -59,7 +70,7 @@ class Run:
     def check_unchanged(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts` with the manifest; UserError where they forbid resuming.
 
-        Reads what the settings alone do not tell: rows, tokens, precision, number of steps.
+        Compares what the settings do not say: rows, tokens, precision, number of steps.
         """
         if self.checkpoint is None or not is_first_rank():
             return
@@ -111,45 +122,73 @@ class Run:
                 )
 
 
-def check_resume(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExistingRun:
+    """The run in output.dir that is to be resumed: whether it may, and why not."""
+
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_done: bool = False
+    """whether nothing is left to train"""
+
+
+def compare_existing(
     config: TrainConfig, read_config: Callable[[Path], TrainConfig]
-) -> tuple[list[str], bool]:
-    """List what forbids resuming the run in output.dir, before torch is imported.
+) -> ExistingRun | None:
+    """Compare settings, base, versions and ranks with the run in output.dir that `config` resumes.
 
-    Returns the problems, and whether there is nothing left to train.
+    None for a new run, and in a rank, whose launcher has compared them. `read_config` reads the
+    config.yaml in a run's folder. Needs no torch.
     """
-    global _checked
-    if not _is_resumed(config):
-        return [], False
-    existing = _compare(config, read_config)
-    _checked = config, existing
-    return existing.problems, existing.is_done and not existing.problems
+    if config.resume == NEVER or config.output.dir is None or is_child():
+        return None
+    folder = Path(config.output.dir)
+    if not (folder / CONFIG_FILE).is_file():  # `find` has refused that of an evaluation
+        return None
+    has_finished = (folder / METRICS_FILE).exists()
+    if not has_checkpoints(folder) and not has_finished:  # nothing to resume from
+        missing = f"resume={config.resume}: {folder} has no checkpoint; type resume=auto to start"
+        return ExistingRun(problems=[] if config.resume == AUTO else [f"{missing} it anew"])
+    manifest = read_manifest(folder)
+    changes = compare_settings(read_config(folder), config)
+    now = {"base": describe_base(config.model), "versions": installed_versions()}
+    problems, notes = judge([*changes, *compare_facts(manifest, now)], config.resume_allow)
+    if "global_batch" in manifest:
+        batch = describe_global_batch(config.trainer, requested_devices(config).num_data_ranks)
+        refused, noted = check_global_batch(manifest["global_batch"], batch, config.trainer)
+        if config.data.streaming and not refused:
+            refused = check_stream(changes, manifest["global_batch"], batch)
+        problems, notes = problems + refused, notes + noted
+    rewinds = typed_step(config.resume) is not None
+    lengthens = any(change.rule in LENGTHENS for change in changes)
+    is_done = has_finished and not rewinds and not lengthens
+    if not is_done and not has_checkpoints(folder):
+        problems.append(f"{folder} has finished and has no checkpoint to resume from")
+    return ExistingRun(manifest=manifest, problems=problems, notes=notes, is_done=is_done)
 
 
-def open_run(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) -> Run:
+def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
     """Decide and lock the run's folder, and choose the checkpoint that it resumes from.
 
     The first rank verifies every byte of the checkpoint, and hands its step to the ranks that it
-    starts. `read_config` reads the config.yaml in a run's folder.
+    starts. `existing`: what `compare_existing` found; UserError where it has problems.
     """
     if is_child():
         return _open_as_rank(config)
     folder = make_run_dir(config.output, resumes=config.resume != NEVER)
-    if _checked is not None and _checked[0] is config:
-        existing = _checked[1]
-    else:
-        existing = _compare(config, read_config) if _is_resumed(config) else _ExistingRun()
-    if existing.problems:
-        raise UserError(existing.problems)
-    if existing.is_done:
-        return Run(config=config, folder=folder, is_done=True, manifest=existing.manifest)
+    compared = existing or ExistingRun()
+    if compared.problems:
+        raise UserError(compared.problems)
+    if compared.is_done:
+        return Run(config=config, folder=folder, is_done=True, manifest=compared.manifest)
     if is_first_rank():
         hold_run(folder)
     run = Run(
         config=config,
         folder=folder,
-        checkpoint=_choose_checkpoint(config, folder) if _is_resumed(config) else None,
-        manifest=existing.manifest,
+        checkpoint=None if existing is None else _choose_checkpoint(config, folder),
+        manifest=compared.manifest,
         resume_allow=config.resume_allow,
         rewinds=typed_step(config.resume) is not None,
     )
@@ -160,7 +199,7 @@ def open_run(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) ->
             is_typed=run.rewinds,
             allow=run.resume_allow,
         )
-        for note in [*([] if own is None else [own]), *existing.notes]:
+        for note in [*([] if own is None else [own]), *compared.notes]:
             log.info("RESUME: %s", note)
         log.info("RESUME: from %s", run.checkpoint.folder)
     elif config.resume != NEVER:
@@ -182,52 +221,6 @@ def _open_as_rank(config: TrainConfig) -> Run:
         resume_allow=config.resume_allow,
         rewinds=typed_step(config.resume) is not None,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ExistingRun:
-    """Whether the run in output.dir may be resumed, and why not."""
-
-    manifest: Mapping[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    is_done: bool = False
-
-
-_checked: tuple[TrainConfig, _ExistingRun] | None = None
-"""what `check_resume` found for this very config, so that `open_run` reads nothing twice"""
-
-
-def _is_resumed(config: TrainConfig) -> bool:
-    """Tell whether the run's folder holds a run that may be resumed."""
-    folder = config.output.dir
-    return config.resume != NEVER and folder is not None and is_training(Path(folder) / CONFIG_FILE)
-
-
-def _compare(config: TrainConfig, read_config: Callable[[Path], TrainConfig]) -> _ExistingRun:
-    """Compare settings, base, versions and ranks with those of the run in output.dir."""
-    assert config.output.dir is not None
-    folder = Path(config.output.dir)
-    has_finished = (folder / METRICS_FILE).exists()
-    if not has_checkpoints(folder) and not has_finished:  # nothing to resume from
-        missing = f"resume={config.resume}: {folder} has no checkpoint; type resume=auto to start"
-        return _ExistingRun(problems=[] if config.resume == AUTO else [f"{missing} it anew"])
-    manifest = read_manifest(folder)
-    changes = compare_settings(read_config(folder), config)
-    now = {"base": describe_base(config.model), "versions": installed_versions()}
-    problems, notes = judge([*changes, *compare_facts(manifest, now)], config.resume_allow)
-    if "global_batch" in manifest:
-        batch = describe_global_batch(config.trainer, requested_devices(config).num_data_ranks)
-        refused, noted = check_global_batch(manifest["global_batch"], batch, config.trainer)
-        if config.data.streaming and not refused:
-            refused = check_stream(changes, manifest["global_batch"], batch)
-        problems, notes = problems + refused, notes + noted
-    rewinds = typed_step(config.resume) is not None
-    lengthens = any(change.rule in LENGTHENS for change in changes)
-    is_done = has_finished and not rewinds and not lengthens
-    if not is_done and not has_checkpoints(folder):
-        problems.append(f"{folder} has finished and has no checkpoint to resume from")
-    return _ExistingRun(manifest=manifest, problems=problems, notes=notes, is_done=is_done)
 
 
 def _choose_checkpoint(config: TrainConfig, folder: Path) -> Checkpoint | None:

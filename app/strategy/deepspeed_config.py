@@ -6,7 +6,8 @@ them with DeepSpeed's own config model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from app.strategy.settings import ZeroConfig
@@ -127,6 +128,45 @@ FURTHER_DEEPSPEED_KEYS = (
     *(f"zero_optimization.stage3_{name}" for name in STAGE_3_KEYS),
 )
 """the other keys of a DeepSpeed 0.19 config, at its top and in zero_optimization"""
+
+
+def keys_decided_elsewhere(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of a DeepSpeed config that another setting decides, and which setting."""
+    decided: dict[str, str] = {}
+    for key in _dotted_keys(config, ""):
+        for known, setting in DEEPSPEED_KEYS.items():
+            if f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}."):
+                decided.setdefault(key, setting)
+    return decided
+
+
+def _dotted_keys(config: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _dotted_keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a DeepSpeed config that DeepSpeed lacks, each with the nearest it has."""
+    # Its own model of them, deepspeed.runtime.config, takes torch and two seconds to import.
+    unknown = []
+    parts = [("", config), ("zero_optimization.", config.get("zero_optimization"))]
+    for prefix, values in parts:
+        known = {
+            key.removeprefix(prefix).partition(".")[0]
+            for key in (*FURTHER_DEEPSPEED_KEYS, *DEEPSPEED_KEYS)
+            if key.startswith(prefix)
+        }
+        given = set(map(str, values)) if isinstance(values, Mapping) else set()
+        for name in sorted(given - known):
+            guess = ""
+            for near in difflib.get_close_matches(name, sorted(known), n=1):
+                setting = DEEPSPEED_KEYS.get(f"{prefix}{near}")
+                guess = f" (did you mean {near}{f', which is {setting} here' if setting else ''}?)"
+            unknown.append(f"{prefix}{name}{guess}")
+    return unknown
 
 
 def deepspeed_config(

@@ -35,7 +35,7 @@ class ScheduleConfig:
     """after the warm-up: cosine, linear, constant, one_cycle, or wsd (stays, then falls steeply)"""
     warmup_ratio: float = setting(0.03, ge=0, lt=1, shown=("train",))
     """share of all optimizer steps in which the learning rate rises from 0"""
-    warmup_steps: int | None = setting(None, ge=0)
+    warmup_steps: int | None = setting(None, ge=0, instead_of="warmup_ratio")
     """the same in steps; wins over warmup_ratio"""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
     """where cosine, linear, one_cycle and wsd end, as a share of the peak"""

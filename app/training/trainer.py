@@ -59,7 +59,11 @@ class TrainerConfig:
     )
     """micro-batches a rank accumulates before an optimizer step"""
     global_batch_size: int | None = setting(
-        None, ge=1, resume="content", shown=("train", "preview")
+        None,
+        ge=1,
+        resume="content",
+        shown=("train", "preview"),
+        instead_of="gradient_accumulation_steps",
     )
     """packs per optimizer step over all ranks; sets gradient_accumulation_steps"""
     num_epochs: int = setting(

@@ -5,7 +5,6 @@ Decides when a server is too slow or too silent. Knows no addresses and never lo
 
 from __future__ import annotations
 
-import asyncio
 import io
 import queue
 import re
@@ -215,6 +214,8 @@ def query_remote(url: Url, ask: Callable[[Any, str], Any]) -> Any:
 def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
     """Word what fsspec calls a missing file: it does so whatever goes wrong over http."""
     if cause is not None and url.address.startswith(("http://", "https://")):
+        import asyncio
+
         import aiohttp
 
         if isinstance(cause, aiohttp.ClientResponseError) and cause.status != 404:

@@ -17,12 +17,10 @@ from typing import Any
 
 import pytest
 
-from app.config import load_config, load_run_config
 from app.process.errors import ROOT, UserError
-from app.run import Run, open_run
-from app.run.lock import LOCK_FILE, hold_run
+from app.run.folder import LOCK_FILE, hold_run
 from tests.door import ask, make_data, make_model
-from tests.resumed import contents, damage, damage_all, make_run
+from tests.resumed import contents, damage, damage_all, make_run, start
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +42,6 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def run(words: list[str], tmp_path: Path) -> Path:
     """A run that was killed after its fourth step."""
     return make_run(tmp_path / "run", *words)
-
-
-def start(*typed: str) -> Run:
-    """Start as the verb does; another start of this process may follow."""
-    try:
-        return open_run(load_config("train", typed), load_run_config)
-    finally:
-        for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
-            os.environ.pop(name, None)
 
 
 EVERYTHING = "resume_allow=[lr,schedule,epochs,data,precision]"
@@ -439,7 +428,7 @@ def test_a_run_without_its_manifest_is_not_resumed(run: Path, content: str | Non
 HOLD = """
 import sys, time
 from pathlib import Path
-from app.run.lock import hold_run
+from app.run.folder import hold_run
 hold_run(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

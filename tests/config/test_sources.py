@@ -13,6 +13,7 @@ import yaml
 
 from app import config as door
 from app.config import conf_files, load
+from app.model.adapter import FullConfig
 from app.process.errors import UserError
 from tests.door import ask, make_data, make_model
 from tests.resumed import make_run
@@ -63,35 +64,96 @@ def test_an_experiment_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 BAD_EXPERIMENTS = [
-    ("defaults: [nope, _self_]", "mine.yaml: In 'experiment/mine': Could not load"),
-    ("defaults: ['${oc.env:HOME}']", "mine.yaml:2: defaults=['${oc.env:HOME}']: expected a list"),
-    ("defaults: [{/model: tiny}]", "mine.yaml: Multiple values for model"),
-    ("defaults: [override /model: tinny]", "mine.yaml:2: model=tinny: no such option"),
-    ("defaults: [override /nothing: x]", "mine.yaml:2: nothing=x: train has no nothing; it has"),
-    ("hydra: {run: {dir: x}}", "mine.yaml:2 unknown key hydra"),
-    ("trainer: 3", "mine.yaml:2 trainer=3: expected {micro_batch_size"),
-    ("trainer: {precision: fp17}", "mine.yaml:2 trainer.precision=fp17: expected"),
+    ("defaults: [nope, _self_]", ": In 'experiment/mine': Could not load"),
+    ("defaults: ['${oc.env:HOME}']", ":2: defaults=['${oc.env:HOME}']: expected a list"),
+    ("defaults: [{/model: tiny}]", ": Multiple values for model"),
+    ("defaults: [override /model: tinny]", ":2: model=tinny: no such option"),
+    ("defaults: [override /nothing: x]", ":2: nothing=x: train has no nothing; it has"),
+    ("hydra: {run: {dir: x}}", ":2 unknown key hydra"),
+    ("trainer: 3", ":2 trainer=3: expected {micro_batch_size"),
+    ("trainer: {precision: fp17}", ":2 trainer.precision=fp17: expected"),
+    ("trainer:\n  max_steps: many", ":3 trainer.max_steps=many: expected a whole number"),
+    ("trainer:\n  max_stepz: 3", ":3 unknown key trainer.max_stepz=3; did you mean trainer.max_"),
+    ("trainr:\n  max_steps: 3", ":2 unknown key trainr={'max_steps': 3}; did you mean trainer?"),
+    ("adapter:\n  r: 4\n  rr: 4", ":4 unknown key adapter.rr=4; did you mean adapter.r?"),
+    ("data:\n  datasets:\n    - path: a\n      frmat: b", ":5 unknown key data.datasets[0].frmat"),
+    ("model:\n  _target_: os.system", ":3 model._target_: _target_ is refused"),
     ("model: {architecture: {x: {token: abc}}}", "model.architecture: secrets do not go into"),
     ("model: {architecture: {x: '${oc.env:HOME}'}}", "resolvers like ${oc.env:NAME} are refused"),
+    ("output:\n  name: ${oc.env:HOME}", ":3 output.name=${oc.env:HOME}: resolvers"),
     ("schedule: {warmup_steps: '${trainer.nothing}'}", "'trainer.nothing' not found"),
+    ("seed: 1\nseed: 2", ":3: seed is set twice, first on 2"),
+    ("seed: [1", ":3: not valid YAML"),
+    (
+        "trainer:\n  checkpoint: {async: true}\n  max_stepz: 3",
+        ":4 unknown key trainer.max_stepz=3",
+    ),
+    (
+        "trainer:\n  checkpoint:\n    async: maybe",
+        ":4 trainer.checkpoint.asynchronous=maybe: expected true or false",
+    ),
+    (
+        "trainer:\n  checkpoint:\n    async: true\n    asynchronous: true",
+        ":5: trainer.checkpoint.asynchronous is set twice, first on 4",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"), BAD_EXPERIMENTS, ids=[row[0] for row in BAD_EXPERIMENTS]
+    ("lines", "problem"), BAD_EXPERIMENTS, ids=[row[0] for row in BAD_EXPERIMENTS]
 )
 def test_what_is_wrong_with_an_experiment_is_named_with_its_place(
-    line: str, problem: str, conf: Path
+    lines: str, problem: str, conf: Path
 ) -> None:
-    (conf / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{line}\n")
+    (conf / "experiment" / "mine.yaml").write_text(f"# @package _global_\n{lines}\n")
     with pytest.raises(UserError) as caught:
         door.load_config("train", ["experiment=mine"], conf)
-    assert problem in str(caught.value)
+    (found,) = caught.value.problems
+    assert f"{'mine.yaml' if problem[0] == ':' else ''}{problem}" in found
+
+
+def test_an_experiment_without_its_package_line_is_refused(conf: Path) -> None:
+    (conf / "experiment" / "mine.yaml").write_text("seed: 1\n")
+    with pytest.raises(UserError, match="the first line must be `# @package _global_`"):
+        door.load_config("train", ["experiment=mine"], conf)
+
+
+def test_an_experiment_may_write_a_word_of_python_as_a_key(
+    conf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (conf / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: tiny\n  - _self_\n"
+        "trainer:\n  checkpoint:\n    async: true\n    every_steps: 3\nadapter:\n  r: 4\n"
+    )
+    words = ["experiment=mine", "data=skills"]
+    config = door.load_config("train", words, conf)
+    assert config.trainer.checkpoint.asynchronous and config.trainer.checkpoint.every_steps == 3
+    assert config.output.name == "mine" and config.adapter.r == 4
+    assert capsys.readouterr().err == ""
+    config = door.load_config(
+        "train", [*words, "trainer.checkpoint.async=false", "adapter=full"], conf
+    )
+    assert not config.trainer.checkpoint.asynchronous
+    assert config.adapter == FullConfig()
+
+
+def test_one_of_two_ways_to_say_a_thing_wins_over_the_experiments_other_one(conf: Path) -> None:
+    (conf / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\nschedule:\n  warmup_steps: 7\n"
+        "trainer:\n  gradient_accumulation_steps: 3\n"
+    )
+    words = ["experiment=mine", "model=tiny", "data=skills"]
+    assert door.load_config("train", words, conf).schedule.warmup_steps == 7
+    config = door.load_config("train", [*words, "schedule.warmup_ratio=0.1"], conf)
+    assert config.schedule.warmup_steps is None
+    config = door.load_config("train", [*words, "trainer.global_batch_size=4"], conf)
+    assert config.trainer.gradient_accumulation_steps == 8
 
 
 BAD_OPTIONS = [
     ("shape: [1\n", ":2: not valid YAML"),
     ("shape: cosine\nshape: linear\n", ":2: shape is set twice, first on 1"),
+    ("shape: cosine\nwarm_up: 3\n", ":2 unknown key schedule.warm_up=3"),
     ("- a\n", ":1: expected `key: value` lines"),
     ("shape: cosinus\n", ":1 schedule.shape=cosinus: expected"),
 ]

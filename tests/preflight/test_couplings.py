@@ -19,6 +19,7 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS
 from app.preflight import check_compatibility
 from app.preflight.couplings import devices, table
+from app.strategy.deepspeed_config import keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.parameter_groups import LrPattern
 
@@ -291,7 +292,7 @@ def test_without_deepspeed_the_nearest_strategy_of_pytorch_is_named(
 def test_deepspeed_keys_that_other_settings_decide_are_found_at_any_depth(
     given: dict[str, Any], decided: dict[str, str] | str
 ) -> None:
-    found = table.keys_decided_elsewhere(given)
+    found = keys_decided_elsewhere(given)
     assert decided in found.values() if isinstance(decided, str) else found == decided
 
 
@@ -350,14 +351,6 @@ def test_numbers_out_of_range_are_named_with_the_range(key: str, bad: list[Any],
     for value in (good, before):
         setattr(part, name, value)
         assert check_compatibility(right, 0) == []
-
-
-def _has(value: object, key: str) -> bool:
-    for name in key.split("."):
-        if not hasattr(value, name):
-            return False
-        value = getattr(value, name)
-    return True
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,14 @@ from tests.door import ask, make_adapter, make_data, make_model, write_safetenso
 TINY_BASE = ROOT / "data_modules" / "samples" / "tiny_base"
 
 
+def check_refused(words: list[str], *fragments: str) -> None:
+    answer = ask(*words)
+    assert answer.code == 2, words
+    for fragment in fragments:
+        assert fragment in answer.said
+    assert "Traceback" not in answer.said
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return make_model(tmp_path / "model")
@@ -31,127 +38,82 @@ def words(tmp_path: Path, model: Path) -> list[str]:
     return [f"model.path={model}", f"data.datasets=[{{path: {make_data(tmp_path / 'd.jsonl')}}}]"]
 
 
-def cut_off(model: Path) -> None:
-    file = model / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.norm.weight"
 
 
-def leave_a_pointer(model: Path) -> None:
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n"
-    (model / "model.safetensors").write_text(text)
+def change(folder: Path, files: dict[str, str | None]) -> None:
+    """Write files into a folder, or remove those whose content is None."""
+    for name, content in files.items():
+        if content is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_text(content)
 
 
-def leave_html(model: Path) -> None:
-    (model / "model.safetensors").write_text("<html>not found</html>" * 10)
+def shard(model: Path, weight_map: dict[str, str]) -> None:
+    """Leave weights in two files, and an index that names what is where."""
+    index = json.dumps({"weight_map": {QUERY: "a.safetensors", NORM: "b.safetensors"} | weight_map})
+    change(model, {WEIGHTS: None, "model.safetensors.index.json": index})
+    write_safetensors(model / "a.safetensors", {QUERY: [32, 32]})
+    write_safetensors(model / "b.safetensors", {NORM: [32]})
 
 
-def leave_a_damaged_header(model: Path) -> None:
-    (model / "model.safetensors").write_bytes((8).to_bytes(8, "little") + b'{"a": 1}')
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n"
+AUTO_MAP = '{"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}'
+PRIVATE = '{"model_type": "llama", "_attn_implementation_internal": "someone/kernel"}'
+DAMAGES: dict[str, tuple[dict[str, str | None], list[str]]] = {
+    "a pointer": ({WEIGHTS: LFS}, ["is a git-lfs pointer", "git lfs pull"]),
+    "html": ({WEIGHTS: "<html>not found</html>" * 10}, ["no safetensors header"]),
+    "no header": ({WEIGHTS: "\b" + 7 * "\0" + '{"a": 1}'}, ["safetensors header is damaged"]),
+    "a pickle": (
+        {WEIGHTS: None, "pytorch_model.bin": ""},
+        ["pytorch_model.bin is a pickle", "save_pretrained"],
+    ),
+    "partial": (
+        {WEIGHTS: None, f"{WEIGHTS}.incomplete": ""},
+        ["download did not finish", ".incomplete"],
+    ),
+    "no json": ({CONFIG: '{"model_type": "llama",}'}, ["config.json:1:24 invalid JSON"]),
+    "no type": ({CONFIG: "{}"}, ["config.json: no model_type"]),
+    "no config": ({CONFIG: None}, ["no config.json there, found model.safetensors, tokenizer."]),
+    "an adapter": ({CONFIG: None, "adapter_config.json": "{}"}, ["is an adapter, not a base"]),
+    "no tokenizer": ({"tokenizer.json": None}, ["no tokenizer there", "model.tokenizer_path="]),
+    "bad tokenizer": ({"tokenizer.json": "{"}, ["tokenizer.json:1:2 invalid JSON"]),
+    "python": (
+        {"modeling_llama.py": "raise SystemExit"},
+        ["brings its own Python (modeling_llama.py)", "model.trust_remote_code=true"],
+    ),
+    "auto_map": ({CONFIG: AUTO_MAP}, ["auto_map in config.json", "model.trust_remote_code=true"]),
+    "private": ({CONFIG: PRIVATE}, ["_attn_implementation_internal is private"]),
+}
 
 
-def leave_a_pickle(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-
-
-def leave_a_partial_download(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "model.safetensors.incomplete")
-
-
-def shard(model: Path, *, missing: str | None = None, name: str = "b.safetensors") -> None:
-    (model / "model.safetensors").unlink()
-    shapes = {"model.layers.0.self_attn.q_proj.weight": [32, 32]}
-    write_safetensors(model / "a.safetensors", shapes)
-    write_safetensors(model / "b.safetensors", {"model.norm.weight": [32]})
-    weight_map = dict.fromkeys(shapes, "a.safetensors") | {"model.norm.weight": name}
-    if missing is not None:
-        weight_map[missing] = "b.safetensors"
-    index = model / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-
-
-def lose_a_shard(model: Path) -> None:
-    shard(model)
-    (model / "b.safetensors").unlink()
-
-
-def lose_a_tensor(model: Path) -> None:
-    shard(model, missing="lm_head.weight")
-
-
-def point_outside(model: Path) -> None:
-    shard(model, name="../../secret.safetensors")
-
-
-def break_the_config(model: Path) -> None:
-    (model / "config.json").write_text('{"model_type": "llama",}')
-
-
-def lose_the_model_type(model: Path) -> None:
-    (model / "config.json").write_text("{}")
-
-
-def lose_the_config(model: Path) -> None:
-    (model / "config.json").unlink()
-
-
-def become_an_adapter(model: Path) -> None:
-    (model / "config.json").rename(model / "adapter_config.json")
-
-
-def lose_the_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").unlink()
-
-
-def break_the_tokenizer(model: Path) -> None:
-    (model / "tokenizer.json").write_text("{")
-
-
-def bring_python(model: Path) -> None:
-    (model / "modeling_llama.py").write_text("raise SystemExit")
-
-
-def bring_an_auto_map(model: Path) -> None:
-    config = {"model_type": "llama", "auto_map": {"AutoModel": "x.Y"}}
-    (model / "config.json").write_text(json.dumps(config))
-
-
-def bring_private_attention(model: Path) -> None:
-    config = {"model_type": "llama", "_attn_implementation_internal": "someone/kernel"}
-    (model / "config.json").write_text(json.dumps(config))
-
-
-DAMAGES: list[tuple[Callable[[Path], None], list[str]]] = [
-    (cut_off, ["model.safetensors has", "its header describes", "cut off"]),
-    (leave_a_pointer, ["is a git-lfs pointer", "git lfs pull"]),
-    (leave_html, ["no safetensors header"]),
-    (leave_a_damaged_header, ["safetensors header is damaged"]),
-    (leave_a_pickle, ["pytorch_model.bin is a pickle", "save_pretrained"]),
-    (leave_a_partial_download, ["download did not finish", ".incomplete"]),
-    (lose_a_shard, ["b.safetensors is missing"]),
-    (lose_a_tensor, ["1 tensors are in no file, lm_head.weight"]),
-    (point_outside, ["points out of the folder"]),
-    (break_the_config, ["config.json:1:24 invalid JSON"]),
-    (lose_the_model_type, ["config.json: no model_type"]),
-    (lose_the_config, ["no config.json there, found model.safetensors, tokenizer.json"]),
-    (become_an_adapter, ["is an adapter, not a base"]),
-    (lose_the_tokenizer, ["no tokenizer there", "model.tokenizer_path="]),
-    (break_the_tokenizer, ["tokenizer.json:1:2 invalid JSON"]),
-    (bring_python, ["brings its own Python (modeling_llama.py)", "model.trust_remote_code=true"]),
-    (bring_an_auto_map, ["auto_map in config.json", "model.trust_remote_code=true"]),
-    (bring_private_attention, ["_attn_implementation_internal is private"]),
-]
-
-
-@pytest.mark.parametrize(("damage", "fragments"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
+@pytest.mark.parametrize(("files", "fragments"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_model_folder_is_refused_with_the_reason(
-    model: Path, words: list[str], damage: Callable[[Path], None], fragments: list[str]
+    model: Path, words: list[str], files: dict[str, str | None], fragments: list[str]
 ) -> None:
-    damage(model)
-    answer = ask(*words)
-    assert answer.code == 2
-    for fragment in fragments:
-        assert fragment in answer.said
-    assert "Traceback" not in answer.said
+    change(model, files)
+    check_refused(words, *fragments)
+
+
+def test_damaged_weights_are_refused_with_the_reason(model: Path, words: list[str]) -> None:
+    file = model / WEIGHTS
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100])
+    check_refused(words, "model.safetensors has", "its header describes", "cut off")
+    shard(model, {})
+    assert ask(*words).code == 0
+    (model / "b.safetensors").unlink()
+    check_refused(words, "b.safetensors is missing")
+    for weight_map, fragment in (
+        ({"lm_head.weight": "b.safetensors"}, "1 tensors are in no file, lm_head.weight"),
+        ({NORM: "../../secret.safetensors"}, "points out of the folder"),
+    ):
+        file.write_bytes(whole)
+        shard(model, weight_map)
+        check_refused(words, fragment)
 
 
 def test_a_model_folder_that_is_whole_passes(words: list[str]) -> None:
@@ -182,7 +144,7 @@ def test_a_base_is_known_by_its_config_and_headers(model: Path) -> None:
     assert before["path"] == str(model)
     assert before == describe_base(config)
     fingerprints = {before["fingerprint"]}
-    lose_the_model_type(model)
+    change(model, {CONFIG: "{}"})
     fingerprints.add(describe_base(config)["fingerprint"])
     write_safetensors(model / "model.safetensors", {"a.weight": [2, 3]})
     fingerprints.add(describe_base(config)["fingerprint"])
@@ -326,14 +288,8 @@ def test_a_damaged_large_base_is_described(
 
 
 def test_trusted_code_passes(model: Path, words: list[str]) -> None:
-    bring_python(model)
+    change(model, {"modeling_llama.py": ""})
     assert ask(*words, "model.trust_remote_code=true").code == 0
-
-
-def test_shards_pass(model: Path, words: list[str]) -> None:
-    shard(model)
-    answer = ask(*words)
-    assert answer.code == 0, answer.said
 
 
 @pytest.mark.parametrize(
@@ -348,25 +304,18 @@ def test_an_adapter_is_compared_with_the_headers(
     words: list[str], bad: str, fragment: str, good: str
 ) -> None:
     """`tests/model/test_targets.py` has all that is refused."""
-    answer = ask(*words, bad)
-    assert answer.code == 2
-    assert fragment in answer.said
+    check_refused([*words, bad], fragment)
     answer = ask(*words, f"{bad.partition('=')[0]}={good}")
     assert answer.code == 0, answer.said
 
 
 def test_an_adapter_on_a_hub_model_is_compared_with_its_architecture() -> None:
-    answer = ask("experiment=llama8b", "adapter.target_modules=[q_pro]")
-    assert answer.code == 2
-    assert "did you mean q_proj?" in answer.said
+    check_refused(["experiment=llama8b", "adapter.target_modules=[q_pro]"], "did you mean q_proj?")
     assert ask("experiment=llama8b", "adapter.target_modules=[q_proj,down_proj]").code == 0
 
 
 def test_a_length_above_the_context_is_refused_with_both_numbers(words: list[str]) -> None:
-    answer = ask(*words, "data.sequence_len=513")
-    assert answer.code == 2
-    assert "data.sequence_len=513" in answer.said
-    assert "512 tokens" in answer.said
+    check_refused([*words, "data.sequence_len=513"], "data.sequence_len=513", "512 tokens")
     assert ask(*words, "data.sequence_len=512").code == 0
 
 
@@ -381,9 +330,7 @@ def test_a_missing_model_folder_is_named_with_the_nearest(
         ("https://example.org/model", "URLs are not read"),
         ("model", "a hub id has the form org/name"),
     ):
-        answer = ask(*words, f"model.path={typed}")
-        assert answer.code == 2, typed
-        assert fragment in answer.said
+        check_refused([*words, f"model.path={typed}"], fragment)
 
 
 def test_a_hub_id_passes_unless_offline(
@@ -393,9 +340,7 @@ def test_a_hub_id_passes_unless_offline(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     assert ask(*words, "model.path=org/name").code == 0
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    answer = ask(*words, "model.path=org/name")
-    assert answer.code == 2
-    assert "HF_HUB_OFFLINE is set" in answer.said
+    check_refused([*words, "model.path=org/name"], "HF_HUB_OFFLINE is set")
     (tmp_path / "cache" / "models--org--name").mkdir(parents=True)
     assert ask(*words, "model.path=org/name").code == 0
 
@@ -404,10 +349,7 @@ def test_a_model_from_scratch_needs_its_shape_and_a_tokenizer(
     words: list[str], model: Path
 ) -> None:
     scratch = [words[1], "model.from_scratch=true", "adapter=full"]
-    answer = ask(*scratch)
-    assert answer.code == 2
-    assert "needs the shape of the model" in answer.said
-    assert "needs model.tokenizer_path" in answer.said
+    check_refused(scratch, "needs the shape of the model", "needs model.tokenizer_path")
     scratch += ["model.architecture={model_type: llama}", f"model.tokenizer_path={model}"]
     answer = ask(*scratch)
     assert answer.code == 0, answer.said
@@ -429,19 +371,14 @@ def test_bad_rows_are_named_before_anything_is_loaded(
 ) -> None:
     (tmp_path / "d.jsonl").write_text(text)
     dataset = f"data.datasets=[{{path: {tmp_path / 'd.jsonl'}, format: alpaca}}]"
-    answer = ask(words[0], dataset)
-    assert answer.code == 2
-    for fragment in fragments:
-        assert fragment in answer.said
+    check_refused([words[0], dataset], *fragments)
     make_data(tmp_path / "d.jsonl")
     assert ask(words[0], dataset).code == 0
 
 
 def test_an_unknown_chat_template_is_named(words: list[str], tmp_path: Path) -> None:
-    answer = ask(*words, "data.chat_template=chatlm")
-    assert answer.code == 2
-    assert "data.chat_template=chatlm: expected plain or chatml" in answer.said
-    assert "did you mean chatml?" in answer.said
+    expected = "data.chat_template=chatlm: expected plain or chatml"
+    check_refused([*words, "data.chat_template=chatlm"], expected, "did you mean chatml?")
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     for good in ("chatml", "plain", "null", tmp_path / "mine.jinja"):
         answer = ask(*words, f"data.chat_template={good}")
@@ -449,15 +386,13 @@ def test_an_unknown_chat_template_is_named(words: list[str], tmp_path: Path) -> 
 
 
 def test_a_missing_data_file_is_named(tmp_path: Path, words: list[str]) -> None:
-    answer = ask(words[0], f"data.datasets=[{{path: {tmp_path / 'e.jsonl'}}}]")
-    assert answer.code == 2
-    assert "e.jsonl" in answer.said
+    check_refused([words[0], f"data.datasets=[{{path: {tmp_path / 'e.jsonl'}}}]"], "e.jsonl")
 
 
 def test_problems_of_model_and_data_are_listed_together(
     tmp_path: Path, words: list[str], model: Path
 ) -> None:
-    lose_the_tokenizer(model)
+    change(model, {"tokenizer.json": None})
     said = ask(
         words[0],
         f"data.datasets=[{{path: {tmp_path / 'e.jsonl'}}}]",

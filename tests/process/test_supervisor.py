@@ -16,19 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from app.config import load_config, load_run_config
 from app.process import supervisor as supervisor_module
 from app.process.launch import free_port
 from app.process.reporting import REASON_FILE
 from app.process.signals import SAME_PRESS_OF_A_RANK
 from app.process.supervisor import SuperviseConfig, Supervisor
-from app.run import open_run
 from app.run import ranks as run_module
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.door import make_data, make_model
 from tests.processes import AT_ONCE, ENDS_WITHIN, GONE_WITHIN, LONGEST
-from tests.resumed import make_run
+from tests.resumed import make_run, open_typed
 
 RANK = """
 import os, signal, sys, time
@@ -202,8 +200,7 @@ def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
     words = (f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.max_steps=4")
     run = make_run(tmp_path / "run", *words)
     typed = (f"resume={run / 'checkpoints' / 'step-2'}", "supervise.max_restarts=3")
-    config = load_config("train", typed)
-    start, found = open_run(config, load_run_config), []
+    start, found = open_typed(*typed), []
 
     class Restarts:
         def __init__(self, *, newest_step: Callable[[], int], **_: object) -> None:
@@ -221,7 +218,7 @@ def test_a_restart_goes_back_again_until_the_run_is_of_the_new_course(
             return 0
 
     monkeypatch.setattr(run_module, "Supervisor", Restarts)
-    assert run_module.run_ranks(config, start, typed) == 0
+    assert run_module.run_ranks(start.config, start, typed) == 0
     assert found == [2, 2, 4]
 
 

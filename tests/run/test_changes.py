@@ -18,7 +18,7 @@ from app.run.changes import (
     compare_settings,
 )
 from tests.door import ask, make_data, make_model
-from tests.resumed import make_run
+from tests.resumed import make_run, open_typed
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +155,8 @@ def test_the_newest_run_starts_anew_where_it_has_not_saved(
     newest = Path("outputs/train/2026-01-02_10-00-00")
     answer = ask(*words, "resume=must")
     assert (answer.code, f"{newest} has no checkpoint" in answer.said) == (2, True), answer.said
-    config = load_config("train", [*words, "resume=auto"])
-    assert config.adapter.r == 4
-    started = open_run(config, load_run_config)
+    started = open_typed(*words, "resume=auto")
+    assert started.config.adapter.r == 4
     assert (started.folder, started.checkpoint) == (newest, None)
     assert f"RESUME: fresh start, no checkpoint in {newest}" in caplog.messages
 
@@ -193,20 +192,28 @@ def test_the_folder_decides_where_one_is_typed(words: list[str], here: Path) -> 
     assert resumed("resume=must", f"output.dir={run}") == run
 
 
+def test_the_verb_gets_the_run_that_the_checks_compared(words: list[str], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", *words, finished=True)
+    existing = ask(f"resume={run}").existing
+    assert existing.is_done and existing.manifest["total_steps"] == 4
+    assert open_run(load_config("train", [f"resume={run}"]), existing).manifest is existing.manifest
+    assert ask(*words, f"output.dir={tmp_path / 'new'}").existing is None
+
+
 def test_ranks_are_told_the_checkpoint(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", *words)
     typed = [f"resume={run / 'checkpoints' / 'step-2'}"]
     monkeypatch.delenv("LOFT_RESUME_STEP", raising=False)
-    assert open_run(load_config("train", typed), load_run_config).step == 2
+    assert open_typed(*typed).step == 2
     assert os.environ["LOFT_RUN_DIR"] == str(run)
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, {"LOCAL_RANK": "1", "WORLD_SIZE": "2"}.get(name, "0"))
     monkeypatch.setenv("LOFT_PARENT", str(os.getppid()))
     read_launch.cache_clear()
     # A rank neither looks for the newest one, nor judges what the data became.
-    rank = open_run(load_config("train", typed), load_run_config)
+    rank = open_typed(*typed)
     assert (rank.step, rank.folder) == (2, run)
     rank.check_unchanged({"total_steps": 0})
     read_launch.cache_clear()
@@ -220,15 +227,14 @@ def test_a_rank_that_does_not_see_the_checkpoint_says_so(
     monkeypatch.setenv("LOFT_PARENT", str(os.getppid()))
     monkeypatch.setenv("LOFT_RESUME_STEP", "6")
     read_launch.cache_clear()
-    config = load_config("train", [*words, f"output.dir={run}", "resume=must"])
     with pytest.raises(UserError, match=r"from step 6, .* every machine must see the same files"):
-        open_run(config, load_run_config)
+        open_typed(*words, f"output.dir={run}", "resume=must")
     read_launch.cache_clear()
 
 
 def test_a_run_remembers_the_processes_before(words: list[str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *words, earlier=[{"until_step": 2}])
-    start = open_run(load_config("train", [f"resume={run}"]), load_run_config)
+    start = open_typed(f"resume={run}")
     first, second = start.history()
     assert first == {"until_step": 2}
     assert (second["until_step"], second["versions"]) == (4, start.manifest["versions"])

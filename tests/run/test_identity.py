@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from app.config import load_config, load_run_config
+from app.config import load_config
 from app.process.errors import UserError
-from app.run import Run, open_run
 from app.train import train
-from tests.resumed import seal
+from tests.resumed import seal, start
 from tests.tiny import small_run, train_into
 
 WORDS = (
@@ -47,17 +46,6 @@ def ours(runs: dict[str, Path], tmp_path: Path) -> Path:
     return shutil.copytree(runs["ours"], tmp_path / "moved")
 
 
-def resume(*typed: str) -> Run:
-    """Start as the verb does; another start of this process may follow."""
-    for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
-        os.environ.pop(name, None)
-    try:
-        return open_run(load_config("train", typed), load_run_config)
-    finally:
-        for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
-            os.environ.pop(name, None)
-
-
 def put_in(theirs: Path, ours: Path, step: int = 2) -> Path:
     """Copy a checkpoint of another run into this one's folder."""
     target = ours / "checkpoints" / f"step-{step}"
@@ -74,13 +62,13 @@ def change(file: Path, how: Callable[[dict], object]) -> None:
 def test_a_checkpoint_of_another_seed_is_refused_by_name(runs: dict[str, Path], ours: Path) -> None:
     theirs = put_in(runs["theirs"], ours)
     with pytest.raises(UserError, match=r"step-2 was saved by another run \([0-9a-f]{8}, this"):
-        resume(f"resume={ours}")
+        start(f"resume={ours}")
     with pytest.raises(UserError, match=r"'resume_allow=\[checkpoint\]'"):
-        resume(f"resume={theirs}")
+        start(f"resume={theirs}")
     with pytest.raises(UserError, match="was saved by another run"):  # not typed by its own name
-        resume(f"resume={ours}", "resume_allow=[checkpoint]")
-    assert resume(f"resume={theirs}", "resume_allow=[checkpoint]").step == 2
-    assert resume(f"resume={ours / 'checkpoints' / 'step-1'}").step == 1
+        start(f"resume={ours}", "resume_allow=[checkpoint]")
+    assert start(f"resume={theirs}", "resume_allow=[checkpoint]").step == 2
+    assert start(f"resume={ours / 'checkpoints' / 'step-1'}").step == 1
 
 
 def test_a_moved_run_goes_on_and_stays_itself(
@@ -108,10 +96,10 @@ def test_a_copy_that_was_trained_on_other_data_is_another_course(
     change(folder / "manifest.json", lambda m: m["details"]["run"].update(plan=other))
     seal(folder)
     with pytest.raises(UserError, match="by a copy of this run that was trained on other data"):
-        resume(f"resume={ours}")
+        start(f"resume={ours}")
     # Unless this run has itself been on that plan, before what it was resumed with.
     change(ours / "manifest.json", lambda m: m.update(earlier=[{"plan": other}]))
-    assert resume(f"resume={ours}").step == 2
+    assert start(f"resume={ours}").step == 2
 
 
 def test_runs_of_earlier_versions_go_on_and_are_told_once(
@@ -123,7 +111,7 @@ def test_runs_of_earlier_versions_go_on_and_are_told_once(
         folder = ours / "checkpoints" / f"step-{step}"
         change(folder / "manifest.json", lambda manifest: manifest["details"].pop("run"))
         seal(folder)
-    resume(f"resume={ours}")
+    start(f"resume={ours}")
     assert caplog.text.count("by a version that gave runs no id") == 1
     caplog.clear()
     train(load_config("train", [*small_run(*WORDS, "seed=1"), f"output.dir={ours}", "resume=must"]))
@@ -132,20 +120,20 @@ def test_runs_of_earlier_versions_go_on_and_are_told_once(
     run = json.loads((ours / "manifest.json").read_text())["run"]
     assert run["since_step"] == 2
     # Its own old ones still serve, a later one without an id does not.
-    assert resume(f"resume={ours / 'checkpoints' / 'step-2'}").step == 2
-    assert resume(f"resume={ours}").step == 3
+    assert start(f"resume={ours / 'checkpoints' / 'step-2'}").step == 2
+    assert start(f"resume={ours}").step == 3
     assert "no id" not in caplog.text
     change(ours / "checkpoints" / "step-3" / "manifest.json", lambda m: m["details"].pop("run"))
     seal(ours / "checkpoints" / "step-3")
     with pytest.raises(UserError, match=r"step-3 carries no id of its run, and this one's"):
-        resume(f"resume={ours}")
+        start(f"resume={ours}")
 
 
 def test_a_manifest_whose_id_is_not_one_is_named(ours: Path) -> None:
     for bad in (7, {"id": 7}, {"id": "../../x", "plan": "0" * 32, "since_step": 0}):
         change(ours / "manifest.json", lambda manifest, bad=bad: manifest.update(run=bad))
         with pytest.raises(UserError, match=r"manifest\.json: run"):
-            resume(f"resume={ours}")
+            start(f"resume={ours}")
 
 
 def test_an_older_run_takes_no_checkpoint_of_one_that_has_an_id(
@@ -153,4 +141,4 @@ def test_an_older_run_takes_no_checkpoint_of_one_that_has_an_id(
 ) -> None:
     change(ours / "manifest.json", lambda manifest: manifest.pop("run"))
     with pytest.raises(UserError, match=re.escape("and this run has no id")):
-        resume(f"resume={ours}")
+        start(f"resume={ours}")

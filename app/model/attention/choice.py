@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -264,6 +263,8 @@ def find_fault(backend: str) -> str | None:
 
 
 def _version(package: str) -> str | None:
+    import importlib.metadata  # here: it imports the parsing of e-mail
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

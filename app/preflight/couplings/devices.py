@@ -46,11 +46,6 @@ def requested_devices(config: TrainConfig | EvaluateConfig, num_gpus: int | None
     return Devices(num_gpus, on_gpu, per_node, num_ranks, max(num_ranks // together, 1))
 
 
-def num_ranks(config: TrainConfig | EvaluateConfig) -> int | None:
-    """Return how many ranks the settings ask for; None for a verb that runs as one process."""
-    return requested_devices(config).num_ranks if is_training(config) else None
-
-
 # The classes themselves are above this room.
 
 

@@ -7,7 +7,6 @@ right on another machine.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -16,9 +15,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from app.model.adapter import Ia3Config, LoraConfig, saves_whole_model
 from app.model.attention import IN_HALF, ON_GPU, PACKAGES
-from app.preflight.couplings.devices import Devices, is_training
-from app.strategy.deepspeed_config import DEEPSPEED_KEYS, FURTHER_DEEPSPEED_KEYS
+from app.preflight.couplings.devices import (
+    Devices,
+    check_devices,
+    check_global_batch,
+    check_layout,
+    is_training,
+    requested_devices,
+)
+from app.strategy.deepspeed_config import keys_decided_elsewhere, unknown_keys
 from app.strategy.settings import FsdpConfig, ZeroConfig, is_sharding, tensor_parallel_size
+from data_modules import check_values
 
 if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, TrainConfig
@@ -50,18 +57,40 @@ class Clash:
     """whether another machine would change the answer"""
 
 
-def find_clashes(config: TrainConfig | EvaluateConfig, devices: Devices) -> Iterator[Clash]:
-    """Yield every row of the table that applies."""
-    yield from _of_device(config, devices)
-    yield from _of_base(config)
-    yield from _of_data(config)
+def check_compatibility(
+    config: TrainConfig | EvaluateConfig,
+    num_gpus: int | None = None,
+    *,
+    on_this_machine: bool = True,
+) -> list[str]:
+    """List the numbers out of range, and if there are none, what does not go together.
+
+    `num_gpus`: GPUs of this machine, counted when not given. `on_this_machine` False leaves out
+    what may be right on another machine.
+    """
+    if problems := check_values(config, skip=("data",)):  # check_datasets has those of the data
+        return problems
+    devices = requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
+    clashes = [*_of_device(config, devices), *_of_base(config), *_of_data(config)]
     if is_training(config):
-        yield from _of_adapter(config)
-        yield from _of_step(config)
-        yield from _of_strategy(config, devices)
+        clashes += [*_of_adapter(config), *_of_step(config), *_of_strategy(config, devices)]
         if isinstance(config.strategy, ZeroConfig):
-            yield from _of_deepspeed(config, config.strategy, devices)
-            yield from _of_deepspeed_keys(config.strategy.config)
+            clashes += _of_deepspeed(config, config.strategy, devices)
+            clashes += _of_deepspeed_keys(config.strategy.config)
+    problems = [
+        f"{clash.why}; type {clash.instead}"
+        for clash in clashes
+        if on_this_machine or not clash.is_of_machine
+    ]
+    if is_training(config):
+        trainer = config.trainer
+        if on_this_machine:
+            problems += check_devices(trainer, devices.num_gpus if devices.on_gpu else None)
+        # A preview may be for a machine whose GPUs nobody has counted.
+        if on_this_machine or isinstance(trainer.devices, int):
+            problems += check_layout(config.strategy, trainer, devices.ranks_per_node)
+        problems += check_global_batch(trainer, devices.num_ranks, devices.num_data_ranks)
+    return problems
 
 
 def _of_device(config: TrainConfig | EvaluateConfig, devices: Devices) -> Iterator[Clash]:
@@ -414,46 +443,8 @@ def _of_deepspeed_keys(config: Mapping[str, Any]) -> Iterator[Clash]:
             + ", ".join(f"{key} is {setting} here" for key, setting in decided.items()),
             f"{settings} instead, and leave it out of strategy.config",
         )
-    zero = config.get("zero_optimization")
-    unknown = list(_unknown_keys(config, ""))
-    if isinstance(zero, Mapping):
-        unknown += _unknown_keys(zero, "zero_optimization.")
-    if unknown:
+    if unknown := unknown_keys(config):
         yield Clash(
             "strategy.config: DeepSpeed has no key " + ", no key ".join(unknown),
             "a key that it has, or leave it out of strategy.config",
         )
-
-
-def keys_decided_elsewhere(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of a DeepSpeed config that another setting decides, and which setting."""
-    decided: dict[str, str] = {}
-    for key in _dotted_keys(config, ""):
-        for known, setting in DEEPSPEED_KEYS.items():
-            if f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}."):
-                decided.setdefault(key, setting)
-    return decided
-
-
-def _dotted_keys(config: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _dotted_keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _unknown_keys(values: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the keys that DeepSpeed has not below `prefix`, each with the nearest that it has."""
-    # Its own model of them, deepspeed.runtime.config, takes torch and two seconds to import.
-    known = {
-        key.removeprefix(prefix).partition(".")[0]
-        for key in (*FURTHER_DEEPSPEED_KEYS, *DEEPSPEED_KEYS)
-        if key.startswith(prefix)
-    }
-    for name in sorted(map(str, values.keys() - known)):
-        guess = ""
-        for near in difflib.get_close_matches(name, sorted(known), n=1):
-            setting = DEEPSPEED_KEYS.get(f"{prefix}{near}")
-            guess = f" (did you mean {near}{f', which is {setting} here' if setting else ''}?)"
-        yield f"{prefix}{name}{guess}"

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -247,6 +246,8 @@ def _is_valid(name: str) -> bool:
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that a checkpoint's content may depend on."""
+    from importlib.metadata import PackageNotFoundError, version
+
     found = {}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):  # run from a checkout that was not installed
