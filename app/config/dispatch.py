@@ -13,7 +13,7 @@ from app.config.conf_files import CONF, groups
 from app.config.load import Config, compose, load_config, load_run_config
 from app.config.sources import print_note
 from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig
-from app.preflight import check_compatibility, check_files, num_ranks
+from app.preflight import check_compatibility, check_files, check_gpus, num_ranks
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child
@@ -98,6 +98,8 @@ def check_before_start(config: Config) -> None:
             problems += check_launch(num_ranks(config))
             problems += check_compatibility(config)
             problems += check_files(config)
+            if not problems:
+                check_gpus(config)
     if problems:
         raise UserError(problems)
 

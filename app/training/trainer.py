@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.preflight import check_devices, check_global_batch, check_layout
-from app.process.errors import UserError
+from app.preflight import check_devices, check_global_batch, check_layout, count_gpus
+from app.process.errors import DeviceError, UserError
+from app.process.gpus import ON_CPU
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from data_modules import setting
 
@@ -196,12 +197,24 @@ def resolve_single_device(accelerator: str, precision: str) -> Environment:
 
 
 def resolve_accelerator(accelerator: str) -> str:
-    """Return gpu or cpu, with `auto` resolved to what is available."""
+    """Return gpu or cpu, with `auto` resolved to what is available.
+
+    DeviceError where a GPU is there that PyTorch cannot use: a run on the CPU must be asked for.
+    """
     import torch
 
     if accelerator != "auto":
         return accelerator
-    return "gpu" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "gpu"
+    if not count_gpus():
+        return "cpu"
+    try:
+        torch.cuda.init()
+        reason = "it finds no GPU"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error)
+    raise DeviceError([f"PyTorch {torch.__version__} cannot use a GPU here: {reason}; {ON_CPU}"])
 
 
 def resolve_precision(precision: str, accelerator: str) -> str:

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 KEEP = """
 import ctypes, resource, sys
 from pathlib import Path
-from app.process import memory
+from app.process import environment as memory
 libc = ctypes.CDLL(None)
 libc.sbrk.restype = ctypes.c_void_p
 def faults():
