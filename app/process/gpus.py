@@ -101,7 +101,8 @@ def read_machine() -> Machine:
     if not files:
         return Machine()
     torch, torch_cuda = _installed_torch()
-    cuda, failure, gpus = None, "", ()
+    cuda: Version | None = None
+    gpus: tuple[Gpu, ...] = ()
     try:
         library = ctypes.CDLL(DRIVER_LIBRARY)
     except OSError as error:

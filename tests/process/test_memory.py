@@ -39,6 +39,16 @@ assert len(os.listdir("/proc/self/task")) == 1
 print(os.getpid(), sys.orig_argv[-1])
 """
 
+ALLOCATOR = """
+import os, sys
+from pathlib import Path
+from app.process import environment, gpus
+gpus.DEVICES = Path(sys.argv[1])
+environment.quiet_libraries(offline=True)
+assert "torch" not in sys.modules
+print(os.environ.get("PYTORCH_ALLOC_CONF"))
+"""
+
 
 def run(code: str, *words: str, **variables: str) -> str:
     environment = os.environ | variables
@@ -70,3 +80,12 @@ def test_memory_is_left_alone_where_it_is_configured_or_a_gpu_computes(
         (tmp_path / "nvidia0").touch()
     variables = {} if variable is None else {variable: "131072"}
     assert run(KEEP, str(tmp_path), **variables).startswith("0 ")
+
+
+def test_a_gpus_allocator_grows_its_segments_unless_it_is_configured(tmp_path: Path) -> None:
+    assert run(ALLOCATOR, str(tmp_path)) == "None\n"
+    (tmp_path / "nvidia0").touch()
+    assert run(ALLOCATOR, str(tmp_path)) == "expandable_segments:True\n"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        said = run(ALLOCATOR, str(tmp_path), **{name: "max_split_size_mb:512"})
+        assert "expandable" not in said
