@@ -24,7 +24,7 @@ DRIVER_LIBRARY = "libcuda.so.1"
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76
 """attributes of a device, by CUDA's driver API"""
 WHEELS = "https://download.pytorch.org/whl"
-BUILDS = (((13, 0), "cu130", "580"), ((12, 0), "cu126", "525"))
+BUILDS = (((13, 0), "cu130", 580), ((12, 0), "cu126", 525))
 """CUDA that the driver serves, PyTorch's build for it, and the oldest driver of that CUDA; within a
 major version a driver serves newer builds too (NVIDIA's minor version compatibility)"""
 BF16_CAPABILITY = (8, 0)
@@ -279,8 +279,15 @@ def _install(machine: Machine, build: str | None = None) -> str:
     )
 
 
+def cuda_of(driver: str | None) -> Version | None:
+    """Return the oldest CUDA that a driver of this version surely serves; None for none of ours."""
+    if driver is None:
+        return None
+    return next((cuda for cuda, _, oldest in BUILDS if int(driver.split(".")[0]) >= oldest), None)
+
+
 def build_for(cuda: Version | None) -> str | None:
-    """Return the name of PyTorch's newest build that a driver of this CUDA serves, or None."""
+    """Return the name of PyTorch's build for a driver of this CUDA, None for one too old."""
     if cuda is None:
         return BUILDS[0][1]
     return next((build for least, build, _ in BUILDS if cuda >= least), None)
