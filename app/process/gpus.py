@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +163,9 @@ def _installed_torch() -> tuple[str | None, Version | None]:
     if spec is None or spec.origin is None:
         return None, None
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    version = re.search(r"^__version__ = '(.*)'", text, re.M)
     built = re.search(r"^cuda\b.*'(\d+)\.(\d+)", text, re.M)
-    return metadata.version("torch"), built and (int(built[1]), int(built[2]))
+    return version and version[1], built and (int(built[1]), int(built[2]))
 
 
 def judge(machine: Machine, wanted: int, precision: str) -> list[str]:

@@ -249,6 +249,27 @@ def test_selective_computes_attention_and_narrow_products_once(
     assert (inner, hidden) in first.shapes.keys() - second.shapes.keys()
 
 
+def test_selective_keeps_nothing_of_layers_below_the_lowest_adapter() -> None:
+    base = with_our_attention(tiny_llama(num_hidden_layers=4))
+    model = prepared(base, RecomputeConfig(mode="selective"), LoraConfig(r=4, layers="top 1"))
+    logits = model(**packed_inputs(model)).logits
+    gc.collect()
+    assert sum(type(one) is _Reuse for one in gc.get_objects()) == 1
+    logits.sum().backward()
+
+
+def test_selective_refuses_a_layer_that_changes_what_it_keeps() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    hidden = torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="type recompute=full"):
+        checkpoint(
+            lambda x: (x @ weight).mul_(2).exp(),
+            hidden,
+            use_reentrant=False,
+            context_fn=keep_expensive,
+        )
+
+
 OF_BITSANDBYTES: dict[str, Callable[..., Any]] = {
     "bitsandbytes::gemm_4bit": lambda args: tuple(args[2]),
     "bitsandbytes::int8_scaled_mm": lambda args: tuple(args[1].shape),
@@ -295,27 +316,6 @@ def test_selective_computes_narrow_products_of_a_quantized_base_once(
     assert first.shapes.total() == 7
     assert second.shapes == {shape: n for shape, n in first.shapes.items() if shape[0] > shape[1]}
     assert second.shapes.total() == 2  # the MLP's two first products
-
-
-def test_selective_keeps_nothing_of_layers_below_the_lowest_adapter() -> None:
-    base = with_our_attention(tiny_llama(num_hidden_layers=4))
-    model = prepared(base, RecomputeConfig(mode="selective"), LoraConfig(r=4, layers="top 1"))
-    logits = model(**packed_inputs(model)).logits
-    gc.collect()
-    assert sum(type(one) is _Reuse for one in gc.get_objects()) == 1
-    logits.sum().backward()
-
-
-def test_selective_refuses_a_layer_that_changes_what_it_keeps() -> None:
-    weight = torch.randn(8, 8, requires_grad=True)
-    hidden = torch.randn(4, 8)
-    with pytest.raises(RuntimeError, match="type recompute=full"):
-        checkpoint(
-            lambda x: (x @ weight).mul_(2).exp(),
-            hidden,
-            use_reentrant=False,
-            context_fn=keep_expensive,
-        )
 
 
 FIELDS_OF_MALLINFO = (
