@@ -297,3 +297,19 @@ def test_auto_never_means_the_cpu_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DeviceError, match=r"cannot use a GPU here: \w+.*trainer.accelerator=cpu"):
         resolve_accelerator("auto")
     assert resolve_accelerator("cpu") == "cpu"
+
+
+@pytest.mark.gpu
+def test_the_driver_says_what_pytorch_says() -> None:
+    found = read_machine()
+    assert found.failure == ""
+    assert len(found.gpus) == torch.cuda.device_count()
+    for index, gpu in enumerate(found.gpus):
+        properties = torch.cuda.get_device_properties(index)
+        assert (gpu.name, gpu.capability) == (
+            properties.name,
+            (properties.major, properties.minor),
+        )
+        assert gpu.memory_gib == pytest.approx(properties.total_memory / 2**30, rel=0.01)
+    assert found.cuda is not None and found.torch_cuda is not None
+    assert found.cuda[0] >= found.torch_cuda[0]

@@ -48,6 +48,13 @@ environment.quiet_libraries(offline=True)
 assert "torch" not in sys.modules
 print(os.environ.get("PYTORCH_ALLOC_CONF"))
 """
+SEGMENTS = """
+from app.process.environment import quiet_libraries
+quiet_libraries(offline=True)
+import torch
+torch.ones(1, device="cuda")
+print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+"""
 
 
 def run(code: str, *words: str, **variables: str) -> str:
@@ -89,3 +96,8 @@ def test_a_gpus_allocator_grows_its_segments_unless_it_is_configured(tmp_path: P
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         said = run(ALLOCATOR, str(tmp_path), **{name: "max_split_size_mb:512"})
         assert "expandable" not in said
+
+
+@pytest.mark.gpu
+def test_the_segments_of_this_gpu_grow() -> None:
+    assert run(SEGMENTS) == "True\n"
