@@ -90,10 +90,10 @@ class _Keep(TorchDispatchMode):
         return output
 
     def _check_change(self, func: Any, args: tuple[Any, ...]) -> None:
-        kept = {tensor.data_ptr() for tensor in tree_leaves(self._kept) if _is_tensor(tensor)}
+        kept = {_storage_of(tensor) for tensor in tree_leaves(self._kept) if _is_tensor(tensor)}
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and _is_tensor(value) and value.data_ptr() in kept:
+            if is_written and _is_tensor(value) and _storage_of(value) in kept:
                 raise RuntimeError(
                     f"recompute=selective: {func.name()} of a layer changes a kept output; "
                     "type recompute=full"
@@ -123,6 +123,11 @@ class _Reuse(TorchDispatchMode):
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return what a tensor has in common with its views; known of fake tensors, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class HostInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BloomConfig, BloomForCausalLM
@@ -258,12 +260,20 @@ def test_selective_keeps_nothing_of_layers_below_the_lowest_adapter() -> None:
     logits.sum().backward()
 
 
-def test_selective_refuses_a_layer_that_changes_what_it_keeps() -> None:
-    weight = torch.randn(8, 8, requires_grad=True)
-    hidden = torch.randn(4, 8)
-    with pytest.raises(RuntimeError, match="type recompute=full"):
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("context", [contextlib.nullcontext, FakeTensorMode])
+def test_selective_refuses_a_layer_that_changes_what_it_keeps(first: int, context: Any) -> None:
+    with context(), pytest.raises(RuntimeError, match="type recompute=full"):
+        weight = torch.randn(8, 8, requires_grad=True)
+        hidden = torch.randn(4, 8)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            product = x @ weight
+            product[:, first:].mul_(2)  # as rotations of a part of it
+            return product.exp()
+
         checkpoint(
-            lambda x: (x @ weight).mul_(2).exp(),
+            layer,
             hidden,
             use_reentrant=False,
             context_fn=keep_expensive,
