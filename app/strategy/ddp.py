@@ -10,7 +10,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from app.process.launch import is_first_rank
 from app.strategy.mixin import StrategyMixin
-from app.strategy.rendezvous import TIMEOUT, meet_on_loopback
+from app.strategy.rendezvous import meet_on_loopback
+from app.strategy.settings import TIMEOUT
 
 if TYPE_CHECKING:
     import torch

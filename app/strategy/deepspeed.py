@@ -29,8 +29,8 @@ from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
-from app.strategy.rendezvous import TIMEOUT, meet_on_loopback
-from app.strategy.settings import ZeroConfig
+from app.strategy.rendezvous import meet_on_loopback
+from app.strategy.settings import TIMEOUT, ZeroConfig
 
 if TYPE_CHECKING:
     import lightning as L

@@ -29,8 +29,8 @@ from app.model.layers import decoder_layers
 from app.process.errors import UserError
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
-from app.strategy.rendezvous import TIMEOUT, meet_on_loopback
-from app.strategy.settings import FsdpConfig
+from app.strategy.rendezvous import meet_on_loopback
+from app.strategy.settings import TIMEOUT, FsdpConfig
 from app.strategy.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)

@@ -22,10 +22,6 @@ BACKLOG = 1024
 """connections that may wait to be accepted"""
 SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface"""
-TIMEOUT = timedelta(minutes=30)
-"""that ranks wait for each other in one collective, under every strategy: longer than one of them
-reads or writes a large model, while the others wait. A run that hangs in training is found earlier,
-by supervise.hang_minutes"""
 
 
 def meet_on_loopback(strategy: Any) -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import app.strategy.rendezvous as rendezvous
 from app.process.launch import Launch
 from app.strategy.build import build_strategy
-from app.strategy.rendezvous import TIMEOUT, interface_to, meet_on_loopback
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
+from app.strategy.rendezvous import interface_to, meet_on_loopback
+from app.strategy.settings import TIMEOUT, DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from tests.ranks import on_ranks, ready
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
