@@ -20,13 +20,14 @@ help:  ## this list
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into $(VENV): a minute or two"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python -m tools.gpu_packages
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt torch
+		--constraint constraints.txt $$($(BIN)/python -m tools.gpu_packages index) torch
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[dev]'
+		--constraint constraints.txt --editable ".[dev$$($(BIN)/python -m tools.gpu_packages extra)]"
 	@touch $@
 
-install: $(STAMP)  ## .venv with the pinned dependencies; a second call starts at once
+install: $(STAMP)  ## .venv with the pinned dependencies, and those of a GPU that is here
 
 train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" for another run
 	$(BIN)/python -m app.train $(ARGS)

@@ -15,6 +15,10 @@ from tests.processes import LONGEST
 
 PYTHON = f"""#!/bin/sh
 echo "$*" >> calls.txt
+case "$*" in
+    "-m tools.gpu_packages index") test -z "$GPU" || echo "--extra-index-url there" ;;
+    "-m tools.gpu_packages extra") test -z "$GPU" || echo ",gpu" ;;
+esac
 case "$1" in
     -c) exec {sys.executable} "$@" ;;
 esac
@@ -59,6 +63,16 @@ def test_an_interrupted_install_is_repaired(clone: Path) -> None:
     assert make(clone, "install") == []
     (clone / ".venv" / ".complete").unlink()  # pip was interrupted: what is there is kept
     assert not any("venv" in call for call in make(clone, "install"))
+
+
+@pytest.mark.parametrize("gpu", ["", "1"])
+def test_what_a_gpu_needs_is_installed_where_it_is(
+    gpu: str, clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPU", gpu)
+    torch, program = (call for call in make(clone, "install") if "pip install" in call)
+    assert torch.endswith("constraints.txt --extra-index-url there torch" if gpu else "torch")
+    assert program.endswith("--editable .[dev,gpu]" if gpu else "--editable .[dev]")
 
 
 def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:

@@ -12,7 +12,7 @@ from app.config.conf_files import CONF, groups
 from app.config.load import Config, compose, load_config, load_run_config
 from app.config.validation import print_note
 from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig
-from app.preflight import check_compatibility, check_files, requested_devices
+from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child
@@ -106,6 +106,8 @@ def check_before_start(config: Config) -> ExistingRun | None:
         problems += check_launch(num_ranks)
         problems += check_compatibility(config, on_this_machine=not is_preview)
         problems += check_files(config, needs_weights=not is_preview)
+        if not problems and not is_preview:
+            check_gpus(config)
     if problems:
         raise UserError(problems)
     return existing

@@ -35,9 +35,15 @@ ATTENTION_KERNELS = (
 """prefixes of operators that are a whole attention, in PyTorch and flash-attn; our own by matrix
 products, for the CPU, is recomputed"""
 RIGHT_HAND_SIDE = {"aten::mm": 1, "aten::addmm": 2}
-"""matrix products, and the index of the right-hand matrix in their arguments"""
-ONEDNN = "mkldnn::_linear_pointwise"
-"""a product with its second argument transposed"""
+"""matrix products, and the index of the right-hand matrix [k, n] in their arguments"""
+TRANSPOSED = {
+    "mkldnn::_linear_pointwise": 1,
+    "bitsandbytes::int8_scaled_mm": 1,
+    "bitsandbytes::int8_mixed_scaled_mm": 2,
+}
+"""products with a matrix [n, k]"""
+PACKED = {"bitsandbytes::gemm_4bit": 2}
+"""products with a packed matrix, and the index of its shape [n, k]"""
 
 
 def is_expensive(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
@@ -48,13 +54,15 @@ def is_expensive(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool
     A. Those with more outputs than inputs, as an MLP's up projection and LoRA's B, are recomputed.
     """
     name = operator.name()
-    if name == ONEDNN:
-        width, height = args[1].shape
-        return bool(width <= height)
     if name in RIGHT_HAND_SIDE:
         height, width = args[RIGHT_HAND_SIDE[name]].shape
-        return bool(width <= height)
-    return name.startswith(ATTENTION_KERNELS)
+    elif name in TRANSPOSED:
+        width, height = args[TRANSPOSED[name]].shape
+    elif name in PACKED:
+        width, height = args[PACKED[name]]
+    else:
+        return name.startswith(ATTENTION_KERNELS)
+    return bool(width <= height)
 
 
 def keep_expensive() -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -82,10 +90,10 @@ class _Keep(TorchDispatchMode):
         return output
 
     def _check_change(self, func: Any, args: tuple[Any, ...]) -> None:
-        kept = {tensor.data_ptr() for tensor in tree_leaves(self._kept) if _is_tensor(tensor)}
+        kept = {_storage_of(tensor) for tensor in tree_leaves(self._kept) if _is_tensor(tensor)}
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and _is_tensor(value) and value.data_ptr() in kept:
+            if is_written and _is_tensor(value) and _storage_of(value) in kept:
                 raise RuntimeError(
                     f"recompute=selective: {func.name()} of a layer changes a kept output; "
                     "type recompute=full"
@@ -115,6 +123,11 @@ class _Reuse(TorchDispatchMode):
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return what a tensor has in common with its views; known of fake tensors, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class HostInputs:

@@ -9,7 +9,9 @@ from app.preflight.couplings import (
     check_compatibility,
     check_devices,
     check_global_batch,
+    check_gpus,
     check_layout,
+    count_gpus,
     requested_devices,
 )
 from app.preflight.files import check_files
@@ -20,7 +22,9 @@ __all__ = [
     "check_devices",
     "check_files",
     "check_global_batch",
+    "check_gpus",
     "check_layout",
+    "count_gpus",
     "describe_base",
     "requested_devices",
 ]

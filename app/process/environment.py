@@ -18,6 +18,7 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
+from app.process.gpus import num_device_files
 from app.process.launch import is_first_rank
 from data_modules import printable, redact
 
@@ -132,7 +133,7 @@ class CleanFormatter(logging.Formatter):
 
 
 def quiet_libraries(*, offline: bool) -> None:
-    """Set the environment and filters of this process; call before transformers is imported.
+    """Set the environment and filters of this process; call before torch is imported.
 
     `offline` forbids requests to the hub, which a local model does not need.
     """
@@ -149,6 +150,9 @@ def quiet_libraries(*, offline: bool) -> None:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1" if offline else "0",
         "HF_HUB_OFFLINE": "1" if offline else "0",
     }
+    if num_device_files() and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Packs of many lengths leave blocks that fit none of the next: segments that grow do not.
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     for message in MEANINGLESS_WARNINGS:

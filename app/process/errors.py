@@ -35,6 +35,14 @@ class UserError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class DeviceError(RuntimeError):
+    """The GPUs of this machine cannot be used as they are: each problem with what to do."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(self.problems))
+
+
 class TrainingFault(RuntimeError):
     """Training went bad: a loss that is not finite, a saved adapter that does not read back."""
 
@@ -65,7 +73,7 @@ def exit_code(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, TrainingFault):  # whatever names are quoted in its message
         return TRAINING_FAULT
-    if isinstance(error, RemoteError):
+    if isinstance(error, (RemoteError, DeviceError)):
         return ENVIRONMENT_ERROR
     if isinstance(error, (UserError, DataError)):
         return USER_ERROR

@@ -17,6 +17,7 @@ from app.process.errors import (
     TERMINATED,
     TRAINING_FAULT,
     USER_ERROR,
+    DeviceError,
     Interrupted,
     TrainingFault,
     exit_code,
@@ -65,8 +66,8 @@ def _claim_message(error: BaseException, message: str) -> bool:
     is_lost = not isinstance(error, TrainingFault) and LOST_CONNECTION.search(str(error))
     if is_lost and tell(f"{LOST} {message}"):
         return False  # the supervisor knows which rank ended first
-    if folder is None:
-        return is_first_rank()
+    if folder is None:  # a machine without its GPUs may not be that of rank 0
+        return is_first_rank() or isinstance(error, DeviceError)
     if not is_first_rank() and LOST_CONNECTION.search(str(error)):
         return False
     try:
@@ -94,7 +95,7 @@ def _message(error: BaseException, code: int) -> str:
         return format_problems([printable(redact(problem)) for problem in problems])
     first = printable(redact(problems[0]), keep="\n")
     kind = {ENVIRONMENT_ERROR: "the environment", TRAINING_FAULT: "training stopped"}[code]
-    if isinstance(error, RemoteError):
+    if isinstance(error, (RemoteError, DeviceError)):
         return f"error ({kind}): " + "\n  ".join(printable(redact(one)) for one in problems)
     where = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
     hint = f"{TRACEBACK_VARIABLE}=1 before the command shows where it happened"

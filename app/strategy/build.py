@@ -127,7 +127,7 @@ def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) 
 
         return build_sharded(config, accelerator=accelerator, num_ranks=num_ranks)
     if isinstance(config, DdpConfig) and config.compression != "none":
-        return Compressed(config, gradient_as_bucket_view=True)
+        return Compressed(config)
     if isinstance(config, DdpConfig) or num_ranks > 1:
-        return Replicated(gradient_as_bucket_view=True)
+        return Replicated()
     return OneDevice("cuda:0" if accelerator == "gpu" else "cpu")

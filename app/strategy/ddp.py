@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from app.process.launch import is_first_rank
 from app.strategy.mixin import StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
+from app.strategy.settings import TIMEOUT
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,14 @@ class OneDevice(StrategyMixin, SingleDeviceStrategy):
 class Replicated(StrategyMixin, DDPStrategy):
     """DDP: every rank holds all weights, and gradients are averaged."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            timeout=TIMEOUT,
+            gradient_as_bucket_view=True,
+            # Those of a language model are constants; rank 0 would send them in every forward pass.
+            broadcast_buffers=False,
+        )
+
     def setup_distributed(self) -> None:
         """Connect the ranks, over the loopback interface if all are on this machine."""
         meet_on_loopback(self)
@@ -41,8 +50,8 @@ class Replicated(StrategyMixin, DDPStrategy):
 class Compressed(Replicated):
     """DDP with a communication hook of PyTorch's."""
 
-    def __init__(self, config: DdpConfig, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, config: DdpConfig) -> None:
+        super().__init__()
         self._compression = config.compression
         self._rank = config.powersgd_rank
         self._powersgd: Any = None

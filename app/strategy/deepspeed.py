@@ -30,7 +30,7 @@ from app.strategy.deepspeed_operators import prepare_operator
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
-from app.strategy.settings import ZeroConfig
+from app.strategy.settings import TIMEOUT, ZeroConfig
 
 if TYPE_CHECKING:
     import lightning as L
@@ -68,7 +68,7 @@ class Zero(StrategyMixin, DDPStrategy):
     keeps_gradients = False  # the engine takes them during the backward pass
 
     def __init__(self, config: ZeroConfig) -> None:
-        super().__init__()
+        super().__init__(timeout=TIMEOUT)
         self.zero_config = config
         self.shards_weights = config.stage == 3
         self.fuses_adapters = not self.shards_weights

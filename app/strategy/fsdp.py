@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -29,7 +30,7 @@ from app.process.errors import UserError
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
 from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
-from app.strategy.settings import FsdpConfig
+from app.strategy.settings import TIMEOUT, FsdpConfig
 from app.strategy.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
     shards_weights = True
 
     def __init__(self, config: FsdpConfig) -> None:
-        super().__init__()
+        super().__init__(timeout=TIMEOUT)
         self.config = config
         self.fuses_adapters = config.tensor_parallel_size == 1
         self.model_root: Any = None
@@ -111,6 +112,8 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             (replicas, shards, self.tensor_size),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
+        for group in self._device_mesh.get_all_groups():  # NCCL's own would wait for 10 minutes
+            _set_pg_timeout(self._timeout, group)
 
     def _divide(self) -> tuple[int, int]:
         tensor, ranks = self.tensor_size, self.world_size

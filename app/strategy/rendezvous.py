@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import struct
 import sys
 from datetime import timedelta
 from typing import Any
@@ -19,18 +20,24 @@ LOOPBACK = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 BACKLOG = 1024
 """connections that may wait to be accepted"""
+SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of an interface"""
 
 
 def meet_on_loopback(strategy: Any) -> None:
     """Connect the ranks of `strategy`, a Lightning strategy whose device is set.
 
-    Does nothing unless this program has started all ranks on this machine. OSError if the port was
-    taken in the meantime. Reads `_timeout` and `_get_process_group_backend` of Lightning 2.6's
-    strategies, which have no public names.
+    Ranks that something else has started, or on several machines, are connected by Lightning: for
+    these only gloo's interface is chosen. OSError if the port was taken in the meantime. Reads
+    `_timeout` and `_get_process_group_backend` of Lightning 2.6's strategies, which have no public
+    names.
     """
     import torch.distributed as dist
 
-    if strategy.num_nodes > 1 or not read_launch().is_started_here or dist.is_initialized():
+    if dist.is_initialized():
+        return
+    if strategy.num_nodes > 1 or not read_launch().is_started_here:
+        choose_gloo_interface(strategy.cluster_environment.main_address, strategy.num_nodes)
         return
     strategy.set_world_ranks()
     backend = strategy._get_process_group_backend()
@@ -59,6 +66,46 @@ def meet_on_loopback(strategy: Any) -> None:
     )
     if backend == "nccl":  # it warns of groups that are not destroyed at exit
         atexit.register(_destroy_group)
+
+
+def choose_gloo_interface(main_address: str, num_nodes: int) -> None:
+    """Have gloo use the interface that reaches rank 0's machine, unless GLOO_SOCKET_IFNAME is set.
+
+    By itself gloo takes the address of the host's name, which many machines have as 127.0.1.1.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    name = interface_to(main_address)
+    if name is not None and (name != INTERFACE or num_nodes == 1):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def interface_to(host: str) -> str | None:
+    """Return the interface by which `host` is reached; None where that is not known.
+
+    Sends nothing. Linux alone, and IPv4 addresses.
+    """
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:  # a name that is not known, or no route
+            return None
+        own = probe.getsockname()[0]
+        names = (name for _, name in socket.if_nameindex())
+        return next((name for name in names if _address_of(name, probe) == own), None)
+
+
+def _address_of(interface: str, probe: socket.socket) -> str | None:
+    import fcntl
+
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+    except OSError:  # an interface without an IPv4 address
+        return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _listen(port: int) -> int:

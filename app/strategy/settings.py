@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from data_modules import setting
 
 HOMES = ("none", "cpu")
 """where states may be offloaded: nowhere, to host memory"""
+TIMEOUT = timedelta(minutes=30)
+"""that ranks wait for each other in one collective, under every strategy: longer than one of them
+reads or writes a large model, while the others wait. A run that hangs in training is found earlier,
+by supervise.hang_minutes"""
 
 
 @dataclass(kw_only=True, slots=True)

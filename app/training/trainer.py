@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.preflight import check_devices, check_global_batch, check_layout
-from app.process.errors import UserError
+from app.preflight import check_devices, check_global_batch, check_layout, count_gpus
+from app.process.errors import DeviceError, UserError
+from app.process.gpus import ON_CPU
 from app.strategy.settings import StrategyConfig, tensor_parallel_size
 from data_modules import setting
 
@@ -139,8 +140,9 @@ class Environment:
     @property
     def row_multiple(self) -> int:
         """Return what the tokens of a packed row are rounded up to a multiple of."""
-        # On a CPU a kernel is made for every new shape, which costs as much as a layer.
-        return 64 if self.accelerator == "cpu" else 1
+        # On a CPU a kernel is made for every new shape, which costs as much as a layer. A GPU's
+        # products work in tiles of 128 rows, and its allocator finds blocks of few sizes again.
+        return 64 if self.accelerator == "cpu" else 128
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of a training step."""
@@ -200,12 +202,24 @@ def resolve_single_device(accelerator: str, precision: str) -> Environment:
 
 
 def resolve_accelerator(accelerator: str) -> str:
-    """Return gpu or cpu, with `auto` resolved to what is available."""
+    """Return gpu or cpu, with `auto` resolved to what is available.
+
+    DeviceError where a GPU is there that PyTorch cannot use: a run on the CPU must be asked for.
+    """
     import torch
 
     if accelerator != "auto":
         return accelerator
-    return "gpu" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        return "gpu"
+    if not count_gpus():
+        return "cpu"
+    try:
+        torch.cuda.init()
+        reason = "it finds no GPU"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error)
+    raise DeviceError([f"PyTorch {torch.__version__} cannot use a GPU here: {reason}; {ON_CPU}"])
 
 
 def resolve_precision(precision: str, accelerator: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.model import make_base
-from benchmarks.gpu.task import RANK, Part, Task
+from benchmarks.gpu.task import Part, Task, lora_of
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ NAMES = ["random"]
 
 def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], clock: Clock) -> str:
     """Train as a run does: our model, module, optimizer and trainer; return the attention used."""
-    from app.model.adapter import FullConfig, LoraConfig
+    from app.model.adapter import FullConfig
     from app.model.attention import AttentionConfig, choose_backend
     from app.model.base import ModelConfig, load_architecture
     from app.strategy.build import build_strategy
@@ -34,7 +34,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     from app.training.schedule import ScheduleConfig
     from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
 
-    adapter: AdapterConfig = LoraConfig(r=RANK, alpha=2 * RANK, dropout=0.0)
+    adapter: AdapterConfig = lora_of(part)
     config = TrainerConfig(
         accelerator="gpu" if task.device == "cuda" else "cpu",
         devices=1,

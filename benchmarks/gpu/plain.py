@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.clock import Clock
-from benchmarks.gpu.task import RANK, Part, Task
+from benchmarks.gpu.task import Part, Task, lora_of
 
 if TYPE_CHECKING:
     from data_modules import Batch
@@ -29,8 +29,14 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     if part.adapter == "lora":
         import peft
 
-        lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
-        model = peft.get_peft_model(model, lora)
+        ours = lora_of(part)
+        theirs = peft.LoraConfig(
+            r=ours.r,
+            lora_alpha=2 * ours.r,
+            lora_dropout=ours.dropout,
+            target_modules="all-linear",
+        )
+        model = peft.get_peft_model(model, theirs)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)

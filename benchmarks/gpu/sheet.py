@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.figure import Figure
 
-PEAK_TFLOPS = 989.0
-"""dense bf16 of one H100 or H200 by its datasheet, which MFU is measured against"""
+PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""dense bf16 of a GPU by its datasheet, which MFU is measured against, by what is in its name"""
 PACKAGES = (
     "torch", "transformers", "peft", "bitsandbytes", "lightning", "flash-attn", "liger-kernel"
 )  # fmt: skip
 COLUMNS = (
-    "part", "system", "attention", "tokens/s", "MFU", "peak GiB",
+    "part", "system", "attention", "kernels", "tokens/s", "MFU", "peak GiB",
     "ms a step: forward", "head and loss in it", "backward", "optimizer", "between",
     "kernels' ms: attention", "products", "dequantizing", "other", "rounds",
 )  # fmt: skip
@@ -34,8 +35,11 @@ class Result:
     note: str
     """how it differs from what was asked for; empty where it does not"""
     attention: str
+    kernels: str
+    """what took the place of the model's own norms and gates, as the run has said it"""
     tokens_per_second: float
-    mfu: float
+    mfu: float | None
+    """None for a GPU whose peak is not known"""
     peak_gib: float | None
     spans: dict[str, float]
     """milliseconds of a step by what they went to"""
@@ -55,8 +59,9 @@ class Result:
             f"{self.part}{f' ({self.note})' if self.note else ''}",
             self.system,
             self.attention,
+            self.kernels,
             f"{self.tokens_per_second:,.0f}",
-            f"{self.mfu:.1%}",
+            "-" if self.mfu is None else f"{self.mfu:.1%}",
             "-" if self.peak_gib is None else f"{self.peak_gib:.1f}",
             f"{forward:,.0f}",
             "-" if head is None else f"{head:,.0f}",
@@ -64,6 +69,14 @@ class Result:
             *(f"{kind:,.0f}" for kind in (*kinds, other)),
             str(self.rounds),
         ]
+
+
+T = TypeVar("T")
+
+
+def of_device(by_name: dict[str, T], device: str) -> T | None:
+    """Return what is known of a GPU, by the first key that is in its name."""
+    return next((known for name, known in by_name.items() if name in device), None)
 
 
 def write_sheet(

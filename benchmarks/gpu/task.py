@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from benchmarks.training.task import MEDIAN_TOKENS, SPREAD
 
 if TYPE_CHECKING:
+    from app.config import TrainConfig
+    from app.model.adapter import LoraConfig
     from data_modules import Batch
 
 RANK = 16
@@ -45,6 +47,8 @@ class Part:
     """torch.compile of each layer; Liger's kernels are then left to the compiler"""
     optimizer: str = "adamw"
     """adamw, or adamw8bit"""
+    experiment: str | None = None
+    """shipped experiment whose adapter and recompute are taken as they are"""
     packs: int = 2
     """packs of `sequence_len` tokens in a micro-batch"""
     warm_up: int = 1
@@ -105,6 +109,27 @@ def batches_of(task: Task, part: Part) -> list[Batch]:
             batch = collate(documents, micro_batch.step_weight)
             batches.append(batch.pin_memory() if task.device == "cuda" else batch)
     return batches
+
+
+def lora_of(part: Part) -> LoraConfig:
+    """Return the adapter of a part: that of its experiment, or ours with the dropout we ship."""
+    from app.model.adapter import LoraConfig
+
+    if part.experiment is None:
+        return LoraConfig(r=RANK, alpha=2 * RANK)
+    return cast("LoraConfig", _experiment(part).adapter)
+
+
+def recomputes(part: Part) -> tuple[str, ...]:
+    """Return what a part recomputes, and what else where memory does not suffice."""
+    first = "none" if part.experiment is None else _experiment(part).recompute.mode
+    return (first,) if first == "full" else (first, "full")
+
+
+def _experiment(part: Part) -> TrainConfig:
+    from app.config import load_config
+
+    return cast("TrainConfig", load_config("train", [f"+experiment={part.experiment}"]))
 
 
 def flops_per_token(task: Task, part: Part, batches: Sequence[Batch]) -> float:

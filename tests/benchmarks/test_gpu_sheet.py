@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,21 @@ import torch
 import yaml  # type: ignore[import-untyped]
 
 import benchmarks.gpu.__main__ as bench
+from app.config import load_config
+from app.model.adapter import LoraConfig
 from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
 from benchmarks.gpu import ours, plain
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.model import quantize
-from benchmarks.gpu.task import Part, Task, batches_of, flops_per_token
+from benchmarks.gpu.task import (
+    Part,
+    Task,
+    batches_of,
+    flops_per_token,
+    lora_of,
+    recomputes,
+)
 from tests.tiny import random_ids, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -40,10 +53,16 @@ PLAIN = ("lora", "full")
 
 def measured(folder: Path, capsys: pytest.CaptureFixture[str], **how: Any) -> tuple[str, list[Any]]:
     """Measure; returns the sheet, and what was printed as JSON."""
-    bench.measure(how.pop("task", SMALL), how.pop("parts", QUICK), "A GPU (80GB)", folder, **how)
+    bench.measure(
+        how.pop("task", SMALL),
+        how.pop("parts", QUICK),
+        how.pop("device", "H200 (80GB)"),
+        folder,
+        **how,
+    )
     printed = capsys.readouterr().out.splitlines()
     (sheet,) = folder.iterdir()
-    assert sheet.name.endswith("_a-gpu-80gb.md")
+    assert sheet.name.endswith("-80gb.md")
     return sheet.read_text(), [json.loads(line) for line in printed if line.startswith("{")]
 
 
@@ -72,6 +91,7 @@ def test_every_part_trains_and_stands_in_the_sheet(
     assert figures.keys() == {
         "gpu/lora/tokens_per_second",
         "gpu/lora/speed_against_plain",
+        "gpu/llama8b_as_shipped/tokens_per_second",
         "gpu/full/tokens_per_second",
         "gpu/full/speed_against_plain",
         "gpu/qlora_against_lora",
@@ -98,6 +118,96 @@ def test_what_does_not_fit_the_budget_is_named(
     sheet, found = measured(tmp_path, capsys, budget_seconds=20, rounds=1)
     assert found == []
     assert "- lora, ours: it takes about 25 s, and 20 s were left" in sheet
+
+
+def test_what_still_runs_when_the_budget_ends_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(*_: Any) -> str:
+        with contextlib.suppress(Exception):  # as a library that goes on without what failed
+            time.sleep(60)
+        time.sleep(60)
+        return "sdpa"
+
+    monkeypatch.setattr(ours, "train", endless)
+    monkeypatch.setattr(bench, "AGAIN_SECONDS", 0.5)
+    began = time.monotonic()
+    parts = {"lora": Part(seconds=1), "qlora": Part(seconds=1)}
+    sheet, found = measured(tmp_path, capsys, parts=parts, budget_seconds=2, rounds=3)
+    assert time.monotonic() - began < 10
+    assert "- lora, ours: stopped where the budget ended" in sheet
+    assert "- qlora, ours: it takes about 1 s, and -" in sheet
+    assert not any("part" in one for one in found)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_round_of_the_parts_fits_the_budget_on_paper() -> None:
+    first = [part.seconds for _, part, _ in bench.turns(bench.PARTS, 1)]
+    assert sum(first) < bench.BUDGET_SECONDS
+    # After the budget come a stop, the sheet, and the end of the process.
+    assert bench.BUDGET_SECONDS + 3 * bench.AGAIN_SECONDS < 8 * 60
+
+
+@pytest.mark.parametrize(
+    ("device", "lora"),
+    [("NVIDIA H200", 14_000), ("NVIDIA H100 80GB HBM3", 12_500), ("NVIDIA L4", None)],
+)
+def test_bars_are_those_of_the_device(
+    device: str,
+    lora: float | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain, "train", quick_train)
+    monkeypatch.setattr(ours, "train", quick_train)
+    bench.measure(SMALL, {"lora": Part()}, device, tmp_path, rounds=1)
+    found = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
+    ]
+    figures = {one["figure"]: one for one in found if "figure" in one}
+    assert "gpu/lora/speed_against_plain" in figures
+    bar = figures.get("gpu/lora/tokens_per_second", {}).get("bar")
+    assert bar == lora
+    assert all((one["mfu"] is None) == (lora is None) for one in found if "part" in one)
+    (sheet,) = tmp_path.iterdir()
+    said = "bars are those of this GPU" if lora else "This GPU has no bars but of ratios"
+    assert said in sheet.read_text()
+
+
+def quick_train(task: Task, part: Part, recompute: str, batches: Any, clock: Clock) -> str:
+    """Count the tokens of a training that does nothing else."""
+    logging.getLogger("app.model.kernels").warning("kernels: Liger's for 2 norms, proven equal")
+    clock.start()
+    micro_batches = len(batches) // (part.warm_up + task.steps + 1)
+    for number, batch in enumerate(batches, start=1):
+        clock.micro_batch_done(batch.num_tokens)
+        if number % micro_batches == 0:
+            clock.step_done()
+    return "sdpa"
+
+
+def test_the_kernels_that_ours_used_stand_in_the_sheet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "train", quick_train)
+    parts = {"qlora": Part(), "lora, compiled": Part(is_compiled=True)}
+    sheet, _ = measured(tmp_path, capsys, parts=parts, rounds=1)
+    assert "| qlora | ours | sdpa | Liger's for 2 norms |" in sheet
+    assert "| lora, compiled | ours | sdpa | the compiler's |" in sheet
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "run", lambda *_: "nothing")
+    (tmp_path / "bare").mkdir()
+    sheet, _ = measured(tmp_path / "bare", capsys, parts=parts, rounds=1)
+    assert "liger-kernel is not installed, and the bars are meant with it" in sheet
+
+
+def test_lora_is_measured_with_the_dropout_and_the_experiment_that_are_shipped() -> None:
+    shipped = load_config("train", ["+experiment=llama8b"])
+    assert lora_of(Part()).dropout == LoraConfig().dropout
+    assert lora_of(Part(experiment="llama8b")) == shipped.adapter
+    assert recomputes(Part(experiment="llama8b"))[0] == shipped.recompute.mode
+    assert recomputes(Part()) == ("none", "full")
 
 
 def test_a_part_that_fails_is_named_and_the_others_go_on(
@@ -150,7 +260,7 @@ def test_flops_of_llama_8b_are_those_of_the_formula(
     part = Part(adapter=adapter)
     flops = flops_per_token(task, part, batches_of(task, part))
     assert flops / 1e9 == pytest.approx(gigaflops, rel=2e-3)
-    assert bench.PEAK_TFLOPS * 1e12 / flops == pytest.approx(tokens_at_peak, rel=1e-3)
+    assert bench.PEAK_TFLOPS["H200"] * 1e12 / flops == pytest.approx(tokens_at_peak, rel=1e-3)
 
 
 def test_short_documents_attend_to_less() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BloomConfig, BloomForCausalLM
@@ -270,16 +272,72 @@ def test_selective_keeps_nothing_of_layers_below_the_lowest_adapter() -> None:
     logits.sum().backward()
 
 
-def test_selective_refuses_a_layer_that_changes_what_it_keeps() -> None:
-    weight = torch.randn(8, 8, requires_grad=True)
-    hidden = torch.randn(4, 8)
-    with pytest.raises(RuntimeError, match="type recompute=full"):
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("context", [contextlib.nullcontext, FakeTensorMode])
+def test_selective_refuses_a_layer_that_changes_what_it_keeps(first: int, context: Any) -> None:
+    with context(), pytest.raises(RuntimeError, match="type recompute=full"):
+        weight = torch.randn(8, 8, requires_grad=True)
+        hidden = torch.randn(4, 8)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            product = x @ weight
+            product[:, first:].mul_(2)  # as rotations of a part of it
+            return product.exp()
+
         checkpoint(
-            lambda x: (x @ weight).mul_(2).exp(),
+            layer,
             hidden,
             use_reentrant=False,
             context_fn=keep_expensive,
         )
+
+
+OF_BITSANDBYTES: dict[str, Callable[..., Any]] = {
+    "bitsandbytes::gemm_4bit": lambda args: tuple(args[2]),
+    "bitsandbytes::int8_scaled_mm": lambda args: tuple(args[1].shape),
+    "bitsandbytes::int8_mixed_scaled_mm": lambda args: tuple(args[2].shape),
+}
+"""shape [out, in] of the matrix of bitsandbytes' products, from their arguments"""
+
+
+class QuantizedProducts(TorchDispatchMode):
+    """Shapes [out, in] of the products with quantized matrices that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in OF_BITSANDBYTES:
+            self.shapes[OF_BITSANDBYTES[func.name()](args)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_selective_computes_narrow_products_of_a_quantized_base_once(
+    method: str, tmp_path: Path
+) -> None:
+    tiny_llama(num_hidden_layers=1, tie_word_embeddings=False).save_pretrained(tmp_path)
+    base = load_base(
+        ModelConfig(path=str(tmp_path)),
+        "sdpa",
+        torch.bfloat16,
+        QuantizationConfig(method=method),
+    )
+    # Where it trains, int8 is no product of its own on a CPU.
+    model = prepared(base, RecomputeConfig(), LoraConfig(r=4, dropout=0.0)).eval()
+    forward, recompute = keep_expensive()
+    first, second = QuantizedProducts(), QuantizedProducts()
+    ids = torch.arange(16)[None]
+    with first, forward:
+        expected = model(ids).logits
+    with second, recompute:
+        logits = model(ids).logits
+    assert torch.equal(logits, expected)
+    assert first.shapes.total() == 7
+    assert second.shapes == {shape: n for shape, n in first.shapes.items() if shape[0] > shape[1]}
+    assert second.shapes.total() == 2  # the MLP's two first products
 
 
 FIELDS_OF_MALLINFO = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import inspect
 import shlex
 import sys
@@ -19,6 +20,7 @@ from app.config.load import settings_of
 from app.config.verbs import PARTS
 from app.preflight import check_compatibility
 from app.preflight.couplings import devices, table
+from app.preflight.couplings.table import is_installed
 from app.strategy.deepspeed_config import keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.parameter_groups import LrPattern
@@ -365,3 +367,14 @@ def test_gpus_are_counted_by_their_device_files(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert devices.count_gpus() == count
+
+
+def test_a_folder_without_a_package_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "flash_attn_of_a_test" / "cute").mkdir(parents=True)
+    assert not is_installed("flash_attn_of_a_test")
+    (tmp_path / "flash_attn_of_a_test" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert is_installed("flash_attn_of_a_test")

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 KEEP = """
 import ctypes, resource, sys
 from pathlib import Path
-from app.process import memory
+from app.process import environment as memory
 libc = ctypes.CDLL(None)
 libc.sbrk.restype = ctypes.c_void_p
 def faults():
@@ -37,6 +37,23 @@ assert dict(os.environ) == before
 assert threading.enumerate() == [threading.main_thread()]
 assert len(os.listdir("/proc/self/task")) == 1
 print(os.getpid(), sys.orig_argv[-1])
+"""
+
+ALLOCATOR = """
+import os, sys
+from pathlib import Path
+from app.process import environment, gpus
+gpus.DEVICES = Path(sys.argv[1])
+environment.quiet_libraries(offline=True)
+assert "torch" not in sys.modules
+print(os.environ.get("PYTORCH_ALLOC_CONF"))
+"""
+SEGMENTS = """
+from app.process.environment import quiet_libraries
+quiet_libraries(offline=True)
+import torch
+torch.ones(1, device="cuda")
+print(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 """
 
 
@@ -70,3 +87,17 @@ def test_memory_is_left_alone_where_it_is_configured_or_a_gpu_computes(
         (tmp_path / "nvidia0").touch()
     variables = {} if variable is None else {variable: "131072"}
     assert run(KEEP, str(tmp_path), **variables).startswith("0 ")
+
+
+def test_a_gpus_allocator_grows_its_segments_unless_it_is_configured(tmp_path: Path) -> None:
+    assert run(ALLOCATOR, str(tmp_path)) == "None\n"
+    (tmp_path / "nvidia0").touch()
+    assert run(ALLOCATOR, str(tmp_path)) == "expandable_segments:True\n"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        said = run(ALLOCATOR, str(tmp_path), **{name: "max_split_size_mb:512"})
+        assert "expandable" not in said
+
+
+@pytest.mark.gpu
+def test_the_segments_of_this_gpu_grow() -> None:
+    assert run(SEGMENTS) == "True\n"

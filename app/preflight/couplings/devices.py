@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+from app.process.errors import DeviceError
+from app.process.gpus import judge, num_device_files, num_visible, read_machine
 from app.strategy.settings import FsdpConfig, StrategyConfig, tensor_parallel_size
 
 if TYPE_CHECKING:
@@ -61,15 +62,19 @@ def is_evaluation(config: TrainConfig | EvaluateConfig) -> TypeGuard[EvaluateCon
 
 def count_gpus() -> int:
     """Count the NVIDIA devices that this process may use, by their device files."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sum(file.name[len("nvidia") :].isdigit() for file in Path("/dev").glob("nvidia*"))
-    present = present or int(Path("/dev/dxg").exists())  # Windows' GPU under WSL
-    if visible is None:
-        return present
-    chosen = [name.strip() for name in visible.split(",") if name.strip()]
-    # CUDA ignores everything from the first invalid index on.
-    until = chosen.index("-1") if "-1" in chosen else len(chosen)
-    return min(until, present) if present else 0
+    return num_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), num_device_files())
+
+
+def check_gpus(config: TrainConfig | EvaluateConfig) -> None:
+    """Check that the GPUs serve which the settings ask for; DeviceError where they do not.
+
+    Before any rank starts: each of them would fail, and none may train on the CPU instead.
+    """
+    if config.trainer.accelerator == "cpu":
+        return
+    wanted = requested_devices(config).ranks_per_node
+    if problems := judge(read_machine(), wanted, config.trainer.precision):
+        raise DeviceError(problems)
 
 
 def check_devices(trainer: TrainerConfig, num_gpus: int | None) -> list[str]:

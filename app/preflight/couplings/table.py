@@ -132,7 +132,9 @@ def _of_device(config: TrainConfig | EvaluateConfig, devices: Devices) -> Iterat
 
 def is_installed(module: str) -> bool:
     """Return whether a package is installed, without importing it."""
-    return importlib.util.find_spec(module) is not None
+    spec = importlib.util.find_spec(module)
+    # flash-attn-4 alone leaves a folder flash_attn that is no package.
+    return spec is not None and spec.origin is not None
 
 
 def _of_base(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:

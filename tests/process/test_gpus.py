@@ -1,0 +1,315 @@
+"""GPUs that a run cannot use are named before anything starts, on machines that are made up."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import app.preflight.couplings.devices as devices
+from app.process import gpus
+from app.process.errors import DeviceError
+from app.process.gpus import Gpu, Machine, ask_driver, build_for, judge, read_machine
+from app.training.trainer import resolve_accelerator
+from tests.door import ask, make_data, make_model
+
+H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
+L4 = Gpu(name="NVIDIA L4", memory_gib=22.0, capability=(8, 9))
+T4 = Gpu(name="Tesla T4", memory_gib=14.6, capability=(7, 5))
+V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_gib=15.8, capability=(7, 0))
+SLICE = Gpu(name="NVIDIA A100-SXM4-80GB MIG 3g.40gb", memory_gib=39.5, capability=(8, 0))
+TWO = Machine(
+    num_files=2,
+    driver="580.65.06",
+    cuda=(13, 0),
+    gpus=(H100, H100),
+    torch="2.13.0",
+    torch_cuda=(13, 0),
+)
+
+
+def machine(**changed: Any) -> Machine:
+    return dataclasses.replace(TWO, **changed)
+
+
+OLD = {"driver": "550.54.15", "cuda": (12, 4)}
+CU126 = "torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"
+BAD: dict[str, tuple[Machine, int, str, tuple[str, ...]]] = {
+    "a driver too old": (
+        machine(**OLD, failure="the provided PTX was compiled with an unsupported toolchain."),
+        2,
+        "auto",
+        ("driver 550.54.15", "CUDA up to 12.4", "built for CUDA 13.0", "driver 580", CU126),
+    ),
+    "a driver too old for any build": (
+        machine(driver="470.82.01", cuda=(11, 4)),
+        1,
+        "auto",
+        ("CUDA up to 11.4", "update the driver: no PyTorch"),
+    ),
+    "PyTorch for CPUs": (
+        machine(torch="2.13.0+cpu", torch_cuda=None, **OLD),
+        2,
+        "auto",
+        ("PyTorch 2.13.0+cpu is built without CUDA", CU126, "trainer.accelerator=cpu"),
+    ),
+    "no driver": (
+        machine(driver=None, cuda=None, gpus=(), failure="libcuda.so.1: cannot open shared object"),
+        2,
+        "auto",
+        ("2 NVIDIA devices", "libcuda.so.1: cannot open", "--gpus all", "trainer.accelerator=cpu"),
+    ),
+    "a driver that does not start": (
+        machine(gpus=(), failure="system not yet initialized (CUDA error 802)"),
+        2,
+        "auto",
+        ("driver 580.65.06 does not start CUDA: system not yet initialized (CUDA error 802)",),
+    ),
+    "an empty CUDA_VISIBLE_DEVICES": (
+        machine(visible="", gpus=()),
+        1,
+        "auto",
+        ("CUDA_VISIBLE_DEVICES= hides the 2", "unset CUDA_VISIBLE_DEVICES", "accelerator=cpu"),
+    ),
+    "CUDA_VISIBLE_DEVICES=-1": (machine(visible="-1", gpus=()), 1, "auto", ("hides the 2",)),
+    "a GPU that is not there": (
+        machine(visible="7", gpus=()),
+        1,
+        "auto",
+        ("CUDA_VISIBLE_DEVICES=7: CUDA finds 0 of 1 GPUs; choose from 0 to 1",),
+    ),
+    "one of two that is not there": (
+        machine(visible="0,5", gpus=(H100,)),
+        2,
+        "auto",
+        ("CUDA_VISIBLE_DEVICES=0,5: CUDA finds 1 of 2 GPUs", "type trainer.devices=1"),
+    ),
+    "device files of others": (
+        machine(gpus=(H100,)), 2, "auto", ("CUDA finds 1 of 2 GPUs", "trainer.devices=1"),
+    ),
+    "two slices": (
+        machine(gpus=(SLICE,)), 2, "auto", ("MIG 3g.40gb is a MIG slice", "trainer.devices=1"),
+    ),
+    "a GPU without bf16": (
+        machine(gpus=(T4, T4)),
+        2,
+        "auto",
+        ("Tesla T4 has compute capability 7.5", "8.0 or newer", "trainer.precision=fp16"),
+    ),
+    "the second without bf16": (machine(gpus=(L4, T4)), 2, "bf16", ("Tesla T4 has compute",)),
+    "a GPU that CUDA 13 has left": (
+        machine(gpus=(V100, V100)),
+        2,
+        "fp16",
+        ("V100-SXM2-16GB has compute capability 7.0", "CUDA 13, which serves 7.5", CU126),
+    ),
+    "two of unlike memory": (
+        machine(gpus=(L4, H100)),
+        2,
+        "auto",
+        (
+            "differ in memory (NVIDIA L4 22 GiB, NVIDIA H100 80GB HBM3 79 GiB)",
+            "CUDA_VISIBLE_DEVICES=1 before the command, and type trainer.devices=1",
+        ),
+    ),
+    "unlike memory among the visible": (
+        machine(num_files=8, visible="2,3,5", gpus=(H100, L4, H100)),
+        3,
+        "auto",
+        ("CUDA_VISIBLE_DEVICES=2,5 before the command, and type trainer.devices=2",),
+    ),
+}  # fmt: skip
+GOOD: dict[str, tuple[Machine, int, str]] = {
+    "two alike": (TWO, 2, "auto"),
+    "no device at all": (Machine(visible=""), 1, "auto"),
+    "the first of two unlike": (machine(gpus=(H100, L4)), 1, "auto"),
+    "one slice": (machine(num_files=1, gpus=(SLICE,)), 1, "auto"),
+    "one slice of a machine of several": (machine(gpus=(SLICE,)), 1, "auto"),
+    "older GPUs in fp16": (machine(gpus=(T4, T4)), 2, "fp16"),
+    "older GPUs in fp32": (machine(gpus=(T4, T4)), 2, "fp32"),
+    "an older driver, and a build for it": (
+        machine(torch="2.13.0+cu126", torch_cuda=(12, 6), **OLD), 2, "auto",
+    ),
+    "a newer driver": (machine(driver="610.1", cuda=(14, 0)), 2, "auto"),
+    "one that was chosen": (machine(visible="1", gpus=(H100,)), 1, "auto"),
+    "a slice that was chosen": (machine(visible="MIG-3f1a", gpus=(SLICE,)), 1, "auto"),
+    "totals that differ by what a screen takes": (
+        machine(gpus=(H100, dataclasses.replace(H100, memory_gib=78.9))), 2, "auto",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_keeps_gpus_from_a_run_is_said_with_what_to_do(name: str) -> None:
+    (problem,) = judge(*BAD[name][:3])
+    for words in BAD[name][3]:
+        assert words in problem
+    assert any(way in problem for way in ("type", "install", "update")), problem
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_gpus_that_serve_are_let_through(name: str) -> None:
+    assert judge(*GOOD[name]) == []
+
+
+@pytest.mark.parametrize(
+    ("cuda", "build"),
+    [(None, "cu130"), ((13, 2), "cu130"), ((13, 0), "cu130"), ((12, 8), "cu126"),
+     ((12, 0), "cu126"), ((11, 8), None)],
+)  # fmt: skip
+def test_a_driver_gets_the_newest_build_that_it_serves(
+    cuda: tuple[int, int] | None, build: str | None
+) -> None:
+    assert build_for(cuda) == build
+
+
+@pytest.fixture
+def on_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], None]:
+    def use(machine: Machine) -> None:
+        monkeypatch.setattr(devices, "read_machine", lambda: machine)
+
+    return use
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "data.jsonl")
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+
+
+def test_a_run_ends_with_the_environments_code_and_one_message(
+    on_machine: Callable[[Machine], None], words: list[str]
+) -> None:
+    on_machine(BAD["a driver too old"][0])
+    answer = ask(*words, gpus=2)
+    assert answer.code == 3
+    assert answer.config is None
+    assert answer.said.startswith("error (the environment): the driver 550.54.15 serves CUDA up")
+    assert answer.said.count("\n") == 1
+
+
+def test_it_ends_the_same_way_where_no_gpu_would_have_been_used(
+    on_machine: Callable[[Machine], None], words: list[str]
+) -> None:
+    on_machine(BAD["an empty CUDA_VISIBLE_DEVICES"][0])
+    assert ask(*words).code == 3
+    assert ask(*words, "trainer.accelerator=cpu").code == 0
+    assert ask(*words, verb="preview").code == 0  # it may be of a run for another machine
+    evaluation = ask(words[0], words[1].replace("datasets", "test_datasets"), verb="evaluate")
+    assert evaluation.code == 3, evaluation.said
+
+
+def test_every_machine_of_several_says_what_is_wrong_with_its_gpus(
+    on_machine: Callable[[Machine], None], words: list[str]
+) -> None:
+    on_machine(BAD["a driver that does not start"][0])
+    ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}
+    answer = ask(
+        *words,
+        "trainer.devices=2",
+        "trainer.num_nodes=2",
+        gpus=2,
+        environment={**ranks, "MASTER_PORT": "29500"},
+    )
+    assert answer.code == 3
+    assert "system not yet initialized" in answer.said
+
+
+class FakeDriver:
+    """CUDA's driver API for two GPUs, or one that does not start."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code, self.all = code, (H100, L4)
+
+    def cuDriverGetVersion(self, version: Any) -> None:
+        version._obj.value = 12_080
+
+    def cuInit(self, flags: int) -> int:
+        return self.code
+
+    def cuGetErrorString(self, code: int, words: Any) -> None:
+        words._obj.value = b"system not yet initialized"
+
+    def cuDeviceGetCount(self, count: Any) -> None:
+        count._obj.value = len(self.all)
+
+    def cuDeviceGet(self, device: Any, index: int) -> None:
+        device._obj.value = index
+
+    def cuDeviceGetName(self, name: Any, size: int, device: Any) -> None:
+        name.value = self.all[device.value].name.encode()
+
+    def cuDeviceTotalMem_v2(self, memory: Any, device: Any) -> None:
+        memory._obj.value = int(self.all[device.value].memory_gib * 2**30)
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: Any) -> None:
+        value._obj.value = self.all[device.value].capability[attribute - gpus.CAPABILITY_MAJOR]
+
+
+def test_the_driver_is_asked_for_its_gpus() -> None:
+    cuda, failure, found = ask_driver(FakeDriver())
+    assert (cuda, failure) == ((12, 8), "")
+    assert [dataclasses.replace(gpu, memory_gib=round(gpu.memory_gib, 3)) for gpu in found] == [
+        H100,
+        L4,
+    ]
+    assert ask_driver(FakeDriver(802)) == (
+        (12, 8),
+        "system not yet initialized (CUDA error 802)",
+        (),
+    )
+
+
+def test_a_machine_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER_VERSION", tmp_path / "version")
+    assert read_machine().num_files == 0
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Sat Feb 24 2024\n"
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeDriver())
+    found = read_machine()
+    assert (found.num_files, found.visible, found.driver) == (2, "1", "535.161.08")
+    assert found.torch == torch.__version__
+    built = torch.version.cuda
+    assert found.torch_cuda == (built and tuple(map(int, built.split("."))))
+
+    def absent(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert read_machine().failure.startswith("libcuda.so.1: cannot open")
+
+
+def test_auto_never_means_the_cpu_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU that PyTorch can use")
+    assert resolve_accelerator("auto") == "cpu"
+    monkeypatch.setattr("app.training.trainer.count_gpus", lambda: 2)
+    with pytest.raises(DeviceError, match=r"cannot use a GPU here: \w+.*trainer.accelerator=cpu"):
+        resolve_accelerator("auto")
+    assert resolve_accelerator("cpu") == "cpu"
+
+
+@pytest.mark.gpu
+def test_the_driver_says_what_pytorch_says() -> None:
+    found = read_machine()
+    assert found.failure == ""
+    assert len(found.gpus) == torch.cuda.device_count()
+    for index, gpu in enumerate(found.gpus):
+        properties = torch.cuda.get_device_properties(index)
+        assert (gpu.name, gpu.capability) == (
+            properties.name,
+            (properties.major, properties.minor),
+        )
+        assert gpu.memory_gib == pytest.approx(properties.total_memory / 2**30, rel=0.01)
+    assert found.cuda is not None and found.torch_cuda is not None
+    assert found.cuda[0] >= found.torch_cuda[0]

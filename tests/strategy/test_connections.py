@@ -1,0 +1,117 @@
+"""How ranks reach each other, how long they wait, and what they need not send."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import app.strategy.rendezvous as rendezvous
+from app.process.launch import Launch
+from app.strategy.build import build_strategy
+from app.strategy.rendezvous import interface_to, meet_on_loopback
+from app.strategy.settings import TIMEOUT, DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
+from tests.ranks import on_ranks, ready
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+SEVERAL = [
+    StrategyConfig(),
+    DdpConfig(),
+    DdpConfig(compression="bf16"),
+    FsdpConfig(),
+    FsdpConfig(tensor_parallel_size=2),
+    ZeroConfig(stage=2),
+    ZeroConfig(),
+]
+
+
+@pytest.mark.parametrize("config", SEVERAL, ids=str)
+def test_ranks_wait_equally_long_under_every_strategy(
+    config: StrategyConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(config, ZeroConfig):
+        pytest.importorskip("deepspeed")
+    built: Any = build_strategy(config, accelerator="cpu", num_ranks=2)
+    assert built._timeout is TIMEOUT
+
+
+@pytest.mark.parametrize("config", [DdpConfig(), DdpConfig(compression="powersgd")], ids=str)
+def test_ddp_sends_no_buffers(config: DdpConfig) -> None:
+    built: Any = build_strategy(config, accelerator="cpu", num_ranks=2)
+    assert built._ddp_kwargs == {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+
+
+def time_outs() -> set[timedelta]:
+    """Return the time-outs of a rank's groups, one a dimension of the mesh."""
+    strategy = ready(
+        build_strategy(FsdpConfig(tensor_parallel_size=2), accelerator="cpu", num_ranks=4)
+    )
+    strategy._timeout = timedelta(minutes=7)
+    strategy._init_mesh()
+    groups = strategy.device_mesh.get_all_groups()
+    assert sorted(map(dist.get_world_size, groups)) == [1, 2, 2]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+@pytest.mark.slow
+def test_the_groups_of_a_mesh_wait_as_long_as_all_ranks() -> None:
+    assert on_ranks(4, time_outs) == [{timedelta(minutes=7)}] * 4
+
+
+def addresses() -> dict[str, str]:
+    """Return this machine's interfaces with their IPv4 addresses."""
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()))
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+@linux
+def test_an_interface_is_found_by_what_it_reaches() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    for name, address in addresses().items():
+        assert interface_to(address) == name
+    assert interface_to("no such host.") is None
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "reached", "typed", "expected"),
+    [
+        (2, "eth1", None, "eth1"),
+        (1, "lo", None, "lo"),
+        (2, "lo", None, None),  # the host's own name, as 127.0.1.1: the others do not reach it so
+        (2, None, None, None),
+        (2, "eth1", "ib0", "ib0"),
+    ],
+)
+def test_ranks_of_other_launchers_use_the_interface_that_reaches_the_first(
+    num_nodes: int,
+    reached: str | None,
+    typed: str | None,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "INTERFACE", "lo")
+    monkeypatch.setattr(rendezvous, "read_launch", lambda: Launch(detected_by="RANK", num_ranks=4))
+    monkeypatch.setattr(rendezvous, "interface_to", {"the first": reached}.__getitem__)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", typed or "")
+    if typed is None:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    environment = SimpleNamespace(main_address="the first")
+    meet_on_loopback(SimpleNamespace(num_nodes=num_nodes, cluster_environment=environment))
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

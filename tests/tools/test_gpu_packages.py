@@ -1,0 +1,76 @@
+"""What is installed for a GPU: PyTorch's build by its driver, and packages that have wheels."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+
+from app.process.errors import ROOT
+from app.process.gpus import Machine
+from tools.gpu_packages import answer, has_gpu
+
+CU126 = "--extra-index-url https://download.pytorch.org/whl/cu126"
+NEW = Machine(num_files=1, driver="580.65.06", cuda=(13, 0))
+OLD = Machine(num_files=1, driver="535.161.08", cuda=(12, 2))
+UNREAD = Machine(num_files=1, driver="550.54.15", failure="libcuda.so.1: cannot open")
+ANCIENT = Machine(num_files=1, driver="470.82.01", cuda=(11, 4))
+UNKNOWN = Machine(num_files=1)
+
+
+@pytest.mark.parametrize(
+    ("machine", "index", "said"),
+    [
+        (NEW, "", "gpu: driver 580.65.06: PyTorch's build cu130 (driver 580 or newer), and the"),
+        (OLD, CU126, "gpu: driver 535.161.08: PyTorch's build cu126 (driver 525 or newer)"),
+        (UNREAD, CU126, "CUDA does not start: libcuda.so.1: cannot open"),
+        (ANCIENT, "", "gpu: driver 470.82.01 is too old for PyTorch: update it to 525 or newer"),
+        (UNKNOWN, "", "gpu: driver of unknown version: PyTorch's build cu130"),
+    ],
+)
+def test_pytorchs_build_is_chosen_by_the_driver(machine: Machine, index: str, said: str) -> None:
+    assert has_gpu(machine)
+    assert answer(machine, "index") == index
+    assert answer(machine, "extra") == ",gpu"
+    assert said in answer(machine, "")
+
+
+@cache
+def has_index() -> bool:
+    """Tell whether a package index answers, for a package that every one has."""
+    return wheels_of("pip") != ""
+
+
+def wheels_of(package: str) -> str:
+    """Return what the index says of the versions of `package` that have wheels, or nothing."""
+    report = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+            *("--dry-run", "--ignore-installed", "--no-deps", "--only-binary", ":all:"),
+            *("--retries", "0", "--timeout", "15", "--report", "-", package),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return report.stdout if report.returncode == 0 else ""
+
+
+def extra(name: str) -> list[str]:
+    """Return the packages of an extra, as pyproject.toml has them."""
+    found = re.search(rf"^{name} = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert found is not None
+    return re.findall(r'"([^"]+)"', found[1])
+
+
+@pytest.mark.parametrize("name", ["gpu", "flash4"], ids="extra {}".format)
+def test_what_is_installed_for_a_gpu_has_wheels(name: str) -> None:
+    if not has_index():
+        pytest.skip("no package index answers")
+    packages = extra(name)
+    assert packages
+    for package in packages:
+        assert ".whl" in wheels_of(package), f"{package} would be compiled"

@@ -1,0 +1,54 @@
+"""What `make install` adds on a machine with a CUDA GPU; runs before anything is installed.
+
+Without a word it says what and why, with `index` it prints pip's options for PyTorch, with `extra`
+what is added to the extras. Prints nothing on a machine without.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+from app.process.gpus import (
+    BUILDS,
+    DRIVER_VERSION,
+    WHEELS,
+    Machine,
+    build_for,
+    cuda_of,
+    read_machine,
+)
+
+FROM_THE_INDEX = BUILDS[0][1]
+"""PyTorch's build that the package index itself has"""
+
+
+def has_gpu(machine: Machine) -> bool:
+    """Tell whether this machine has an NVIDIA GPU or its driver."""
+    has_driver = DRIVER_VERSION.exists() or shutil.which("nvidia-smi") is not None
+    return machine.num_files > 0 or has_driver
+
+
+def answer(machine: Machine, asked: str) -> str:
+    """Return what is printed for a machine with a GPU."""
+    cuda = machine.cuda or cuda_of(machine.driver)
+    is_too_old = (cuda is None and machine.driver is not None) or build_for(cuda) is None
+    build = FROM_THE_INDEX if is_too_old else build_for(cuda)
+    if asked == "extra":
+        return ",gpu"
+    if asked == "index":
+        return "" if build == FROM_THE_INDEX else f"--extra-index-url {WHEELS}/{build}"
+    driver = f"driver {machine.driver or 'of unknown version'}"
+    oldest = {name: least for _, name, least in BUILDS}
+    if is_too_old:
+        least = min(oldest.values())
+        return f"gpu: {driver} is too old for PyTorch: update it to {least} or newer, or to 580"
+    said = f"gpu: {driver}: PyTorch's build {build} (driver {oldest[build or '']} or newer)"
+    failed = f"; but CUDA does not start: {machine.failure}" if machine.failure else ""
+    return f"{said}, and the extra gpu (liger-kernel){failed}"
+
+
+if __name__ == "__main__":
+    machine = read_machine()
+    if has_gpu(machine):
+        print(answer(machine, sys.argv[1] if len(sys.argv) > 1 else ""))
