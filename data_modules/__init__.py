@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from data_modules.audit import Audit as Audit
     from data_modules.collator import Batch as Batch
     from data_modules.collator import DecoderInputs as DecoderInputs
-    from data_modules.datamodule import BatchSpec as BatchSpec
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
-    from data_modules.datamodule import ModelSpec as ModelSpec
     from data_modules.datamodule import StepRow as StepRow
     from data_modules.facts import Facts as Facts
     from data_modules.facts import ResumeRule as ResumeRule
@@ -44,21 +42,25 @@ if TYPE_CHECKING:
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.template import Prompt as Prompt
     from data_modules.tokens.datasets import DataReport as DataReport
+    from data_modules.tokens.datasets import DataSpec as DataSpec
+    from data_modules.types import BatchSpec as BatchSpec
     from data_modules.types import Example as Example
+    from data_modules.types import ModelSpec as ModelSpec
 
 _HOMES = {
     "Audit": "audit",
-    "BatchSpec": "datamodule",
+    "BatchSpec": "types",
     "Batch": "collator",
     "DataConfig": "settings",
     "DataError": "messages",
     "DataReport": "tokens.datasets",
+    "DataSpec": "tokens.datasets",
     "DatasetConfig": "settings",
     "DecoderInputs": "collator",
     "Example": "types",
     "Facts": "facts",
     "FinetuneDataModule": "datamodule",
-    "ModelSpec": "datamodule",
+    "ModelSpec": "types",
     "Origin": "messages",
     "PackingConfig": "packing.plan",
     "Prompt": "template",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from data_modules.facts import setting
 from data_modules.messages import DataError
-from data_modules.packing.bins import seeded_generator
+from data_modules.packing.plan import seeded_generator
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,7 +21,7 @@ from data_modules.template.encoding import (
     control_texts,
     stop_texts,
 )
-from data_modules.template.masking import Encoded, Layout, LayoutBuilder, MaskConfig
+from data_modules.template.masking import Layout, LayoutBuilder, MaskConfig
 from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
 from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
 from data_modules.template.named_templates import (
@@ -30,16 +30,19 @@ from data_modules.template.named_templates import (
     named_template,
     read_template,
 )
-from data_modules.template.proof import FORMS, LimitError, Limits, Traced, attempt, prove
+from data_modules.template.proof import FORMS, Traced, prove
 from data_modules.template.rendering import (
     Chat,
+    LimitError,
+    Limits,
     MessageFormat,
     Renderer,
     RowRefusedError,
+    attempt,
     render_errors,
 )
 from data_modules.template.spans import RenderedChat, SpanFinder
-from data_modules.types import Conversation, Document, Item, Tokens, Turn
+from data_modules.types import Conversation, Document, Encoded, Item, Tokens, Turn
 
 if TYPE_CHECKING:
     import numpy as np

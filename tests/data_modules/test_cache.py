@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_modules.messages import DataError
-from data_modules.tokens.cache import Key, code_version, open_or_make
+from data_modules.tokens.prepare import Key, code_version, open_or_make
 from tests.processes import LONGEST
 
 PARTS = {

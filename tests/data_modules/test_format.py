@@ -17,8 +17,8 @@ from data_modules.format import (
     check_columns,
     check_format,
     convert_row,
-    guess_format,
 )
+from data_modules.format.format import format_of
 from data_modules.messages import Origin
 from data_modules.types import Conversation, Document, Row
 
@@ -29,7 +29,7 @@ SAY = {"role": "assistant", "content": "a"}
 
 def convert(values: dict[str, Any], name: str | None = None, **columns: str) -> Any:
     """Convert a row that is one item, by its guessed format when none is named."""
-    name = name or guess_format(values)
+    name = name or format_of(values)
     assert name is not None
     (item,) = convert_row(Row(values, ORIGIN), name, columns)
     return item
@@ -199,7 +199,7 @@ def test_completion() -> None:
     ],
 )
 def test_guess(columns: list[str], name: str | None) -> None:
-    assert guess_format(columns) == name
+    assert format_of(columns) == name
 
 
 def test_columns_map_a_field_to_its_column() -> None:

@@ -11,8 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.format import convert_row, guess_format, suggest_settings
-from data_modules.format.fields import read_path
+from data_modules.format import convert_row
+from data_modules.format.fields import read_path, suggest_settings
+from data_modules.format.format import format_of
 from data_modules.messages import Origin
 from data_modules.types import Conversation, Row
 
@@ -22,7 +23,7 @@ SQUAD = {"id": "7", "context": "c", "question": "q", "answers": {"text": ["a"], 
 
 def read(values: dict[str, Any]) -> list[str]:
     """Return the texts that the suggested settings read."""
-    assert guess_format(values) is None
+    assert format_of(values) is None
     found = yaml.safe_load("{" + suggest_settings(values) + "}")
     (item,) = convert_row(Row(values, Origin("d.json", 1)), found["format"], found["columns"])
     if isinstance(item, Conversation):

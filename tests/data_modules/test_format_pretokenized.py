@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.format import MissingColumnError, RowError, convert_row, guess_format
+from data_modules.format import MissingColumnError, RowError, convert_row
+from data_modules.format.format import format_of
 from data_modules.messages import Origin
 from data_modules.types import Row, Tokens
 
@@ -35,7 +36,7 @@ def test_masked_tokens_weigh_nothing_and_padding_is_cut(
         "attention_mask": [0] * left + [1] * len(ids) + [0] * right,
         "weight": weight,
     }
-    assert guess_format(row) == "pretokenized"
+    assert format_of(row) == "pretokenized"
     item = convert(row)
     assert item.input_ids == tuple(ids)
     assert item.weights == tuple(weight * flag for flag in learned)

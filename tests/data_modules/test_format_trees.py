@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.format import EmptyAnswerError, RowError, convert_row, guess_format
+from data_modules.format import EmptyAnswerError, RowError, convert_row
+from data_modules.format.format import format_of
 from data_modules.messages import Origin
 from data_modules.types import Conversation, Row
 
@@ -19,7 +20,7 @@ ORIGIN = Origin("trees.jsonl", 1)
 def convert(prompt: Any, **more: Any) -> list[Conversation]:
     """Convert one tree."""
     row = {"message_tree_id": "t", "tree_state": "ready", "prompt": prompt, **more}
-    assert guess_format(row) == "oasst"
+    assert format_of(row) == "oasst"
     items = convert_row(Row(row, ORIGIN), "oasst", {})
     assert all(isinstance(item, Conversation) and item.origin == ORIGIN for item in items)
     return items  # type: ignore[return-value]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.format import RowError, convert_row, guess_format
+from data_modules.format import RowError, convert_row
+from data_modules.format.format import format_of
 from data_modules.messages import Origin
 from data_modules.types import Conversation, Row, ToolCall, Turn
 
@@ -25,7 +26,7 @@ def convert(*turns: Any, **more: Any) -> Conversation:
     """Convert a row of turns."""
     column = "conversations" if any("from" in turn for turn in turns) else "messages"
     row = {column: list(turns), **more}
-    name = guess_format(row)
+    name = format_of(row)
     assert name is not None
     (item,) = convert_row(Row(row, ORIGIN), name, {})
     assert isinstance(item, Conversation)

@@ -10,13 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.packing.bins import WORTH_IT, best_fit, next_fit, seeded_generator, sort_order
 from data_modules.packing.plan import (
+    WORTH_IT,
     MicroBatch,
     StepPlan,
     StepSampler,
+    best_fit,
+    next_fit,
     pack_documents,
+    seeded_generator,
     shard_packs,
+    sort_order,
 )
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=120)

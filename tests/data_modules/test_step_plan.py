@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.packing import bins
 from data_modules.packing.mixture import Mixture, MixtureConfig
 from data_modules.packing.plan import StepPlan, StepSampler, pack_documents, share_out
 
@@ -60,7 +59,7 @@ def test_plan_is_the_same_at_every_world_size(
 ) -> None:
     datasets = np.arange(len(lengths)) % 3 if is_mixed else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bins, "BLOCK_PACKS", 4)
+        patch.setattr("data_modules.packing.plan.BLOCK_PACKS", 4)
         plans = [
             make_plan(lengths, world, method=method, seed=seed, window=window, datasets=datasets)
             for world in WORLD_SIZES
@@ -200,7 +199,7 @@ def test_every_document_is_equally_likely_in_every_step(
     method: str, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chi-square of the steps that the longest, a middle and the shortest document are in."""
-    monkeypatch.setattr(bins, "BLOCK_PACKS", 16)
+    monkeypatch.setattr("data_modules.packing.plan.BLOCK_PACKS", 16)
     lengths = np.sort(lognormal(500))
     datasets = np.arange(len(lengths)) // 100 if is_mixed else None
     seeds, parts = 300, 5

@@ -11,9 +11,8 @@ import pytest
 
 from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate, Limits, MaskConfig, RowProblem
-from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import named_template
-from data_modules.types import Conversation, Document, Item, Segment, Turn
+from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn
 from tests.data_modules.conftest import SHARED
 
 ORIGIN = Origin("rows.json", 7)

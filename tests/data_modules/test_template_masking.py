@@ -17,9 +17,17 @@ from data_modules.template import (
     ChatTemplate,
     MaskConfig,
 )
-from data_modules.template.masking import Encoded, Note
 from data_modules.template.named_templates import named_template
-from data_modules.types import Conversation, Document, Segment, Tokens, ToolCall, Turn
+from data_modules.types import (
+    Conversation,
+    Document,
+    Encoded,
+    Note,
+    Segment,
+    Tokens,
+    ToolCall,
+    Turn,
+)
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
 

@@ -10,8 +10,7 @@ import pytest
 
 from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.template.masking import Encoded, Note
-from data_modules.types import Conversation, Document, Segment, Tokens, Turn
+from data_modules.types import Conversation, Document, Encoded, Note, Segment, Tokens, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import encode, problem
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import Chat
-from data_modules.types import Conversation, Turn
+from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.test_template import (
     GEMMA,
