@@ -46,12 +46,6 @@ def documents(batches: list[MicroBatch]) -> list[int]:
     return [int(document) for batch in batches for pack in batch.packs for document in pack]
 
 
-def step_documents(plan: StepPlan, step: int) -> list[int]:
-    """Return the documents of a global step, over all ranks, sorted."""
-    ranks = range(plan.world_size)
-    return sorted(document for r in ranks for document in documents(plan.micro_batches(step, r)))
-
-
 @settings(max_examples=60)
 @given(
     LENGTHS,
@@ -70,54 +64,6 @@ def test_every_document_is_in_one_pack_that_holds_it(
     assert sum(sizes) == sum(lengths)
     if method == "none":
         assert len(packs) == len(lengths)
-
-
-@settings(max_examples=30)
-@given(
-    LENGTHS,
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.sampled_from(["multipack", "like_length", "none"]),
-)
-def test_each_epoch_sees_each_document_once_on_some_rank(
-    lengths: list[int], micro: int, accumulation: int, world: int, epochs: int, method: str
-) -> None:
-    plan = make_plan(
-        lengths,
-        method=method,
-        micro_batch_size=micro,
-        accumulation_steps=accumulation,
-        world_size=world,
-        num_epochs=epochs,
-    )
-    seen: list[int] = []
-    for step in range(plan.num_steps):
-        for rank in range(world):
-            batches = plan.micro_batches(step, rank)
-            assert len(batches) == accumulation
-            assert all(len(batch.packs) == micro for batch in batches)
-        found = step_documents(plan, step)
-        assert found
-        assert plan.step_weight(step) == sum(lengths[i] for i in found)
-        seen += found
-    count = len(lengths)
-    by_epoch = [sorted(seen[start : start + count]) for start in range(0, len(seen), count)]
-    assert by_epoch == [list(range(count))] * epochs
-
-
-def test_step_is_the_same_however_it_is_divided() -> None:
-    lengths = np.random.default_rng(0).integers(1, 60, 500).tolist()
-    divisions = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]
-    plans = [
-        make_plan(lengths, micro_batch_size=m, accumulation_steps=a, world_size=w, num_epochs=2)
-        for m, a, w in divisions
-    ]
-    assert len({plan.num_steps for plan in plans}) == 1
-    for step in range(plans[0].num_steps):
-        assert len({tuple(step_documents(plan, step)) for plan in plans}) == 1
-        assert len({plan.step_weight(step) for plan in plans}) == 1
 
 
 def test_plan_is_a_function_of_seed_and_epoch() -> None:
@@ -247,16 +193,6 @@ def test_max_steps_repeats_epochs_and_is_exact() -> None:
         assert len(StepSampler(plan, 0)) == max_steps * 2 == len(list(StepSampler(plan, 0)))
     with pytest.raises(IndexError):
         make_plan(lengths, max_steps=3).micro_batches(3, 0)
-
-
-def test_sampler_starts_anywhere_with_what_would_come_there() -> None:
-    plan = make_plan(np.random.default_rng(0).integers(1, 60, 200).tolist(), num_epochs=3)
-    everything = [documents([batch]) for batch in StepSampler(plan, 0)]
-    for first in (0, 1, plan.num_steps // 2, plan.num_steps - 1, plan.num_steps):
-        sampler = StepSampler(plan, 0, first)
-        rest = [documents([batch]) for batch in sampler]
-        assert rest == everything[first * 2 :]
-        assert len(sampler) == len(rest)
 
 
 def test_ends_of_epochs_are_known_by_the_steps_done() -> None:

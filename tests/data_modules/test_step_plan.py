@@ -53,17 +53,16 @@ def lognormal(count: int, median: float = 20.0, seed: int = 0) -> Any:
     st.integers(0, 5),
     st.one_of(st.none(), st.integers(1, 100)),
     st.booleans(),
+    st.sampled_from([1, 3]),
 )
 def test_plan_is_the_same_at_every_world_size(
-    lengths: list[int], method: str, seed: int, window: int | None, is_mixed: bool
+    lengths: list[int], method: str, seed: int, window: int | None, is_mixed: bool, micro: int
 ) -> None:
     datasets = np.arange(len(lengths)) % 3 if is_mixed else None
+    options = {"method": method, "seed": seed, "window": window, "datasets": datasets}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data_modules.packing.plan.BLOCK_PACKS", 4)
-        plans = [
-            make_plan(lengths, world, method=method, seed=seed, window=window, datasets=datasets)
-            for world in WORLD_SIZES
-        ]
+        plans = [make_plan(lengths, world, micro, **options) for world in WORLD_SIZES]
     assert len({plan.num_steps for plan in plans}) == 1
     seen: list[int] = []
     for step in range(plans[0].num_steps):
@@ -80,8 +79,9 @@ def test_plan_is_the_same_at_every_world_size(
     for epoch in range(2):
         assert sorted(seen[epoch * count : (epoch + 1) * count]) == list(range(count))
     for plan in plans:
-        counts = {len(list(StepSampler(plan, rank))) for rank in range(plan.world_size)}
-        assert counts == {plan.num_steps * plan.accumulation_steps}
+        batches = [list(StepSampler(plan, rank)) for rank in range(plan.world_size)]
+        assert {len(own) for own in batches} == {plan.num_steps * plan.accumulation_steps}
+        assert {len(batch.packs) for own in batches for batch in own} == {micro}
 
 
 @pytest.mark.parametrize("micro", [1, 3])
@@ -94,6 +94,7 @@ def test_seek_gives_what_iterating_gives(micro: int) -> None:
     everything = flat(0)
     for first in (0, 1, plan.num_steps // 2, plan.num_steps - 1, plan.num_steps):
         assert flat(first) == everything[first * plan.accumulation_steps :]
+        assert len(StepSampler(plan, 1, first)) == len(flat(first))
 
 
 def test_steps_by_max_steps_plan_only_the_epochs_that_are_asked_for() -> None:
