@@ -151,20 +151,6 @@ def test_real_tokenizer_gives_the_same_mask() -> None:
     ]
 
 
-def test_byte_fallback_and_prefix_space_give_the_same_mask() -> None:
-    folder = SHARED / "models" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip("needs the shared model")
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    template = ChatTemplate.resolve(tokenizer, None)
-    item = chat("Who are you?", "I am \u2603\u2603 9.", "And you?", "\u00e9t\u00e9")
-    assert runs(template, item) == ["I am \u2603\u2603 9.</s>", "\u00e9t\u00e9</s>"]
-    ids = encode(template, item).input_ids
-    assert list(ids).count(tokenizer.bos_token_id) == 1
-
-
 def test_no_prefix_and_trimmed_answers() -> None:
     template = template_of(NO_PREFIX.replace("m.content", "m.content | trim"))
     assert runs(template, chat("two", " two\n", "one", "  two")) == ["two<|im_end|>"] * 2
