@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from data_modules.messages import redact as redact
     from data_modules.messages import redacted as redacted
     from data_modules.messages import redacted_keys as redacted_keys
-    from data_modules.packing.plan import PackingConfig as PackingConfig
+    from data_modules.packing import PackingConfig as PackingConfig
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
@@ -62,7 +62,7 @@ _HOMES = {
     "FinetuneDataModule": "datamodule",
     "ModelSpec": "types",
     "Origin": "messages",
-    "PackingConfig": "packing.plan",
+    "PackingConfig": "packing",
     "Prompt": "template",
     "REDACTED": "messages",
     "RemoteError": "messages",

@@ -24,7 +24,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from data_modules import source
 from data_modules.collator import Batch, Collator
 from data_modules.messages import DataError
-from data_modules.packing.plan import pack_documents, seeded_generator
+from data_modules.packing.mixture import seeded_generator
+from data_modules.packing.plan import pack_documents
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.tokens.encode import BadRows, ChunkEncoder, EncodedChunk
 from data_modules.types import Example

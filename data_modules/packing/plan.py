@@ -6,33 +6,19 @@ number of ranks. Never reads a token.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from data_modules.facts import setting
+import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from data_modules.packing.mixture import seeded_generator
 
-    Indices = npt.NDArray[np.int64]
-
-
-@dataclass(kw_only=True, slots=True)
-class PackingConfig:
-    """Choose how documents share a row."""
-
-    method: str = setting("multipack", choices=("multipack", "like_length", "none"))
-    """multipack: documents fill packs of `data.sequence_len` tokens and cannot see each other
-    (fastest); like_length: the same with documents of like length in a pack (cheaper attention,
-    packs less alike); none: one document a row, right-padded (the plain way, slower)"""
-    window: int | None = setting(None, ge=1)
-    """documents that are packed among themselves; null = all of an epoch (fuller packs)"""
+Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +112,6 @@ class StepPlan:
             self._count_another_epoch()
         return step in self._first_steps[1:]
 
-    def step_weight(self, step: int) -> float:
-        """Return the sum of the loss weights of all labels of a global step."""
-        epoch, index = self._locate(step)
-        return float(epoch.step_weights[index])
-
     def micro_batches(self, step: int, rank: int) -> list[MicroBatch]:
         """Return what `rank` does in a global step, `accumulation_steps` micro-batches."""
         epoch, index = self._locate(step)
@@ -155,8 +136,6 @@ class StepPlan:
         self._first_steps.append(self._first_steps[-1] + len(plan.step_weights))
 
     def _plan_epoch(self, epoch: int) -> _EpochPlan:
-        import numpy as np
-
         rows = self._epoch_rows(epoch)
         lengths = self._lengths[rows]
         plan = pack_documents(
@@ -187,8 +166,6 @@ def share_out(costs: npt.NDArray[np.float64], world_size: int) -> Indices:
     least in this step gets the dearest; packs at the same place of different ranks are so alike.
     What is left unequal in a step is evened out by the steps after it.
     """
-    import numpy as np
-
     steps, size = costs.shape
     order = np.argsort(-costs, axis=1, kind="stable")
     packs = order + np.arange(steps)[:, None] * size
@@ -210,8 +187,6 @@ def _even_out(totals: npt.NDArray[np.float64]) -> Indices:
 
     The dearest share goes to the rank that has least so far.
     """
-    import numpy as np
-
     ranks = range(totals.shape[1])
     dearest_first = np.argsort(-totals, axis=1, kind="stable").tolist()
     so_far = [0.0] * len(ranks)
@@ -268,14 +243,6 @@ WORTH_IT = 0.995
 """a tighter way is taken when it needs at most this share of the packs"""
 
 
-def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
-    """Return a generator that depends on `seed` and `keys` only, on every machine."""
-    import numpy as np
-
-    digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
-
-
 @dataclass(frozen=True, slots=True)
 class Packs:
     """Hold documents in packs: pack i is `documents[starts[i]:starts[i + 1]]`."""
@@ -313,8 +280,6 @@ def pack_documents(
     order at a time are packed among themselves. With `datasets` [documents], each stretch of about
     BLOCK_PACKS packs holds every data set's share of the tokens. Returns positions in `lengths`.
     """
-    import numpy as np
-
     if not len(lengths):
         return Packs(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
     if (longest := int(lengths.max())) > capacity:
@@ -344,8 +309,6 @@ def sort_order(keys: Indices) -> Indices:
 
     numpy sorts 16-bit keys by radix, ten times as fast as wider ones.
     """
-    import numpy as np
-
     if not len(keys) or int(keys.max()) < 1 << 16:
         return np.argsort(keys.astype(np.uint16), kind="stable")
     order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
@@ -362,8 +325,6 @@ def _pack_order(
     pack that holds least of it, for the data set that blocks differ in most. Then the blocks are
     shuffled, and the packs within each.
     """
-    import numpy as np
-
     num_blocks = num_packs // BLOCK_PACKS
     shuffled = rng.permutation(num_packs)
     if tokens is None or tokens.shape[1] < 2 or num_blocks < 2:
@@ -388,8 +349,6 @@ def _choose(
     sizes: Indices, capacity: int, method: str, rng: np.random.Generator
 ) -> tuple[Indices, int]:
     """Return the pack of each document, and the number of packs."""
-    import numpy as np
-
     if method == "none":
         return np.arange(len(sizes)), len(sizes)
     if method == "multipack":
@@ -409,8 +368,6 @@ def _multipack(sizes: Indices, capacity: int, rng: np.random.Generator) -> tuple
     Where few short documents leave packs half empty, best fit decreasing of all documents may need
     fewer packs, at the price of packs of like lengths; it is taken where it saves enough.
     """
-    import numpy as np
-
     is_short = sizes <= _longest_short(sizes, capacity)
     long = np.flatnonzero(~is_short)
     starts = next_fit(sizes[long], capacity)
@@ -435,8 +392,6 @@ def _longest_short(sizes: Indices, capacity: int) -> int:
     A pack that is cut from a row of documents ends with a room of half the document that did not
     fit; the longer a document, the more often it is that one: sum(length^2) / (2 * sum(length)).
     """
-    import numpy as np
-
     counts = np.bincount(sizes)
     tokens = counts * np.arange(len(counts))
     short = np.cumsum(tokens)
@@ -449,8 +404,6 @@ def _longest_short(sizes: Indices, capacity: int) -> int:
 
 def next_fit(sizes: Indices, capacity: int) -> Indices:
     """Return the first document of each pack; a pack takes documents until one does not fit."""
-    import numpy as np
-
     ends = np.cumsum(sizes).tolist()
     starts: list[int] = []
     first = 0
@@ -472,8 +425,6 @@ def best_fit(
     `open_rooms` has bit r set when `packs[r]` is not empty, so that the tightest fit is the lowest
     bit from a length up.
     """
-    import numpy as np
-
     packs: dict[int, list[int]] = {}
     open_rooms = 0
     shuffled = rng.permutation(len(rooms))

@@ -86,11 +86,6 @@ class Renderer:
         return Chat(turns, chat.tools)
 
     @property
-    def reads_reasoning(self) -> bool:
-        """Tell whether the template writes a turn's reasoning."""
-        return bool(self.format.reasoning_key)
-
-    @property
     def format(self) -> MessageFormat:
         """Return the format that the template reads, found by rendering small chats."""
         if self._format is None:
@@ -129,7 +124,7 @@ class Renderer:
             return turn
         if reasoning == "strip":
             return replace(turn, content=THOUGHT.sub("", turn.content), reasoning=None)
-        if self.reads_reasoning:
+        if self.format.reasoning_key:
             return turn
         said = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
         return replace(turn, content=said, reasoning=None)
@@ -158,8 +153,8 @@ class Renderer:
         return self._with_reasoning_key(found, Chat((asks, turn)))
 
     def _with_reasoning_key(self, found: MessageFormat, thinks: Chat) -> MessageFormat:
-        keys = [key for key in REASONING_KEYS if self._writes(thinks, _keyed(found, key))]
-        return _keyed(found, keys[0]) if keys else found
+        keyed = (replace(found, reasoning_key=key) for key in REASONING_KEYS)
+        return next((one for one in keyed if self._writes(thinks, one)), found)
 
     def _writes(self, chat: Chat, written: MessageFormat) -> bool:
         try:
@@ -207,10 +202,6 @@ def render_errors() -> tuple[type[Exception], ...]:
         TypeError,
         ValueError,
     )
-
-
-def _keyed(written: MessageFormat, key: str) -> MessageFormat:
-    return replace(written, reasoning_key=key)
 
 
 def _calling() -> Iterator[Chat]:

@@ -22,9 +22,8 @@ from data_modules.template.encoding import (
     stop_texts,
 )
 from data_modules.template.masking import Layout, LayoutBuilder, MaskConfig
-from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
-from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
 from data_modules.template.named_templates import (
+    TEMPLATE_NAMES,
     add_bos,
     check_named,
     named_template,
@@ -216,10 +215,6 @@ class ChatTemplate:
         is_document = isinstance(item, Document)
         ids = (self._with_bos(prompt_ids) if is_document else prompt_ids).tolist()
         return Prompt(ids, _last_answer(item), item.origin) if ids else None
-
-    def control_token(self, item: Item) -> str | None:
-        """Return the first control token that stands in an item's own text, None without one."""
-        return self._layout_builder.control_token(item)
 
     def trace(self, chat: Conversation) -> Traced | RowRefusedError:
         """Encode one conversation, and say which characters its tokens hold."""

@@ -32,7 +32,7 @@ from data_modules.types import BatchSpec, Item, ModelSpec
 if TYPE_CHECKING:
     import transformers
 
-    from data_modules.packing.plan import PackingConfig
+    from data_modules.packing import PackingConfig
 
 
 DEFAULT_SEQUENCE_LEN = 2048

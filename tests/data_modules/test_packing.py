@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.packing.mixture import Mixture, MixtureConfig
+from data_modules.packing.mixture import Mixture, MixtureConfig, seeded_generator
 from data_modules.packing.plan import (
     WORTH_IT,
     MicroBatch,
@@ -19,7 +19,6 @@ from data_modules.packing.plan import (
     best_fit,
     next_fit,
     pack_documents,
-    seeded_generator,
     shard_packs,
     share_out,
     sort_order,
@@ -225,7 +224,7 @@ def test_last_step_of_an_epoch_is_filled_with_empty_packs() -> None:
     assert plan.num_steps == 4
     sizes = [[len(p) for b in plan.micro_batches(s, 0) for p in b.packs] for s in range(4)]
     assert sizes == [[1, 1, 1, 1], [1, 0, 0, 0]] * 2
-    assert plan.step_weight(1) == 64
+    assert plan.micro_batches(1, 0)[0].step_weight == 64
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -308,9 +307,9 @@ def test_plan_is_the_same_at_every_world_size(
     for step in range(plans[0].num_steps):
         packs = [step_packs(plan, step) for plan in plans]
         assert packs.count(packs[0]) == len(plans)
-        assert len({plan.step_weight(step) for plan in plans}) == 1
+        assert len({plan.micro_batches(step, 0)[0].step_weight for plan in plans}) == 1
         documents = [document for pack in packs[0] for document in pack]
-        assert plans[0].step_weight(step) == pytest.approx(
+        assert plans[0].micro_batches(step, 0)[0].step_weight == pytest.approx(
             sum(lengths[document] for document in documents) * 0.3
         )
         assert all(sum(lengths[document] for document in pack) <= CAPACITY for pack in packs[0])

@@ -396,4 +396,4 @@ def test_control_tokens_in_the_text_are_found(
 ) -> None:
     tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
     tokenizer.add_tokens(["<think>", "</think>"])
-    assert ChatTemplate.resolve(tokenizer, "chatml").control_token(item) == found
+    assert ChatTemplate.resolve(tokenizer, "chatml")._layout_builder.control_token(item) == found
