@@ -60,7 +60,7 @@ from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer
-from data_modules import BatchSpec, FinetuneDataModule, ModelSpec
+from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,15 @@ def build_datamodule(
     """Build the data module of a verb; `setup` is left to the caller."""
     data = with_chat_template(config.data, config.model, tokenizer)
     return FinetuneDataModule(
-        data, config.packing, tokenizer, spec, batching, seed=config.seed, first_rows=first_rows
+        DataSpec(
+            config=data,
+            packing=config.packing,
+            tokenizer=tokenizer,
+            model=spec,
+            batching=batching,
+            seed=config.seed,
+            first_rows=first_rows,
+        )
     )
 
 

@@ -48,6 +48,7 @@ def datamodule() -> Any:
         BatchSpec,
         DataConfig,
         DatasetConfig,
+        DataSpec,
         FinetuneDataModule,
         ModelSpec,
         PackingConfig,
@@ -55,16 +56,18 @@ def datamodule() -> Any:
 
     files = {"lists": "lists.json", "orders": "orders.jsonl", "people": "people.json"}
     module = FinetuneDataModule(
-        DataConfig(
-            datasets=[DatasetConfig(path=str(SAMPLES / f), name=n) for n, f in files.items()],
-            sequence_len=1024,
-            val_set_size=0,
-        ),
-        PackingConfig(),
-        AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
-        ModelSpec(context_len=1024),
-        BatchSpec(max_steps=STEPS),
-        seed=42,
+        DataSpec(
+            config=DataConfig(
+                datasets=[DatasetConfig(path=str(SAMPLES / f), name=n) for n, f in files.items()],
+                sequence_len=1024,
+                val_set_size=0,
+            ),
+            packing=PackingConfig(),
+            tokenizer=AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
+            model=ModelSpec(context_len=1024),
+            batching=BatchSpec(max_steps=STEPS),
+            seed=42,
+        )
     )
     module.setup("fit")
     return module

@@ -43,16 +43,19 @@ OURS = """
 import sys, time
 from pathlib import Path
 import transformers
-from data_modules.tokens.prepare import hash_of, prepare_dataset
+from data_modules.tokens.prepare import TokenSpec, hash_of, prepare_dataset
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.template import ChatTemplate
+from data_modules.template import ChatTemplate, MaskConfig
 rows, tokenizer, template, cache, num_proc = sys.argv[1:]
 tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
 dataset = DatasetConfig(path=rows)
 data = DataConfig(datasets=[dataset], cache_dir=cache, num_proc=int(num_proc))
 started = time.perf_counter()
-chat = ChatTemplate.resolve(tokenizer, template, data.mask())
-prepared = prepare_dataset(dataset, data, chat, 4096, hash_of(tokenizer))
+chat = ChatTemplate.resolve(tokenizer, template, MaskConfig.of(data))
+spec = TokenSpec(
+    config=data, template=chat, sequence_len=4096, tokenizer_hash=hash_of(tokenizer)
+)
+prepared = prepare_dataset(dataset, spec)
 print(time.perf_counter() - started)
 with Path(cache, "tokens.txt").open("w") as file:
     for index in range(min(len(prepared.store), 20_000)):
@@ -103,16 +106,16 @@ with Path(out, "tokens.txt").open("w") as file:
 SCALING = """
 import sys, time
 import transformers
-from data_modules import BatchSpec, DataConfig, DatasetConfig, FinetuneDataModule, ModelSpec
-from data_modules import PackingConfig, check_datasets
+from data_modules import BatchSpec, DataSpec, DataConfig, DatasetConfig, FinetuneDataModule
+from data_modules import ModelSpec, PackingConfig, check_datasets
 tokenizer, template, cache, *files = sys.argv[1:]
 tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
 datasets = [DatasetConfig(path=file) for file in files]
 data = DataConfig(datasets=datasets, cache_dir=cache, num_proc=1, chat_template=template,
                   sequence_len=1 << 16)
-module = FinetuneDataModule(
-    data, PackingConfig(), tokenizer, ModelSpec(context_len=1 << 20), BatchSpec(), seed=1
-)
+spec = DataSpec(config=data, packing=PackingConfig(), tokenizer=tokenizer, seed=1,
+                model=ModelSpec(context_len=1 << 20), batching=BatchSpec())
+module = FinetuneDataModule(spec)
 started = time.process_time()
 assert not check_datasets(data)
 module.setup()

@@ -178,6 +178,7 @@ def datamodule(folder: Path, num_ranks: int, seed: int = 0) -> Any:
         BatchSpec,
         DataConfig,
         DatasetConfig,
+        DataSpec,
         FinetuneDataModule,
         ModelSpec,
         PackingConfig,
@@ -185,19 +186,24 @@ def datamodule(folder: Path, num_ranks: int, seed: int = 0) -> Any:
 
     rows = DatasetConfig(path=str(folder / "rows.jsonl"), format="pretokenized", name="rows")
     return FinetuneDataModule(
-        DataConfig(
-            datasets=[rows],
-            sequence_len=SEQUENCE_LEN,
-            val_set_size=0,
-            cache_dir=str(folder / "cache"),
-        ),
-        PackingConfig(),
-        AutoTokenizer.from_pretrained(folder / "base"),
-        ModelSpec(context_len=SEQUENCE_LEN),
-        BatchSpec(
-            accumulation_steps=ACCUMULATION, num_ranks=num_ranks, max_steps=STEPS, row_multiple=64
-        ),
-        seed=seed,
+        DataSpec(
+            config=DataConfig(
+                datasets=[rows],
+                sequence_len=SEQUENCE_LEN,
+                val_set_size=0,
+                cache_dir=str(folder / "cache"),
+            ),
+            packing=PackingConfig(),
+            tokenizer=AutoTokenizer.from_pretrained(folder / "base"),
+            model=ModelSpec(context_len=SEQUENCE_LEN),
+            batching=BatchSpec(
+                accumulation_steps=ACCUMULATION,
+                num_ranks=num_ranks,
+                max_steps=STEPS,
+                row_multiple=64,
+            ),
+            seed=seed,
+        )
     )
 
 

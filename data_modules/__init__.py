@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from data_modules.audit import Audit as Audit
     from data_modules.collator import Batch as Batch
     from data_modules.collator import DecoderInputs as DecoderInputs
-    from data_modules.datamodule import BatchSpec as BatchSpec
     from data_modules.datamodule import FinetuneDataModule as FinetuneDataModule
-    from data_modules.datamodule import ModelSpec as ModelSpec
     from data_modules.datamodule import StepRow as StepRow
     from data_modules.facts import Facts as Facts
     from data_modules.facts import ResumeRule as ResumeRule
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from data_modules.messages import redact as redact
     from data_modules.messages import redacted as redacted
     from data_modules.messages import redacted_keys as redacted_keys
-    from data_modules.packing.plan import PackingConfig as PackingConfig
+    from data_modules.packing import PackingConfig as PackingConfig
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
@@ -44,23 +42,27 @@ if TYPE_CHECKING:
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.template import Prompt as Prompt
     from data_modules.tokens.datasets import DataReport as DataReport
+    from data_modules.tokens.datasets import DataSpec as DataSpec
+    from data_modules.types import BatchSpec as BatchSpec
     from data_modules.types import Example as Example
+    from data_modules.types import ModelSpec as ModelSpec
 
 _HOMES = {
     "Audit": "audit",
-    "BatchSpec": "datamodule",
+    "BatchSpec": "types",
     "Batch": "collator",
     "DataConfig": "settings",
     "DataError": "messages",
     "DataReport": "tokens.datasets",
+    "DataSpec": "tokens.datasets",
     "DatasetConfig": "settings",
     "DecoderInputs": "collator",
     "Example": "types",
     "Facts": "facts",
     "FinetuneDataModule": "datamodule",
-    "ModelSpec": "datamodule",
+    "ModelSpec": "types",
     "Origin": "messages",
-    "PackingConfig": "packing.plan",
+    "PackingConfig": "packing",
     "Prompt": "template",
     "REDACTED": "messages",
     "RemoteError": "messages",

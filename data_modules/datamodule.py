@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import lightning
 import numpy as np
@@ -31,28 +30,18 @@ from data_modules.messages import DataError, Origin, redacted
 from data_modules.packing.mixture import Mixture, MixtureRow, describe_mixture
 from data_modules.packing.plan import (
     MicroBatch,
-    PackingConfig,
     StepPlan,
     StepSampler,
     pack_documents,
     shard_packs,
 )
-from data_modules.settings import DataConfig, dataset_names
 from data_modules.stream import StreamedSteps, StreamPlan, TokenStream
-from data_modules.template import ChatTemplate
-from data_modules.template.template import Prompt
-from data_modules.tokens.datasets import PreparedData
-from data_modules.tokens.encode import ChunkEncoder
+from data_modules.template import ChatTemplate, Limits, MaskConfig, Prompt
+from data_modules.tokens.datasets import DataSpec, PreparedData, dataset_names
+from data_modules.tokens.encode import ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import hash_of
-from data_modules.tokens.rows import chunks_of, find_format
 from data_modules.tokens.store import Examples
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    import transformers
-
-DEFAULT_SEQUENCE_LEN = 2048
 WITHOUT_CHATS = ("pretokenized",)
 """formats whose rows never go through the chat template"""
 PROBE_TOKENS = 64
@@ -69,65 +58,21 @@ class StepRow:
     origin: Origin
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSpec:
-    """What the data depends on of the model that is trained on it."""
-
-    context_len: int | None
-    """tokens of the longest document; None: no limit is known"""
-    vocab_size: int | None = None
-    """rows of the embedding: a token id beyond them is an error"""
-    decoder_start_token_id: int | None = None
-    """of an encoder-decoder model; None for a causal one"""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSpec:
-    """How rows become the optimizer steps of a run."""
-
-    micro_batch_size: int = 1
-    accumulation_steps: int = 1
-    num_ranks: int = 1
-    """ranks with data of their own; the trainer must have as many"""
-    num_epochs: int = 1
-    max_steps: int | None = None
-    row_multiple: int = 1
-    """tokens of a packed row are rounded up to a multiple of this"""
-    pad_packs: bool = False
-    """give all packed rows of a causal model the size of a full one"""
-
-
 class FinetuneDataModule(lightning.LightningDataModule):
     """Serve the training steps and the validation pass of a run.
 
     After `setup`: `dataset_names`, `sequence_len`, `train_examples`, `val_examples`, `report`,
     `template`, `template_hash`, `total_steps` and `plan`. `first_step` is the global step that the
     training loader begins with. Which share of the steps a loader serves follows from the trainer's
-    rank; the trainer must be made with `use_distributed_sampler=False`. With `first_rows` only that
-    many rows of each data set are read.
+    rank; the trainer must be made with `use_distributed_sampler=False`.
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        packing: PackingConfig,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        model: ModelSpec,
-        batching: BatchSpec,
-        *,
-        seed: int,
-        first_rows: int | None = None,
-    ) -> None:
+    def __init__(self, spec: DataSpec) -> None:
         super().__init__()
-        self._config, self._packing, self._tokenizer = config, packing, tokenizer
-        self._micro_batch_size = batching.micro_batch_size
-        self._accumulation_steps, self._num_ranks = batching.accumulation_steps, batching.num_ranks
-        self._num_epochs, self._max_steps = batching.num_epochs, batching.max_steps
-        self._row_multiple, self._pad_packs = batching.row_multiple, batching.pad_packs
-        self._vocab_size, self._decoder_start = model.vocab_size, model.decoder_start_token_id
-        self._seed, self._first_rows = seed, first_rows
-        self.sequence_len = choose_sequence_len(config.sequence_len, model.context_len)
-        self.dataset_names = dataset_names(config.datasets)
+        self._spec, self._config, self._batching = spec, spec.config, spec.batching
+        self._decoder_start = spec.model.decoder_start_token_id
+        self.sequence_len = spec.sequence_len
+        self.dataset_names = dataset_names(spec.config.datasets)
         self.first_step = 0
         self._data: PreparedData | None = None
         self._prompts: dict[int, dict[str, list[Prompt]]] = {}
@@ -147,25 +92,17 @@ class FinetuneDataModule(lightning.LightningDataModule):
                 "together; use drop, truncate_left or truncate_right"
             )
         self.template = ChatTemplate.resolve(
-            self._tokenizer,
+            self._spec.tokenizer,
             config.chat_template,
-            config.mask(),
+            MaskConfig.of(config),
             is_encoder_decoder=is_encoder_decoder,
-            limits=config.template_limits(),
+            limits=Limits(seconds=config.template_seconds, memory_mb=config.template_memory_mb),
             renders_chats=any(
                 dataset.format not in WITHOUT_CHATS
                 for dataset in (*config.datasets, *config.test_datasets)
             ),
         )
-        data = PreparedData(
-            config,
-            self.template,
-            self._tokenizer,
-            sequence_len=self.sequence_len,
-            vocab_size=self._vocab_size,
-            seed=self._seed,
-            first_rows=self._first_rows,
-        )
+        data = PreparedData(self._spec, self.template)
         self.train_examples, self.val_examples = data.train_examples, data.val_examples
         self._data, self.report = data, data.report()
         if len(mixture := self.mixture_report()) > 1:
@@ -192,7 +129,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """Return hashes of template, tokenizer and, except for a stream, of all trained tokens."""
         found = {
             "template_sha256": self.template_hash,
-            "tokenizer_sha256": hash_of(self._tokenizer),
+            "tokenizer_sha256": hash_of(self._spec.tokenizer),
         }
         if not self._config.streaming:
             digest, examples = hashlib.sha256(), self.train_examples
@@ -232,7 +169,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return Mixture(
             [np.flatnonzero(examples.datasets == index) for index in range(len(datasets))],
             [dataset.weight for dataset in datasets],
-            self._seed,
+            self._spec.seed,
             self._config.mixture,
             lengths=examples.lengths,
         )
@@ -244,26 +181,26 @@ class FinetuneDataModule(lightning.LightningDataModule):
     @cached_property
     def plan(self) -> StepPlan | StreamPlan:
         """Return the plan of all steps; `setup` must have run."""
+        batching, examples = self._batching, self.train_examples
         if self._config.streaming:
-            if self._max_steps is None:
+            if batching.max_steps is None:
                 raise DataError("data.streaming=true: a stream has no end; type trainer.max_steps")
-            packs = self._micro_batch_size * self._accumulation_steps * self._num_ranks
-            return StreamPlan(self._max_steps, packs)
-        examples = self.train_examples
+            packs = batching.micro_batch_size * batching.accumulation_steps * batching.num_ranks
+            return StreamPlan(batching.max_steps, packs)
         return StepPlan(
             examples.lengths,
             examples.label_weights,
             self.mixture.epoch,
             datasets=examples.datasets,
-            window=self._packing.window,
+            window=self._spec.packing.window,
             capacity=self.sequence_len,
-            method=self._packing.method,
-            seed=self._seed,
-            micro_batch_size=self._micro_batch_size,
-            accumulation_steps=self._accumulation_steps,
-            world_size=self._num_ranks,
-            num_epochs=self._num_epochs,
-            max_steps=self._max_steps,
+            method=self._spec.packing.method,
+            seed=self._spec.seed,
+            micro_batch_size=batching.micro_batch_size,
+            accumulation_steps=batching.accumulation_steps,
+            world_size=batching.num_ranks,
+            num_epochs=batching.num_epochs,
+            max_steps=batching.max_steps,
         )
 
     def train_dataloader(self) -> DataLoader[Batch] | StreamedSteps:
@@ -272,8 +209,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
             if self.first_step:
                 log.info("data: the stream is read again up to step %d", self.first_step)
             loader = self._wrapped(self._stream(), None)
+            accumulation = self._batching.accumulation_steps
             return StreamedSteps(
-                loader, self.plan, self._accumulation_steps, self.first_step, self._sum_over_ranks
+                loader, self.plan, accumulation, self.first_step, self._sum_over_ranks
             )
         sampler = StepSampler(self.plan, self._rank, self.first_step)
         return self._loader(self.train_examples, sampler)
@@ -283,16 +221,16 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
         There is no loader when there are no validation rows.
         """
-        return self._val_loader(self._num_ranks, self._rank) if self.val_examples else []
+        return self._val_loader(self._batching.num_ranks, self._rank) if self.val_examples else []
 
     def whole_val_dataloader(self) -> DataLoader[Batch]:
         """Return all validation rows, whatever the number of ranks; there must be some."""
         return self._val_loader(1, 0)
 
     def _val_loader(self, num_ranks: int, rank: int) -> DataLoader[Batch]:
-        method, lengths = self._packing.method, self.val_examples.lengths
-        packs = pack_documents(lengths, self.sequence_len, self._seed, 0, method)
-        batches = shard_packs(packs, self._micro_batch_size, num_ranks, rank)
+        method, lengths = self._spec.packing.method, self.val_examples.lengths
+        packs = pack_documents(lengths, self.sequence_len, self._spec.seed, 0, method)
+        batches = shard_packs(packs, self._batching.micro_batch_size, num_ranks, rank)
         return self._loader(self.val_examples, batches)
 
     def rows_of_step(self, step: int) -> Iterator[StepRow]:
@@ -302,7 +240,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """
         if isinstance(self.plan, StreamPlan):
             return
-        for rank in range(self._num_ranks):
+        for rank in range(self._batching.num_ranks):
             for number, micro_batch in enumerate(self.plan.micro_batches(step - 1, rank)):
                 for index in (int(i) for pack in micro_batch.packs for i in pack):
                     name = self.dataset_names[int(self.train_examples.datasets[index])]
@@ -373,17 +311,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return device.type == "cuda"
 
     def _stream(self) -> TokenStream:
+        held_out = frozenset(self.val_examples.digests.tolist())
         return TokenStream(
-            self._config,
-            self._encoders,
-            self._collator,
-            method=self._packing.method,
-            micro_batch_size=self._micro_batch_size,
-            rank=self._rank,
-            num_ranks=self._num_ranks,
-            seed=self._seed,
-            vocab_size=self._vocab_size,
-            held_out=frozenset(self.val_examples.digests.tolist()),
+            self._spec, self._encoders, self._collator, rank=self._rank, held_out=held_out
         )
 
     @cached_property
@@ -402,32 +332,34 @@ class FinetuneDataModule(lightning.LightningDataModule):
         ]
 
     def _sum_over_ranks(self, number: float) -> float | torch.Tensor:
-        if self._num_ranks == 1:
+        num_ranks = self._batching.num_ranks
+        if num_ranks == 1:
             return number
         # Made and left on the device: to copy it there or to read it, as the strategy's own reduce
         # does, waits for all work before.
         total = torch.full((), number, device=self.trainer.strategy.root_device)
         torch.distributed.all_reduce(total)
         # Ranks that split the same data each have counted it.
-        return total * (self._num_ranks / self.trainer.world_size)
+        return total * (num_ranks / self.trainer.world_size)
 
     @cached_property
     def _collator(self) -> Collator:
-        pad, eos = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        tokenizer, batching = self._spec.tokenizer, self._batching
+        pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         # A causal model's pad token may be embedded as zeros, of which some have no gradient
         # (Gemma 3n takes their root: NaN), and nothing else reaches the padding of a pack.
         if pad is None or (self._decoder_start is None and eos is not None):
             pad = eos
-        packed = self._packing.method != "none"
+        packed = self._spec.packing.method != "none"
         # An encoder's rows and its decoder's are full in different packs: both keep their lengths.
         has_row_len = packed and self._decoder_start is None
-        full = self._micro_batch_size * self.sequence_len
+        full = batching.micro_batch_size * self.sequence_len
         return Collator(
             0 if pad is None else pad,
             packed,
             self._decoder_start,
-            full if has_row_len and self._pad_packs else None,
-            self._row_multiple if has_row_len else 1,
+            full if has_row_len and batching.pad_packs else None,
+            batching.row_multiple if has_row_len else 1,
         )
 
     @property
@@ -436,9 +368,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
             return 0
         alone = {"num_replicas": 1, "rank": 0}
         there = self.trainer.distributed_sampler_kwargs or alone
-        if there["num_replicas"] != self._num_ranks:
+        if there["num_replicas"] != self._batching.num_ranks:
             raise ValueError(
-                f"the steps are planned for {self._num_ranks} ranks (num_ranks), "
+                f"the steps are planned for {self._batching.num_ranks} ranks (num_ranks), "
                 f"the trainer has {there['num_replicas']}"
             )
         rank: int = there["rank"]
@@ -454,18 +386,6 @@ class _Batches(Dataset[Batch]):
     def __getitem__(self, micro_batch: MicroBatch) -> Batch:
         packs = [[self._examples[i] for i in pack] for pack in micro_batch.packs]
         return self._collator(packs, micro_batch.step_weight)
-
-
-def choose_sequence_len(sequence_len: int | None, context_len: int | None) -> int:
-    """Return the tokens that a document may have; raises DataError above the model's context."""
-    if sequence_len is None:
-        return min(DEFAULT_SEQUENCE_LEN, context_len or DEFAULT_SEQUENCE_LEN)
-    if context_len is not None and sequence_len > context_len:
-        raise DataError(
-            f"data.sequence_len is {sequence_len:,}, the model's context {context_len:,} tokens; "
-            f"set data.sequence_len={context_len}"
-        )
-    return sequence_len
 
 
 def _ignore_group_sigterm(worker_id: int) -> None:

@@ -6,7 +6,6 @@ Decides which settings there are and which are wrong. Never encodes a row.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,10 +13,9 @@ from data_modules import format as formats
 from data_modules import source
 from data_modules.audit import AuditConfig
 from data_modules.facts import check_values, setting
-from data_modules.messages import printable
+from data_modules.messages import DataError
 from data_modules.packing.mixture import MixtureConfig, check_mixture
-from data_modules.template import Limits, MaskConfig
-from data_modules.tokens.rows import check_first_rows
+from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format, read_chunk
 
 CHECKED_BYTES = 16 << 20
 """what a check of the settings reads at most, of all files together: it must be quick"""
@@ -131,36 +129,6 @@ class DataConfig:
     num_workers: int = setting(0, ge=0, resume="content")
     """processes that prepare batches ahead; 0 = the training process does it (enough here)"""
 
-    def template_limits(self) -> Limits:
-        """Return what a chat template may take at the start."""
-        return Limits(seconds=self.template_seconds, memory_mb=self.template_memory_mb)
-
-    def mask(self) -> MaskConfig:
-        """Return what of these settings decides which tokens are learned."""
-        return MaskConfig(
-            train_on_inputs=self.train_on_inputs,
-            roles_to_train=list(self.roles_to_train),
-            train_on_eos=self.train_on_eos,
-            last_turn_only=self.last_turn_only,
-            reasoning=self.reasoning,
-            control_tokens=self.control_tokens,
-        )
-
-
-def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
-    """Return a name for each data set, all different: as given, or made from the path."""
-    given = {config.name for config in datasets if config.name}
-    names: dict[str, None] = {}
-    numbers: Counter[str] = Counter()
-    for config in datasets:
-        base = printable(config.name or source.name_of(config.path))
-        name = base
-        while name in names or (name in given and not config.name):
-            numbers[base] += 1
-            name = f"{base}-{numbers[base] + 1}"
-        names[name] = None
-    return list(names)
-
 
 def check_datasets(config: DataConfig) -> list[str]:
     """Return all that is wrong with the settings and the rows, without torch or a tokenizer.
@@ -176,7 +144,7 @@ def check_datasets(config: DataConfig) -> list[str]:
             budget = source.Budget(left // unread)
             left, unread = left - budget.left, unread - 1
             if not found:
-                problems += check_first_rows(dataset, config, budget)
+                problems += _check_first_rows(dataset, config, budget)
             problems += found
             left += max(0, budget.left)
         problems += _check_names(datasets, f"data.{key}")
@@ -265,3 +233,25 @@ def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
         if name is not None and (not name or "/" in name or name.startswith("."))
     ]
     return problems
+
+
+def _check_first_rows(dataset: DatasetConfig, data: DataConfig, budget: source.Budget) -> list[str]:
+    """Return what is wrong with the rows that `budget` allows to look at."""
+    if source.is_remote(dataset.path) or source.is_generated(dataset.path):
+        return []
+    bad = BadRows(data)
+    try:
+        format_name, chunks = find_format(dataset, chunks_of(dataset, data, budget))
+        for chunk in chunks:
+            for found in read_chunk(chunk, format_name or "", dataset.columns):
+                if isinstance(found, Rejected):
+                    bad.add(found)
+                else:
+                    bad.add_good(format_name or "", found[0].origin)
+    except DataError as error:
+        bad.add_problems(error.problems)
+    try:
+        bad.raise_if_any()
+    except DataError as error:
+        return error.problems
+    return []

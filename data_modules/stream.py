@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,12 +24,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from data_modules import source
 from data_modules.collator import Batch, Collator
 from data_modules.messages import DataError
-from data_modules.packing.bins import seeded_generator
+from data_modules.packing.mixture import seeded_generator
 from data_modules.packing.plan import pack_documents
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
-from data_modules.tokens.rows import BadRows
+from data_modules.tokens.encode import BadRows, ChunkEncoder, EncodedChunk
 from data_modules.types import Example
+
+if TYPE_CHECKING:
+    from data_modules.tokens.datasets import DataSpec
 
 WINDOW_PACKS = 512
 MAX_WINDOW_TOKENS = 1 << 21
@@ -67,23 +70,18 @@ class TokenStream(IterableDataset[Batch]):
 
     def __init__(
         self,
-        config: DataConfig,
+        spec: DataSpec,
         encoders: Sequence[ChunkEncoder],
         collator: Collator,
         *,
-        method: str,
-        micro_batch_size: int,
         rank: int,
-        num_ranks: int,
-        seed: int,
-        vocab_size: int | None,
         held_out: frozenset[int],
     ) -> None:
         super().__init__()
-        self._config, self._encoders, self._collator = config, encoders, collator
-        self._method, self._micro_batch_size = method, micro_batch_size
-        self._rank, self._num_ranks, self._seed = rank, num_ranks, seed
-        self._vocab_size, self._held_out = vocab_size, held_out
+        self._spec, self._config = spec, spec.config
+        self._encoders, self._collator = encoders, collator
+        self._rank, self._held_out = rank, held_out
+        self._micro_batch_size = spec.batching.micro_batch_size
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches; their order depends on the settings, rank and worker only."""
@@ -101,7 +99,8 @@ class TokenStream(IterableDataset[Batch]):
 
     def examples(self, worker_id: int = 0, num_workers: int = 1) -> Iterator[Example]:
         """Yield this share's documents: the next one of the data set furthest behind its share."""
-        shard = (self._rank * num_workers + worker_id, self._num_ranks * num_workers)
+        num_shards = self._spec.batching.num_ranks * num_workers
+        shard = (self._rank * num_workers + worker_id, num_shards)
         datasets = self._config.datasets
         streams = [self._repeated(index, shard) for index in range(len(datasets))]
         in_tokens = self._config.mixture.weights == "tokens"
@@ -116,8 +115,8 @@ class TokenStream(IterableDataset[Batch]):
     def _batches(self, worker_id: int, num_workers: int) -> Iterator[Batch]:
         examples = self.examples(worker_id, num_workers)
         keys = (self._rank, worker_id, num_workers)
-        seed = int(seeded_generator(self._seed, "stream", *keys).integers(1 << 31))
-        capacity = self._encoders[0].sequence_len
+        seed = int(seeded_generator(self._spec.seed, "stream", *keys).integers(1 << 31))
+        capacity, method = self._spec.sequence_len, self._spec.packing.method
 
         def read() -> list[Example]:
             return list(self._take_window(examples, capacity))
@@ -128,7 +127,7 @@ class TokenStream(IterableDataset[Batch]):
                 window = being_read.result()
                 being_read = reader.submit(read)
                 lengths = np.array([example.num_tokens for example in window], dtype=np.int64)
-                packs = pack_documents(lengths, capacity, seed, number, self._method)
+                packs = pack_documents(lengths, capacity, seed, number, method)
                 for first in range(0, len(packs), self._micro_batch_size):
                     together = range(first, first + self._micro_batch_size)
                     chosen = [[window[i] for i in packs[pack]] for pack in together]
@@ -191,10 +190,11 @@ class TokenStream(IterableDataset[Batch]):
                 "data.on_long=split, truncate_right or drop"
             )
         largest, origin = part.counts.largest_token
-        if self._vocab_size is not None and largest >= self._vocab_size:
+        vocab_size = self._spec.model.vocab_size
+        if vocab_size is not None and largest >= vocab_size:
             raise DataError(
-                f"{origin} holds token id {largest:,}, the model's embedding has "
-                f"{self._vocab_size:,} rows; set model.tokenizer_path to the model's own"
+                f"{origin} holds token id {largest:,}, the model's embedding has {vocab_size:,} "
+                "rows; set model.tokenizer_path to the model's own"
             )
 
 

@@ -113,3 +113,54 @@ class Example:
         """Return the tokens it takes in a pack: those of its longer side."""
         targets = 0 if self.target_ids is None else len(self.target_ids)
         return max(len(self.input_ids), targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Note a fact about a row that is not an error: a kind to count by, and what was seen."""
+
+    kind: str
+    seen: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Hold the tokens of one item.
+
+    `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label. For
+    encoder-decoder models `input_ids` are the encoder's, `target_ids` int32 [targets] the
+    decoder's labels, and `weights` float32 [targets] belong to those.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    target_ids: npt.NDArray[np.int32] | None = None
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """What the data depends on of the model that is trained on it."""
+
+    context_len: int | None
+    """tokens of the longest document; None: no limit is known"""
+    vocab_size: int | None = None
+    """rows of the embedding: a token id beyond them is an error"""
+    decoder_start_token_id: int | None = None
+    """of an encoder-decoder model; None for a causal one"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSpec:
+    """How rows become the optimizer steps of a run."""
+
+    micro_batch_size: int = 1
+    accumulation_steps: int = 1
+    num_ranks: int = 1
+    """ranks with data of their own; the trainer must have as many"""
+    num_epochs: int = 1
+    max_steps: int | None = None
+    row_multiple: int = 1
+    """tokens of a packed row are rounded up to a multiple of this"""
+    pad_packs: bool = False
+    """give all packed rows of a causal model the size of a full one"""

@@ -140,16 +140,18 @@ def measure_steps(folder: Path) -> dict[str, int]:
 def _functions_of_a_row(config: Any) -> set[tuple[str, str, int]]:
     from transformers import AutoTokenizer
 
-    from data_modules import BatchSpec, FinetuneDataModule, ModelSpec
+    from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
 
     config.data.num_workers = 0
     datamodule = FinetuneDataModule(
-        config.data,
-        config.packing,
-        AutoTokenizer.from_pretrained(config.model.path),
-        ModelSpec(context_len=None),
-        BatchSpec(max_steps=1),
-        seed=0,
+        DataSpec(
+            config=config.data,
+            packing=config.packing,
+            tokenizer=AutoTokenizer.from_pretrained(config.model.path),
+            model=ModelSpec(context_len=None),
+            batching=BatchSpec(max_steps=1),
+            seed=0,
+        )
     )
 
     def first_batch() -> None:

@@ -35,6 +35,7 @@ def main(task: Task) -> None:
         BatchSpec,
         DataConfig,
         DatasetConfig,
+        DataSpec,
         FinetuneDataModule,
         ModelSpec,
         PackingConfig,
@@ -51,16 +52,18 @@ def main(task: Task) -> None:
     env = resolve_environment(config)
     row_file = DatasetConfig(path=f"{task.folder}/rows.jsonl", format="pretokenized", name="rows")
     data = FinetuneDataModule(
-        DataConfig(datasets=[row_file], sequence_len=SEQUENCE_LEN, val_set_size=0),
-        PackingConfig(),
-        AutoTokenizer.from_pretrained(f"{task.folder}/base"),
-        ModelSpec(context_len=SEQUENCE_LEN),
-        BatchSpec(
-            accumulation_steps=env.accumulation,
-            max_steps=task.steps,
-            row_multiple=env.row_multiple,
-        ),
-        seed=0,
+        DataSpec(
+            config=DataConfig(datasets=[row_file], sequence_len=SEQUENCE_LEN, val_set_size=0),
+            packing=PackingConfig(),
+            tokenizer=AutoTokenizer.from_pretrained(f"{task.folder}/base"),
+            model=ModelSpec(context_len=SEQUENCE_LEN),
+            batching=BatchSpec(
+                accumulation_steps=env.accumulation,
+                max_steps=task.steps,
+                row_multiple=env.row_multiple,
+            ),
+            seed=0,
+        )
     )
     data.setup("fit")
 

@@ -11,28 +11,30 @@ the column that holds it, or to a dotted path into one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from data_modules.format.fields import (
     MissingColumnError,
     RowError,
+    is_turns,
     kind,
     misnamed,
     nearest,
+    quoted,
     read_answer,
     read_optional_text,
     read_path,
     read_text,
     read_weight,
     row_weight,
+    suggest_settings,
 )
-from data_modules.format.pretokenized import read_tokens
-from data_modules.format.trees import read_tree
-from data_modules.format.turns import arrange, read_tools, read_turns
-from data_modules.messages import Origin, listed
-from data_modules.types import Conversation, Document, Item, Row, Segment, Turn
+from data_modules.format.turns import arrange, read_tools, read_tree, read_turns
+from data_modules.messages import DataError, Origin, listed
+from data_modules.types import Conversation, Document, Item, Row, Segment, Tokens, Turn
 
 _ANSWERS = ("output", "response", "completion")
 _COMPLETIONS = ("completion", "response", "output")
@@ -67,7 +69,7 @@ class Format:
         return known and present.issuperset(self.guessed_by)
 
 
-def guess_format(columns: Iterable[str]) -> str | None:
+def format_of(columns: Iterable[str]) -> str | None:
     """Return the name of the first format whose required fields are all in `columns`.
 
     Rows that are single messages of a tree are of none: each alone says nothing to train on.
@@ -78,7 +80,35 @@ def guess_format(columns: Iterable[str]) -> str | None:
     return next((name for name, form in FORMATS.items() if form.fits(present)), None)
 
 
-def near_field(columns: Iterable[str]) -> str:
+def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """Return the format of most rows; raises DataError where the first, and most, are of none."""
+    votes: Counter[str] = Counter()
+    unknown: dict[int, str] = {}
+    for number, row in enumerate(rows):
+        try:
+            values = apply_columns(row.values, columns)
+        except MissingColumnError as error:
+            unknown[number] = f"{row.origin} {error}"
+            continue
+        name = format_of(values)
+        if name is None:
+            suggestion = suggest_settings(row.values)
+            example = "as in {instruction: question, output: answer}"
+            unknown[number] = (
+                f"{row.origin} columns {listed(row.values)}: format not recognized"
+                f"{_near_field(values)}; set data.datasets[].format to one of "
+                f"{', '.join(FORMATS)}, and name the columns by data.datasets[].columns"
+                + (f"; try {suggestion}" if suggestion else f", {example}")
+            )
+        else:
+            votes[name] += 1
+    for name, count in votes.most_common(1):
+        if count >= len(unknown) or 0 not in unknown:
+            return name
+    raise DataError(unknown[0])
+
+
+def _near_field(columns: Iterable[str]) -> str:
     """Return "; 'message' is near: did you mean 'messages'?" for a slip in a column's name."""
     found = list(columns)
     lacking = (names for form in FORMATS.values() for names in form.required)
@@ -200,22 +230,17 @@ def _read_messages(values: Mapping[str, Any], origin: Origin) -> list[Item]:
 def _read_prompt_completion(values: Mapping[str, Any], origin: Origin) -> list[Item]:
     prompt = values["prompt"]
     name, answer = _first(values, _COMPLETIONS)
-    if _is_turns(prompt) or _is_turns(answer):
+    if is_turns(prompt) or is_turns(answer):
         return [_read_prompt_turns(prompt, answer, name, values, origin)]
     question = Segment(read_text(prompt, "prompt"), 0.0)
     return [Document((question, Segment(read_answer(answer, name), row_weight(values))), origin)]
-
-
-def _is_turns(value: Any) -> bool:
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and ("role" in first or "from" in first)
 
 
 def _read_prompt_turns(
     prompt: Any, answer: Any, name: str, values: Mapping[str, Any], origin: Origin
 ) -> Conversation:
     """Return prompt and completion as one conversation; answers in the prompt are masked."""
-    if not (_is_turns(prompt) and _is_turns(answer)):
+    if not (is_turns(prompt) and is_turns(answer)):
         raise RowError(f"prompt is {kind(prompt)} and {name} {kind(answer)}; give turns in both")
     prompt_turns = [
         Turn(turn.role, turn.content, 0.0, turn.reasoning, turn.tool_calls)
@@ -285,3 +310,91 @@ FORMATS: dict[str, Format] = {
         Format("completion", (("text", "content", "segments"),), (), _read_completion),
     )
 }
+IGNORED = -100
+"""the label of a token that is not trained on"""
+_MAX_ID = 2**31 - 1
+
+
+def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:
+    """Return ids and weights; `labels`, `loss_mask` and `weights` multiply where several are given.
+
+    Tokens that `attention_mask` hides are padding, at either end, and are cut off. Labels stand at
+    the place of their token (not shifted), -100 where nothing is trained on.
+    """
+    ids = _integers(values["input_ids"], "input_ids")
+    if not ids:
+        raise RowError("input_ids is empty; give at least one token")
+    if min(ids) < 0 or max(ids) > _MAX_ID:
+        place = next(i for i, token in enumerate(ids) if not 0 <= token <= _MAX_ID)
+        raise RowError(
+            f"input_ids[{place}] is {quoted(ids[place])}; an id is a number from 0 to {_MAX_ID}"
+        )
+    first, end = _visible(values, len(ids))
+    weights = [row_weight(values)] * len(ids)
+    if values.get("labels") is not None:
+        weights = _label_weights(values["labels"], ids, weights, first, end)
+    for name in ("loss_mask", "weights"):
+        if values.get(name) is not None:
+            factors = _numbers(values[name], name, len(ids))
+            weights = [a * b for a, b in zip(weights, factors, strict=True)]
+    return Tokens(tuple(ids[first:end]), tuple(weights[first:end]), origin)
+
+
+def _visible(values: Mapping[str, Any], count: int) -> tuple[int, int]:
+    """Return where the tokens begin and end that are not padding."""
+    if values.get("attention_mask") is None:
+        return 0, count
+    mask = _integers(values["attention_mask"], "attention_mask")
+    _check_length(mask, "attention_mask", count)
+    if 1 not in mask:
+        raise RowError("attention_mask hides every token; drop the row")
+    first, end = mask.index(1), count - mask[::-1].index(1)
+    if any(mask[:first]) or any(mask[end:]) or mask[first:end] != [1] * (end - first):
+        raise RowError(
+            "attention_mask is not one run of 1 with 0 at its ends; give one document a row, for "
+            "documents are packed here"
+        )
+    return first, end
+
+
+def _label_weights(
+    value: Any, ids: list[int], weights: list[float], first: int, end: int
+) -> list[float]:
+    labels = _integers(value, "labels")
+    _check_length(labels, "labels", len(ids))
+    if labels == ids:
+        return weights
+    labelled = [
+        0.0 if label == IGNORED else weight if label == token else -1.0
+        for label, token, weight in zip(labels, ids, weights, strict=True)
+    ]
+    if -1.0 in labelled[first:end]:
+        place = labelled.index(-1.0, first)
+        raise RowError(
+            f"labels[{place}] is {labels[place]} and input_ids[{place}] is {ids[place]}; a label "
+            f"is its own token, not the next one, or {IGNORED}"
+        )
+    return labelled
+
+
+def _integers(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise RowError(f"{name} is {kind(value)}, not a list of numbers")
+    if not set(map(type, value)) <= {int}:
+        place = next(i for i, number in enumerate(value) if type(number) is not int)
+        raise RowError(f"{name}[{place}] is {kind(value[place])}, not a whole number")
+    return value
+
+
+def _numbers(value: Any, name: str, count: int) -> list[float]:
+    if not isinstance(value, list):
+        raise RowError(f"{name} is {kind(value)}, not a list of numbers")
+    _check_length(value, name, count)
+    return [read_weight(number, name) for number in value]
+
+
+def _check_length(value: list[Any], name: str, count: int) -> None:
+    if len(value) != count:
+        raise RowError(
+            f"{name} has {len(value):,} numbers and input_ids {count:,}; give one a token"
+        )

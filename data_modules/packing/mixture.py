@@ -5,6 +5,7 @@ Never orders the rows of an epoch: packing does that.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from data_modules.facts import setting
 from data_modules.messages import DataError
-from data_modules.packing.bins import seeded_generator
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,6 +100,14 @@ class MixtureRow:
             f"{self.share_of_tokens:.2%}",
             "" if self.requested is None else f"{self.requested:.2%}",
         )
+
+
+def seeded_generator(seed: int, *keys: object) -> np.random.Generator:
+    """Return a generator that depends on `seed` and `keys` only, on every machine."""
+    import numpy as np
+
+    digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little")))
 
 
 class Mixture:

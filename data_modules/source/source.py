@@ -2,7 +2,7 @@
 
 Decides which files, hub rows and samples a path and a split mean, which slice and shard of them is
 read, and that a file stays the same meanwhile. How bytes become rows is in text.py,
-delimited.py and arrow.py. Never looks at what a row means.
+tables.py. Never looks at what a row means.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from data_modules.messages import (
     unreadable,
 )
 from data_modules.source import corpus
-from data_modules.source.arrow import count_parquet_rows
 from data_modules.source.chunks import Chunk, ReadOptions, grouped
 from data_modules.source.corpus import CORPORA, WORDS_FILE, read_corpus
 from data_modules.source.hub import commit_of, read_hub
@@ -46,6 +45,7 @@ from data_modules.source.locating import (
 )
 from data_modules.source.opening import Budget, File, open_stored, suffix_of
 from data_modules.source.remote import Url
+from data_modules.source.tables import count_parquet_rows
 from data_modules.types import Row
 
 _PLAIN_TEXT = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")

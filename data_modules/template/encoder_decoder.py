@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data_modules.messages import DataError
-from data_modules.template.masking import Encoded, LayoutBuilder, MaskConfig, Note
+from data_modules.template.masking import LayoutBuilder, MaskConfig
 from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
-from data_modules.types import Conversation, Document, Item, Tokens
+from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens
 
 if TYPE_CHECKING:
     import transformers

@@ -9,45 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
 from data_modules.messages import shown
 from data_modules.template.bounds import TurnSpan
 from data_modules.template.rendering import THOUGHT, Chat, Renderer, RowRefusedError
 from data_modules.template.spans import RenderedChat, SpanFinder
-from data_modules.types import Conversation, Document, Item, Tokens, Turn
+from data_modules.types import Conversation, Document, Item, Note, Tokens, Turn
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from data_modules.settings import DataConfig
 
 _AFTER_THOUGHT = re.compile(r"</think>\s*")
 Plain = tuple[tuple[int, int], ...]
 """stretches of a text that hold control tokens, to be tokenized as plain text"""
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Note a fact about a row that is not an error: a kind to count by, and what was seen."""
-
-    kind: str
-    seen: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """Hold the tokens of one item.
-
-    `input_ids` int32 [tokens]; `weights` float32 [tokens], the weight of each token as a label. For
-    encoder-decoder models `input_ids` are the encoder's, `target_ids` int32 [targets] the
-    decoder's labels, and `weights` float32 [targets] belong to those.
-    """
-
-    input_ids: npt.NDArray[np.int32]
-    weights: npt.NDArray[np.float32]
-    target_ids: npt.NDArray[np.int32] | None = None
-    notes: tuple[Note, ...] = ()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,6 +36,11 @@ class MaskConfig:
     last_turn_only: bool = False
     reasoning: str = "keep"
     control_tokens: str = "keep"
+
+    @classmethod
+    def of(cls, config: DataConfig) -> MaskConfig:
+        """Return what of `config` decides which tokens are trained on."""
+        return cls(**{one.name: getattr(config, one.name) for one in fields(cls)})
 
 
 class Stretch(NamedTuple):

@@ -9,12 +9,18 @@ the template refuses is handed back, not raised.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
+import signal
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from data_modules.messages import shown
 from data_modules.types import Conversation, ToolCall, Turn
@@ -22,13 +28,12 @@ from data_modules.types import Conversation, ToolCall, Turn
 if TYPE_CHECKING:
     import transformers
 
+
 THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 CALL_IDS = ("given", "nine", "named")
 # Private-use characters that no text and no template holds.
 _PROBE, _PROBE_ARGUMENT = "\ue0f1probe\ue0f2", "\ue0f1argument\ue0f2"
-
-
 NO_MEMORY = "it takes more memory than there is"
 
 
@@ -81,11 +86,6 @@ class Renderer:
         return Chat(turns, chat.tools)
 
     @property
-    def reads_reasoning(self) -> bool:
-        """Tell whether the template writes a turn's reasoning."""
-        return bool(self.format.reasoning_key)
-
-    @property
     def format(self) -> MessageFormat:
         """Return the format that the template reads, found by rendering small chats."""
         if self._format is None:
@@ -124,7 +124,7 @@ class Renderer:
             return turn
         if reasoning == "strip":
             return replace(turn, content=THOUGHT.sub("", turn.content), reasoning=None)
-        if self.reads_reasoning:
+        if self.format.reasoning_key:
             return turn
         said = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
         return replace(turn, content=said, reasoning=None)
@@ -153,8 +153,8 @@ class Renderer:
         return self._with_reasoning_key(found, Chat((asks, turn)))
 
     def _with_reasoning_key(self, found: MessageFormat, thinks: Chat) -> MessageFormat:
-        keys = [key for key in REASONING_KEYS if self._writes(thinks, _keyed(found, key))]
-        return _keyed(found, keys[0]) if keys else found
+        keyed = (replace(found, reasoning_key=key) for key in REASONING_KEYS)
+        return next((one for one in keyed if self._writes(thinks, one)), found)
 
     def _writes(self, chat: Chat, written: MessageFormat) -> bool:
         try:
@@ -202,10 +202,6 @@ def render_errors() -> tuple[type[Exception], ...]:
         TypeError,
         ValueError,
     )
-
-
-def _keyed(written: MessageFormat, key: str) -> MessageFormat:
-    return replace(written, reasoning_key=key)
 
 
 def _calling() -> Iterator[Chat]:
@@ -285,3 +281,85 @@ def _with_ids(turns: Sequence[Turn], kind: str) -> list[Turn]:
             turn = replace(turn, tool_call_id=answered)
         written.append(turn)
     return written
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Say what a template may take for some 30 chats of a few turns."""
+
+    seconds: float = 10.0
+    memory_mb: int = 1024
+
+
+class LimitError(Exception):
+    """Say which limit was reached."""
+
+
+def attempt(work: Callable[[], T], limits: Limits) -> T:
+    """Return what `work` returns in a process of its own; LimitError where that takes too much.
+
+    Where processes cannot be forked, `work` runs in this one, without limits.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return work()
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(work, sender, limits), daemon=True)
+    with warnings.catch_warnings():
+        # From Python 3.12 on, where other threads run: none of theirs is waited for here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
+    sender.close()
+    try:
+        if not receiver.poll(limits.seconds):
+            raise LimitError(f"within {limits.seconds:g} s")
+        is_done, result = receiver.recv()
+    except EOFError:
+        process.join()
+        if process.exitcode == -signal.SIGXCPU:
+            raise LimitError(f"within {limits.seconds:g} s") from None
+        if process.exitcode and process.exitcode > 0:
+            raise RuntimeError("what a process did first failed; its error stands above") from None
+        raise LimitError(f"within {limits.memory_mb:,} MB") from None
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if not is_done:
+        raise LimitError(f"within {limits.memory_mb:,} MB")
+    value: T = result
+    return value
+
+
+def _work(work: Callable[[], object], sender: Connection, limits: Limits) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads were not forked
+    _limit(limits)
+    try:
+        sender.send((True, work()))
+    except MemoryError:
+        sender.send((False, None))
+
+
+def _limit(limits: Limits) -> None:
+    import resource
+
+    seconds = int(limits.seconds) + 1
+    _lower(resource.RLIMIT_CPU, seconds)
+    statm = Path("/proc/self/statm")
+    if statm.is_file():  # what is mapped already counts, on Linux
+        mapped = int(statm.read_text().split()[0]) * resource.getpagesize()
+        _lower(resource.RLIMIT_AS, mapped + limits.memory_mb * 2**20)
+
+
+def _lower(kind: int, most: int) -> None:
+    """Lower a limit of this process; one that is lower stays."""
+    import resource
+
+    soft, hard = resource.getrlimit(kind)
+    known = [one for one in (soft, hard) if one != resource.RLIM_INFINITY]
+    resource.setrlimit(kind, (min([most, *known]), hard))

@@ -21,25 +21,27 @@ from data_modules.template.encoding import (
     control_texts,
     stop_texts,
 )
-from data_modules.template.masking import Encoded, Layout, LayoutBuilder, MaskConfig
-from data_modules.template.named_templates import TEMPLATE_NAMES as TEMPLATE_NAMES
-from data_modules.template.named_templates import TEMPLATES_WITH_TOOLS as TEMPLATES_WITH_TOOLS
+from data_modules.template.masking import Layout, LayoutBuilder, MaskConfig
 from data_modules.template.named_templates import (
+    TEMPLATE_NAMES,
     add_bos,
     check_named,
     named_template,
     read_template,
 )
-from data_modules.template.proof import FORMS, LimitError, Limits, Traced, attempt, prove
+from data_modules.template.proof import FORMS, Traced, prove
 from data_modules.template.rendering import (
     Chat,
+    LimitError,
+    Limits,
     MessageFormat,
     Renderer,
     RowRefusedError,
+    attempt,
     render_errors,
 )
 from data_modules.template.spans import RenderedChat, SpanFinder
-from data_modules.types import Conversation, Document, Item, Tokens, Turn
+from data_modules.types import Conversation, Document, Encoded, Item, Tokens, Turn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -213,10 +215,6 @@ class ChatTemplate:
         is_document = isinstance(item, Document)
         ids = (self._with_bos(prompt_ids) if is_document else prompt_ids).tolist()
         return Prompt(ids, _last_answer(item), item.origin) if ids else None
-
-    def control_token(self, item: Item) -> str | None:
-        """Return the first control token that stands in an item's own text, None without one."""
-        return self._layout_builder.control_token(item)
 
     def trace(self, chat: Conversation) -> Traced | RowRefusedError:
         """Encode one conversation, and say which characters its tokens hold."""

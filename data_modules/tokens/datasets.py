@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,21 +17,52 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data_modules import source
 from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
-from data_modules.messages import DataError, redact
+from data_modules.messages import DataError, printable, redact
 from data_modules.packing.mixture import Split, hold_out
-from data_modules.settings import DataConfig, DatasetConfig, dataset_names
+from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.stream import validation_slice
 from data_modules.template import ChatTemplate
-from data_modules.tokens.prepare import REJECTED_FILE, Prepared, hash_of, prepare_dataset
-from data_modules.tokens.rows import read_items
+from data_modules.tokens.encode import Rejected, chunks_of, convert, find_format
+from data_modules.tokens.prepare import REJECTED_FILE, Prepared, TokenSpec, hash_of, prepare_dataset
 from data_modules.tokens.store import Examples
-from data_modules.types import Item
+from data_modules.types import BatchSpec, Item, ModelSpec
 
 if TYPE_CHECKING:
     import transformers
 
-    from data_modules.settings import DataConfig
+    from data_modules.packing import PackingConfig
+
+
+DEFAULT_SEQUENCE_LEN = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSpec:
+    """What the data of a run follows from."""
+
+    config: DataConfig
+    packing: PackingConfig
+    tokenizer: transformers.PreTrainedTokenizerBase
+    model: ModelSpec
+    batching: BatchSpec
+    seed: int
+    first_rows: int | None = None
+    """read only so many rows of each data set"""
+
+    @property
+    def sequence_len(self) -> int:
+        """Return the tokens that a document may have; DataError above the model's context."""
+        asked, context_len = self.config.sequence_len, self.model.context_len
+        if asked is None:
+            return min(DEFAULT_SEQUENCE_LEN, context_len or DEFAULT_SEQUENCE_LEN)
+        if context_len is not None and asked > context_len:
+            raise DataError(
+                f"data.sequence_len is {asked:,}, the model's context {context_len:,} tokens; "
+                f"set data.sequence_len={context_len}"
+            )
+        return asked
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,28 +146,19 @@ class ReadyDataset:
 class PreparedData:
     """Prepare the data sets, or find them in the cache, and split them; raises DataError.
 
-    With `first_rows` only so many rows of each are read. `train_examples` and `val_examples` are
-    the documents of both sides; of a stream all that was read is for validation.
+    `train_examples` and `val_examples` are the documents of both sides; of a stream all that was
+    read is for validation.
     """
 
-    def __init__(
-        self,
-        config: DataConfig,
-        template: ChatTemplate,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        *,
-        sequence_len: int,
-        vocab_size: int | None,
-        seed: int,
-        first_rows: int | None = None,
-    ) -> None:
-        self._config, self._template, self._tokenizer = config, template, tokenizer
-        self._sequence_len, self._first_rows = sequence_len, first_rows
+    def __init__(self, spec: DataSpec, template: ChatTemplate) -> None:
+        self._spec, self._config, self._template = spec, spec.config, template
         prepared, self._tests = self._prepare_all()
         _check_token_ids(
-            [*prepared.values(), *self._tests.values()], vocab_size, tokenizer.pad_token_id
+            [*prepared.values(), *self._tests.values()],
+            spec.model.vocab_size,
+            spec.tokenizer.pad_token_id,
         )
-        self.datasets = self._split(prepared, seed)
+        self.datasets = self._split(prepared, spec.seed)
         self.train_examples = self._examples([one.split.training for one in self.datasets])
         self.val_examples = self._examples([one.split.validation for one in self.datasets])
 
@@ -168,7 +191,7 @@ class PreparedData:
             run=RunSettings(
                 trains_prompts=config.train_on_inputs or set(config.roles_to_train) > {"assistant"},
                 train_on_eos=config.train_on_eos,
-                sequence_len=self._sequence_len,
+                sequence_len=self._spec.sequence_len,
                 is_encoder_decoder=self._template.is_encoder_decoder,
             ),
         )
@@ -236,29 +259,28 @@ class PreparedData:
     def _prepare_all(self) -> tuple[dict[str, Prepared], dict[str, Prepared]]:
         """Prepare every data set, by its name; the problems of all of them are listed together."""
         config, problems, kinds = self._config, list[str](), set[type[DataError]]()
-        tokenizer_hash = hash_of(self._tokenizer)
+        shared = TokenSpec(
+            config=config,
+            template=self._template,
+            sequence_len=self._spec.sequence_len,
+            tokenizer_hash=hash_of(self._spec.tokenizer),
+            first_rows=self._spec.first_rows,
+        )
 
-        def prepare(datasets: list[DatasetConfig], data: DataConfig) -> dict[str, Prepared]:
+        def prepare(datasets: list[DatasetConfig], spec: TokenSpec) -> dict[str, Prepared]:
             prepared = {}
             for name, dataset in zip(dataset_names(datasets), datasets, strict=True):
                 try:
-                    prepared[name] = prepare_dataset(
-                        dataset,
-                        data,
-                        self._template,
-                        self._sequence_len,
-                        tokenizer_hash,
-                        self._first_rows,
-                    )
+                    prepared[name] = prepare_dataset(dataset, spec)
                 except DataError as error:
                     problems.extend(error.problems)
                     kinds.add(type(error))
             return prepared
 
-        read = prepare(self._read(), config)
+        read = prepare(self._read(), shared)
         # Whoever asks a long row is told so when it asks; its tokens are compared all the same.
         lenient = dataclasses.replace(config, on_long="truncate_left", max_dropped_share=None)
-        tests = prepare(config.test_datasets, lenient)
+        tests = prepare(config.test_datasets, dataclasses.replace(shared, config=lenient))
         if problems:
             kind = kinds.pop() if len(kinds) == 1 else DataError
             raise kind(problems)
@@ -342,3 +364,51 @@ def _check_token_ids(
         )
     if problems:
         raise DataError(problems)
+
+
+def read_items(
+    dataset: DatasetConfig,
+    data: DataConfig,
+    *,
+    wanted: Collection[int] | None = None,
+    max_rows: int | None = None,
+) -> list[Item]:
+    """Return the items of the first `max_rows` good rows, or of the rows with numbers `wanted`.
+
+    Rows are numbered from 0 in the order of reading, bad ones too. Raises DataError where a row
+    that is wanted is not there.
+    """
+    items: list[Item] = []
+    if max_rows == 0 or (wanted is not None and not wanted):
+        return items
+    most = len(wanted) if wanted is not None else max_rows
+    format_name, chunks = find_format(dataset, chunks_of(dataset, data))
+    num_found = 0
+    for number, row in enumerate(row for chunk in chunks for row in chunk.rows()):
+        if isinstance(row, source.BadRow) or (wanted is not None and number not in wanted):
+            continue
+        found = convert(row, format_name or "", dataset.columns)
+        if isinstance(found, Rejected):
+            continue
+        items += found
+        num_found += 1
+        if num_found == most:
+            return items
+    if wanted is not None:
+        raise DataError(f"{dataset.path}: changed since it was tokenized; start again")
+    return items
+
+
+def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
+    """Return a name for each data set, all different: as given, or made from the path."""
+    given = {config.name for config in datasets if config.name}
+    names: dict[str, None] = {}
+    numbers: Counter[str] = Counter()
+    for config in datasets:
+        base = printable(config.name or source.name_of(config.path))
+        name = base
+        while name in names or (name in given and not config.name):
+            numbers[base] += 1
+            name = f"{base}-{numbers[base] + 1}"
+        names[name] = None
+    return list(names)

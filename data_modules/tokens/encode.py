@@ -1,35 +1,33 @@
-"""Encode chunks of rows: format, template and fit together, in this process or in several.
+"""Encode rows chunk by chunk: source, format and template together, in one process or in several.
 
-Decides in which process a chunk is encoded. Never reads a file, and never keeps a result.
+Decides what becomes of a bad row (an error, a line of a quarantine, or a count), and in which
+process a chunk is encoded. Never keeps a result.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import IO, TYPE_CHECKING
 
+from data_modules import format as formats
 from data_modules import source
-from data_modules.messages import DataError, Origin
+from data_modules.messages import MAX_PROBLEMS, DataError, Origin, Problems
 from data_modules.template import ChatTemplate, RowProblem
-from data_modules.template.masking import Encoded
-from data_modules.tokens.rows import Rejected, read_chunk, reject
-from data_modules.tokens.store import Documents
-from data_modules.types import Conversation, Item
+from data_modules.tokens.store import DocumentBuilder, Documents
+from data_modules.types import Conversation, Item, Row
 
 if TYPE_CHECKING:
-    import numpy as np
+    from concurrent.futures import Future
 
-    from data_modules.settings import DataConfig
+    from data_modules.settings import DataConfig, DatasetConfig
 
 _SUMMED = (
     "rows",
@@ -130,155 +128,6 @@ def check_dropped(counts: Counts, path: str, data: DataConfig, sequence_len: int
         )
 
 
-class TokenizerFacts(Protocol):
-    """What the documents need to know of the template."""
-
-    bos_token_id: int | None
-
-    @property
-    def stop_token_ids(self) -> set[int]:
-        """Return the tokens that end answers."""
-
-
-class DocumentBuilder:
-    """Collect the documents of one chunk of a file, and count rows without a trained token."""
-
-    def __init__(
-        self, file: str, template: TokenizerFacts, sequence_len: int, on_long: str
-    ) -> None:
-        self._file, self._sequence_len, self._on_long = file, sequence_len, on_long
-        self._template = template
-        self._pieces: list[Encoded] = []
-        self._rows: list[int] = []
-        self._lines: list[int] = []
-        self.num_rows = 0
-
-    def add(self, encoded: Sequence[Encoded], number: int, origin: Origin, counts: Counts) -> None:
-        """Add what row `number` of the chunk became: one result an item."""
-        longest = max((_num_tokens(one) for one in encoded), default=0)
-        counts.add_length(longest, str(origin))
-        how = self._sequence_len, self._on_long, self._template.bos_token_id
-        fitting = [piece for one in encoded for piece in fit(one, *how)]
-        useful = [piece for piece in fitting if is_trained(piece)]
-        if longest > self._sequence_len:
-            if not fitting or self._on_long == "error":
-                counts.dropped += 1
-            elif self._on_long == "drop":
-                counts.add_note("branch_dropped", str(origin))
-            elif self._on_long == "split":
-                counts.split += 1
-            else:
-                counts.truncated += 1
-            if self._on_long != "split":
-                kept = sum(map(_num_tokens, fitting))
-                counts.lost_tokens += sum(map(_num_tokens, encoded)) - kept
-        if not useful:
-            if fitting or longest <= self._sequence_len:
-                counts.add_empty(str(origin))
-            return
-        for kind, seen in {note.kind: note.seen for one in encoded for note in one.notes}.items():
-            counts.add_note(kind, f"{origin} {seen}".rstrip())
-        self._pieces += useful
-        self._rows += [number] * len(useful)
-        self._lines += [origin.line] * len(useful)
-        self.num_rows += 1
-
-    def build(self) -> Documents | None:
-        """Return the documents; None where there is none."""
-        import numpy as np
-
-        pieces = self._pieces
-        if not pieces:
-            return None
-        targets = [one.target_ids for one in pieces if one.target_ids is not None]
-        stops = self._template.stop_token_ids
-        return Documents(
-            file=self._file,
-            input_ids=np.concatenate([one.input_ids for one in pieces]),
-            lengths=np.array([len(one.input_ids) for one in pieces], dtype=np.int64),
-            weights=np.concatenate([one.weights for one in pieces]),
-            target_ids=np.concatenate(targets) if targets else None,
-            target_lengths=np.array([len(one) for one in targets]) if targets else None,
-            rows=np.array(self._rows, dtype=np.int64),
-            lines=np.array(self._lines, dtype=np.int64),
-            trained=np.array([np.count_nonzero(_labels(one)) for one in pieces], dtype=np.int64),
-            label_weights=np.array([_labels(one).sum(dtype=np.float64) for one in pieces]),
-            digests=np.array([_digest(one) for one in pieces], dtype=np.uint64),
-            ends_in_stop=np.array([_last_trained(one) in stops for one in pieces]),
-            double_bos=np.array([self._has_two_bos(one) for one in pieces]),
-        )
-
-    def _has_two_bos(self, one: Encoded) -> bool:
-        bos = self._template.bos_token_id
-        return bos is not None and one.input_ids[:2].tolist() == [bos, bos]
-
-
-def fit(one: Encoded, sequence_len: int, on_long: str, bos_token_id: int | None) -> list[Encoded]:
-    """Return the documents of at most `sequence_len` tokens that an encoded item becomes.
-
-    What is cut from its left side keeps its BOS; encoder-decoder items are not split.
-    """
-
-    if _num_tokens(one) <= sequence_len:
-        return [one]
-    if on_long in ("drop", "error"):
-        return []
-    keeps_end = on_long == "truncate_left"
-    cut = slice(-sequence_len, None) if keeps_end else slice(sequence_len)
-    if one.target_ids is not None:
-        return [Encoded(one.input_ids[cut], one.weights[cut], one.target_ids[cut])]
-    bos = int(bos_token_id is not None and int(one.input_ids[0]) == bos_token_id)
-    if on_long == "split":
-        return _split(one, sequence_len, bos)
-    ids, weights = one.input_ids[cut].copy(), one.weights[cut].copy()
-    if keeps_end and bos:
-        ids[0], weights[0] = one.input_ids[0], 0.0
-    return [Encoded(ids, weights)]
-
-
-def _split(one: Encoded, sequence_len: int, bos: int) -> list[Encoded]:
-    """Cut a document into pieces of like length, each with the `bos` tokens that it begins with."""
-    import numpy as np
-
-    num_tokens = len(one.input_ids) - bos
-    num_pieces = -(-num_tokens // (sequence_len - bos))
-    cuts = [bos + num_tokens * piece // num_pieces for piece in range(num_pieces + 1)]
-    return [
-        Encoded(
-            np.concatenate([one.input_ids[:bos], one.input_ids[start:end]]),
-            np.concatenate([np.zeros(bos, np.float32), one.weights[start:end]]),
-        )
-        for start, end in itertools.pairwise(cuts)
-    ]
-
-
-def is_trained(one: Encoded) -> bool:
-    """Tell whether any label of a document has a weight."""
-    return bool(_labels(one).any())
-
-
-def _num_tokens(one: Encoded) -> int:
-    targets = 0 if one.target_ids is None else len(one.target_ids)
-    return max(len(one.input_ids), targets)
-
-
-def _labels(one: Encoded) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Return the weights of what is predicted: a causal model never predicts the first token."""
-    return one.weights[1:] if one.target_ids is None else one.weights
-
-
-def _last_trained(one: Encoded) -> int:
-    ids = one.input_ids if one.target_ids is None else one.target_ids
-    return int(ids[one.weights.nonzero()[0][-1]])
-
-
-def _digest(one: Encoded) -> int:
-    content = hashlib.blake2b(one.input_ids.tobytes(), digest_size=8)
-    if one.target_ids is not None:
-        content.update(one.target_ids.tobytes())
-    return int.from_bytes(content.digest(), "little")
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
     """Hold what became of a chunk of rows; `num_rows` counts the bad ones, too."""
@@ -346,6 +195,9 @@ def encode_chunks(
     if len(head) <= CHUNKS_IN_PROCESS or num_proc == 1 or not can_fork:
         yield from map(encoder, itertools.chain(head, chunks))
         return
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
     # Forked, so that nothing has to be imported or sent again: this process has no GPU yet.
     with ProcessPoolExecutor(
         num_proc, multiprocessing.get_context("fork"), _start_worker, (encoder,)
@@ -391,3 +243,197 @@ def _end_with_parent() -> None:
 def _encode_in_worker(chunk: source.Chunk) -> EncodedChunk:
     assert _encoder is not None
     return _encoder(chunk)
+
+
+GUESSED_ROWS = 100
+"""so many first rows vote on the format of a data set"""
+MAX_FIRST = 5
+"""rows of a kind that are named, of any number"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Hold a row that cannot be used: where it stands, why, and the beginning of its text.
+
+    `columns` are its columns where it lacks one that its format needs. `is_empty` says that only
+    its answer is empty.
+    """
+
+    origin: Origin
+    problem: str
+    raw: str
+    columns: tuple[str, ...] | None = None
+    is_empty: bool = False
+
+
+def read_chunk(
+    chunk: source.Chunk, format_name: str, columns: dict[str, str]
+) -> Iterator[list[Item] | Rejected]:
+    """Yield the items of each row of a chunk, or why there are none."""
+    for row in chunk.rows():
+        if isinstance(row, source.BadRow):
+            yield Rejected(row.origin, row.problem, row.raw)
+        else:
+            yield convert(row, format_name, columns)
+
+
+def convert(row: Row, format_name: str, columns: dict[str, str]) -> list[Item] | Rejected:
+    """Return the items of a row, or why there are none."""
+    try:
+        return formats.convert_row(row, format_name, columns)
+    except formats.RowError as error:
+        lacks = isinstance(error, formats.MissingColumnError)
+        return Rejected(
+            row.origin,
+            f"{row.origin} {error}",
+            _text_of(row),
+            tuple(row.values) if lacks else None,
+            isinstance(error, formats.EmptyAnswerError),
+        )
+
+
+def reject(chunk: source.Chunk, problems: Mapping[int, str]) -> list[Rejected]:
+    """Return rows of `chunk`, by their numbers from 0, as rejected for what `problems` say."""
+    if not problems:
+        return []
+    return [
+        Rejected(row.origin, problems[number], _text_of(row))
+        for number, row in enumerate(chunk.rows())
+        if number in problems and isinstance(row, Row)
+    ]
+
+
+def _text_of(row: Row) -> str:
+    """Return a row as JSON, as far as a quarantine keeps it."""
+    return json.dumps(row.values, ensure_ascii=False, default=str)[: source.MAX_RAW]
+
+
+def find_format(
+    dataset: DatasetConfig, chunks: Iterator[source.Chunk]
+) -> tuple[str | None, Iterator[source.Chunk]]:
+    """Return the format of a data set, and its chunks, of which the first may have been looked at.
+
+    None where no row can be read.
+    """
+    if dataset.format is not None:
+        return dataset.format, chunks
+    seen: list[source.Chunk] = []
+    for chunk in chunks:
+        seen.append(chunk)
+        rows = (row for row in chunk.rows() if isinstance(row, Row))
+        first = list(itertools.islice(rows, GUESSED_ROWS))
+        if first:
+            return formats.guess_format(first, dataset.columns), itertools.chain(seen, chunks)
+    return None, iter(seen)
+
+
+def chunks_of(
+    dataset: DatasetConfig, data: DataConfig, budget: source.Budget | None = None
+) -> Iterator[source.Chunk]:
+    """Return the chunks of a data set, as its settings ask."""
+    return source.read_chunks(
+        dataset.path,
+        split=dataset.split,
+        revision=dataset.revision,
+        budget=budget,
+        max_row_bytes=data.max_row_bytes,
+        limits=data.limits,
+        streaming=data.streaming,
+    )
+
+
+class FirstRows:
+    """Yield chunks up to so many rows; `is_cut` says afterwards whether there were more."""
+
+    def __init__(self, chunks: Iterator[source.Chunk], most: int | None) -> None:
+        self._chunks, self._most = chunks, most
+        self.is_cut = False
+
+    def __iter__(self) -> Iterator[source.Chunk]:
+        """Yield the chunks; None is no limit."""
+        if self._most is None:
+            yield from self._chunks
+            return
+        left = self._most
+        for chunk in self._chunks:
+            num_rows = chunk.count()
+            if num_rows > left:
+                self.is_cut = True
+                if left:
+                    yield chunk.select(range(left))
+                return
+            left -= num_rows
+            yield chunk
+
+
+class BadRows:
+    """Collect the rows that cannot be used, and decide whether they stop the run.
+
+    Rows that lack a column are named once for all rows with the same columns, beside how many rows
+    are as they should be. Only the first ones are held: those that a quarantine takes are written
+    to `file`, if there is one, a JSON line each.
+    """
+
+    def __init__(self, data: DataConfig, file: IO[str] | None = None) -> None:
+        self._quarantines = data.on_bad_row == "quarantine"
+        self._drops_empty = data.drop_empty
+        self._problems = Problems()
+        self._lacking: dict[tuple[str, ...], str] = {}
+        self._num_lacking: Counter[tuple[str, ...]] = Counter()
+        self._num_good, self._first_good = 0, ""
+        self._file = file
+        self.first_kept: list[str] = []
+        """problems of the first rows that a quarantine takes"""
+        self.num_kept = 0
+        self.first_empty: list[Origin] = []
+        """the first rows whose answer is empty, where those are dropped"""
+        self.num_empty = 0
+
+    def add(self, row: Rejected) -> None:
+        """Note one bad row."""
+        if row.is_empty and self._drops_empty:
+            self.num_empty += 1
+            self.first_empty = [*self.first_empty, row.origin][:MAX_FIRST]
+        elif self._quarantines:
+            self._set_aside(row)
+        elif row.columns is None or self._is_of_too_many_kinds(row.columns):
+            self._problems.add(row.problem)
+        else:
+            self._lacking.setdefault(row.columns, row.problem)
+            self._num_lacking[row.columns] += 1
+
+    def _set_aside(self, row: Rejected) -> None:
+        self.num_kept += 1
+        self.first_kept = [*self.first_kept, row.problem][:MAX_FIRST]
+        if self._file is not None:
+            line = {"origin": str(row.origin), "problem": row.problem, "row": row.raw}
+            self._file.write(json.dumps(line) + "\n")
+
+    def _is_of_too_many_kinds(self, columns: tuple[str, ...]) -> bool:
+        return columns not in self._lacking and len(self._lacking) >= MAX_PROBLEMS
+
+    def add_all(self, rows: Iterable[Rejected]) -> None:
+        """Note several bad rows."""
+        for row in rows:
+            self.add(row)
+
+    def add_good(self, format_name: str, origin: Origin) -> None:
+        """Count a row that can be used."""
+        self._num_good += 1
+        self._first_good = self._first_good or f"of format {format_name}, first {origin}"
+
+    def add_problems(self, problems: Iterable[str]) -> None:
+        """Note what stops the run whatever becomes of bad rows."""
+        for problem in problems:
+            self._problems.add(problem)
+
+    def raise_if_any(self) -> None:
+        """Raise DataError with all problems that stop the run."""
+        for columns, first in self._lacking.items():
+            more = self._num_lacking[columns] - 1
+            notes = [f"{more:,} more rows have these columns"] if more else []
+            if self._num_good:
+                notes.append(f"{self._num_good:,} rows are {self._first_good}")
+            self._problems.add(f"{first} ({'; '.join(notes)})" if notes else first)
+        self._lacking.clear()
+        self._problems.raise_if_any()

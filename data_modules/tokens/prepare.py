@@ -6,28 +6,35 @@ keeps the result in the cache. Never plans a step and never splits off a validat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
+import logging
 import os
+import shutil
 import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_modules import source
 from data_modules.messages import DataError, RemoteError, printable, redact
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
-from data_modules.tokens.cache import Key, code_version, open_or_make
 from data_modules.tokens.encode import (
+    BadRows,
     ChunkEncoder,
     Counts,
     EncodedChunk,
+    FirstRows,
     check_dropped,
+    chunks_of,
     encode_chunks,
+    find_format,
 )
-from data_modules.tokens.rows import BadRows, FirstRows, chunks_of, find_format
 from data_modules.tokens.store import StoreWriter, TokenStore
 
 if TYPE_CHECKING:
@@ -66,21 +73,26 @@ class Prepared:
     is_cut: bool
 
 
-def prepare_dataset(
-    dataset: DatasetConfig,
-    data: DataConfig,
-    template: ChatTemplate,
-    sequence_len: int,
-    tokenizer_hash: str,
-    first_rows: int | None = None,
-) -> Prepared:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSpec:
+    """What the tokens of a data set follow from, beside its rows."""
+
+    config: DataConfig
+    template: ChatTemplate
+    sequence_len: int
+    tokenizer_hash: str
+    first_rows: int | None = None
+    """read only so many rows"""
+
+
+def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
     """Return a data set's tokens, from the cache where they stand there.
 
-    With `first_rows` only so many rows are read, and `is_cut` says whether there are more. The
-    content of a stream's files, and of those read in part, is taken from their size and time: they
-    are not read to the end. Raises DataError with all rows that cannot be read, and where the files
-    change meanwhile.
+    `is_cut` says whether there are more rows than `first_rows`. The content of a stream's files,
+    and of those read in part, is taken from their size and time: they are not read to the end.
+    Raises DataError with all rows that cannot be read, and where the files change meanwhile.
     """
+    data = spec.config
     # A branch of the hub moves: what is read is the commit that the key names.
     revision = source.resolved_revision(dataset.path, dataset.revision) or dataset.revision
     dataset = dataclasses.replace(dataset, revision=revision)
@@ -90,22 +102,22 @@ def prepare_dataset(
             dataset.path,
             dataset.split,
             dataset.revision,
-            by_stamp=data.streaming or first_rows is not None,
+            by_stamp=data.streaming or spec.first_rows is not None,
             limits=data.limits,
         )
 
     sha256 = fingerprint()
-    key = _key(dataset, data, template, sequence_len, tokenizer_hash, sha256, first_rows)
+    key = _key(dataset, spec, sha256)
 
     def make(folder: Path) -> None:
-        _write(folder, dataset, data, template, sequence_len, first_rows)
+        _write(folder, dataset, spec)
         if fingerprint() != sha256:
             raise DataError(f"{dataset.path}: changed while it was being read; start again")
 
     folder, how = open_or_make(Path(data.cache_dir).expanduser(), key, make)
     note = json.loads((folder / COUNTS_FILE).read_text())
     counts = Counts(**note["counts"])
-    check_dropped(counts, dataset.path, data, sequence_len)
+    check_dropped(counts, dataset.path, data, spec.sequence_len)
     return Prepared(
         store=TokenStore(folder),
         counts=counts,
@@ -124,24 +136,17 @@ def hash_of(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
-def _key(
-    dataset: DatasetConfig,
-    data: DataConfig,
-    template: ChatTemplate,
-    sequence_len: int,
-    tokenizer_hash: str,
-    sha256: str,
-    first_rows: int | None,
-) -> Key:
+def _key(dataset: DatasetConfig, spec: TokenSpec, sha256: str) -> Key:
     import tokenizers
     import transformers
 
+    data, template, first_rows = spec.config, spec.template, spec.first_rows
     settings = {name: getattr(data, name) for name in TOKEN_SETTINGS}
     settings |= {
         "format": dataset.format,
         "columns": dict(dataset.columns),
         "revision": dataset.revision,
-        "sequence_len": sequence_len,
+        "sequence_len": spec.sequence_len,
         "encoder_decoder": template.is_encoder_decoder,
         "limits": {name: getattr(data.limits, name) for name in ROW_LIMITS},
     }
@@ -151,7 +156,7 @@ def _key(
         parts={
             # What nobody can name is never found again.
             "data": sha256 or uuid.uuid4().hex,
-            "tokenizer": tokenizer_hash,
+            "tokenizer": spec.tokenizer_hash,
             # A template that writes the day gives other tokens tomorrow.
             "template": f"{template.hash} {template.date_key}".strip(),
             "settings": settings,
@@ -164,22 +169,16 @@ def _key(
     )
 
 
-def _write(
-    folder: Path,
-    dataset: DatasetConfig,
-    data: DataConfig,
-    template: ChatTemplate,
-    sequence_len: int,
-    first_rows: int | None,
-) -> None:
+def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     """Tokenize a data set into `folder`."""
-    read = FirstRows(chunks_of(dataset, data), first_rows)
+    data = spec.config
+    read = FirstRows(chunks_of(dataset, data), spec.first_rows)
     format_name, chunks = find_format(dataset, iter(read))
     encoder = ChunkEncoder(
         format=format_name or "",
         columns=dataset.columns,
-        template=template,
-        sequence_len=sequence_len,
+        template=spec.template,
+        sequence_len=spec.sequence_len,
         on_long=data.on_long,
     )
     counts, writer = Counts(), StoreWriter(folder)
@@ -212,7 +211,7 @@ def _write(
         counts.add_empty(str(origin))
     counts.empty += bad.num_empty - len(bad.first_empty)
     _check_rows_left(dataset, counts, bad)
-    check_dropped(counts, dataset.path, data, sequence_len)
+    check_dropped(counts, dataset.path, data, spec.sequence_len)
     note = {
         "format": format_name,
         "counts": dataclasses.asdict(counts),
@@ -269,3 +268,167 @@ class _Progress:
         self._rows += part.counts.rows
         text = f"tokenizing {self._name}: {self._rows:,} rows"
         self._bar.update(self._task, advance=part.num_bytes, description=text)
+
+
+KEY_FILE = "key.json"
+_NO_ROOM = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+log = logging.getLogger(__name__)
+_LABELS = {
+    "data": "the data changed",
+    "tokenizer": "the tokenizer changed",
+    "template": "the chat template changed",
+    "settings": "settings changed",
+    "code": "the code changed",
+    "versions": "library versions changed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Name a prepared data set: what it is of, and a hash or value of each thing that shapes it.
+
+    `parts` has the entries of `_LABELS`.
+    """
+
+    path: str
+    split: str
+    parts: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return the folder's name."""
+        text = json.dumps([self.path, self.split, self.parts], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def newest(self) -> str:
+        """Return the name of the file that names the newest entry of the same data."""
+        text = json.dumps([self.path, self.split])
+        return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.newest"
+
+
+def code_version() -> str:
+    """Return a hash of the files that decide what a row's tokens are."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.jinja")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Path, str]:
+    """Return the folder of a prepared data set, and whether it was there, in words.
+
+    Where it is not, or not whole, `make(folder)` writes it into an empty folder. Raises DataError
+    where the cache's own folder cannot be written.
+    """
+    folder = root / key.name
+    if _is_whole(folder):
+        return folder, "found in the cache"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{key.name}.lock"):
+            if _is_whole(folder):
+                return folder, "tokenized by another process"
+            reason = "the entry was damaged" if folder.exists() else _why_missing(root, key)
+            _remove_left_over(root, key)
+            unfinished = root / f"{key.name}.tmp-{os.getpid()}"
+            unfinished.mkdir()
+            try:
+                make(unfinished)
+                _seal(unfinished, key)
+                os.replace(unfinished, folder)
+                _note_newest(root, key)
+                _sync(root)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise DataError(
+            f"{root}: the prepared data cannot be written: {error.strerror}; give a folder with "
+            "room by data.cache_dir=FOLDER"
+        ) from error
+    return folder, f"tokenized ({reason})"
+
+
+def _seal(folder: Path, key: Key) -> None:
+    """Write what tells a whole folder from a damaged one, when all else is on the disk."""
+    sizes = {}
+    for file in sorted(folder.iterdir()):
+        sizes[file.name] = file.stat().st_size
+        _sync(file)
+    note = {"path": key.path, "split": key.split, "parts": key.parts, "sizes": sizes}
+    (folder / KEY_FILE).write_text(json.dumps(note, indent=2) + "\n")
+    _sync(folder / KEY_FILE)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Tell whether a folder holds all that was written into it."""
+    try:
+        sizes = json.loads((folder / KEY_FILE).read_text())["sizes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    import fcntl
+
+    with file.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("data: another process prepares the same data; waiting for it (%s)", file)
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        # The system lets go of it when the process ends, however it ends.
+        yield
+
+
+def _remove_left_over(root: Path, key: Key) -> None:
+    """Remove what is damaged, or left by a killed process; the lock says that none is at work."""
+    for left in (root / key.name, *root.glob(f"{key.name}.tmp-*")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _note_newest(root: Path, key: Key) -> None:
+    unfinished = root / f"{key.newest}.tmp-{os.getpid()}"
+    unfinished.write_text(key.name)
+    os.replace(unfinished, root / key.newest)
+
+
+def _why_missing(root: Path, key: Key) -> str:
+    """Say what changed since the newest entry of the same data."""
+    try:
+        # By its name: to look at every entry would take longer with each one that is kept.
+        newest = Path((root / key.newest).read_text()).name
+        before = json.loads((root / newest / KEY_FILE).read_text())["parts"]
+    except (OSError, ValueError, LookupError):
+        return "now cached"  # there was none, or it was removed
+    changed = [part for part in key.parts if before.get(part) != key.parts[part]]
+    return ", ".join(_in_words(part, before.get(part), key.parts[part]) for part in changed)
+
+
+def _in_words(part: str, before: Any, now: Any) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+        return f"{_LABELS[part]}: {', '.join(names)}"
+    return _LABELS[part]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from data_modules import DataConfig, DataError, DatasetConfig, check_datasets
-from data_modules.template import ChatTemplate
-from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
+from data_modules.template import ChatTemplate, MaskConfig
+from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
 
 
 def chat(question: str, answer: str, **columns: Any) -> dict[str, Any]:
@@ -42,8 +42,14 @@ def prepare(file: Path, tokenizer: Any, **settings: Any) -> Prepared:
     problems = check_datasets(data)
     if problems:
         raise DataError(problems)
-    template = ChatTemplate.resolve(tokenizer, data.chat_template, data.mask())
-    return prepare_dataset(data.datasets[0], data, template, sequence_len, hash_of(tokenizer))
+    template = ChatTemplate.resolve(tokenizer, data.chat_template, MaskConfig.of(data))
+    spec = TokenSpec(
+        config=data,
+        template=template,
+        sequence_len=sequence_len,
+        tokenizer_hash=hash_of(tokenizer),
+    )
+    return prepare_dataset(data.datasets[0], spec)
 
 
 def problems_of(file: Path, tokenizer: Any, **settings: Any) -> list[str]:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from data_modules import DataConfig, DataError, DatasetConfig, PackingConfig, check_datasets
-from data_modules.datamodule import BatchSpec, FinetuneDataModule, ModelSpec
+from data_modules.datamodule import FinetuneDataModule
+from data_modules.tokens.datasets import DataSpec
+from data_modules.types import BatchSpec, ModelSpec
 from tests.bad_input.asking import ASKED_ONLY, LONG, ROWS, chat, named, prepare, write
 from tests.conftest import TrainRun, read_column
 from tests.door import make_data
@@ -34,12 +36,14 @@ def build(
     if problems:
         raise DataError(problems)
     module = FinetuneDataModule(
-        config,
-        PackingConfig(),
-        tokenizer,
-        ModelSpec(context_len=1024),
-        BatchSpec(accumulation_steps=accumulation_steps),
-        seed=0,
+        DataSpec(
+            config=config,
+            packing=PackingConfig(),
+            tokenizer=tokenizer,
+            model=ModelSpec(context_len=1024),
+            batching=BatchSpec(accumulation_steps=accumulation_steps),
+            seed=0,
+        )
     )
     module.setup("fit")
     module.audit.check()

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from data_modules.source import Chunk, read_chunks
-from data_modules.tokens.prepare import ChunkEncoder, EncodedChunk, Prepared
+from data_modules.tokens.encode import ChunkEncoder, EncodedChunk
+from data_modules.tokens.prepare import Prepared
 from tests.bad_input.asking import chat, prepare, write
 from tests.processes import GONE_WITHIN, LONGEST
 

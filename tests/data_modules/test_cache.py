@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_modules.messages import DataError
-from data_modules.tokens.cache import Key, code_version, open_or_make
+from data_modules.tokens.prepare import Key, open_or_make
 from tests.processes import LONGEST
 
 PARTS = {
@@ -129,10 +129,6 @@ def test_a_killed_process_leaves_nothing_in_the_way(tmp_path: Path) -> None:
     assert (folder / "tokens").read_text() == "whole"
     assert how == "tokenized (now cached)"
     assert not list(tmp_path.glob("*.tmp-*"))
-
-
-def test_the_code_version_is_stable() -> None:
-    assert code_version() == code_version()
 
 
 def test_a_damaged_entry_is_made_again(tmp_path: Path) -> None:

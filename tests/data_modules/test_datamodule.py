@@ -14,13 +14,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from data_modules import Batch, DataConfig, DataError, DatasetConfig, PackingConfig
-from data_modules.datamodule import (
-    BatchSpec,
-    FinetuneDataModule,
-    ModelSpec,
-    choose_sequence_len,
-)
+from data_modules import Batch, DataConfig, DataError, DatasetConfig, DataSpec, PackingConfig
+from data_modules.datamodule import FinetuneDataModule
+from data_modules.types import BatchSpec, ModelSpec
 
 
 @pytest.fixture
@@ -62,12 +58,14 @@ def build(
     """Build and set up a data module with 128-token packs."""
     batching = BatchSpec(**{"micro_batch_size": 2, "accumulation_steps": 2} | options)
     module = FinetuneDataModule(
-        DataConfig(datasets=datasets, **(data or {})),
-        PackingConfig(method=method),
-        tokenizer,
-        ModelSpec(**{"context_len": 128} | (model or {})),
-        batching,
-        seed=seed,
+        DataSpec(
+            config=DataConfig(datasets=datasets, **(data or {})),
+            packing=PackingConfig(method=method),
+            tokenizer=tokenizer,
+            model=ModelSpec(**{"context_len": 128} | (model or {})),
+            batching=batching,
+            seed=seed,
+        )
     )
     module.trainer = SimpleNamespace(
         world_size=batching.num_ranks,
@@ -195,10 +193,23 @@ def test_weights_of_data_sets(files: list[DatasetConfig], tokenizer: Any) -> Non
     assert counts == [80, 15, 20]
 
 
-def test_sequence_len(files: list[DatasetConfig], tokenizer: Any) -> None:
-    assert choose_sequence_len(None, 512) == 512
-    assert choose_sequence_len(None, 8192) == choose_sequence_len(None, None) == 2048
-    assert choose_sequence_len(4096, 8192) == 4096
+@pytest.mark.parametrize(
+    ("asked", "context_len", "sequence_len"),
+    [(None, 512, 512), (None, 8192, 2048), (None, None, 2048), (4096, 8192, 4096)],
+)
+def test_sequence_len(asked: int | None, context_len: int | None, sequence_len: int) -> None:
+    spec = DataSpec(
+        config=DataConfig(sequence_len=asked),
+        packing=PackingConfig(),
+        tokenizer=None,
+        model=ModelSpec(context_len=context_len),
+        batching=BatchSpec(),
+        seed=0,
+    )
+    assert spec.sequence_len == sequence_len
+
+
+def test_sequence_len_above_the_context(files: list[DatasetConfig], tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"sequence_len is 1,024, the model's context 512 tokens"):
         build(files, tokenizer, model={"context_len": 512}, data={"sequence_len": 1024})
 
@@ -503,7 +514,14 @@ def test_a_tokenizer_that_cannot_separate_turns_serves_rows_of_tokens_alone(tmp_
         dataset = DatasetConfig(path=str(path), format=format, name="rows")
         data = DataConfig(datasets=[dataset], val_set_size=0, cache_dir=str(tmp_path / "cache"))
         FinetuneDataModule(
-            data, PackingConfig(), tokenizer, ModelSpec(context_len=64), BatchSpec(), seed=0
+            DataSpec(
+                config=data,
+                packing=PackingConfig(),
+                tokenizer=tokenizer,
+                model=ModelSpec(context_len=64),
+                batching=BatchSpec(),
+                seed=0,
+            )
         ).setup("fit")
 
     set_up(tokens, "pretokenized")

@@ -11,6 +11,7 @@ from data_modules import (
     BatchSpec,
     DataConfig,
     DatasetConfig,
+    DataSpec,
     FinetuneDataModule,
     ModelSpec,
     PackingConfig,
@@ -18,9 +19,9 @@ from data_modules import (
 )
 from data_modules.messages import DataError, Origin
 from data_modules.source import Limits, opening, read_chunks
-from data_modules.template import ChatTemplate
-from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
-from data_modules.tokens.rows import BadRows, FirstRows, Rejected
+from data_modules.template import ChatTemplate, MaskConfig
+from data_modules.tokens.encode import BadRows, FirstRows, Rejected
+from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
 
 
 def write(file: Path, num_rows: int) -> Path:
@@ -33,8 +34,15 @@ def prepare(file: Path, tokenizer: Any, first_rows: int | None, **settings: Any)
     """Prepare the first rows of a file."""
     cache = str(file.parent / "cache")
     data = DataConfig(datasets=[DatasetConfig(path=str(file))], cache_dir=cache, **settings)
-    template = ChatTemplate.resolve(tokenizer, "plain", data.mask())
-    return prepare_dataset(data.datasets[0], data, template, 64, hash_of(tokenizer), first_rows)
+    template = ChatTemplate.resolve(tokenizer, "plain", MaskConfig.of(data))
+    spec = TokenSpec(
+        config=data,
+        template=template,
+        sequence_len=64,
+        tokenizer_hash=hash_of(tokenizer),
+        first_rows=first_rows,
+    )
+    return prepare_dataset(data.datasets[0], spec)
 
 
 def test_only_the_first_rows_are_read(
@@ -63,13 +71,15 @@ def test_the_report_says_that_it_is_of_a_part(
     file = write(tmp_path / "d.jsonl", 200)
     cache = str(tmp_path / "cache")
     module = FinetuneDataModule(
-        DataConfig(datasets=[DatasetConfig(path=str(file))], cache_dir=cache),
-        PackingConfig(),
-        tokenizer,
-        ModelSpec(context_len=64),
-        BatchSpec(),
-        seed=1,
-        first_rows=first_rows,
+        DataSpec(
+            config=DataConfig(datasets=[DatasetConfig(path=str(file))], cache_dir=cache),
+            packing=PackingConfig(),
+            tokenizer=tokenizer,
+            model=ModelSpec(context_len=64),
+            batching=BatchSpec(),
+            seed=1,
+            first_rows=first_rows,
+        )
     )
     module.setup()
     (report,) = module.report.datasets
@@ -121,7 +131,7 @@ def test_bad_rows_are_counted_and_not_held(how: dict[str, Any]) -> None:
 
 
 def test_many_data_sets_of_one_name_are_named_in_no_time() -> None:
-    from data_modules.settings import dataset_names
+    from data_modules.tokens.datasets import dataset_names
 
     names = dataset_names([DatasetConfig(path=f"{n}/train.jsonl") for n in range(20_000)])
     assert names[:3] == ["train", "train-2", "train-3"] and len(set(names)) == 20_000

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from data_modules.format import apply_columns, convert_row, guess_format
+from data_modules.format import convert_row
+from data_modules.format.format import apply_columns, format_of
 from data_modules.messages import Origin
 from data_modules.types import Conversation, Item, Row
 from tests.data_modules.conftest import SHARED
@@ -32,7 +33,7 @@ def load(file: str) -> list[dict[str, Any]]:
 def convert(file: str, columns: dict[str, str] | None = None) -> tuple[str, list[list[Item]]]:
     """Return the guessed format and the items of each row."""
     rows = load(file)
-    name = guess_format(apply_columns(rows[0], columns or {}))
+    name = format_of(apply_columns(rows[0], columns or {}))
     assert name is not None
     return name, [
         convert_row(Row(values, Origin(file, line)), name, columns or {})

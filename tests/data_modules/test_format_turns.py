@@ -1,16 +1,18 @@
-"""Turns: typed parts, thinking, calls of tools and their results, and which belong together."""
+"""Turns: their parts, which belong together, and which paths of a tree are conversations."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_modules.format import RowError, convert_row, guess_format
+from data_modules.format import EmptyAnswerError, RowError, convert_row
+from data_modules.format.format import format_of
 from data_modules.messages import Origin
 from data_modules.types import Conversation, Row, ToolCall, Turn
 
@@ -25,7 +27,7 @@ def convert(*turns: Any, **more: Any) -> Conversation:
     """Convert a row of turns."""
     column = "conversations" if any("from" in turn for turn in turns) else "messages"
     row = {column: list(turns), **more}
-    name = guess_format(row)
+    name = format_of(row)
     assert name is not None
     (item,) = convert_row(Row(row, ORIGIN), name, {})
     assert isinstance(item, Conversation)
@@ -269,3 +271,157 @@ def test_problems_of_turns(turns: list[Any], told: str) -> None:
 def test_problems_of_tools(tools: Any, told: str) -> None:
     with pytest.raises(RowError, match=told):
         convert(ASK, say(), tools=tools)
+
+
+TREE_ORIGIN = Origin("trees.jsonl", 1)
+
+
+def paths_of(prompt: Any, **more: Any) -> list[Conversation]:
+    """Convert one tree."""
+    row = {"message_tree_id": "t", "tree_state": "ready", "prompt": prompt, **more}
+    assert format_of(row) == "oasst"
+    items = convert_row(Row(row, TREE_ORIGIN), "oasst", {})
+    assert all(isinstance(item, Conversation) and item.origin == TREE_ORIGIN for item in items)
+    return items  # type: ignore[return-value]
+
+
+def asks(text: str, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a prompter's message."""
+    return {"role": "prompter", "text": text, "replies": list(replies), **more}
+
+
+def says(text: str, *replies: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return an assistant's message."""
+    return {"role": "assistant", "text": text, "replies": list(replies), **more}
+
+
+def told(items: list[Conversation]) -> list[list[tuple[str, float | None]]]:
+    """Return text and weight of each turn."""
+    return [[(turn.content, turn.weight) for turn in item.turns] for item in items]
+
+
+def test_each_path_is_a_conversation_and_each_turn_has_its_weight_once() -> None:
+    tree = asks(
+        "q",
+        says("a", asks("r", says("b"), says("c"))),
+        says("d", asks("s")),
+    )
+    assert told(paths_of(tree)) == [
+        [("q", 0.0), ("a", None), ("r", None), ("b", None)],
+        [("q", 0.0), ("a", 0.0), ("r", 0.0), ("c", None)],
+        [("q", None), ("d", None)],
+    ]
+    assert {item.weight for item in paths_of(tree, weight=0.5)} == {0.5}
+
+
+def test_a_shared_answer_is_trained_on_in_its_shortest_path() -> None:
+    tree = asks(
+        "q",
+        says(
+            "a",
+            asks("r", says("long " * 9)),
+            asks("s", says("b"), says("long")),
+        ),
+    )
+    assert told(paths_of(tree)) == [
+        [("q", 0.0), ("a", 0.0), ("r", None), ("long " * 9, None)],
+        [("q", None), ("a", None), ("s", None), ("b", None)],
+        [("q", 0.0), ("a", 0.0), ("s", 0.0), ("long", None)],
+    ]
+
+
+def test_what_is_deleted_or_refused_is_left_out_with_its_replies() -> None:
+    gone = says("x", asks("y", says("z")), deleted=True)
+    refused = says("x", review_result=False)
+    open_ = says("a", review_result=None, deleted=False)
+    assert told(paths_of(asks("q", gone, refused, open_))) == [[("q", None), ("a", None)]]
+
+
+def test_a_tree_without_an_answer_is_its_prompt() -> None:
+    assert told(paths_of(asks("q"))) == [[("q", None)]]
+    assert told(paths_of(asks("q", says("a", deleted=True)))) == [[("q", None)]]
+    assert told(paths_of(asks("q", says("a"), deleted=True))) == [[("q", 0.0)]]
+
+
+def trees(answers: bool) -> st.SearchStrategy[dict[str, Any]]:
+    """Return trees in which prompter and assistant take turns."""
+    left_out = st.sampled_from([{}, {}, {}, {"deleted": True}, {"review_result": False}])
+
+    def grow(depth: int, answers: bool) -> st.SearchStrategy[dict[str, Any]]:
+        replies = st.lists(grow(depth - 1, not answers), max_size=3) if depth else st.just([])
+        write = says if answers else asks
+        return st.builds(lambda replies, more: write("", *replies, **more), replies, left_out)
+
+    return grow(4, answers)
+
+
+@given(trees(answers=False), st.lists(st.integers(0, 30), min_size=1))
+def test_every_answer_is_trained_on_exactly_once(tree: dict[str, Any], sizes: list[int]) -> None:
+    kept: dict[str, set[str]] = {"user": set(), "assistant": set()}
+    pairs = set()
+    todo = [(tree, "", not tree.get("deleted") and tree.get("review_result", True))]
+    count = 0
+    while todo:
+        node, parent, stays = todo.pop()
+        count += 1
+        node["text"] = f"text {count}" + "x" * sizes[count % len(sizes)]
+        if stays:
+            kept["assistant" if node["role"] == "assistant" else "user"].add(node["text"])
+            pairs.add((parent, node["text"]))
+        for reply in node["replies"]:
+            fine = not reply.get("deleted") and reply.get("review_result", True)
+            todo.append((reply, node["text"], stays and fine))
+    items = paths_of(tree)
+    turns = [turn for item in items for turn in item.turns]
+    learned = Counter(turn.content for turn in turns if turn.weight != 0)
+    answers = {turn.content for turn in turns if turn.role == "assistant"}
+    assert answers == kept["assistant"]
+    assert all(learned[text] == 1 for text in answers)
+    assert max(learned.values(), default=1) == 1
+    # Whatever is too long is dropped: what could be learned then is.
+    for limit in {sum(len(turn.content) for turn in item.turns) for item in items}:
+        short = [
+            turn
+            for item in items
+            if sum(len(turn.content) for turn in item.turns) <= limit
+            for turn in item.turns
+            if turn.role == "assistant"
+        ]
+        assert {turn.content for turn in short} == {
+            turn.content for turn in short if turn.weight != 0
+        }
+    for item in items:
+        texts = [turn.content for turn in item.turns]
+        assert item.turns[-1].role == "assistant" or not answers
+        if learned:
+            assert set(zip(["", *texts], texts, strict=False)) <= pairs
+
+
+@pytest.mark.parametrize(
+    ("tree", "error"),
+    [
+        ("text", "prompt is str text; a message is"),
+        ({"role": "prompter", "txt": "q"}, r"prompt has no 'text'; found .*did you mean 'text'"),
+        (asks("q", {"text": "a"}), r"prompt.replies\[0\] has no 'role'"),
+        (
+            asks("q", {"text": "a", "role": "ai"}),
+            r"replies\[0\] has role 'ai'; use prompter or",
+        ),
+        (
+            asks("q", says("a", asks("r", says("\x00")))),
+            r"s\[0\].replies\[0\].replies\[0\].text has a",
+        ),
+        ({**asks("q"), "replies": 3}, "prompt.replies is int 3"),
+        (says("a"), "an assistant turn comes before any user turn"),
+    ],
+)
+def test_problems_of_a_tree(tree: Any, error: str) -> None:
+    with pytest.raises(RowError, match=error):
+        paths_of(tree)
+
+
+def test_an_empty_answer_in_a_tree_is_reported() -> None:
+    with pytest.raises(
+        EmptyAnswerError, match=r"prompt.replies\[1\] is an empty.*drop_empty=true or"
+    ):
+        paths_of(asks("q", says("a"), says(" ")))

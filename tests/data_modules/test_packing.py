@@ -1,4 +1,4 @@
-"""The plan of all steps: nothing lost, nothing twice, the same for every number of ranks."""
+"""Packs and steps: nothing lost, nothing twice, the same for every number of ranks, like costs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_modules.packing.bins import WORTH_IT, best_fit, next_fit, seeded_generator, sort_order
+from data_modules.packing.mixture import Mixture, MixtureConfig, seeded_generator
 from data_modules.packing.plan import (
+    WORTH_IT,
     MicroBatch,
     StepPlan,
     StepSampler,
+    best_fit,
+    next_fit,
     pack_documents,
     shard_packs,
+    share_out,
+    sort_order,
 )
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=120)
@@ -42,12 +47,6 @@ def documents(batches: list[MicroBatch]) -> list[int]:
     return [int(document) for batch in batches for pack in batch.packs for document in pack]
 
 
-def step_documents(plan: StepPlan, step: int) -> list[int]:
-    """Return the documents of a global step, over all ranks, sorted."""
-    ranks = range(plan.world_size)
-    return sorted(document for r in ranks for document in documents(plan.micro_batches(step, r)))
-
-
 @settings(max_examples=60)
 @given(
     LENGTHS,
@@ -66,54 +65,6 @@ def test_every_document_is_in_one_pack_that_holds_it(
     assert sum(sizes) == sum(lengths)
     if method == "none":
         assert len(packs) == len(lengths)
-
-
-@settings(max_examples=30)
-@given(
-    LENGTHS,
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.sampled_from(["multipack", "like_length", "none"]),
-)
-def test_each_epoch_sees_each_document_once_on_some_rank(
-    lengths: list[int], micro: int, accumulation: int, world: int, epochs: int, method: str
-) -> None:
-    plan = make_plan(
-        lengths,
-        method=method,
-        micro_batch_size=micro,
-        accumulation_steps=accumulation,
-        world_size=world,
-        num_epochs=epochs,
-    )
-    seen: list[int] = []
-    for step in range(plan.num_steps):
-        for rank in range(world):
-            batches = plan.micro_batches(step, rank)
-            assert len(batches) == accumulation
-            assert all(len(batch.packs) == micro for batch in batches)
-        found = step_documents(plan, step)
-        assert found
-        assert plan.step_weight(step) == sum(lengths[i] for i in found)
-        seen += found
-    count = len(lengths)
-    by_epoch = [sorted(seen[start : start + count]) for start in range(0, len(seen), count)]
-    assert by_epoch == [list(range(count))] * epochs
-
-
-def test_step_is_the_same_however_it_is_divided() -> None:
-    lengths = np.random.default_rng(0).integers(1, 60, 500).tolist()
-    divisions = [(8, 1, 1), (1, 8, 1), (4, 1, 2), (1, 4, 2), (2, 2, 2)]
-    plans = [
-        make_plan(lengths, micro_batch_size=m, accumulation_steps=a, world_size=w, num_epochs=2)
-        for m, a, w in divisions
-    ]
-    assert len({plan.num_steps for plan in plans}) == 1
-    for step in range(plans[0].num_steps):
-        assert len({tuple(step_documents(plan, step)) for plan in plans}) == 1
-        assert len({plan.step_weight(step) for plan in plans}) == 1
 
 
 def test_plan_is_a_function_of_seed_and_epoch() -> None:
@@ -245,16 +196,6 @@ def test_max_steps_repeats_epochs_and_is_exact() -> None:
         make_plan(lengths, max_steps=3).micro_batches(3, 0)
 
 
-def test_sampler_starts_anywhere_with_what_would_come_there() -> None:
-    plan = make_plan(np.random.default_rng(0).integers(1, 60, 200).tolist(), num_epochs=3)
-    everything = [documents([batch]) for batch in StepSampler(plan, 0)]
-    for first in (0, 1, plan.num_steps // 2, plan.num_steps - 1, plan.num_steps):
-        sampler = StepSampler(plan, 0, first)
-        rest = [documents([batch]) for batch in sampler]
-        assert rest == everything[first * 2 :]
-        assert len(sampler) == len(rest)
-
-
 def test_ends_of_epochs_are_known_by_the_steps_done() -> None:
     epoch = make_plan([10] * 30, num_epochs=1).num_steps
     for plan in (
@@ -283,7 +224,7 @@ def test_last_step_of_an_epoch_is_filled_with_empty_packs() -> None:
     assert plan.num_steps == 4
     sizes = [[len(p) for b in plan.micro_batches(s, 0) for p in b.packs] for s in range(4)]
     assert sizes == [[1, 1, 1, 1], [1, 0, 0, 0]] * 2
-    assert plan.step_weight(1) == 64
+    assert plan.micro_batches(1, 0)[0].step_weight == 64
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -308,3 +249,245 @@ def test_like_length_packs_neighbours_and_shuffles_the_packs() -> None:
     assert np.mean(spread) < 0.1 * np.mean([np.ptp(lengths[mixed[p]]) for p in range(len(mixed))])
     longest = [int(lengths[packs[pack]].max()) for pack in range(len(packs))]
     assert longest != sorted(longest) and longest != sorted(longest, reverse=True)
+
+
+GLOBAL_BATCH = 24
+WORLD_SIZES = (1, 2, 3, 8)
+METHODS = st.sampled_from(["multipack", "like_length", "none"])
+CAPACITY = 64
+
+
+def plan_of(lengths: Any, world_size: int, micro: int = 1, **options: Any) -> StepPlan:
+    """Plan steps of GLOBAL_BATCH packs over `lengths`, each document once an epoch."""
+    array = np.asarray(lengths)
+    rows = np.arange(len(array))
+    plain = {"capacity": CAPACITY, "method": "multipack", "seed": 0, "num_epochs": 2}
+    return StepPlan(
+        array,
+        array * 0.3,
+        lambda epoch: rows,
+        micro_batch_size=micro,
+        accumulation_steps=GLOBAL_BATCH // world_size // micro,
+        world_size=world_size,
+        **plain | options,
+    )
+
+
+def step_packs(plan: StepPlan, step: int) -> list[tuple[int, ...]]:
+    """Return the packs of a global step over all ranks, without the empty ones, sorted."""
+    batches = [b for rank in range(plan.world_size) for b in plan.micro_batches(step, rank)]
+    return sorted(tuple(pack.tolist()) for batch in batches for pack in batch.packs if len(pack))
+
+
+def lognormal(count: int, median: float = 20.0, seed: int = 0) -> Any:
+    """Draw lengths such as texts have, from 1 to CAPACITY."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0, count)
+    return np.clip(drawn.astype(np.int64), 1, CAPACITY)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, CAPACITY), min_size=1, max_size=300),
+    METHODS,
+    st.integers(0, 5),
+    st.one_of(st.none(), st.integers(1, 100)),
+    st.booleans(),
+    st.sampled_from([1, 3]),
+)
+def test_plan_is_the_same_at_every_world_size(
+    lengths: list[int], method: str, seed: int, window: int | None, is_mixed: bool, micro: int
+) -> None:
+    datasets = np.arange(len(lengths)) % 3 if is_mixed else None
+    options = {"method": method, "seed": seed, "window": window, "datasets": datasets}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data_modules.packing.plan.BLOCK_PACKS", 4)
+        plans = [plan_of(lengths, world, micro, **options) for world in WORLD_SIZES]
+    assert len({plan.num_steps for plan in plans}) == 1
+    seen: list[int] = []
+    for step in range(plans[0].num_steps):
+        packs = [step_packs(plan, step) for plan in plans]
+        assert packs.count(packs[0]) == len(plans)
+        assert len({plan.micro_batches(step, 0)[0].step_weight for plan in plans}) == 1
+        documents = [document for pack in packs[0] for document in pack]
+        assert plans[0].micro_batches(step, 0)[0].step_weight == pytest.approx(
+            sum(lengths[document] for document in documents) * 0.3
+        )
+        assert all(sum(lengths[document] for document in pack) <= CAPACITY for pack in packs[0])
+        seen += documents
+    count = len(lengths)
+    for epoch in range(2):
+        assert sorted(seen[epoch * count : (epoch + 1) * count]) == list(range(count))
+    for plan in plans:
+        batches = [list(StepSampler(plan, rank)) for rank in range(plan.world_size)]
+        assert {len(own) for own in batches} == {plan.num_steps * plan.accumulation_steps}
+        assert {len(batch.packs) for own in batches for batch in own} == {micro}
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_seek_gives_what_iterating_gives(micro: int) -> None:
+    plan = plan_of(lognormal(2000), 2, micro, num_epochs=3)
+
+    def flat(first: int) -> list[list[list[int]]]:
+        return [[p.tolist() for p in b.packs] for b in StepSampler(plan, 1, first)]
+
+    everything = flat(0)
+    for first in (0, 1, plan.num_steps // 2, plan.num_steps - 1, plan.num_steps):
+        assert flat(first) == everything[first * plan.accumulation_steps :]
+        assert len(StepSampler(plan, 1, first)) == len(flat(first))
+
+
+def test_steps_by_max_steps_plan_only_the_epochs_that_are_asked_for() -> None:
+    requested: list[int] = []
+    lengths = lognormal(400)
+
+    def rows(epoch: int) -> Any:
+        requested.append(epoch)
+        return np.arange(len(lengths))
+
+    plan = StepPlan(
+        lengths,
+        lengths * 1.0,
+        rows,
+        capacity=CAPACITY,
+        method="multipack",
+        seed=0,
+        micro_batch_size=4,
+        accumulation_steps=1,
+        world_size=1,
+        max_steps=10_000,
+    )
+    assert plan.num_steps == 10_000 and not requested
+    plan.micro_batches(0, 0)
+    assert requested == [0]
+    last = plan.micro_batches(9_999, 0)
+    assert [p.tolist() for b in StepSampler(plan, 0, 9_999) for p in b.packs] == [
+        p.tolist() for b in last for p in b.packs
+    ]
+
+
+def test_window_of_the_plan_is_that_of_the_packs() -> None:
+    lengths = lognormal(400)
+    plan = plan_of(lengths, 1, num_epochs=1, window=50)
+    packs = pack_documents(lengths, CAPACITY, 0, 0, "multipack", window=50)
+    planned = [tuple(packs[index].tolist()) for index in range(len(packs))]
+    assert sorted(planned) == sorted(
+        pack for step in range(plan.num_steps) for pack in step_packs(plan, step)
+    )
+    whole = pack_documents(lengths, CAPACITY, 0, 0, "multipack")
+    assert not np.array_equal(packs.documents, whole.documents)
+
+
+def rank_costs(plan: StepPlan, lengths: Any) -> Any:
+    """Return sum(length^2) of each step and rank [steps, ranks]."""
+    return np.array(
+        [
+            [
+                sum(int((lengths[p] ** 2).sum()) for b in plan.micro_batches(s, r) for p in b.packs)
+                for r in range(plan.world_size)
+            ]
+            for s in range(plan.num_steps)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "world"),
+    [("multipack", 2), ("multipack", 3), ("multipack", 8), ("like_length", 2), ("none", 2)],
+)
+def test_ranks_have_like_costs(method: str, world: int) -> None:
+    lengths = lognormal(6000)
+    costs = rank_costs(plan_of(lengths, world, method=method, num_epochs=1), lengths)
+    totals = costs.sum(axis=0)
+    assert totals.max() / totals.mean() - 1 < 0.01
+    # Some rank must do the dearest pack; packs by chance would lag behind more than that.
+    assert step_lag(costs) < 0.8 * step_lag(np.random.default_rng(0).permuted(costs, axis=None))
+
+
+def step_lag(costs: Any) -> float:
+    """Return how much more than the mean the slowest rank has to do, over all full steps."""
+    full = costs[:-1]
+    return float((full.max(axis=1) / full.mean(axis=1) - 1).mean())
+
+
+def test_a_single_step_is_shared_out_evenly() -> None:
+    costs = np.array([[9.0, 8, 7, 6, 5, 4, 3, 2]])
+    shares = share_out(costs, 2)
+    assert sorted(shares.reshape(-1).tolist()) == list(range(8))
+    assert costs[0][shares[0]].sum(axis=1).tolist() == [22, 22]
+
+
+def test_uneven_steps_are_evened_out_by_later_ones() -> None:
+    costs = np.tile([3.0, 1.0], (10, 1))
+    shares = share_out(costs, 2)
+    assert costs.reshape(-1)[shares].sum(axis=(0, 2)).tolist() == [20, 20]
+
+
+def test_packs_done_side_by_side_are_alike() -> None:
+    lengths = lognormal(6000)
+    plan = plan_of(lengths, 8, num_epochs=1)
+    apart = []
+    for step in range(plan.num_steps - 1):
+        ranks = [plan.micro_batches(step, rank) for rank in range(8)]
+        costs = np.array([[(lengths[b.packs[0]] ** 2).sum() for b in rank] for rank in ranks])
+        apart.append(np.ptp(costs, axis=0).mean() / np.ptp(costs))
+    assert np.mean(apart) < 0.5
+
+
+@pytest.mark.parametrize("method", ["multipack", "like_length", "none"])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_every_document_is_equally_likely_in_every_step(
+    method: str, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-square of the steps that the longest, a middle and the shortest document are in."""
+    monkeypatch.setattr("data_modules.packing.plan.BLOCK_PACKS", 16)
+    lengths = np.sort(lognormal(500))
+    datasets = np.arange(len(lengths)) // 100 if is_mixed else None
+    seeds, parts = 300, 5
+    watched = {0: np.zeros(parts), 250: np.zeros(parts), 499: np.zeros(parts)}
+    for seed in range(seeds):
+        plan = plan_of(
+            lengths, 1, method=method, seed=seed, num_epochs=1, datasets=datasets, window=None
+        )
+        packs = plan._epoch(0).packs
+        pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.starts))
+        for document, counts in watched.items():
+            pack = pack_of[np.flatnonzero(packs.documents == document)[0]]
+            counts[pack * parts // len(packs)] += 1
+    expected = seeds / parts
+    for counts in watched.values():
+        assert ((counts - expected) ** 2 / expected).sum() < 18.5  # p = 0.001, four degrees
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_shares_of_tokens_hold_over_ten_thousand_packs(window: int | None) -> None:
+    """Over the whole epoch to a document, and in its first half nearly as well."""
+    sizes, requested = (260_000, 20_000, 5_000), (0.6, 0.3, 0.1)
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate(
+        [
+            np.clip(rng.lognormal(np.log(median), 0.8, size).astype(np.int64), 1, 256)
+            for size, median in zip(sizes, (10, 60, 150), strict=True)
+        ]
+    )
+    datasets = np.repeat(range(3), sizes)
+    groups = [np.flatnonzero(datasets == index) for index in range(3)]
+    mixture = Mixture(groups, requested, 0, MixtureConfig(weights="tokens"), lengths=lengths)
+    plan = StepPlan(
+        lengths,
+        lengths * 1.0,
+        mixture.epoch,
+        capacity=256,
+        method="multipack",
+        seed=0,
+        micro_batch_size=8,
+        accumulation_steps=1,
+        world_size=1,
+        window=window,
+        datasets=datasets,
+    )
+    packs = plan._epoch(0).packs
+    assert len(packs) > 20_000
+    for num_packs in (10_000, len(packs)):
+        documents = packs.documents[: packs.starts[num_packs]]
+        tokens = np.bincount(datasets[documents], lengths[documents])
+        assert tokens / tokens.sum() == pytest.approx(requested, abs=0.001)

@@ -11,8 +11,8 @@ import pytest
 
 from data_modules.messages import DataError
 from data_modules.settings import DataConfig, DatasetConfig
-from data_modules.template import ChatTemplate
-from data_modules.tokens.prepare import Prepared, hash_of, prepare_dataset
+from data_modules.template import ChatTemplate, MaskConfig
+from data_modules.tokens.prepare import Prepared, TokenSpec, hash_of, prepare_dataset
 from data_modules.types import Example
 
 
@@ -35,8 +35,14 @@ def alpaca(*answers: str) -> list[dict[str, Any]]:
 def prepare(config: DatasetConfig, tokenizer: Any, sequence_len: int, **data: Any) -> Prepared:
     """Prepare one data set with the plain template."""
     settings = DataConfig(datasets=[config], **data)
-    template = ChatTemplate.resolve(tokenizer, "plain", settings.mask())
-    return prepare_dataset(config, settings, template, sequence_len, hash_of(tokenizer))
+    template = ChatTemplate.resolve(tokenizer, "plain", MaskConfig.of(settings))
+    spec = TokenSpec(
+        config=settings,
+        template=template,
+        sequence_len=sequence_len,
+        tokenizer_hash=hash_of(tokenizer),
+    )
+    return prepare_dataset(config, spec)
 
 
 def rows_of(prepared: Prepared) -> list[list[Example]]:

@@ -12,7 +12,8 @@ import pytest
 
 from data_modules.audit import AuditConfig
 from data_modules.packing.mixture import MixtureConfig
-from data_modules.settings import DataConfig, DatasetConfig, check_datasets, dataset_names
+from data_modules.settings import DataConfig, DatasetConfig, check_datasets
+from data_modules.tokens.datasets import dataset_names
 
 NAN = float("nan")
 

@@ -143,15 +143,6 @@ def test_folder_that_exists_is_no_hub_owner(
     assert not is_hub_id("data/rows")
 
 
-def test_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    rows_of(file, '{"a": 1}\n')
-    before = fingerprint(str(file))
-    assert before == fingerprint(str(file)) and len(before) == 64
-    rows_of(file, '{"a": 2}\n')
-    assert fingerprint(str(file)) != before
-
-
 def test_fingerprint_follows_names_and_borders(tmp_path: Path) -> None:
     def prints() -> tuple[str, str]:
         return fingerprint(str(tmp_path)), fingerprint(str(tmp_path / "*"))
@@ -399,11 +390,6 @@ def test_shards_have_every_row_once_and_are_even(
         shards = [numbers(folder, split, shard=(index, count)) for index in range(count)]
     assert sorted(row for shard in shards for row in shard) == whole
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
-
-
-def test_share_from_the_end_is_what_the_share_from_the_start_leaves(tmp_path: Path) -> None:
-    file = write(tmp_path / "d.jsonl", 15)  # 90 % are 13.5 rows
-    assert numbers(file, "train[:90%]") + numbers(file, "train[-10%:]") == list(range(15))
 
 
 def test_rows_held_out_of_joined_splits_are_those_left_out(tmp_path: Path) -> None:

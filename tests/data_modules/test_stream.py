@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from data_modules import Batch, DataConfig, DataError, DatasetConfig, Example, PackingConfig
-from data_modules.datamodule import BatchSpec, FinetuneDataModule, ModelSpec
+from data_modules.datamodule import FinetuneDataModule
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.settings import check_datasets
 from data_modules.stream import StreamPlan, TokenStream
+from data_modules.tokens.datasets import DataSpec
+from data_modules.types import BatchSpec, ModelSpec
 from tests.conftest import ROOT
 
 
@@ -45,16 +47,19 @@ def build(
     rank: int = 0,
     num_ranks: int = 1,
     max_steps: int | None = 6,
+    vocab_size: int | None = None,
     **data: Any,
 ) -> FinetuneDataModule:
     config = DataConfig(datasets=datasets, **{"streaming": True, "val_set_size": 0, **data})
     module = FinetuneDataModule(
-        config,
-        PackingConfig(),
-        tokenizer,
-        ModelSpec(context_len=64),
-        BatchSpec(accumulation_steps=2, num_ranks=num_ranks, max_steps=max_steps),
-        seed=3,
+        DataSpec(
+            config=config,
+            packing=PackingConfig(),
+            tokenizer=tokenizer,
+            model=ModelSpec(context_len=64, vocab_size=vocab_size),
+            batching=BatchSpec(accumulation_steps=2, num_ranks=num_ranks, max_steps=max_steps),
+            seed=3,
+        )
     )
     strategy = SimpleNamespace(
         root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number * num_ranks
@@ -236,8 +241,7 @@ def test_a_stream_without_validation_has_no_prompts(tmp_path: Path, tokenizer: A
 
 
 def test_tokens_beyond_the_embedding_are_named(tmp_path: Path, tokenizer: Any) -> None:
-    module = build([write(tmp_path / "a.jsonl", 30)], tokenizer)
-    module._vocab_size = 50
+    module = build([write(tmp_path / "a.jsonl", 30)], tokenizer, vocab_size=50)
     with pytest.raises(DataError, match=r"a\.jsonl:\d+ holds token id .* embedding has 50 rows"):
         stream_of(module, 1)
 

@@ -11,12 +11,12 @@ import pytest
 
 from data_modules.messages import DataError, Origin
 from data_modules.template import ChatTemplate, Limits, MaskConfig, RowProblem
-from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import named_template
-from data_modules.types import Conversation, Document, Item, Segment, Turn
-from tests.data_modules.conftest import SHARED
+from data_modules.types import Conversation, Document, Encoded, Item, Segment, Turn
+from tests.data_modules.conftest import SHARED, build_tokenizer
 
 ORIGIN = Origin("rows.json", 7)
+IM = ("<|im_start|>", "<|im_end|>")
 PLAIN, CHATML = named_template("plain"), named_template("chatml")
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}"
@@ -79,62 +79,8 @@ NO_GENERATION_PROMPT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\n' }}{{ m.content }}<|im_end|>"
     "{{ '\n' }}{% endfor %}"
 )
+LOST = "does not write the answer `two`"
 NO_STOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '\n' }}{% endfor %}"
-
-STYLES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "chatml": (
-        CHATML,
-        {"specials": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
-        ["yes, one<|im_end|>", "two<|im_end|>"],
-    ),
-    "llama3": (
-        LLAMA3,
-        {
-            "specials": [
-                "<|bos|>",
-                "<|eos|>",
-                "<|eot_id|>",
-                "<|start_header_id|>",
-                "<|end_header_id|>",
-            ],
-            "bos": "<|bos|>",
-            "eos": "<|eos|>",
-            "adds_bos": True,
-        },
-        ["yes, one<|eot_id|>", "two<|eot_id|>"],
-    ),
-    "mistral": (
-        MISTRAL,
-        {"specials": ["<s>", "</s>"], "bos": "<s>", "eos": "</s>", "adds_bos": True},
-        [" yes, one</s>", " two</s>"],
-    ),
-    "gemma": (
-        GEMMA,
-        {
-            "specials": ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
-            "bos": "<bos>",
-            "eos": "<eos>",
-            "adds_bos": True,
-        },
-        ["yes, one<end_of_turn>", "two<end_of_turn>"],
-    ),
-    "zephyr": (
-        ZEPHYR,
-        {"specials": ["<s>", "</s>"], "bos": "<s>", "eos": "</s>", "adds_bos": True},
-        ["yes, one</s>", "two</s>"],
-    ),
-    "plain": (PLAIN, {"specials": ["</s>"], "eos": "</s>"}, ["yes, one</s>", "two</s>"]),
-    "no generation prompt": (
-        NO_GENERATION_PROMPT,
-        {"specials": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
-        ["yes, one<|im_end|>", "two<|im_end|>"],
-    ),
-    "no prefix": (
-        NO_PREFIX,
-        {"specials": ["<|im_start|>", "<|im_end|>"], "eos": "<|im_end|>"},
-        ["yes, one<|im_end|>", "two<|im_end|>"],
-    ),
-}
 
 
 def chat(*contents: str, weights: tuple[float | None, ...] = ()) -> Conversation:
@@ -149,10 +95,10 @@ def chat(*contents: str, weights: tuple[float | None, ...] = ()) -> Conversation
 TWO_ANSWERS = chat("yes, one or two?", "yes, one", "yes, one\nor two again", "two")
 
 
-def template_of(style: str, make: Callable[..., Any]) -> ChatTemplate:
-    """Build the style's tokenizer with the style's template as its own."""
-    text, arguments, _ = STYLES[style]
-    tokenizer = make(**arguments)
+def template_of(text: str) -> ChatTemplate:
+    """Build a tokenizer that has `text` as its own template."""
+    specials = ["<s>", "</s>", *IM, "<start_of_turn>", "<end_of_turn>"]
+    tokenizer = build_tokenizer(specials, bos="<s>", eos="</s>")
     tokenizer.chat_template = text
     return ChatTemplate.resolve(tokenizer, None)
 
@@ -190,53 +136,6 @@ def text_of(template: ChatTemplate, item: Item) -> str:
     return str(template._tokenizer.decode(ids))
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_trains_on_answers_and_stop_tokens_only(
-    style: str, make_tokenizer: Callable[..., Any]
-) -> None:
-    template = template_of(style, make_tokenizer)
-    assert runs(template, TWO_ANSWERS) == STYLES[style][2]
-    stop = STYLES[style][2][0].removeprefix(" ").removeprefix("yes, one")
-    assert template.stop_token_ids == {template._tokenizer.convert_tokens_to_ids(stop)}
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_has_one_bos_where_the_tokenizer_adds_one(
-    style: str, make_tokenizer: Callable[..., Any]
-) -> None:
-    template = template_of(style, make_tokenizer)
-    encoded = encode(template, TWO_ANSWERS)
-    ids, weights = encoded.input_ids, encoded.weights
-    bos = template._tokenizer.bos_token_id
-    if bos is not None:
-        assert list(ids).count(bos) == 1
-        assert ids[0] == bos and weights[0] == 0
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_prompt_is_what_comes_before_the_last_answer(
-    style: str, make_tokenizer: Callable[..., Any]
-) -> None:
-    template = template_of(style, make_tokenizer)
-    prompt = template.prompt(TWO_ANSWERS)
-    assert prompt is not None and prompt.answer == "two" and prompt.origin == ORIGIN
-    if style in ("no prefix", "no generation prompt"):
-        return
-    encoded = encode(template, TWO_ANSWERS)
-    ids, weights = encoded.input_ids, encoded.weights
-    last_answer = int((weights == 0).nonzero()[0][-1]) + 1
-    assert prompt.input_ids == ids[:last_answer].tolist()
-
-
-@pytest.mark.parametrize("style", ["chatml", "llama3", "zephyr", "plain"])
-def test_system_turn_is_written_and_masked(style: str, make_tokenizer: Callable[..., Any]) -> None:
-    template = template_of(style, make_tokenizer)
-    turns = (Turn("system", "one or two"), *TWO_ANSWERS.turns)
-    item = Conversation(turns, ORIGIN)
-    assert runs(template, item) == STYLES[style][2]
-    assert "one or two" in text_of(template, item)
-
-
 def test_real_tokenizer_gives_the_same_mask() -> None:
     file = SHARED / "tokenizers" / "olmo-gpt-neox" / "tokenizer.json"
     if not file.is_file():
@@ -252,95 +151,65 @@ def test_real_tokenizer_gives_the_same_mask() -> None:
     ]
 
 
-def test_byte_fallback_and_prefix_space_give_the_same_mask() -> None:
-    folder = SHARED / "models" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip("needs the shared model")
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    template = ChatTemplate.resolve(tokenizer, None)
-    item = chat("Who are you?", "I am \u2603\u2603 9.", "And you?", "\u00e9t\u00e9")
-    assert runs(template, item) == ["I am \u2603\u2603 9.</s>", "\u00e9t\u00e9</s>"]
-    ids = encode(template, item).input_ids
-    assert list(ids).count(tokenizer.bos_token_id) == 1
+def test_no_prefix_and_trimmed_answers() -> None:
+    template = template_of(NO_PREFIX.replace("m.content", "m.content | trim"))
+    assert runs(template, chat("two", " two\n", "one", "  two")) == ["two<|im_end|>"] * 2
 
 
 @pytest.mark.parametrize(
-    ("contents", "learned"),
+    ("text", "contents", "told"),
     [
-        (("q", "<think>\nhm\n</think>\n\ntwo"), ["<think>\nhm\n</think>\n\ntwo<|im_end|>"]),
-        (("q", "two"), ["<think>\n\n</think>\n\ntwo<|im_end|>"]),
+        (NO_STOP, ("q", "two"), "no stop token.*chat_template=plain"),
+        (CHATML.replace("message['content']", "'-'"), ("q", "two"), LOST),
+        (NO_PREFIX.replace("m.content", "m.content | upper"), ("q", "two"), LOST),
+        # It is not found in a later turn.
         (
-            ("q", "<think>\nhm\n</think>\n\none", "q", "<think>\nso\n</think>\n\ntwo"),
-            ["one<|im_end|>", "<think>\nso\n</think>\n\ntwo<|im_end|>"],
+            CHATML.replace(
+                "message['content']", "('-' if loop.index == 2 else message['content'])"
+            ),
+            ("q", "two", "q", "two"),
+            LOST,
+        ),
+        (
+            "{% for i in range(10**9) %}{% endfor %}",
+            ("q", "two"),
+            "refuses this row.*Range too big",
+        ),
+        (
+            "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}",
+            ("q", "two"),
+            "refuses this row",
         ),
     ],
 )
-def test_template_that_strips_thinking(
-    contents: tuple[str, ...], learned: list[str], make_tokenizer: Callable[..., Any]
+def test_row_that_cannot_go_through_the_template_is_named(
+    text: str, contents: tuple[str, ...], told: str
 ) -> None:
-    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
-    tokenizer.chat_template = QWEN3
-    assert runs(ChatTemplate.resolve(tokenizer, None), chat(*contents)) == learned
+    assert re.search(f"rows.json:7 .*{told}", problem(template_of(text), chat(*contents)))
 
 
-@pytest.mark.parametrize("style", ["plain", "no prefix", "chatml"])
-@pytest.mark.parametrize(
-    "contents",
-    [
-        ("yes", "yes", "yes", "yes"),
-        ("a", "a", "assistant", "assistant"),
-        ("user", "user", "say user: assistant", "user"),
-    ],
-)
-def test_answer_that_stands_elsewhere_too(
-    style: str, contents: tuple[str, ...], make_tokenizer: Callable[..., Any]
-) -> None:
-    template = template_of(style, make_tokenizer)
-    stop = template._tokenizer.eos_token
-    assert runs(template, chat(*contents)) == [contents[1] + stop, contents[3] + stop]
-
-
-def test_answer_with_blanks_around_it(make_tokenizer: Callable[..., Any]) -> None:
-    assert runs(template_of("llama3", make_tokenizer), chat("q", "  two \n")) == ["two<|eot_id|>"]
-    assert runs(template_of("plain", make_tokenizer), chat("q", " two \n")) == [" two \n</s>"]
-
-
-def test_no_prefix_and_trimmed_answers(make_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
-    tokenizer.chat_template = NO_PREFIX.replace("m.content", "m.content | trim")
-    template = ChatTemplate.resolve(tokenizer, None)
-    assert runs(template, chat("two", " two\n", "one", "  two")) == ["two<|im_end|>"] * 2
-    tokenizer.chat_template = NO_PREFIX.replace("m.content", "m.content | upper")
-    assert re.search(
-        r"rows.json:7 .*does not write the answer `two`",
-        problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two")),
-    )
-
-
-def test_turn_weights_choose_what_is_trained_on(make_tokenizer: Callable[..., Any]) -> None:
-    template = template_of("chatml", make_tokenizer)
+def test_turn_weights_choose_what_is_trained_on() -> None:
+    template = template_of(CHATML)
     item = chat("q", "one", "q", "two", weights=(None, 0.0, None, 0.5))
     weights = encode(template, item).weights
     assert runs(template, item) == ["two<|im_end|>"]
     assert set(weights[weights > 0]) == {0.5}
 
 
-def test_empty_answer_is_masked(make_tokenizer: Callable[..., Any]) -> None:
-    template = template_of("chatml", make_tokenizer)
+def test_empty_answer_is_masked() -> None:
+    template = template_of(CHATML)
     assert runs(template, chat("q", "", "q", "two")) == ["two<|im_end|>"]
     assert runs(template, chat("q", " ")) == []
 
 
-def test_nothing_is_kept_after_the_last_trained_token(make_tokenizer: Callable[..., Any]) -> None:
-    template = template_of("plain", make_tokenizer)
+def test_nothing_is_kept_after_the_last_trained_token() -> None:
+    template = template_of(PLAIN)
     item = chat("q", "two", "and a question without an answer")
     assert text_of(template, item) == "### User:\nq\n\n### Assistant:\ntwo</s>"
 
 
-def test_train_on_inputs_trains_on_everything(make_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = template_of("plain", make_tokenizer)._tokenizer
+def test_train_on_inputs_trains_on_everything() -> None:
+    tokenizer = template_of(PLAIN)._tokenizer
     template = ChatTemplate.resolve(tokenizer, None, MaskConfig(train_on_inputs=True))
     encoded = encode(template, TWO_ANSWERS)
     ids, weights = encoded.input_ids, encoded.weights
@@ -431,24 +300,6 @@ def test_prompt_of_a_document_holds_all_segments_before_the_last(tokenizer: Any)
     assert tokenizer.decode(prompt.input_ids) == "one: two\nthree:"
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("answer", ["two", " two", "\n\ntwo"])
-def test_prompt_is_a_prefix_of_what_training_sees(
-    style: str, answer: str, make_tokenizer: Callable[..., Any]
-) -> None:
-    template = template_of(style, make_tokenizer)
-    item = chat("q", "one", "r", answer)
-    prompt = template.prompt(item)
-    assert prompt is not None and prompt.answer == answer
-    if style == "no prefix":
-        assert template._tokenizer.decode(prompt.input_ids).endswith("<think>\n")
-        return
-    encoded = encode(template, item)
-    ids, weights = encoded.input_ids, encoded.weights
-    last = [i for i in range(1, len(ids)) if weights[i] > 0 and weights[i - 1] == 0][-1]
-    assert prompt.input_ids == ids[:last].tolist()
-
-
 def test_tokenizer_without_template_gets_plain_and_says_so(tokenizer: Any) -> None:
     template = ChatTemplate.resolve(tokenizer, None)
     assert "plain" in template.note and "because the tokenizer has none" in template.note
@@ -469,38 +320,8 @@ def test_template_file_and_its_hash(tokenizer: Any, tmp_path: Path) -> None:
     assert template.hash != ChatTemplate.resolve(tokenizer, "plain").hash
 
 
-def test_missing_stop_token_is_an_error(tokenizer: Any) -> None:
-    tokenizer.chat_template = NO_STOP
-    assert re.search(
-        r"rows.json:7 .*no stop token.*chat_template=plain",
-        problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two")),
-    )
-
-
-def test_template_that_loses_the_answer_is_an_error(tokenizer: Any) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
-        "{{ eos_token }}{% endfor %}"
-    )
-    assert re.search(
-        r"rows.json:7 .*does not write the answer `two`",
-        problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two")),
-    )
-
-
-def test_lost_answer_is_not_found_in_a_later_turn(make_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
-    tokenizer.chat_template = CHATML.replace(
-        "message['content']", "('-' if loop.index == 2 else message['content'])"
-    )
-    assert re.search(
-        r"rows.json:7 .*does not write the answer `two`",
-        problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two", "q", "two")),
-    )
-
-
-def test_row_that_the_template_refuses_is_named(make_tokenizer: Callable[..., Any]) -> None:
-    template = template_of("gemma", make_tokenizer)
+def test_row_that_the_template_refuses_is_named() -> None:
+    template = template_of(GEMMA)
     refused = Conversation(
         (Turn("system", "s"), Turn("user", "q"), Turn("assistant", "a")), Origin("rows.json", 9)
     )
@@ -552,14 +373,6 @@ def test_file_that_is_no_template_is_an_error(
         ChatTemplate.resolve(tokenizer, str(file))
 
 
-def test_template_with_too_long_a_range_is_an_error(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{% for i in range(10**9) %}{% endfor %}"
-    template = ChatTemplate.resolve(tokenizer, None)
-    assert re.search(
-        r"rows.json:7 .*refuses this row.*Range too big", problem(template, chat("q", "two"))
-    )
-
-
 def test_answer_is_quoted_without_control_characters(tokenizer: Any) -> None:
     tokenizer.chat_template = NO_STOP
     template = ChatTemplate.resolve(tokenizer, None)
@@ -583,11 +396,4 @@ def test_control_tokens_in_the_text_are_found(
 ) -> None:
     tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
     tokenizer.add_tokens(["<think>", "</think>"])
-    assert ChatTemplate.resolve(tokenizer, "chatml").control_token(item) == found
-
-
-def test_sandbox_holds(tokenizer: Any) -> None:
-    tokenizer.chat_template = "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"
-    assert re.search(
-        "refuses this row", problem(ChatTemplate.resolve(tokenizer, None), chat("q", "two"))
-    )
+    assert ChatTemplate.resolve(tokenizer, "chatml")._layout_builder.control_token(item) == found

@@ -149,11 +149,11 @@ def test_real_tokenizer_with_a_bos_of_its_own() -> None:
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     template = ChatTemplate.resolve(tokenizer, None)
-    item = chat("Who are you?", "I am \u2603 9.", "And you?", "Lily.")
+    item = chat("Who are you?", "I am \u2603\u2603 9.", "And you?", "\u00e9t\u00e9")
     ids = encode(template, item).input_ids.tolist()
     assert ids == served(tokenizer, item)[: len(ids)]
     assert ids[0] == tokenizer.bos_token_id and ids.count(ids[0]) == 1
-    assert runs(template, item) == ["I am \u2603 9.</s>", "Lily.</s>"]
+    assert runs(template, item) == ["I am \u2603\u2603 9.</s>", "\u00e9t\u00e9</s>"]
 
 
 def test_a_template_that_writes_the_date_says_which(tokenizer: Any) -> None:

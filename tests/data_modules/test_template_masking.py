@@ -17,9 +17,17 @@ from data_modules.template import (
     ChatTemplate,
     MaskConfig,
 )
-from data_modules.template.masking import Encoded, Note
 from data_modules.template.named_templates import named_template
-from data_modules.types import Conversation, Document, Segment, Tokens, ToolCall, Turn
+from data_modules.types import (
+    Conversation,
+    Document,
+    Encoded,
+    Note,
+    Segment,
+    Tokens,
+    ToolCall,
+    Turn,
+)
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import NO_STOP, encode, problem, runs, text_of
 
@@ -463,7 +471,7 @@ def test_tokens_are_taken_as_they_are() -> None:
     item = Tokens((1, 2, 3), (0.0, 1.0, 0.0), ORIGIN)
     encoded = encode(template, item)
     assert encoded.input_ids.tolist() == [1, 2, 3] and encoded.weights.tolist() == [0, 1, 0]
-    assert template.prompt(item) is None and template.control_token(item) is None
+    assert template.prompt(item) is None and template._layout_builder.control_token(item) is None
     told = problem(template, Tokens((1, 9999), (1.0, 1.0), ORIGIN))
     assert told.startswith("rows.json:7 input_ids has 9,999, but the tokenizer has the ids 0 to")
 

@@ -10,8 +10,7 @@ import pytest
 
 from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.template.masking import Encoded, Note
-from data_modules.types import Conversation, Document, Segment, Tokens, Turn
+from data_modules.types import Conversation, Document, Encoded, Note, Segment, Tokens, Turn
 from tests.data_modules.conftest import SHARED, build_tokenizer
 from tests.data_modules.test_template import encode, problem
 
@@ -55,31 +54,20 @@ def resolve(tokenizer: Any, **mask: Any) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("make", [t5_like, bart_like])
-def test_the_last_answer_is_the_target(make: Any) -> None:
+@pytest.mark.parametrize(
+    ("item", "source", "target"),
+    [(CHAT, "one\ntwo</s>\nthree", "what is it"), (ASKED, "what is it: ", "yes")],
+)
+def test_the_last_answer_is_the_target(make: Any, item: Any, source: str, target: str) -> None:
     tokenizer = make()
     template = resolve(tokenizer)
-    encoded = encode(template, CHAT)
-    source = "one\ntwo</s>\nthree"
+    encoded = encode(template, item)
     assert encoded.target_ids is not None
     assert encoded.input_ids.tolist() == tokenizer(source)["input_ids"]
-    assert encoded.target_ids.tolist() == tokenizer(text_target="what is it")["input_ids"]
+    assert encoded.target_ids.tolist() == tokenizer(text_target=target)["input_ids"]
     assert encoded.weights.tolist() == [0.25] * len(encoded.target_ids)
-    prompt = template.prompt(CHAT)
-    assert prompt is not None and prompt.answer == "what is it"
-    assert prompt.input_ids == encoded.input_ids.tolist()
-
-
-@pytest.mark.parametrize("make", [t5_like, bart_like])
-def test_prompt_and_completion(make: Any) -> None:
-    tokenizer = make()
-    template = resolve(tokenizer)
-    encoded = encode(template, ASKED)
-    assert encoded.target_ids is not None
-    assert encoded.input_ids.tolist() == tokenizer("what is it: ")["input_ids"]
-    assert encoded.target_ids.tolist() == tokenizer(text_target="yes")["input_ids"]
-    assert set(encoded.weights.tolist()) == {0.25}
-    prompt = template.prompt(ASKED)
-    assert prompt is not None and prompt.answer == "yes"
+    prompt = template.prompt(item)
+    assert prompt is not None and prompt.answer == target
     assert prompt.input_ids == encoded.input_ids.tolist()
 
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from data_modules.messages import Origin
 from data_modules.template import ChatTemplate, MaskConfig
-from data_modules.template.masking import Encoded
 from data_modules.template.named_templates import TEMPLATE_NAMES, named_template
 from data_modules.template.rendering import Chat
-from data_modules.types import Conversation, Turn
+from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.test_template import (
     GEMMA,
@@ -223,6 +222,23 @@ def test_scaffold_fits_exactly_or_not_at_all() -> None:
     assert skeleton.fit(text, chat) is not None
     for other in (f"{text} ", f" {text}", text[:-1], text.replace("no", "yes"), ""):
         assert skeleton.fit(other, chat) is None
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("answer", ["two", " two", "\n\ntwo"])
+def test_prompt_is_a_prefix_of_what_training_sees(style: str, answer: str) -> None:
+    template = template_of(style, adds_bos=True)
+    turns = (Turn("user", "q"), Turn("assistant", "one"), Turn("user", "r"))
+    item = Conversation((*turns, Turn("assistant", answer)), ORIGIN)
+    prompt = template.prompt(item)
+    assert prompt is not None and (prompt.answer, prompt.origin) == (answer, ORIGIN)
+    if style == "no prefix":
+        assert template._tokenizer.decode(prompt.input_ids).endswith("<think>\n")
+        return
+    encoded = encode(template, item)
+    ids, weights = encoded.input_ids, encoded.weights
+    last = [i for i in range(1, len(ids)) if weights[i] > 0 and weights[i - 1] == 0][-1]
+    assert prompt.input_ids == ids[:last].tolist()
 
 
 THOUGHT = "<think>\nhm\n</think>\n\n"

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_modules.messages import Origin
-from data_modules.template import ChatTemplate, words
+from data_modules.template import ChatTemplate
+from data_modules.template import encoding as words
 from data_modules.template.encoding import TextTokenizer
-from data_modules.template.masking import Encoded
-from data_modules.types import Conversation, Turn
+from data_modules.types import Conversation, Encoded, Turn
 from tests.data_modules.conftest import SHARED, WORDS, build_tokenizer
 from tests.data_modules.test_template import TWO_ANSWERS, encode
 

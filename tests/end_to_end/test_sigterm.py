@@ -62,7 +62,7 @@ WHERE = {
         0,
         IN_WORKERS,
     ),
-    "the plan": ("data_modules.packing.bins:_pack_order", "hangs", 0, ()),
+    "the plan": ("data_modules.packing.plan:_pack_order", "hangs", 0, ()),
     "the base": ("app.model.base:load_base", "hangs", 0, ()),
     "answers at the end": ("app.evaluation.comparison:answer_prompts", "hangs", 0, ANSWERS),
 }

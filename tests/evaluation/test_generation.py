@@ -15,6 +15,7 @@ from data_modules import (
     BatchSpec,
     DataConfig,
     DatasetConfig,
+    DataSpec,
     FinetuneDataModule,
     ModelSpec,
     PackingConfig,
@@ -142,12 +143,16 @@ def prompts(tokenizer: Any) -> list[Prompt]:
     """Real prompts of three data sets, 26 to 107 tokens long."""
     files = ("lists_test.json", "orders_test.jsonl", "people_test.json")
     datamodule = FinetuneDataModule(
-        DataConfig(datasets=[DatasetConfig(path=str(SAMPLES / f)) for f in files], val_set_size=4),
-        PackingConfig(),
-        tokenizer,
-        ModelSpec(context_len=1024),
-        BatchSpec(),
-        seed=1,
+        DataSpec(
+            config=DataConfig(
+                datasets=[DatasetConfig(path=str(SAMPLES / f)) for f in files], val_set_size=4
+            ),
+            packing=PackingConfig(),
+            tokenizer=tokenizer,
+            model=ModelSpec(context_len=1024),
+            batching=BatchSpec(),
+            seed=1,
+        )
     )
     datamodule.setup("fit")
     return [one for found in datamodule.prompts(4).values() for one in found]

@@ -15,6 +15,7 @@ from data_modules import (
     BatchSpec,
     DataConfig,
     DatasetConfig,
+    DataSpec,
     FinetuneDataModule,
     ModelSpec,
     PackingConfig,
@@ -50,14 +51,19 @@ def global_steps(
 ) -> list[list[Batch]]:
     """The micro-batches of every global step, as the data path serves them."""
     datamodule = FinetuneDataModule(
-        DataConfig(
-            datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=sequence_len
-        ),
-        PackingConfig(method=packing),
-        AutoTokenizer.from_pretrained(base),
-        ModelSpec(context_len=None, decoder_start_token_id=decoder_start),
-        BatchSpec(micro_batch_size=micro, accumulation_steps=ACCUMULATION, max_steps=STEPS),
-        seed=42,
+        DataSpec(
+            config=DataConfig(
+                datasets=[DatasetConfig(path=str(LISTS), format="alpaca")],
+                sequence_len=sequence_len,
+            ),
+            packing=PackingConfig(method=packing),
+            tokenizer=AutoTokenizer.from_pretrained(base),
+            model=ModelSpec(context_len=None, decoder_start_token_id=decoder_start),
+            batching=BatchSpec(
+                micro_batch_size=micro, accumulation_steps=ACCUMULATION, max_steps=STEPS
+            ),
+            seed=42,
+        )
     )
     datamodule.setup("fit")
     batches = list(datamodule.train_dataloader())

@@ -28,6 +28,7 @@ from data_modules import (
     BatchSpec,
     DataConfig,
     DatasetConfig,
+    DataSpec,
     FinetuneDataModule,
     ModelSpec,
     PackingConfig,
@@ -293,12 +294,16 @@ def test_padding_behind_a_pack_leaves_gemma_3n_its_gradients(
     model = build("gemma3n_text", backend)
     assert not model.get_input_embeddings().weight[tokenizer.pad_token_id].any()
     datamodule = FinetuneDataModule(
-        DataConfig(datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=256),
-        PackingConfig(),
-        tokenizer,
-        ModelSpec(context_len=None),
-        BatchSpec(max_steps=1, pad_packs=True),
-        seed=0,
+        DataSpec(
+            config=DataConfig(
+                datasets=[DatasetConfig(path=str(LISTS), format="alpaca")], sequence_len=256
+            ),
+            packing=PackingConfig(),
+            tokenizer=tokenizer,
+            model=ModelSpec(context_len=None),
+            batching=BatchSpec(max_steps=1, pad_packs=True),
+            seed=0,
+        )
     )
     datamodule.setup("fit")
     batch = next(iter(datamodule.train_dataloader()))

@@ -21,6 +21,7 @@ from data_modules import (
     BatchSpec,
     DataConfig,
     DatasetConfig,
+    DataSpec,
     FinetuneDataModule,
     ModelSpec,
     PackingConfig,
@@ -126,14 +127,19 @@ def test_ranks_that_read_a_stream_weigh_their_step_together(person: Person, tmp_
 def streamed(path: str, rank: int) -> list[Batch]:
     """The two micro-batches of one of two ranks' first step."""
     module = FinetuneDataModule(
-        DataConfig(
-            datasets=[DatasetConfig(path=path)], sequence_len=128, streaming=True, val_set_size=0
-        ),
-        PackingConfig(),
-        AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
-        ModelSpec(context_len=1024),
-        BatchSpec(micro_batch_size=2, accumulation_steps=2, num_ranks=2, max_steps=1),
-        seed=42,
+        DataSpec(
+            config=DataConfig(
+                datasets=[DatasetConfig(path=path)],
+                sequence_len=128,
+                streaming=True,
+                val_set_size=0,
+            ),
+            packing=PackingConfig(),
+            tokenizer=AutoTokenizer.from_pretrained(SAMPLES / "tiny_base"),
+            model=ModelSpec(context_len=1024),
+            batching=BatchSpec(micro_batch_size=2, accumulation_steps=2, num_ranks=2, max_steps=1),
+            seed=42,
+        )
     )
     module.trainer = SimpleNamespace(
         world_size=2, distributed_sampler_kwargs={"num_replicas": 2, "rank": rank}

@@ -317,11 +317,11 @@ BUGS = [
         file="data_modules/packing/mixture.py",
         right="training = ~validation & ~np.isin(store.rows, repeated)",
         wrong="training = ~validation",
-        test="tests/data_modules/test_holdout.py::test_no_content_is_on_both_sides",
+        test="tests/data_modules/test_mixture.py::test_no_content_is_on_both_sides",
     ),
     Bug(
         name="tokens are found in the cache although the settings differ",
-        file="data_modules/tokens/cache.py",
+        file="data_modules/tokens/prepare.py",
         right="json.dumps([self.path, self.split, self.parts], sort_keys=True)",
         wrong="json.dumps([self.path, self.split])",
         test="tests/data_modules/test_cache.py::test_a_miss_says_what_changed",

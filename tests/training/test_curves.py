@@ -19,7 +19,7 @@ from app.train import train
 from app.training.log_files import columns
 from app.training.metrics import Metrics, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
-from data_modules import BatchSpec, FinetuneDataModule, ModelSpec
+from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
 from tests.conftest import TrainRun, read_column
 from tests.tiny import NAMES, TINY_BASE, small_run, train_into
 
@@ -102,12 +102,14 @@ def test_the_loss_of_a_step_is_the_token_mean_of_its_data_sets(run: Path) -> Non
 def test_trained_tokens_are_those_of_the_plan(run: Path) -> None:
     config = load_run_config(run)
     datamodule = FinetuneDataModule(
-        config.data,
-        config.packing,
-        AutoTokenizer.from_pretrained(TINY_BASE),
-        ModelSpec(context_len=1024),
-        BatchSpec(accumulation_steps=2, max_steps=4),
-        seed=config.seed,
+        DataSpec(
+            config=config.data,
+            packing=config.packing,
+            tokenizer=AutoTokenizer.from_pretrained(TINY_BASE),
+            model=ModelSpec(context_len=1024),
+            batching=BatchSpec(accumulation_steps=2, max_steps=4),
+            seed=config.seed,
+        )
     )
     datamodule.setup("fit")
     batches = list(datamodule.train_dataloader())

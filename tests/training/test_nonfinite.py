@@ -32,7 +32,7 @@ from app.training.objective import DatasetSums
 from app.training.optimizers import build_optimizer
 from app.training.schedule import ScheduleConfig
 from app.training.trainer import TrainerConfig, build_lightning_trainer, resolve_environment
-from data_modules import Batch, BatchSpec, FinetuneDataModule, ModelSpec, Origin, StepRow
+from data_modules import Batch, BatchSpec, DataSpec, FinetuneDataModule, ModelSpec, Origin, StepRow
 from tests.matrix import matrix
 from tests.tiny import random_ids, tiny_llama
 from tests.training.test_loss import make_batch
@@ -560,12 +560,14 @@ def test_the_rows_of_a_step_are_those_that_its_batches_hold() -> None:
 
     config = load_config("train", small_run("data.val_set_size=0"))
     datamodule = FinetuneDataModule(
-        config.data,
-        config.packing,
-        AutoTokenizer.from_pretrained(TINY_BASE),
-        ModelSpec(context_len=1024),
-        BatchSpec(micro_batch_size=2, accumulation_steps=2, max_steps=3),
-        seed=config.seed,
+        DataSpec(
+            config=config.data,
+            packing=config.packing,
+            tokenizer=AutoTokenizer.from_pretrained(TINY_BASE),
+            model=ModelSpec(context_len=1024),
+            batching=BatchSpec(micro_batch_size=2, accumulation_steps=2, max_steps=3),
+            seed=config.seed,
+        )
     )
     datamodule.setup("fit")
     examples = {str(e.origin): e.input_ids.tolist() for e in datamodule.train_examples}
