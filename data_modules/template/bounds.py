@@ -68,8 +68,9 @@ class _Style(NamedTuple):
     """Say how a template writes a small chat.
 
     `header` is what an answer has in front of it although no generation prompt ends in that,
-    `added` what a generation prompt adds. `usual_stop` is the token that ends an answer where it
-    stands in front of the next message only, None for other templates; `openers` begin a text.
+    `added` what a generation prompt adds, or what ends a question where there is no such prompt.
+    `usual_stop` is the token that ends an answer where it stands in front of the next message only,
+    None for other templates; `openers` begin a text.
     """
 
     header: str = ""
@@ -184,7 +185,7 @@ class BoundFinder:
         if shared in (len(asks), len(before)):
             return shared
         # What comes before the answers may differ, by a count of turns or thoughts left out.
-        added = prompt[_shared(prompt, plain) :] + style.header
+        added = prompt[_shared(prompt, plain) :] + style.header or style.added
         return max(self._border(before, shared), self._aligned(before, added))
 
     def _aligned(self, before: str, added: str) -> int:
@@ -317,7 +318,7 @@ class BoundFinder:
         own = [mark for mark in marks if mark.turn == 1]
         if not own:
             return _Style()
-        header = ""
+        header = asks = ""
         if plain == prompt:
             asks = plain[plain.rfind("\ue0f2") + 1 :]
             before = whole[whole.find("\ue0f2") + 1 : own[0].start]
@@ -325,7 +326,7 @@ class BoundFinder:
         header = header if header.strip() else ""
         return _Style(
             header,
-            prompt[_shared(plain, prompt) :] or header,
+            prompt[_shared(plain, prompt) :] or header or asks,
             self._usual_stop(dialog, whole[own[-1].end :]),
             frozenset(self._openers(plain)),
         )

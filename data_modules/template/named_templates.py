@@ -18,15 +18,22 @@ if TYPE_CHECKING:
     import transformers
 
 _CHATML = ("<|im_start|>", "<|im_end|>")
+_LLAMA3 = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 _NEEDED = {
     "plain": (),
     "chatml": _CHATML,
     "alpaca": (),
+    "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "granite": ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
     "llama2": (),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "llama3": _LLAMA3,
+    "llama3_1": _LLAMA3,
     "mistral": (),
+    "mistral_v3": ("[INST]", "[/INST]"),
+    "mistral_v7": ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
     "qwen3": _CHATML,
     "t5": (),
     "vicuna": (),
@@ -34,7 +41,7 @@ _NEEDED = {
 }
 """the control tokens that each template writes; without any it ends answers with the EOS"""
 TEMPLATE_NAMES = tuple(_NEEDED)
-TEMPLATES_WITH_TOOLS = ("plain", "qwen3")
+TEMPLATES_WITH_TOOLS = ("plain", "granite", "qwen3")
 """those that write tools, the calls of an answer and what the tools gave back"""
 MAX_TEMPLATE_BYTES = 1 << 20
 _FOLDER = Path(__file__).parent / "named"

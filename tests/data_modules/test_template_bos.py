@@ -29,7 +29,9 @@ ORIGIN = Origin("rows.json", 7)
 SPECIALS = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<start_of_turn>"),
     *("<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|user|>", "<|system|>"),
-    *("<|assistant|>", "<|end|>"),
+    *("<|assistant|>", "<|end|>", "<|im_sep|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]"),
+    *("[/SYSTEM_PROMPT]", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
 ]
 TURNS = (
     "{% for m in messages %}{{ m.role + ':\n' + m.content }}{{ eos_token }}{% endfor %}"

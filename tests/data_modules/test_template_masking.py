@@ -333,6 +333,9 @@ def test_templates_with_tools_are_those_that_lose_nothing(name: str) -> None:
     specials = [
         *("</s>", *IM, "<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|eot_id|>"),
         *("<|end_header_id|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        *("<|im_sep|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+        *("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+        *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     ]
     template = ChatTemplate.resolve(build_tokenizer(specials, eos="</s>"), name)
     (encoded,) = template.encode([calling("look")])
@@ -340,7 +343,7 @@ def test_templates_with_tools_are_those_that_lose_nothing(name: str) -> None:
     assert keeps == (name in TEMPLATES_WITH_TOOLS)
 
 
-@pytest.mark.parametrize("name", TEMPLATES_WITH_TOOLS)
+@pytest.mark.parametrize("name", ["plain", "qwen3"])
 @pytest.mark.parametrize("system", [(), (Turn("system", "be brief"),)])
 def test_rows_with_tools_are_rendered_once(
     name: str, system: tuple[Turn, ...], monkeypatch: pytest.MonkeyPatch

@@ -139,7 +139,9 @@ CONTROLS = [
     *("<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|turn|>"),
     *("<|response|>", "<|/response|>", "<|/turn|>", "<|say|>", "<|im_start|>", "<|im_end|>"),
     *("<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>"),
-    *("<think>", "</think>", "<|eot_id|>"),
+    *("<think>", "</think>", "<|eot_id|>", "<|im_sep|>", "[INST]", "[/INST]"),
+    *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|start_of_role|>", "<|end_of_role|>"),
+    *("<|end_of_text|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
 ]
 
 

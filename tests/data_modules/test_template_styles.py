@@ -51,8 +51,18 @@ STYLES = {
     "plain": _named("plain", "</s>"),
     "chatml": _named("chatml", "<|im_end|>", *IM),
     "alpaca": _named("alpaca", "</s>"),
+    "deepseek": _named(
+        "deepseek",
+        "<｜end▁of▁sentence｜>",
+        *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    ),
     "gemma": _named(
         "gemma", "<end_of_turn>", "<start_of_turn>", "<end_of_turn>", written=str.strip
+    ),
+    "granite": _named(
+        "granite",
+        "<|end_of_text|>",
+        *("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
     ),
     "llama2": _named("llama2", "</s>", written=lambda content: f" {content.strip()} "),
     "llama3": _named(
@@ -61,8 +71,25 @@ STYLES = {
         *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         written=str.strip,
     ),
+    "llama3_1": _named(
+        "llama3_1",
+        "<|eot_id|>",
+        *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        written=str.strip,
+    ),
     "mistral": _named("mistral", "</s>", written=lambda content: f" {content}"),
+    "mistral_v3": _named(
+        "mistral_v3",
+        "</s>",
+        *("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+        *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        written=lambda content: f" {content.strip()}",
+    ),
+    "mistral_v7": _named(
+        "mistral_v7", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"
+    ),
     "phi3": _named("phi3", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "phi4": _named("phi4", "<|im_end|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"),
     "t5": _named("t5", "</s>", written=lambda content: f"\n{content}"),
     "vicuna": _named("vicuna", "</s>", written=lambda content: f" {content}"),
     "zephyr": _named("zephyr", "</s>"),

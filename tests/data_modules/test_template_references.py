@@ -1,0 +1,97 @@
+"""Named templates write what is published for the models that they are named after."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from data_modules.template.named_templates import named_template
+from tests.data_modules.conftest import build_tokenizer
+from tests.data_modules.published import published_templates
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "d", "parameters": {"type": "object"}},
+}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"a": 1}}}
+SYSTEM, USER = {"role": "system", "content": "S"}, {"role": "user", "content": "U"}
+ANSWER, AGAIN = {"role": "assistant", "content": "A"}, {"role": "user", "content": "V"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "R", "tool_call_id": "call00001", "name": "look"}
+TALK = [SYSTEM, USER, ANSWER, AGAIN]
+WITH_TOOLS = [USER, CALLS, RESULT, ANSWER]
+LLAMA = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+OPEN, CLOSE = "<|start_header_id|>", "<|end_header_id|>\n\n"
+ROLE, END = "<|start_of_role|>", "<|end_of_role|>"
+WRITTEN = {
+    "phi4": "<|im_start|>system<|im_sep|>S<|im_end|><|im_start|>user<|im_sep|>U<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>A<|im_end|><|im_start|>user<|im_sep|>V<|im_end|>"
+    "<|im_start|>assistant<|im_sep|>",
+    "mistral_v3": "<s>[INST] S\n\nU[/INST] A</s>[INST] V[/INST]",
+    "mistral_v7": "<s>[SYSTEM_PROMPT]S[/SYSTEM_PROMPT][INST]U[/INST]A</s>[INST]V[/INST]",
+    "llama3_1": f"<s>{OPEN}system{CLOSE}{LLAMA}S<|eot_id|>{OPEN}user{CLOSE}U<|eot_id|>"
+    f"{OPEN}assistant{CLOSE}A<|eot_id|>{OPEN}user{CLOSE}V<|eot_id|>{OPEN}assistant{CLOSE}",
+    "granite": f"{ROLE}system{END}S<|end_of_text|>\n{ROLE}user{END}U<|end_of_text|>\n"
+    f"{ROLE}assistant{END}A<|end_of_text|>\n{ROLE}user{END}V<|end_of_text|>\n{ROLE}assistant{END}",
+    "deepseek": "<s>S<｜User｜>U<｜Assistant｜>A<｜end▁of▁sentence｜><｜User｜>V<｜Assistant｜>",
+}
+CALLED = {
+    "mistral_v3": f"<s>[AVAILABLE_TOOLS] [{json.dumps(TOOL)}][/AVAILABLE_TOOLS][INST] U[/INST]"
+    '[TOOL_CALLS] [{"name": "look", "arguments": {"a": 1}, "id": "call00001"}]</s>'
+    '[TOOL_RESULTS] {"content": R, "call_id": "call00001"}[/TOOL_RESULTS] A</s>',
+    "llama3_1": f"<s>{OPEN}system{CLOSE}Environment: ipython\n{LLAMA}<|eot_id|>{OPEN}user{CLOSE}"
+    "Given the following functions, please respond with a JSON for a function call with its proper "
+    "arguments that best answers the given prompt.\n\nRespond in the format "
+    '{"name": function name, "parameters": dictionary of argument name and its value}.'
+    f"Do not use variables.\n\n{json.dumps(TOOL, indent=4)}\n\nU<|eot_id|>"
+    f'{OPEN}assistant{CLOSE}{{"name": "look", "parameters": {{"a": 1}}}}<|eot_id|>'
+    f'{OPEN}ipython{CLOSE}"R"<|eot_id|>{OPEN}assistant{CLOSE}A<|eot_id|>',
+    "granite": f"{ROLE}user{END}U<|end_of_text|>\n{ROLE}assistant{END}<tool_call>\n"
+    '{"name": "look", "arguments": {"a": 1}}\n</tool_call><|end_of_text|>\n'
+    f"{ROLE}user{END}\n<tool_response>\nR\n</tool_response><|end_of_text|>\n"
+    f"{ROLE}assistant{END}A<|end_of_text|>\n",
+    "deepseek": "<s><｜User｜>U<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function"
+    '<｜tool▁sep｜>look\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>R<｜tool▁output▁end｜>"
+    "<｜tool▁outputs▁end｜>A<｜end▁of▁sentence｜>",
+}
+SAME_AS = {"gemma": "gemma3", "llama3_1": "llama3_1", "qwen3": "qwen3"}
+
+
+def rendered(text: str, messages: list[dict[str, Any]], **more: Any) -> str:
+    tokenizer = build_tokenizer(["<s>", "</s>"], bos="<s>", eos="</s>")
+    tokenizer.chat_template = text
+    written: str = tokenizer.apply_chat_template(messages, tokenize=False, **more)
+    return written
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_conversation(name: str) -> None:
+    text = named_template(name)
+    assert rendered(text, TALK, add_generation_prompt=True) == WRITTEN[name]
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_calls_and_their_results(name: str) -> None:
+    tools = {"tools": [TOOL]} if name in ("mistral_v3", "llama3_1") else {}
+    assert rendered(named_template(name), WITH_TOOLS, **tools) == CALLED[name]
+
+
+def test_granite_declares_its_tools() -> None:
+    written = rendered(named_template("granite"), [SYSTEM, USER], tools=[TOOL])
+    assert written.startswith(f"{ROLE}system{END}S\n\nYou are a helpful assistant with access to ")
+    assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in written
+
+
+@pytest.mark.skipif(not published_templates(), reason="needs trl's templates")
+@pytest.mark.parametrize("name", SAME_AS)
+def test_a_conversation_is_what_the_published_template_writes(name: str) -> None:
+    other = published_templates()[SAME_AS[name]]
+    for messages, prompt in (([USER, ANSWER], False), ([USER, ANSWER, AGAIN], True)):
+        ours, theirs = (
+            rendered(text, messages, add_generation_prompt=prompt)
+            for text in (named_template(name), other)
+        )
+        assert ours == theirs
