@@ -366,20 +366,13 @@ class Zero(StrategyMixin, DDPStrategy):
         return _Shard(self._flats[group], at, start, weight.numel(), size - at)
 
     def teardown(self) -> None:
-        """Tear down as DDP does; sharded weights stay where they are."""
-        if not self.shards_weights:
-            if self._zero is not None:
-                self.model.destroy()
-            self.model = self.lightning_module
-            super().teardown()
-            return
-        # Saving and evaluation after the training still need the engine's hooks.
-        assert self.accelerator is not None
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        """Tear down; sharded weights keep the engine's hooks, for saving and evaluation."""
+        engine = self.model
+        if not self.shards_weights and self._zero is not None:
+            engine.destroy()
+        super().teardown()
+        if self.shards_weights:
+            self.model = engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,11 +380,6 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         value = value.to(self.root_device).contiguous()
         return distribute_tensor(value, *placement, src_data_rank=None).to_local()
 
-    def teardown(self) -> None:
-        """Tear down, and the CheckpointIO too: Lightning 2.6 leaves it out for this strategy."""
-        super().teardown()
-        self.checkpoint_io.teardown()
-
 
 def _reshard_without_grad(module: Any, inputs: Any, output: Any) -> None:
     """Reshard weights that no backward pass will use."""

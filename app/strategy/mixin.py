@@ -47,7 +47,11 @@ class StrategyMixin:
     global_rank: int
     root_device: torch.device
     lightning_module: Any
+    model: Any
     checkpoint_io: Any
+    precision_plugin: Any
+    accelerator: Any
+    cluster_environment: Any = None
 
     @property
     def num_data_ranks(self) -> int:
@@ -143,6 +147,18 @@ class StrategyMixin:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing: weights are not stored in Lightning's dictionary."""
         return {}
+
+    def teardown(self) -> None:
+        """End what setup began; nothing is moved, since saving and evaluation follow.
+
+        Lightning 2.6 would move all weights and optimizer states to the host.
+        """
+        self.model = self.lightning_module  # without a wrapper
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Restore the model from a checkpoint."""
