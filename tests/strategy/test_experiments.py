@@ -113,7 +113,8 @@ def test_its_model_is_shared_out_over_the_ranks(
 
     model = strategy.build_model(build)
     shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    assert len(shared) == len(decoder_layers(model)) + 1 == model.config.num_hidden_layers + 1
+    # Its layers, the embedding, the head, and the root with the last norm.
+    assert len(shared) == len(decoder_layers(model)) + 3 == model.config.num_hidden_layers + 3
     weights = dict(model.named_parameters())
     assert all(isinstance(weight, DTensor) and weight.is_meta for weight in weights.values())
     whole = sum(weight.numel() for weight in weights.values())
