@@ -153,6 +153,17 @@ def layer_plan(model: Any) -> Mapping[str, str]:
     return plan
 
 
+def is_split(plan: Mapping[str, str], name: str) -> bool:
+    """Return whether a layer's weight is split; `name` is that in the layer with its adapter."""
+    kind, part = next(
+        ((kind, name[len(path) :]) for path, kind in plan.items() if name.startswith(f"{path}.")),
+        (None, ""),
+    )
+    if kind == BY_ROWS:
+        return ".lora_A." not in part
+    return kind == BY_COLUMNS and ".lora_B." not in part and not part.endswith(".bias")
+
+
 def _matrix(module: Any) -> Any:
     """Return a linear layer without the adapter around it."""
     return getattr(module, "base_layer", module)
