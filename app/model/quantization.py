@@ -122,6 +122,32 @@ def quantizable_layers(model_type: str) -> Iterator[None]:
         modeling_falcon.FalconLinear = own
 
 
+@contextlib.contextmanager
+def quantizing_on(device: torch.device | None) -> Iterator[None]:
+    """Quantize to 4 bits on `device` what is read to host memory, and bring it back packed.
+
+    A CPU would take over an hour for 70B. Wraps a public function of bitsandbytes, which has no
+    setting for it.
+    """
+    if device is None or device.type == "cpu":
+        yield
+        return
+    from bitsandbytes import functional
+
+    own = functional.quantize_4bit
+
+    def quantize(weight: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        packed, state = own(weight.to(device), *args, **kwargs)
+        state.to(weight.device)
+        return packed.to(weight.device), state
+
+    functional.quantize_4bit = quantize
+    try:
+        yield
+    finally:
+        functional.quantize_4bit = own
+
+
 def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Freeze a quantized base and prepare it for training, computing in `dtype`.
 

@@ -104,9 +104,9 @@ class Zero(StrategyMixin, DDPStrategy):
         if self.zero_config.quantized_weights or self.zero_config.quantized_gradients:
             run_on_ranks(self._prepare_quantizer, here=self.local_rank == 0)
         if not self.shards_weights:
-            return build()
+            return super().build_model(build)
         self._peak_before = peak_host_bytes()
-        model = build(on_meta=self.global_rank != 0)
+        model = build(on_meta=self.global_rank != 0, on_host=True, device=self.root_device)
         unfuse_adapters(model)
         return model
 

@@ -140,7 +140,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         self._init_mesh()
         before = peak_host_bytes()
         broadcaster = Broadcaster(self.root_device, self.world_size, self.num_processes)
-        model = build(on_meta=not broadcaster.reads_here, on_host=True)
+        model = build(on_meta=not broadcaster.reads_here, on_host=True, device=self.root_device)
         broadcaster.check_same(model)
         names = decoder_layers(model, "model.wrap_class=NAME")
         parallel = None

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BuildModel = Callable[..., Any]
-"""builds the model; with `on_meta=True` only its shapes, without reading a weight"""
+"""builds the model; with `on_meta=True` only its shapes, without reading a weight, with `device`
+there, and with `on_host=True` only by way of it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class StrategyMixin:
 
     def build_model(self, build: BuildModel) -> Any:
         """Build the model, placed as this strategy needs it before the optimizer is built."""
-        return build()
+        device = self.root_device
+        return build() if device.type == "cpu" else build(device=device)
 
     def unwrap_optimizer(self, optimizer: Any) -> torch.optim.Optimizer:
         """Return the optimizer that was built, without a strategy's wrapper."""

@@ -66,7 +66,7 @@ def builder(
 ) -> Any:
     """Return what builds a small model, as a run's module is given it."""
 
-    def build(on_meta: bool = False, on_host: bool = False) -> Any:
+    def build(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
         torch.manual_seed(7)
         return build_model(
             ModelConfig(from_scratch=True, architecture=ARCHITECTURE | numbers),
@@ -77,6 +77,7 @@ def builder(
             precision,
             on_meta=on_meta,
             on_host=on_host,
+            device=device,
         )
 
     return build
@@ -312,8 +313,8 @@ def memory_of_loading(numbers: dict[str, Any]) -> dict[str, Any]:
     built = []
     build = builder("lora", **numbers)
 
-    def noted(on_meta: bool = False, on_host: bool = False) -> Any:
-        model = build(on_meta, on_host)
+    def noted(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
+        model = build(on_meta, on_host, device)
         built.append({weight.device.type for weight in model.parameters()})
         return model
 
@@ -375,7 +376,7 @@ def quantized_losses() -> list[float]:
     return train(model, strategy)["losses"]
 
 
-def build_quantized(on_meta: bool = False, on_host: bool = False) -> Any:
+def build_quantized(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
     torch.manual_seed(7)
     return build_model(
         ModelConfig(path=str(TINY_BASE)),
@@ -386,6 +387,7 @@ def build_quantized(on_meta: bool = False, on_host: bool = False) -> Any:
         "fp32",
         on_meta=on_meta,
         on_host=on_host,
+        device=device,
     )
 
 

@@ -70,7 +70,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[int]:
 def builder_of(config: Any) -> Any:
     """Return what builds an experiment's model without numbers."""
 
-    def build(**how: bool) -> Any:
+    def build(**how: Any) -> Any:
         return build_model(
             replace(config.model, path=None, from_scratch=True),
             QuantizationConfig(),  # what is quantized has numbers
