@@ -266,6 +266,26 @@ def ends_in_a_step(config: FsdpConfig, kind: str) -> dict[str, list[str]]:
     return found | {"after": whole()}
 
 
+def messages_of_a_step(config: FsdpConfig, kind: str) -> tuple[int, int]:
+    """Return how often ranks add something up in a forward pass, and in a backward pass."""
+    _, model = spread_model(config, builder(kind))
+    messages, own = [0, 0], dist.all_reduce
+    direction = 0
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        messages[direction] += 1
+        return own(*args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        loss = loss_of(model, *rows_of(0))
+        direction = 1
+        loss.backward()
+    finally:
+        dist.all_reduce = own
+    return messages[0], messages[1]
+
+
 def parts_of_scales() -> list[tuple[bool, float]]:
     """Return of each 4-bit layer whether its scales are sharded, and which part is here."""
     _, model = spread_model(FsdpConfig(), build_quantized)

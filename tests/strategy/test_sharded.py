@@ -158,6 +158,17 @@ def test_scales_of_four_bits_are_where_their_layers_compute() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
+def test_ranks_of_a_layer_meet_twice_forward_and_twice_backward(kind: str) -> None:
+    layers = shards.ARCHITECTURE["num_hidden_layers"]
+    assert isinstance(layers, int)
+    (forward, backward), other = on_ranks(2, shards.messages_of_a_step, TP, kind)
+    assert (forward, backward) == other
+    assert forward == 2 * layers
+    # Below the lowest LoRA nothing needs a gradient.
+    assert backward == 2 * layers - (kind == "lora")
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
 def test_what_ranks_hold_whole_stays_alike_however_they_round(kind: str) -> None:
     """Full: also what the plan sums up, Qwen3's norms of single heads."""
     first, second = on_ranks(2, shards.uncut_weights_after_a_difference, TP, kind)
