@@ -30,7 +30,14 @@ from app.model.layers import decoder_layers
 from app.model.quantization import bind_scales
 from app.process.errors import UserError
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
+from app.strategy.mixin import (
+    BuildModel,
+    ShardedTensor,
+    StateTensor,
+    StrategyMixin,
+    clip_in_step,
+    clips_in_step,
+)
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import FsdpConfig
 from app.strategy.tensor_parallel import TensorParallel
@@ -280,7 +287,9 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             squares += norm.square() / copies
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        if parts:
+        if clips_in_step(optimizer):
+            clip_in_step(optimizer, norm, max_norm)
+        elif parts:
             norm = norm.to(parts[0].device)
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(parts, scale)

@@ -83,7 +83,11 @@ class StrategyMixin:
         import torch
 
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        if not clips_in_step(optimizer):
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        clip_in_step(optimizer, norm, max_norm)
+        return norm
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
         """Return this rank's shard of a weight's gradient, or None; see `keeps_gradients`."""
@@ -169,6 +173,31 @@ class StrategyMixin:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return nothing: states are not stored in Lightning's dictionary."""
         return {}
+
+
+def clips_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's kernels can scale gradients while they read them.
+
+    Those of a fused AdamW can. On a CPU gradients are scaled before, as `clip_grad_norm_` does it.
+    """
+    import torch
+
+    groups = optimizer.param_groups
+    return (
+        isinstance(optimizer, torch.optim.AdamW)
+        and all(group["fused"] for group in groups)
+        and _is_on_gpu(groups[0]["params"][0])
+    )
+
+
+def clip_in_step(optimizer: Any, norm: Tensor, max_norm: float) -> None:
+    """Let the next step of `optimizer` clip by `norm`: no pass of its own over all gradients."""
+    # PyTorch's name: its loss scaler has the kernels divide by it.
+    optimizer.grad_scale = ((norm.float() + 1e-6) / max_norm).clamp(min=1.0)
+
+
+def _is_on_gpu(weight: Tensor) -> bool:
+    return weight.device.type == "cuda"
 
 
 REPLICATED = StrategyMixin()
