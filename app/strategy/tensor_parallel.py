@@ -88,7 +88,7 @@ class TensorParallel:
             self.partial_grads.append(parts["lora_B"])
 
         def add_up(_: Any, inputs: Any, output: Tensor) -> Tensor:
-            self._last_copy = None
+            self._forget_copy()
             full = summed(output, self.group)
             return full if linear.bias is None else full + linear.bias.to(full.dtype)
 
@@ -106,8 +106,15 @@ class TensorParallel:
     def _copy_input(self, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, *others = inputs
         if self._last_copy is None or self._last_copy[0] is not hidden:
-            self._last_copy = hidden, copied(hidden, self.group)
+            copy = copied(hidden, self.group)
+            if copy.requires_grad:
+                copy.register_hook(self._forget_copy)
+            self._last_copy = hidden, copy
         return (self._last_copy[1], *others)
+
+    def _forget_copy(self, _: Any = None) -> None:
+        """Release what a copy keeps alive; a layer that is recomputed may not reach its end."""
+        self._last_copy = None
 
     def _check(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
         """Raise UserError for layers that cannot be split."""
@@ -163,15 +170,19 @@ def layer_plan(model: Any) -> Mapping[str, str]:
     return plan
 
 
-def is_split(plan: Mapping[str, str], name: str) -> bool:
-    """Return whether a layer's weight is split; `name` is that in the layer with its adapter."""
+def split_dim(plan: Mapping[str, str], name: str) -> int | None:
+    """Return the dimension along which a layer's weight is split, None if it is not.
+
+    `name` is that in the layer with its adapter.
+    """
     kind, part = next(
         ((kind, name[len(path) :]) for path, kind in plan.items() if name.startswith(f"{path}.")),
         (None, ""),
     )
     if kind == BY_ROWS:
-        return ".lora_A." not in part
-    return kind == BY_COLUMNS and ".lora_B." not in part and not part.endswith(".bias")
+        return None if ".lora_A." in part else 0
+    is_whole = kind != BY_COLUMNS or ".lora_B." in part or part.endswith(".bias")
+    return None if is_whole else 1
 
 
 def _matrix(module: Any) -> Any:
