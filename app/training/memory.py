@@ -6,6 +6,7 @@ does so, and activations are a rule of thumb.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,9 @@ class Part:
     """in the dtype in which FSDP gathers them"""
     num_trained: float = 0.0
     """weights"""
+    held: float = 0.0
+    """on the fullest rank, where weights are shared out row by row"""
+    held_trained: float = 0.0
 
     def __add__(self, other: Part) -> Part:
         return Part(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -87,14 +91,20 @@ def measure_model(
     model: Any,
     precision: str,
     quantization: QuantizationConfig | None = None,
-    tensor_size: int = 1,
+    strategy: StrategyConfig | None = None,
+    *,
+    num_ranks: int = 1,
+    num_nodes: int = 1,
 ) -> ModelSize:
     """Add up the weights of a model that is not quantized yet; it may be on meta.
 
-    `tensor_size` ranks split its layers.
+    For one rank of those of `strategy`, which must be resolved.
     """
-    from app.strategy.tensor_parallel import is_split, layer_plan
+    from app.strategy.tensor_parallel import layer_plan, split_dim
 
+    strategy = strategy or StrategyConfig(name="single")
+    tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
+    shares, _, _ = _num_shares(strategy, num_ranks, num_nodes)
     plan = layer_plan(model) if tensor_size > 1 else {}
     names = decoder_layers(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -105,17 +115,23 @@ def measure_model(
         weights = dict(named)
         in_bf16 = precision == "bf16" and all(w.element_size() == 4 for w in weights.values())
         for name, weight in weights.items():
-            share = 1 / tensor_size if is_split(plan, name) else 1.0
+            dim = split_dim(plan, name)
+            share = 1.0 if dim is None else 1 / tensor_size
             size = num_bytes = float(weight.element_size())
             if not weight.requires_grad and weight.ndim >= 2 and id(weight) not in ends:
                 num_bytes = bytes_per_weight(weight, quantization)
             number = weight.numel() * share
             trains = weight.requires_grad
+            # A LoRA of rank 16 gives each of 16 ranks a row, and the others nothing.
+            rows = weight.shape[0] / (tensor_size if dim == 0 else 1)
+            held = number * num_bytes * math.ceil(rows / shares) / rows
             part += Part(
                 frozen=0.0 if trains else number * num_bytes,
                 trained=number * size if trains else 0.0,
                 gathered=number * (2.0 if in_bf16 else num_bytes),
                 num_trained=number if trains else 0.0,
+                held=held,
+                held_trained=held if trains else 0.0,
             )
         return part
 
@@ -173,7 +189,7 @@ def estimate_memory(
 ) -> RankMemory:
     """Estimate the peak memory of one rank for micro-batches of `tokens`.
 
-    `strategy` must be resolved, and `size` measured for its tensor parallelism.
+    `strategy` must be resolved, and `size` measured for it and its ranks.
     """
     from app.strategy.fsdp import MAX_UNSHARDED_SHARE
 
@@ -198,6 +214,10 @@ def estimate_memory(
     elif isinstance(strategy, FsdpConfig) and (of_weights > 1 or strategy.offload_parameters):
         if accumulation > 1 and whole.num_trained <= MAX_UNSHARDED_SHARE * _num_weights(whole):
             gradients = whole.trained
+        else:
+            gradients = whole.held_trained
+        held = whole.held
+        states *= whole.held_trained * of_states / max(whole.trained, 1.0)
         gathered = _gathered_by_fsdp(size, strategy)
         if strategy.offload_parameters:
             held = states = 0.0
@@ -265,6 +285,6 @@ def _activations(size: ModelSize, strategy: StrategyConfig, tokens: int, recompu
     rows = min(tokens, rows_per_chunk(size.vocab_size, "cuda"))
     loss = float(rows * size.vocab_size * (4 + 2 + 2) + 2 * one_input)
     end = size.head if size.head.gathered else size.embedding
-    if end.trained:  # its gradient in fp32, a product, and the sum in the weight's dtype
-        loss += end.num_trained * (4 + 2) + end.trained
+    if end.trained:  # its gradient in fp32, and a product of a chunk
+        loss += end.num_trained * (4 + 2)
     return size.num_layers * kept + max(working, loss)

@@ -30,9 +30,12 @@ USABLE = 0.93
 
 
 @cache
-def size_of(name: str, *words: str) -> tuple[Any, ModelSize]:
+def size_of(name: str, num_ranks: int, *words: str) -> tuple[Any, StrategyConfig, ModelSize]:
     """Return an experiment's settings, and the size of its model from one with two layers."""
     config = load_config("train", [f"+experiment={name}", *words])
+    strategy = config.strategy
+    if strategy.name == "auto":
+        strategy = StrategyConfig(name="single") if num_ranks == 1 else DdpConfig()
     architecture = dict(config.model.architecture)
     keys = [key for key in architecture if re.fullmatch(r"(num_(\w+_)?|n_)layers?", key)]
     built = build_model(
@@ -49,15 +52,14 @@ def size_of(name: str, *words: str) -> tuple[Any, ModelSize]:
         config.trainer.precision,
         on_meta=True,
     )
-    size = measure_model(built, config.trainer.precision, config.quantization)
-    return config, replace(size, num_layers=sum(architecture[key] for key in keys))
+    size = measure_model(
+        built, config.trainer.precision, config.quantization, strategy, num_ranks=num_ranks
+    )
+    return config, strategy, replace(size, num_layers=sum(architecture[key] for key in keys))
 
 
 def memory_of(name: str, num_ranks: int, *words: str) -> RankMemory:
-    config, size = size_of(name, *words)
-    strategy = config.strategy
-    if strategy.name == "auto":
-        strategy = StrategyConfig(name="single") if num_ranks == 1 else DdpConfig()
+    config, strategy, size = size_of(name, num_ranks, *words)
     mode = config.recompute.mode
     return estimate_memory(
         size,
