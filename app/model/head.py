@@ -264,14 +264,6 @@ def check_head_loss(model: Any, backend: str, device: torch.device | None = None
         log.info("loss: from full logits (the chunked loss differs by %.2g)", difference)
 
 
-def _without_loss(kind: Any) -> Any:
-    """Return a head's class with `nn.Linear` for `LossHead`; FSDP2 derives classes of its own."""
-    if kind is LossHead:
-        return torch.nn.Linear
-    bases = (_without_loss(base) if issubclass(base, LossHead) else base for base in kind.__bases__)
-    return type(kind.__name__, tuple(bases), dict(vars(kind)))
-
-
 def _probe(model: Any, backend: str, device: torch.device) -> dict[str, Any]:
     lengths = [[PROBE_TOKENS]]
     ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0)
@@ -280,3 +272,11 @@ def _probe(model: Any, backend: str, device: torch.device) -> dict[str, Any]:
         return inputs | attention_inputs(model, backend, lengths, ids)
     inputs["decoder_input_ids"] = ids
     return inputs | pair_inputs(model, backend, lengths, lengths, ids, ids)
+
+
+def _without_loss(kind: Any) -> Any:
+    """Return a head's class with `nn.Linear` for `LossHead`; FSDP2 derives classes of its own."""
+    if kind is LossHead:
+        return torch.nn.Linear
+    bases = (_without_loss(base) if issubclass(base, LossHead) else base for base in kind.__bases__)
+    return type(kind.__name__, tuple(bases), dict(vars(kind)))
