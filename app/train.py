@@ -82,10 +82,9 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
 
     config, trainer = run.config, module.trainer
     shards = module.strategy if module.strategy.shards_weights else None
-    if shards is None:
-        if not trainer.is_global_zero:
-            return None
-        module.model.to(trainer.strategy.root_device)
+    if shards is None and not trainer.is_global_zero:
+        return None
+    module.release_optimizer()  # verifying loads the base beside what was trained
     stop_ids = base.stop_ids | data.stop_token_ids
     evaluator = Evaluator(
         config.evaluation,

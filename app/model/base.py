@@ -24,6 +24,7 @@ from app.model.quantization import (
     quantizable_layers,
     quantization_settings,
     quantize_on_meta,
+    quantizing_on,
     stored_settings,
 )
 from app.model.tokenizer import resize_embeddings
@@ -72,16 +73,24 @@ def load_base(
     *,
     on_meta: bool = False,
     on_host: bool = False,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load a base model's weights, or initialize random ones from `config.architecture`.
 
     New tokens `new_ids` get rows in embedding and head. `on_meta`: the same modules on the meta
-    device, nothing is read; `on_host`: all on the CPU, also when quantizing, which would move it to
-    a GPU. UserError where the files are inconsistent, or weights are not finite.
+    device, nothing is read; `device`: where files are read to; `on_host`: all on the CPU, though
+    quantized on `device`. UserError where the files are inconsistent, or weights are not finite.
     """
     with reading_base(config):
         return _load_base(
-            config, implementation, dtype, quantization, new_ids, on_meta=on_meta, on_host=on_host
+            config,
+            implementation,
+            dtype,
+            quantization,
+            new_ids,
+            on_meta=on_meta,
+            on_host=on_host,
+            device=device,
         )
 
 
@@ -116,6 +125,7 @@ def _load_base(
     *,
     on_meta: bool,
     on_host: bool,
+    device: torch.device | None,
 ) -> PreTrainedModel:
     from transformers.utils import logging as transformers_logging
 
@@ -144,11 +154,13 @@ def _load_base(
         how["quantization_config"] = quantization_settings(quantization, dtype)
     if on_host:
         how["device_map"] = {"": "cpu"}
+    elif device is not None and device.type != "cpu":
+        how["device_map"] = {"": device}  # tensor by tensor, never whole in host memory
     folder = Path(str(config.path))
     shapes = read_shapes(weight_files(folder)) if folder.is_dir() else {}
     if shapes and not stored:
         check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
-    with quantizable_layers(architecture.model_type):
+    with quantizable_layers(architecture.model_type), quantizing_on(device if on_host else None):
         model, loading = auto_class.from_pretrained(
             config.path,
             revision=config.revision,

@@ -43,12 +43,14 @@ def build_model(
     token_ids: Sequence[int] = (),
     on_meta: bool = False,
     on_host: bool = False,
+    device: torch.device | None = None,
 ) -> torch.nn.Module:
-    """Build base + adapter, ready to train on the CPU; `precision` is a resolved name.
+    """Build base + adapter, ready to train; `precision` is a resolved name.
 
     Tokens `new_ids` get rows in embedding and head; the rows `token_ids` train with an adapter.
     `on_meta`: the same modules on the meta device, for ranks that get their weights from others;
-    `on_host`: all on the CPU.
+    `device`: where weights are read to, quantized and decomposed; `on_host`: they come back to the
+    CPU from there. Random weights are drawn on the CPU.
     """
     import torch
 
@@ -58,8 +60,16 @@ def build_model(
         implementation = attention_implementation(backend)
         # 2. Weights, in their dtype of training, quantized while they are read.
         dtype = weight_dtype(precision, adapter)
-        where = {"on_meta": on_meta, "on_host": on_host}
-        model = load_base(config, implementation, dtype, quantization, new_ids, **where)
+        model = load_base(
+            config,
+            implementation,
+            dtype,
+            quantization,
+            new_ids,
+            on_meta=on_meta,
+            on_host=on_host,
+            device=device,
+        )
         _name_layers(model, config.wrap_class)
         stored, trains_base = stored_settings(model.config), saves_whole_model(adapter)
         if stored and (
@@ -72,7 +82,11 @@ def build_model(
         apply_recompute(model, recompute)
         # 4. The adapter last: it freezes the base and adds trainable parameters.
         adapted = apply_adapter(
-            model, adapter, half_precision=precision == "bf16-pure", token_ids=token_ids
+            model,
+            adapter,
+            half_precision=precision == "bf16-pure",
+            token_ids=token_ids,
+            device=device,
         )
         if precision != "fp32":
             drop_needless_copies(adapted)

@@ -164,7 +164,9 @@ def _prove_all(
     """Return the proven forwards, and the names of classes with an unproven one."""
     fused: list[Fused] = []
     refused: set[str] = set()
-    dtype = model.get_input_embeddings().weight.dtype
+    embedding = model.get_input_embeddings()
+    with gathered(embedding):
+        dtype = embedding.weight.dtype
     was_training = model.training
     model.eval()  # dropout would differ between the two
     for width, candidates in _candidates(model, kernels):

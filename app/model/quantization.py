@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+SCALES = "absmax"
+"""parameter of a 4-bit layer that holds the scales of its blocks, where a strategy shards them"""
+
+
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
     method: str = setting("none", choices=("none", "nf4", "int8"))
@@ -118,6 +122,32 @@ def quantizable_layers(model_type: str) -> Iterator[None]:
         modeling_falcon.FalconLinear = own
 
 
+@contextlib.contextmanager
+def quantizing_on(device: torch.device | None) -> Iterator[None]:
+    """Quantize to 4 bits on `device` what is read to host memory, and bring it back packed.
+
+    A CPU would take over an hour for 70B. Wraps a public function of bitsandbytes, which has no
+    setting for it.
+    """
+    if device is None or device.type == "cpu":
+        yield
+        return
+    from bitsandbytes import functional
+
+    own = functional.quantize_4bit
+
+    def quantize(weight: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        packed, state = own(weight.to(device), *args, **kwargs)
+        state.to(weight.device)
+        return packed.to(weight.device), state
+
+    functional.quantize_4bit = quantize
+    try:
+        yield
+    finally:
+        functional.quantize_4bit = own
+
+
 def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Freeze a quantized base and prepare it for training, computing in `dtype`.
 
@@ -158,8 +188,8 @@ def quantize_on_meta(
 def take_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:
     """Return the state of each 4-bit weight in `module` by name, for `give_states`; {} on `meta`.
 
-    The weights become plain parameters of packed values, which a strategy can shard; their scales
-    stay in the layer, on `device`.
+    Packed values and their scales become plain parameters, which a strategy can shard; the scales
+    of scales, one for 16,384 weights, stay in the layer, on `device`. See `bind_scales`.
     """
     import torch
 
@@ -170,11 +200,15 @@ def take_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]
             continue
         layer.quant_state = weight.quant_state
         layer.weight = torch.nn.Parameter(weight.data, requires_grad=False)
+        scales = layer.quant_state.absmax
+        layer.register_parameter(SCALES, torch.nn.Parameter(scales, requires_grad=False))
+        layer.quant_state.absmax = scales.new_empty(0)
         packed = {
             key: value.cpu() if isinstance(value, torch.Tensor) else value
             for key, value in layer.quant_state.as_dict(packed=True).items()
         }
-        states[name] = tuple(layer.weight.shape), layer.weight.dtype, packed
+        shapes = [(tuple(one.shape), one.dtype) for one in (layer.weight, scales)]
+        states[name] = shapes, packed
         layer.quant_state.to(device)
     return states
 
@@ -184,12 +218,28 @@ def give_states(module: torch.nn.Module, states: Mapping[str, Any], device: torc
     import torch
     from bitsandbytes.functional import QuantState
 
-    for name, (shape, dtype, packed) in states.items():
+    for name, (shapes, packed) in states.items():
         layer = module.get_submodule(name)
-        empty = torch.empty(shape, dtype=dtype, device="meta")
-        layer.weight = torch.nn.Parameter(empty, requires_grad=False)
+        for own, (shape, dtype) in zip(("weight", SCALES), shapes, strict=True):
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            layer.register_parameter(own, torch.nn.Parameter(empty, requires_grad=False))
         layer.quant_state = QuantState.from_dict(dict(packed), device=device)
         layer.quant_state.dtype = layer.compute_dtype
+
+
+def bind_scales(module: torch.nn.Module) -> None:
+    """Let the 4-bit layers in `module` find their scales where its forward has gathered them.
+
+    Called after `module` was sharded. The same memory is gathered again for its backward pass.
+    """
+    layers: list[Any] = [layer for layer in module.modules() if SCALES in layer._parameters]
+
+    def bind(*_: Any) -> None:
+        for layer in layers:
+            layer.quant_state.absmax = layer._parameters[SCALES]
+
+    if layers:
+        module.register_forward_pre_hook(bind)
 
 
 def _layers_of_4_bits(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

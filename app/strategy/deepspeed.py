@@ -104,9 +104,9 @@ class Zero(StrategyMixin, DDPStrategy):
         if self.zero_config.quantized_weights or self.zero_config.quantized_gradients:
             run_on_ranks(self._prepare_quantizer, here=self.local_rank == 0)
         if not self.shards_weights:
-            return build()
+            return super().build_model(build)
         self._peak_before = peak_host_bytes()
-        model = build(on_meta=self.global_rank != 0)
+        model = build(on_meta=self.global_rank != 0, on_host=True, device=self.root_device)
         unfuse_adapters(model)
         return model
 
@@ -366,20 +366,13 @@ class Zero(StrategyMixin, DDPStrategy):
         return _Shard(self._flats[group], at, start, weight.numel(), size - at)
 
     def teardown(self) -> None:
-        """Tear down as DDP does; sharded weights stay where they are."""
-        if not self.shards_weights:
-            if self._zero is not None:
-                self.model.destroy()
-            self.model = self.lightning_module
-            super().teardown()
-            return
-        # Saving and evaluation after the training still need the engine's hooks.
-        assert self.accelerator is not None
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        """Tear down; sharded weights keep the engine's hooks, for saving and evaluation."""
+        engine = self.model
+        if not self.shards_weights and self._zero is not None:
+            engine.destroy()
+        super().teardown()
+        if self.shards_weights:
+            self.model = engine
 
 
 @dataclass(frozen=True, slots=True)

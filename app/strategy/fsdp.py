@@ -7,6 +7,7 @@ ranks that shard one copy, and ranks that split each layer's matrices and see th
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,10 +26,19 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
+from app.model.head import LossHead
 from app.model.layers import decoder_layers
+from app.model.quantization import bind_scales
 from app.process.errors import UserError
 from app.strategy.loading import Broadcaster, log_host_memory, peak_host_bytes
-from app.strategy.mixin import BuildModel, ShardedTensor, StateTensor, StrategyMixin
+from app.strategy.mixin import (
+    BuildModel,
+    ShardedTensor,
+    StateTensor,
+    StrategyMixin,
+    clip_in_step,
+    clips_in_step,
+)
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import TIMEOUT, FsdpConfig
 from app.strategy.tensor_parallel import TensorParallel
@@ -140,7 +150,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         self._init_mesh()
         before = peak_host_bytes()
         broadcaster = Broadcaster(self.root_device, self.world_size, self.num_processes)
-        model = build(on_meta=not broadcaster.reads_here, on_host=True)
+        model = build(on_meta=not broadcaster.reads_here, on_host=True, device=self.root_device)
         broadcaster.check_same(model)
         names = decoder_layers(model, "model.wrap_class=NAME")
         parallel = None
@@ -156,9 +166,17 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             if parallel:
                 parallel.split(layer)
             self._shard(layer)
+            bind_scales(layer)
         inner = {module for name in names for module in model.get_submodule(name).modules()}
         broadcaster.broadcast_quantization(model)
         broadcaster.broadcast(module for module in model.modules() if module not in inner)
+        for module in _untied_ends(model):  # the largest, gathered only in their turn
+            trains = any(weight.requires_grad for weight in module.parameters())
+            is_head = module is model.get_output_embeddings()
+            if isinstance(module, LossHead) and not trains:
+                module.register_forward_hook(_leave_graph, prepend=True)
+            # The backward pass of a trained head follows at once.
+            self._shard(module, reshard_after_forward=not (trains and is_head))
         self._shard(model)
         if parallel:
             self._split_dims = {
@@ -175,7 +193,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         log_host_memory(before, reads_here=broadcaster.reads_here)
         return model
 
-    def _shard(self, module: Any) -> None:
+    def _shard(self, module: Any, *, reshard_after_forward: bool = True) -> None:
         """Shard a module's weights, except those of submodules that are sharded already."""
         mesh, offloads = self.device_mesh, self.config.offload_parameters
         if self.num_data_ranks == 1 and not offloads:
@@ -183,7 +201,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         owned = [one for one in module.modules() if one not in self._owners]
         options: dict[str, Any] = {}
         is_whole = mesh["shard"].size() == 1 and not offloads
-        if is_whole or not self.config.reshard_after_forward:
+        if is_whole or not (self.config.reshard_after_forward and reshard_after_forward):
             options["reshard_after_forward"] = False
         if offloads:
             options["offload_policy"] = CPUOffloadPolicy()
@@ -203,14 +221,11 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
     def _computes_in_bf16(self, module: torch.nn.Module) -> bool:
         """Return whether FSDP should gather a module's weights in bf16.
 
-        Autocast would keep a bf16 copy of all of a layer's weights for the backward pass. Not the
-        root: its embedding makes the hidden states fp32.
+        Autocast would keep a bf16 copy of all of a layer's weights for the backward pass, and an
+        embedding in fp32 would make the hidden states fp32 from layer to layer.
         """
         own = {weight.dtype for weight in module.parameters() if not isinstance(weight, DTensor)}
-        is_layer = not any(isinstance(inner, FSDPModule) for inner in module.modules())
-        return (
-            is_layer and own == {torch.float32} and self.precision_plugin.precision == "bf16-mixed"
-        )
+        return own == {torch.float32} and self.precision_plugin.precision == "bf16-mixed"
 
     def model_to_device(self) -> None:
         """Do nothing: `build_model` has placed the weights."""
@@ -275,7 +290,9 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             squares += norm.square() / copies
         dist.all_reduce(squares)
         norm = squares.sqrt()
-        if parts:
+        if clips_in_step(optimizer):
+            clip_in_step(optimizer, norm, max_norm)
+        elif parts:
             norm = norm.to(parts[0].device)
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(parts, scale)
@@ -383,10 +400,26 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         value = value.to(self.root_device).contiguous()
         return distribute_tensor(value, *placement, src_data_rank=None).to_local()
 
-    def teardown(self) -> None:
-        """Tear down, and the CheckpointIO too: Lightning 2.6 leaves it out for this strategy."""
-        super().teardown()
-        self.checkpoint_io.teardown()
+
+def _untied_ends(model: Any) -> list[torch.nn.Module]:
+    """Return embedding and head, unless a weight of theirs belongs to another module as well."""
+    if model.config.is_encoder_decoder:
+        return []  # both sides call one embedding
+    owners = Counter(
+        id(weight)
+        for module in model.modules()
+        for _, weight in module.named_parameters(recurse=False, remove_duplicate=False)
+    )
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return [end for end in ends if all(owners[id(weight)] == 1 for weight in end.parameters())]
+
+
+def _leave_graph(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """Detach the empty output of a head that has computed the loss.
+
+    Its gradients are computed already: FSDP would gather a frozen head for its backward pass.
+    """
+    return output if output.numel() else output.detach()
 
 
 def _reshard_without_grad(module: Any, inputs: Any, output: Any) -> None:

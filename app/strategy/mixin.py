@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BuildModel = Callable[..., Any]
-"""builds the model; with `on_meta=True` only its shapes, without reading a weight"""
+"""builds the model; with `on_meta=True` only its shapes, without reading a weight, with `device`
+there, and with `on_host=True` only by way of it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,11 @@ class StrategyMixin:
     global_rank: int
     root_device: torch.device
     lightning_module: Any
+    model: Any
     checkpoint_io: Any
+    precision_plugin: Any
+    accelerator: Any
+    cluster_environment: Any = None
 
     @property
     def num_data_ranks(self) -> int:
@@ -61,7 +66,8 @@ class StrategyMixin:
 
     def build_model(self, build: BuildModel) -> Any:
         """Build the model, placed as this strategy needs it before the optimizer is built."""
-        return build()
+        device = self.root_device
+        return build() if device.type == "cpu" else build(device=device)
 
     def unwrap_optimizer(self, optimizer: Any) -> torch.optim.Optimizer:
         """Return the optimizer that was built, without a strategy's wrapper."""
@@ -77,7 +83,11 @@ class StrategyMixin:
         import torch
 
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        if not clips_in_step(optimizer):
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        clip_in_step(optimizer, norm, max_norm)
+        return norm
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
         """Return this rank's shard of a weight's gradient, or None; see `keeps_gradients`."""
@@ -144,6 +154,18 @@ class StrategyMixin:
         """Return nothing: weights are not stored in Lightning's dictionary."""
         return {}
 
+    def teardown(self) -> None:
+        """End what setup began; nothing is moved, since saving and evaluation follow.
+
+        Lightning 2.6 would move all weights and optimizer states to the host.
+        """
+        self.model = self.lightning_module  # without a wrapper
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Restore the model from a checkpoint."""
         self.lightning_module.load_state_dict(checkpoint["state_dict"])
@@ -151,6 +173,31 @@ class StrategyMixin:
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return nothing: states are not stored in Lightning's dictionary."""
         return {}
+
+
+def clips_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's kernels can scale gradients while they read them.
+
+    Those of a fused AdamW can. On a CPU gradients are scaled before, as `clip_grad_norm_` does it.
+    """
+    import torch
+
+    groups = optimizer.param_groups
+    return (
+        isinstance(optimizer, torch.optim.AdamW)
+        and all(group["fused"] for group in groups)
+        and _is_on_gpu(groups[0]["params"][0])
+    )
+
+
+def clip_in_step(optimizer: Any, norm: Tensor, max_norm: float) -> None:
+    """Let the next step of `optimizer` clip by `norm`: no pass of its own over all gradients."""
+    # PyTorch's name: its loss scaler has the kernels divide by it.
+    optimizer.grad_scale = ((norm.float() + 1e-6) / max_norm).clamp(min=1.0)
+
+
+def _is_on_gpu(weight: Tensor) -> bool:
+    return weight.device.type == "cuda"
 
 
 REPLICATED = StrategyMixin()

@@ -2,8 +2,10 @@
 
 A layer's first matrices are split by rows (each rank computes some heads or inner features), its
 last ones by columns (each rank's output is a partial sum). Embedding, norms and head are
-replicated. `copied` before the first sums the partial gradients, `summed` after the last the
-partial outputs. An adapter is split with its matrix; the small side of a LoRA stays replicated.
+replicated. `copied` before the first, once for all that read the same hidden states, sums the
+partial gradients, `summed` after the last the partial outputs: two messages a layer and direction.
+An adapter is split with its matrix. The small side of a LoRA stays replicated, and since it stands
+between the two its gradients are partial sums, which are added up once a step.
 
 Split weights are plain tensors, so that FSDP2 can shard them further.
 """
@@ -42,6 +44,8 @@ class TensorParallel:
         self.splits: list[Split] = []
         self.partial_grads: list[torch.nn.Module] = []
         """replicated modules whose gradients are partial sums, such as norms of heads"""
+        self._last_copy: tuple[Tensor, Tensor] | None = None
+        """hidden states that a split matrix has read, and what it was given for them"""
         self._plan = layer_plan(model)
         self._check(model, [model.get_submodule(name) for name in names])
         unfuse_adapters(model)
@@ -61,10 +65,10 @@ class TensorParallel:
         linear = _matrix(module)
         self._split_weight(linear, "weight", 0)
         self._split_weight(linear, "bias", 0)
-        linear.register_forward_pre_hook(self._copy_input)
+        module.register_forward_pre_hook(self._copy_input)
         for part, tensors in _adapter_parts(module):
             if part == "lora_A":
-                tensors.register_forward_hook(self._copy_output)
+                self.partial_grads.append(tensors)
             elif part == "lora_B":
                 self._split_weight(tensors, "weight", 0)
             elif part == "ia3_l" and not module.is_feedforward:
@@ -73,13 +77,22 @@ class TensorParallel:
     def _split_columns(self, module: Any) -> None:
         linear = _matrix(module)
         self._split_weight(linear, "weight", 1)
-        linear.forward = _SummedLinear(linear, self.group)
-        for part, tensors in _adapter_parts(module):
-            if part == "lora_A":
-                self._split_weight(tensors, "weight", 1)
-                tensors.register_forward_hook(self._sum_output)
-            elif part == "ia3_l" and module.is_feedforward:
-                self._split_weight(tensors, "default", 1)
+        parts = dict(_adapter_parts(module))
+        if "ia3_l" in parts and module.is_feedforward:
+            self._split_weight(parts["ia3_l"], "default", 1)
+        linear.forward = _PartialLinear(linear)
+        # A LoRA adds a partial sum of its own before the ranks' are added up.
+        summing = module if "lora_A" in parts else linear
+        if "lora_A" in parts:
+            self._split_weight(parts["lora_A"], "weight", 1)
+            self.partial_grads.append(parts["lora_B"])
+
+        def add_up(_: Any, inputs: Any, output: Tensor) -> Tensor:
+            self._forget_copy()
+            full = summed(output, self.group)
+            return full if linear.bias is None else full + linear.bias.to(full.dtype)
+
+        summing.register_forward_hook(add_up)
 
     def _split_weight(self, module: Any, name: str, dim: int) -> None:
         weight = getattr(module, name)
@@ -91,13 +104,17 @@ class TensorParallel:
         self.splits.append(Split(module, name, dim))
 
     def _copy_input(self, module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (copied(inputs[0], self.group), *inputs[1:])
+        hidden, *others = inputs
+        if self._last_copy is None or self._last_copy[0] is not hidden:
+            copy = copied(hidden, self.group)
+            if copy.requires_grad:
+                copy.register_hook(self._forget_copy)
+            self._last_copy = hidden, copy
+        return (self._last_copy[1], *others)
 
-    def _copy_output(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return copied(output, self.group)
-
-    def _sum_output(self, module: Any, inputs: Any, output: Tensor) -> Tensor:
-        return summed(output, self.group)
+    def _forget_copy(self, _: Any = None) -> None:
+        """Release what a copy keeps alive; a layer that is recomputed may not reach its end."""
+        self._last_copy = None
 
     def _check(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
         """Raise UserError for layers that cannot be split."""
@@ -153,6 +170,21 @@ def layer_plan(model: Any) -> Mapping[str, str]:
     return plan
 
 
+def split_dim(plan: Mapping[str, str], name: str) -> int | None:
+    """Return the dimension along which a layer's weight is split, None if it is not.
+
+    `name` is that in the layer with its adapter.
+    """
+    kind, part = next(
+        ((kind, name[len(path) :]) for path, kind in plan.items() if name.startswith(f"{path}.")),
+        (None, ""),
+    )
+    if kind == BY_ROWS:
+        return None if ".lora_A." in part else 0
+    is_whole = kind != BY_COLUMNS or ".lora_B." in part or part.endswith(".bias")
+    return None if is_whole else 1
+
+
 def _matrix(module: Any) -> Any:
     """Return a linear layer without the adapter around it."""
     return getattr(module, "base_layer", module)
@@ -168,16 +200,14 @@ def _adapter_parts(module: Any) -> Iterator[tuple[str, Any]]:
         yield "ia3_l", children["ia3_l"]
 
 
-class _SummedLinear:
-    """The forward of a linear layer split by columns."""
+class _PartialLinear:
+    """The forward of a linear layer split by columns: a partial sum, without the bias."""
 
-    def __init__(self, linear: torch.nn.Linear, group: Any) -> None:
-        self.linear, self.group = linear, group
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        self.linear = linear
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        full = summed(torch.nn.functional.linear(hidden, self.linear.weight), self.group)
-        bias = self.linear.bias
-        return full if bias is None else full + bias.to(full.dtype)
+        return torch.nn.functional.linear(hidden, self.linear.weight)
 
 
 def copied(tensor: Tensor, group: Any) -> Tensor:

@@ -49,13 +49,15 @@ def measure_footprint(
             kept = 1 + STATES.get(optimizer, 0)
             states += parameter.numel() * (kept * size + EIGHT_BIT_STATES.get(optimizer, 0))
         elif parameter.ndim >= 2 and id(parameter) not in aside:
-            size = _bytes_of(parameter, quantization)
+            size = bytes_per_weight(parameter, quantization)
         weights += parameter.numel() * size
     return Footprint(weights / 2**30, states / 2**30)
 
 
-def _bytes_of(parameter: torch.nn.Parameter, quantization: QuantizationConfig | None) -> float:
-    """Return the bytes per weight of a frozen matrix."""
+def bytes_per_weight(
+    parameter: torch.nn.Parameter, quantization: QuantizationConfig | None
+) -> float:
+    """Return the bytes per weight of a frozen matrix, with its scales."""
     if quantization is None or quantization.method == "none":
         return float(parameter.element_size())
     saves = (

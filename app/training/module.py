@@ -140,6 +140,11 @@ class FinetuneModule(L.LightningModule):
         use_averaged_weights(self.optimizer)
         unfuse_layers(self.model)
 
+    def release_optimizer(self) -> None:
+        """Free gradients and optimizer states, after the last checkpoint."""
+        self.optimizer.state.clear()
+        self.zero_grad()
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return a loss whose gradients, summed over all micro-batches, are those of the mean."""
         self.metrics.resume_clock()

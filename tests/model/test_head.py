@@ -217,3 +217,25 @@ def test_on_a_gpu_the_loss_in_bf16_is_right_in_a_tenth_of_the_memory() -> None:
     assert abs(total - exact_total) <= 1.5 * abs(plain_total - exact_total) + 1e-4 * exact_total
     assert (grad - plain_grad).norm() <= 2e-2 * plain_grad.norm()
     assert num_bytes <= 0.1 * plain_bytes
+
+
+def test_a_head_of_which_a_strategy_has_derived_a_class_stays_of_that_class() -> None:
+    """As FSDP2 derives one; it is looked up by it to be gathered."""
+
+    class Unit:
+        pass
+
+    model = tiny_llama()
+    fuse_head(model)
+    head, forward = model.get_output_embeddings(), model.forward
+    head.__class__ = type("UnitLossHead", (Unit, LossHead), {})
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        output.logits = output.logits * 2.0
+        return output
+
+    model.forward = changed
+    check_head_loss(model, "eager")
+    assert isinstance(head, Unit) and not isinstance(head, LossHead)
+    assert head(torch.ones(1, 1, head.in_features)).shape == (1, 1, head.out_features)

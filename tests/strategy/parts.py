@@ -34,7 +34,7 @@ class Small(torch.nn.Module):
         return self.last(hidden)
 
 
-def build(on_meta: bool = False) -> Small:
+def build(on_meta: bool = False, **_: Any) -> Small:
     """Make the same model each time; nothing of it where `on_meta`."""
     with torch.device("meta" if on_meta else "cpu"):
         torch.manual_seed(3)

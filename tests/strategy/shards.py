@@ -66,7 +66,7 @@ def builder(
 ) -> Any:
     """Return what builds a small model, as a run's module is given it."""
 
-    def build(on_meta: bool = False, on_host: bool = False) -> Any:
+    def build(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
         torch.manual_seed(7)
         return build_model(
             ModelConfig(from_scratch=True, architecture=ARCHITECTURE | numbers),
@@ -77,6 +77,7 @@ def builder(
             precision,
             on_meta=on_meta,
             on_host=on_host,
+            device=device,
         )
 
     return build
@@ -235,6 +236,66 @@ def dtypes_in_layers(config: FsdpConfig, kind: str) -> list[Any]:
     return [sorted(map(str, dtypes)) for dtypes in (running, *kept)]
 
 
+def hidden_dtypes(config: FsdpConfig, numbers: dict[str, Any]) -> list[str]:
+    """Return the dtypes of the hidden states between layers, where all weights train."""
+    _, model = spread_model(config, builder("full", precision="bf16", **numbers), "bf16-mixed")
+    found: set[Any] = set()
+    for name in decoder_layers(model):
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs: found.add(inputs[0].dtype)
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_of(model, *rows_of(0)).backward()
+    return sorted(map(str, found))
+
+
+def ends_in_a_step(config: FsdpConfig, kind: str) -> dict[str, list[str]]:
+    """Name which of embedding and head are whole while a layer runs, forward and backward."""
+    _, model = spread_model(config, builder(kind, tie_word_embeddings=False))
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+
+    def whole() -> list[str]:
+        return [name for name, end in ends.items() if not isinstance(end.weight, DTensor)]
+
+    found: dict[str, list[str]] = {}
+    layer = model.get_submodule(decoder_layers(model)[-1])
+    layer.register_forward_pre_hook(lambda *_: found.update(forward=whole()))
+    layer.register_full_backward_pre_hook(lambda *_: found.update(backward=whole()))
+    ends["head"].register_forward_pre_hook(lambda *_: found.update(loss=whole()))
+    loss_of(model, *rows_of(0)).backward()
+    return found | {"after": whole()}
+
+
+def messages_of_a_step(config: FsdpConfig, kind: str) -> tuple[int, int]:
+    """Return how often ranks add something up in a forward pass, and in a backward pass."""
+    _, model = spread_model(config, builder(kind))
+    messages, own = [0, 0], dist.all_reduce
+    direction = 0
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        messages[direction] += 1
+        return own(*args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        loss = loss_of(model, *rows_of(0))
+        direction = 1
+        loss.backward()
+    finally:
+        dist.all_reduce = own
+    return messages[0], messages[1]
+
+
+def parts_of_scales() -> list[tuple[bool, float]]:
+    """Return of each 4-bit layer whether its scales are sharded, and which part is here."""
+    _, model = spread_model(FsdpConfig(), build_quantized)
+    scales: list[Any] = [m.absmax for m in model.modules() if "absmax" in m._parameters]
+    return [
+        (isinstance(one, DTensor), one.to_local().numel() / one.numel() if one.numel() else 0.0)
+        for one in scales
+    ]
+
+
 def halves(first: FsdpConfig, second: FsdpConfig, kind: str) -> dict[str, Any]:
     """Train two steps under one strategy, and two more of the same run under another."""
     strategy, model = spread_model(first, builder(kind))
@@ -272,8 +333,8 @@ def memory_of_loading(numbers: dict[str, Any]) -> dict[str, Any]:
     built = []
     build = builder("lora", **numbers)
 
-    def noted(on_meta: bool = False, on_host: bool = False) -> Any:
-        model = build(on_meta, on_host)
+    def noted(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
+        model = build(on_meta, on_host, device)
         built.append({weight.device.type for weight in model.parameters()})
         return model
 
@@ -335,7 +396,7 @@ def quantized_losses() -> list[float]:
     return train(model, strategy)["losses"]
 
 
-def build_quantized(on_meta: bool = False, on_host: bool = False) -> Any:
+def build_quantized(on_meta: bool = False, on_host: bool = False, device: Any = None) -> Any:
     torch.manual_seed(7)
     return build_model(
         ModelConfig(path=str(TINY_BASE)),
@@ -346,6 +407,7 @@ def build_quantized(on_meta: bool = False, on_host: bool = False) -> Any:
         "fp32",
         on_meta=on_meta,
         on_host=on_host,
+        device=device,
     )
 
 

@@ -26,6 +26,7 @@ from app.strategy import fsdp as sharded
 from app.strategy.deepspeed import Zero
 from app.strategy.deepspeed_config import deepspeed_config
 from app.strategy.settings import FsdpConfig, ZeroConfig
+from app.training.memory import estimate_memory, measure_model
 from tests.door import ask
 from tests.ranks import on_ranks
 
@@ -70,7 +71,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[int]:
 def builder_of(config: Any) -> Any:
     """Return what builds an experiment's model without numbers."""
 
-    def build(**how: bool) -> Any:
+    def build(**how: Any) -> Any:
         return build_model(
             replace(config.model, path=None, from_scratch=True),
             QuantizationConfig(),  # what is quantized has numbers
@@ -113,7 +114,8 @@ def test_its_model_is_shared_out_over_the_ranks(
 
     model = strategy.build_model(build)
     shared = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    assert len(shared) == len(decoder_layers(model)) + 1 == model.config.num_hidden_layers + 1
+    # Its layers, the embedding, the head, and the root with the last norm.
+    assert len(shared) == len(decoder_layers(model)) + 3 == model.config.num_hidden_layers + 3
     weights = dict(model.named_parameters())
     assert all(isinstance(weight, DTensor) and weight.is_meta for weight in weights.values())
     whole = sum(weight.numel() for weight in weights.values())
@@ -160,7 +162,13 @@ def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
         model = strategy.build_model(build)
         strategy._shard_weights(model, settings)
     weights: list[Any] = list(model.parameters())
+    size = measure_model(build(), "bf16", None, config.strategy, num_ranks=num_ranks)
+    estimated = estimate_memory(
+        size, config.strategy, num_ranks=num_ranks, tokens=1, recompute="full"
+    )
     return {
+        "estimated": estimated.weights,
+        "bytes": sum(weight.ds_tensor.nbytes for weight in weights),
         "built": sum(weight.numel() for weight in build().parameters()),
         "whole": sum(weight.ds_numel for weight in weights),
         "here": sum(weight.ds_tensor.numel() for weight in weights),
@@ -170,8 +178,10 @@ def share_out_by_zero(name: str, num_ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_model_without_numbers_is_shared_out_by_zero() -> None:
-    (found,) = on_ranks(1, share_out_by_zero, "llama70b_zero3", 8)
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_a_model_without_numbers_is_shared_out_by_zero(num_ranks: int) -> None:
+    (found,) = on_ranks(1, share_out_by_zero, "llama70b_zero3", num_ranks)
     assert found["whole"] == found["built"] > 70e9
-    assert found["here"] == pytest.approx(found["whole"] / 8, rel=1e-3)
+    assert found["here"] == pytest.approx(found["whole"] / num_ranks, rel=1e-3)
+    assert found["bytes"] == pytest.approx(found["estimated"], rel=0.05)
     assert (found["left"], found["on"]) == (0, {"meta"})

@@ -29,7 +29,7 @@ STRATEGIES: list[StrategyConfig] = [
 SKIPPED = "model.layers.1.mlp"
 
 
-def build(on_meta: bool = False, on_host: bool = False) -> Any:
+def build(on_meta: bool = False, **_: Any) -> Any:
     """A Llama with LoRA whose second layer never calls its MLP."""
     with torch.device("meta" if on_meta else "cpu"):
         model: Any = tiny_llama(hidden_act="silu")

@@ -113,6 +113,22 @@ def test_autocast_does_not_copy_what_is_gathered() -> None:
     )
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_hidden_states_are_in_bf16_from_layer_to_layer(tied: bool) -> None:
+    """Where all weights train as well: in fp32 they are twice the memory and traffic."""
+    for config in (FSDP, GRAD_OP):
+        found = on_ranks(2, shards.hidden_dtypes, config, {"tie_word_embeddings": tied})
+        assert found == [["torch.bfloat16"]] * 2
+
+
+def test_embedding_and_head_are_whole_only_in_their_turn() -> None:
+    """They are the largest modules: of a 70B base in 4 bits, a tenth of a 24 GB card each."""
+    frozen = {"forward": [], "loss": ["head"], "backward": [], "after": []}
+    assert on_ranks(2, shards.ends_in_a_step, FSDP, "lora") == [frozen] * 2
+    (trained, _) = on_ranks(2, shards.ends_in_a_step, FSDP, "full")
+    assert "embedding" not in trained["forward"] + trained["loss"] and trained["after"] == []
+
+
 def test_bf16_comes_near_a_process_that_holds_everything() -> None:
     cases = [({"kind": kind, "precision": "bf16"}, {"autocast": True}) for kind in ("lora", "full")]
     answers = on_ranks(2, shards.train_cases, [(FSDP, *case) for case in cases])
@@ -130,8 +146,26 @@ def test_four_bits_are_shared_out_as_they_are() -> None:
     assert on_ranks(2, shards.quantized_losses) == [pytest.approx(alone, abs=1e-5)] * 2
 
 
+def test_scales_of_four_bits_are_shared_out() -> None:
+    for answer in on_ranks(2, shards.parts_of_scales):
+        assert len(answer) == 28
+        assert all(is_sharded for is_sharded, _ in answer)
+        assert [part for _, part in answer] == pytest.approx([0.5] * 28, abs=0.1)
+
+
 def test_scales_of_four_bits_are_where_their_layers_compute() -> None:
     assert on_ranks(2, shards.where_scales_are) == [{"meta"}, {"meta"}]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_ranks_of_a_layer_meet_twice_forward_and_twice_backward(kind: str) -> None:
+    layers = shards.ARCHITECTURE["num_hidden_layers"]
+    assert isinstance(layers, int)
+    (forward, backward), other = on_ranks(2, shards.messages_of_a_step, TP, kind)
+    assert (forward, backward) == other
+    assert forward == 2 * layers
+    # Below the lowest LoRA nothing needs a gradient.
+    assert backward == 2 * layers - (kind == "lora")
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])

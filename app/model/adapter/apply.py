@@ -118,11 +118,13 @@ def apply_adapter(
     *,
     half_precision: bool,
     token_ids: Sequence[int] = (),
+    device: torch.device | None = None,
 ) -> PreTrainedModel | peft.PeftModel:
     """Freeze the base and put the adapter's weights beside it; `full` leaves all weights trainable.
 
     What trains is fp32 unless `half_precision`. The rows `token_ids` of embedding and head train
-    with the adapter. ValueError for a pattern that matches nothing.
+    with the adapter. `device`: where starts are taken out of the base. ValueError for a pattern
+    that matches nothing.
     """
     import torch
 
@@ -136,7 +138,9 @@ def apply_adapter(
         adapted = load_adapter(model, Path(folder), trainable=True, half_precision=half_precision)
         check_rows_train(adapted, token_ids)
     elif isinstance(config, LoraConfig):
-        adapted = apply_lora(model, config, half_precision=half_precision, token_ids=token_ids)
+        adapted = apply_lora(
+            model, config, half_precision=half_precision, token_ids=token_ids, device=device
+        )
     elif isinstance(config, Ia3Config):
         adapted = apply_ia3(model, config)
     elif isinstance(config, FreezeConfig):

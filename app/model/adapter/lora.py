@@ -156,6 +156,7 @@ def apply_lora(
     *,
     half_precision: bool,
     token_ids: Sequence[int] = (),
+    device: torch.device | None = None,
 ) -> peft.PeftModel:
     """Put low-rank matrices beside the chosen ones; what trains is fp32 unless `half_precision`.
 
@@ -204,7 +205,7 @@ def apply_lora(
     if config.init in ("pissa", "olora"):
         dtype = model.dtype if half_precision else torch.float32
         if model.device.type != "meta":  # there is nothing to take
-            _take_start_from_base(adapted, config.init, dtype)
+            _take_start_from_base(adapted, config.init, dtype, device)
         adapted.peft_config["default"].init_lora_weights = config.init
         remember_start(adapted)
     return adapted
@@ -258,29 +259,30 @@ def _start_in_fp32(model: peft.PeftModel, config: LoraConfig) -> None:
         )
 
 
-def _take_start_from_base(model: peft.PeftModel, init: str, dtype: torch.dtype) -> None:
+def _take_start_from_base(
+    model: peft.PeftModel, init: str, dtype: torch.dtype, device: torch.device | None = None
+) -> None:
     """Move each weight's principal components (PiSSA) or QR factors (OLoRA) into A and B.
 
     `dtype` is that of A and B in training: what is taken out of the weight is what they are after
-    they were rounded to it, where peft subtracts them as they were before.
+    they were rounded to it, where peft subtracts them as they were before. Each layer visits
+    `device` for it: a CPU would take hours for an 8B model.
     """
     import torch
 
     growth = 1.0
     for layer in _lora_layers(model):
-        weight = layer.get_base_layer().weight
-        whole = weight.data.float().clone()
-        if init == "pissa":
-            layer.pissa_init("default", "pissa")
-        else:
-            layer.olora_init("default")
-        for part in (layer.lora_A, layer.lora_B):
-            part["default"].weight.data = part["default"].weight.data.to(dtype).contiguous()
-        a, b = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
-        taken = layer.scaling["default"] * b.float() @ a.float()
-        residual = whole - (taken.T if layer.fan_in_fan_out else taken)
-        weight.data = residual.to(weight.dtype)
-        growth = max(growth, (residual.abs().max() / whole.abs().max()).item())
+        home = layer.get_base_layer().weight.device
+        weights = [
+            layer.get_base_layer().weight,
+            layer.lora_A["default"].weight,
+            layer.lora_B["default"].weight,
+        ]
+        for weight in weights:
+            weight.data = weight.data.to(device or home)
+        growth = max(growth, _take_start(layer, init, dtype))
+        for weight in weights:
+            weight.data = weight.data.to(home)
     if growth > MAX_GROWTH and model.get_base_model().dtype != torch.float32:
         log.warning(
             "warning: adapter.init=%s leaves a base whose entries are %.0f times as large, and so "
@@ -289,6 +291,24 @@ def _take_start_from_base(model: peft.PeftModel, init: str, dtype: torch.dtype) 
             init,
             growth,
         )
+
+
+def _take_start(layer: Any, init: str, dtype: torch.dtype) -> float:
+    """Take the start of one layer; returns how much the largest entry of its weight has grown."""
+    weight = layer.get_base_layer().weight
+    whole = weight.data.float().clone()
+    if init == "pissa":
+        layer.pissa_init("default", "pissa")
+    else:
+        layer.olora_init("default")
+    for part in (layer.lora_A, layer.lora_B):
+        part["default"].weight.data = part["default"].weight.data.to(dtype).contiguous()
+    a, b = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
+    taken = layer.scaling["default"] * b.float() @ a.float()
+    residual = whole - (taken.T if layer.fan_in_fan_out else taken)
+    weight.data = residual.to(weight.dtype)
+    growth: float = (residual.abs().max() / whole.abs().max()).item()
+    return growth
 
 
 def _lora_layers(model: peft.PeftModel) -> list[Any]:

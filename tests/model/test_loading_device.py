@@ -1,0 +1,155 @@
+"""Weights go straight to their device, and are quantized and decomposed there; `meta` is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes
+import peft
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM
+
+from app.model.adapter import AdapterConfig, LoraConfig
+from app.model.adapter import lora as lora_room
+from app.model.adapter.lora import apply_lora
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from app.strategy.ddp import OneDevice
+from tests.tiny import TINY_BASE, tiny_llama
+
+DEVICE = torch.device("meta")
+
+
+def build(method: str = "none", adapter: AdapterConfig | None = None, **how: Any) -> Any:
+    return build_model(
+        ModelConfig(path=str(TINY_BASE)),
+        QuantizationConfig(method=method),
+        "sdpa",
+        adapter or LoraConfig(dropout=0.0),
+        RecomputeConfig(),
+        "fp32",
+        **how,
+    )
+
+
+@pytest.fixture
+def device_maps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Where files were asked to be read to."""
+    asked: list[Any] = []
+    own = AutoModelForCausalLM.from_pretrained
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.pop("device_map", None))
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", read)
+    return asked
+
+
+def test_files_are_read_to_the_device(device_maps: list[Any]) -> None:
+    build(device=DEVICE)
+    build(device=DEVICE, on_host=True)
+    build(device=torch.device("cpu"))
+    build()
+    assert device_maps == [{"": DEVICE}, {"": "cpu"}, None, None]
+
+
+def test_a_strategy_that_shards_nothing_asks_for_its_device(device_maps: list[Any]) -> None:
+    OneDevice(DEVICE).build_model(build)
+    OneDevice("cpu").build_model(build)
+    assert device_maps == [{"": DEVICE}, None]
+
+
+def test_four_bits_are_made_on_the_device_and_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: set[str] = set()
+    own = bitsandbytes.functional.quantize_4bit
+
+    def quantize(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        devices.add(weight.device.type)
+        return own(torch.zeros(weight.shape, dtype=weight.dtype), *args, **kwargs)
+
+    monkeypatch.setattr(bitsandbytes.functional, "quantize_4bit", quantize)
+    model = build(method="nf4", device=DEVICE, on_host=True)
+    assert devices == {"meta"}
+    assert bitsandbytes.functional.quantize_4bit is quantize
+    packed = [m.weight for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(packed) == 28
+    for weight in packed:
+        assert weight.device.type == weight.quant_state.absmax.device.type == "cpu"
+    devices.clear()
+    build(method="nf4", device=torch.device("cpu"), on_host=True)
+    assert devices == {"cpu"}
+
+
+class Moves(TorchFunctionMode):
+    """Note where tensors are sent, and leave those on the CPU that are sent to `DEVICE`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to and isinstance(args[1], torch.device):
+            self.noted.append(args[1].type)
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_start_is_taken_on_the_device(init: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base, moves = tiny_llama(), Moves()
+    own = lora_room._take_start
+
+    def take(*args: Any) -> float:
+        moves.noted.append("take")
+        return own(*args)
+
+    monkeypatch.setattr(lora_room, "_take_start", take)
+    with moves:
+        apply_lora(base, LoraConfig(init=init), half_precision=False, device=DEVICE)
+    taken = [place for place, note in enumerate(moves.noted) if note == "take"]
+    assert len(taken) == 14
+    for place in taken:
+        assert moves.noted[place - 3 : place] == ["meta"] * 3
+        assert moves.noted[place + 1 : place + 4] == ["cpu"] * 3
+
+
+def test_what_is_taken_is_the_same_by_way_of_a_device() -> None:
+    here, by_way = (
+        build(adapter=LoraConfig(init="pissa"), **how)
+        for how in ({}, {"device": torch.device("cpu"), "on_host": True})
+    )
+    assert isinstance(by_way, peft.PeftModel)
+    for (name, one), other in zip(here.named_parameters(), by_way.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["none", "nf4"])
+def test_a_gpu_holds_what_it_has_read(method: str) -> None:
+    device = torch.device("cuda:0")
+    model = build(method=method, device=device)
+    assert {weight.device for weight in model.parameters()} == {device}
+    back = build(method=method, device=device, on_host=True)
+    assert {weight.device.type for weight in back.parameters()} == {"cpu"}
+    for one, other in zip(model.parameters(), back.parameters(), strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_a_start_as_a_cpu_does() -> None:
+    adapter = LoraConfig(init="pissa")
+    here, there = build(adapter=adapter), build(adapter=adapter, device=torch.device("cuda:0"))
+    for one, other in zip(here.modules(), there.modules(), strict=True):
+        if isinstance(one, peft.tuners.lora.LoraLayer):
+            whole = [
+                layer.get_base_layer().weight.cpu()
+                + layer.scaling["default"]
+                * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).cpu()
+                for layer in (one, other)
+            ]
+            torch.testing.assert_close(*whole, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,48 @@
+"""On a GPU a fused AdamW clips while it reads gradients: the same step, one pass less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.strategy import mixin
+from app.strategy.mixin import REPLICATED
+from app.training.nonfinite import skip_nonfinite_step
+
+
+def step(size: float, *, fused: bool = True) -> tuple[list[Tensor], Tensor]:
+    """Return weights after a step on gradients of a size, and the norm that was found."""
+    random = torch.Generator().manual_seed(1)
+    weights = [torch.nn.Parameter(torch.randn(8, 3, generator=random)) for _ in range(3)]
+    optimizer: Any = torch.optim.AdamW(weights, lr=0.1, eps=1.0, fused=fused)
+    for weight in weights:
+        weight.grad = size * torch.randn(8, 3, generator=random)
+    norm = REPLICATED.clip(optimizer, 1.0)
+    skip_nonfinite_step(optimizer, norm, is_scaled=False)
+    optimizer.step()
+    return [weight.detach() for weight in weights], norm
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, float("nan")])
+def test_a_step_that_clips_is_that_of_clipped_gradients(
+    size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, norm_before = step(size)
+    monkeypatch.setattr(mixin, "_is_on_gpu", lambda weight: True)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
+    within, norm = step(size)
+    assert norm.item() == pytest.approx(norm_before.item(), nan_ok=True)
+    for one, other in zip(before, within, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def test_gradients_are_clipped_before_on_a_cpu_and_for_other_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, _ = step(10.0)
+    monkeypatch.setattr(mixin, "_is_on_gpu", lambda weight: True)
+    for one, other in zip(plain, step(10.0, fused=False)[0], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)

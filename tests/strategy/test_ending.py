@@ -1,0 +1,82 @@
+"""The end of a fit moves nothing: saving and evaluation need the weights where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from app.strategy.build import build_strategy
+from app.strategy.settings import DdpConfig, StrategyConfig, ZeroConfig
+from tests.conftest import TrainRun
+from tests.ranks import on_ranks
+from tests.tiny import small_run
+
+PARTS = ["accelerator", "checkpoint_io", "cluster_environment", "precision_plugin"]
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Linear(4, 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(torch.ones(2, 4)).sum()
+
+    def cpu(self) -> Any:
+        raise AssertionError("all weights are moved to the host")
+
+
+def fit(config: StrategyConfig, num_ranks: int) -> tuple[bool, list[str]]:
+    """Return whether a strategy gives the module back, and what of it is asked to end."""
+    strategy: Any = build_strategy(config, accelerator="cpu", num_ranks=num_ranks)
+    ended: list[str] = []
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    for part in PARTS:
+        getattr(strategy, part).teardown = lambda part=part: ended.append(part)
+    module = Module()
+    trainer.fit(module, [0])
+    return strategy.model is module, sorted(ended)
+
+
+def test_one_device_ends_in_place() -> None:
+    is_back, ended = fit(StrategyConfig(name="single"), 1)
+    assert is_back and ended == PARTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [DdpConfig(), ZeroConfig(name="zero2", stage=2)])
+def test_two_ranks_end_in_place(config: StrategyConfig) -> None:
+    assert on_ranks(2, fit, config, 2) == [(True, PARTS)] * 2
+
+
+def test_what_only_training_needs_is_freed_before_the_end(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base is loaded beside what was trained, to verify it."""
+    from app import train
+
+    modules: list[Any] = []
+    own = train.finish
+
+    def finish(run: Any, module: Any, *others: Any) -> Any:
+        modules.append(module)
+        return own(run, module, *others)
+
+    monkeypatch.setattr(train, "finish", finish)
+    train_run(*small_run("trainer.max_steps=1"))
+    assert not modules[0].optimizer.state

@@ -1,0 +1,95 @@
+"""What the experiments say they need is what the arithmetic says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from app.config import load_config
+from app.model.build import build_model
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from app.strategy.settings import DdpConfig, StrategyConfig
+from app.training.memory import ModelSize, RankMemory, estimate_memory, measure_model
+from tests.conftest import ROOT
+
+EXPERIMENTS = sorted(
+    file.stem
+    for file in (ROOT / "conf" / "experiment").glob("*.yaml")
+    if "GPU" in file.read_text().partition("# Results")[0]
+)
+NEEDS = re.compile(r"(one|two|\d+) GPUs? of (\d+) GB(?: by (strategy=\w+))?")
+TYPED = re.compile(r"app\.train \+experiment=(\w+)((?: +[\w.]+=[\w.]+)*)")
+NUMBERS = {"one": 1, "two": 2}
+USABLE = 0.93
+"""share of a card's GiB beside the CUDA context and fragmentation"""
+
+
+@cache
+def size_of(name: str, num_ranks: int, *words: str) -> tuple[Any, StrategyConfig, ModelSize]:
+    """Return an experiment's settings, and the size of its model from one with two layers."""
+    config = load_config("train", [f"+experiment={name}", *words])
+    strategy = config.strategy
+    if strategy.name == "auto":
+        strategy = StrategyConfig(name="single") if num_ranks == 1 else DdpConfig()
+    architecture = dict(config.model.architecture)
+    keys = [key for key in architecture if re.fullmatch(r"(num_(\w+_)?|n_)layers?", key)]
+    built = build_model(
+        replace(
+            config.model,
+            path=None,
+            from_scratch=True,
+            architecture=architecture | dict.fromkeys(keys, 2),
+        ),
+        QuantizationConfig(),
+        "eager",
+        config.adapter,
+        RecomputeConfig(),
+        config.trainer.precision,
+        on_meta=True,
+    )
+    size = measure_model(
+        built, config.trainer.precision, config.quantization, strategy, num_ranks=num_ranks
+    )
+    return config, strategy, replace(size, num_layers=sum(architecture[key] for key in keys))
+
+
+def memory_of(name: str, num_ranks: int, *words: str) -> RankMemory:
+    config, strategy, size = size_of(name, num_ranks, *words)
+    mode = config.recompute.mode
+    return estimate_memory(
+        size,
+        strategy,
+        num_ranks=num_ranks,
+        optimizer=config.optimizer.name,
+        tokens=config.trainer.micro_batch_size * config.data.sequence_len,
+        recompute="full" if mode == "auto" else mode,
+        accumulation=8,
+    )
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_fits_on_the_gpus_that_it_says_it_needs(name: str) -> None:
+    header = (ROOT / "conf" / "experiment" / f"{name}.yaml").read_text().partition("# Results")[0]
+    needs = NEEDS.findall(" ".join(header.replace("#", " ").split()))
+    assert needs, "no card is named"
+    for number, card, strategy in needs:
+        num_gpus = NUMBERS.get(number) or int(number)
+        memory = memory_of(name, num_gpus, *([strategy] if strategy else []))
+        assert memory.total <= USABLE * int(card) * 2**30, f"{number} x {card} GB: {memory}"
+
+
+def test_what_the_readme_types_fits_on_one_large_card() -> None:
+    typed = [
+        (name, words.split())
+        for name, words in TYPED.findall((ROOT / "README.md").read_text())
+        if name.startswith("llama8b")
+    ]
+    assert len(typed) >= 2
+    for name, words in typed:
+        memory = memory_of(name, 1, *(word for word in words if word.startswith("adapter=")))
+        assert memory.total <= USABLE * 80 * 2**30, f"{name} {words}: {memory}"
