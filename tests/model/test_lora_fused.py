@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,18 @@ import peft
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.model.adapter import LoraConfig, apply_adapter
+from app.model.adapter import (
+    LoraConfig,
+    apply_adapter,
+    drop_needless_copies,
+    fused_4bit,
+    unfuse_adapters,
+)
 from app.model.adapter.fused import FusedLoraLinear
+from app.model.adapter.fused_4bit import FusedLora4bit
+from benchmarks.gpu.model import quantize
 from tests.tiny import probe_of, tiny_gpt2, tiny_llama, tiny_t5
 
 TINY: dict[str, Callable[..., Any]] = {"llama": tiny_llama, "t5": tiny_t5}
@@ -27,9 +37,7 @@ def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
             if weight.requires_grad:
                 weight += 0.1 * torch.randn_like(weight)
     plain = copy.deepcopy(fused)
-    for module in plain.modules():
-        if isinstance(module, FusedLoraLinear):
-            module.__class__ = peft.tuners.lora.Linear
+    unfuse_adapters(plain)
     return plain.train(), fused.train()
 
 
@@ -55,7 +63,8 @@ def _step_of(output: Tensor) -> Any:
 
 
 def num_fused(model: Any) -> int:
-    return sum(isinstance(module, FusedLoraLinear) for module in model.modules())
+    kinds = (FusedLoraLinear, FusedLora4bit)
+    return sum(isinstance(module, kinds) for module in model.modules())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -158,3 +167,77 @@ def test_a_model_may_change_a_layers_output_in_place() -> None:
         output.square().sum().backward()
         grads.append(layer.lora_A["default"].weight.grad)
     assert torch.allclose(*grads, rtol=1e-4)
+
+
+def in_4_bits(dtype: torch.dtype = torch.float32, **numbers: Any) -> Any:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+    model = tiny_llama(**(shape | numbers)).to(dtype)
+    quantize(model, dtype)
+    return model
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the step of a GPU, on the CPU."""
+    monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_beside_4_bits_values_and_gradients_are_those_of_peft(dropout: float) -> None:
+    plain, fused = pair(in_4_bits(), dropout=dropout)
+    assert num_fused(fused) == 14
+    assert num_fused(plain) == 0
+    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
+    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert distance(grads, truths) < 1e-5
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_beside_4_bits_under_autocast_it_is_as_near_to_the_exact_gradients_as_peft() -> None:
+    plain, fused = pair(in_4_bits(torch.bfloat16))
+    exact, _ = pair(in_4_bits())
+    for mine, theirs in zip(exact.parameters(), plain.parameters(), strict=True):
+        if mine.requires_grad:
+            mine.data = theirs.data.clone()
+    _, truths = outcome(exact)
+    for model in (plain, fused):
+        drop_needless_copies(model)
+    (_, theirs_grads), (_, ours) = outcome(plain, torch.bfloat16), outcome(fused, torch.bfloat16)
+    assert all(grad.dtype == torch.float32 for grad in ours.values())
+    assert distance(ours, truths) < 1.1 * distance(theirs_grads, truths)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_beside_4_bits_the_matrix_is_dequantized_once_forward_and_once_backward() -> None:
+    _, fused = pair(in_4_bits())
+    with Operators() as operators:
+        outcome(fused)
+    assert operators.counts["bitsandbytes::gemm_4bit"] == 0
+    # Nothing trains below the first layer's q, k and v.
+    assert operators.counts["bitsandbytes::dequantize_4bit"] == 14 + 14 - 3
+
+
+def test_beside_4_bits_a_cpu_and_an_evaluation_keep_the_numbers_of_peft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, fused = pair(in_4_bits())
+    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
+    assert torch.equal(logits, expected)
+    assert all(torch.equal(grads[name], truths[name]) for name in truths)
+    monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
+    assert torch.equal(outcome_of(fused.eval()), outcome_of(plain.eval()))

@@ -36,6 +36,10 @@ def wrap(
     return adapted
 
 
+IN_4_BITS, FUSED_IN_4_BITS = "Linear4bit", "FusedLora4bit"
+"""classes of LoRA layers that are there only where bitsandbytes is, by name"""
+
+
 def drop_needless_copies(model: torch.nn.Module) -> None:
     """Let LoRA read its input, and a 4-bit layer's output, as they are.
 
@@ -51,11 +55,10 @@ def drop_needless_copies(model: torch.nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, lora.LoraLayer) or module.lora_variant:
             continue
-        # Its class is there only where bitsandbytes is.
-        is_4bit = type(module).__name__ == "Linear4bit"
-        if is_4bit:
+        kind = type(module).__name__
+        if kind == IN_4_BITS:
             module.forward = MethodType(lora.Linear.forward, module)
-        if is_4bit or isinstance(module, lora.Linear):
+        if kind in (IN_4_BITS, FUSED_IN_4_BITS) or isinstance(module, lora.Linear):
             module.cast_input_dtype_enabled = False
 
 
@@ -65,7 +68,7 @@ def _keep_dtype(module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) 
 
 
 def _fuse_lora(model: torch.nn.Module) -> None:
-    """Let every plain LoRA beside a frozen, unquantized matrix compute in one step."""
+    """Let every plain LoRA beside a frozen matrix, whole or in 4 bits, compute in one step."""
     import peft
 
     from app.model.adapter.fused import FusedLoraLinear
@@ -73,6 +76,10 @@ def _fuse_lora(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module) is peft.tuners.lora.Linear and _is_plain(module):
             module.__class__ = FusedLoraLinear
+        elif _is_in_4_bits(module) and _is_plain(module):
+            from app.model.adapter.fused_4bit import FusedLora4bit
+
+            module.__class__ = FusedLora4bit
 
 
 def unfuse_adapters(model: torch.nn.Module) -> None:
@@ -81,9 +88,20 @@ def unfuse_adapters(model: torch.nn.Module) -> None:
 
     from app.model.adapter.fused import FusedLoraLinear
 
+    lora = peft.tuners.lora
     for module in model.modules():
         if type(module) is FusedLoraLinear:
-            module.__class__ = peft.tuners.lora.Linear
+            module.__class__ = lora.Linear
+        elif type(module).__name__ == FUSED_IN_4_BITS:
+            module.__class__ = lora.Linear4bit
+            module.forward = MethodType(lora.Linear.forward, module)
+
+
+def _is_in_4_bits(module: torch.nn.Module) -> bool:
+    import peft
+
+    # bitsandbytes' own class has the same name.
+    return type(module).__name__ == IN_4_BITS and isinstance(module, peft.tuners.lora.LoraLayer)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -92,7 +110,7 @@ def _is_plain(layer: Any) -> bool:
 
     parts = (*layer.lora_A.values(), *layer.lora_B.values())
     return (
-        type(layer.base_layer) is torch.nn.Linear
+        (type(layer.base_layer) is torch.nn.Linear or _is_in_4_bits(layer))
         and list(layer.lora_A) == ["default"]
         and not layer.lora_variant
         and not layer.fan_in_fan_out
