@@ -45,6 +45,7 @@ def train(config: TrainConfig) -> float | None:
         build_trainer,
         describe_run,
         open_base,
+        resolve_recompute,
         resolve_strategy,
     )
     from app.training.trainer import resolve_environment
@@ -60,6 +61,7 @@ def train(config: TrainConfig) -> float | None:
 
     # How it learns: the weights are read when the fit begins, where a strategy may shard them.
     trainer = build_trainer(run, env, strategy, data, facts)
+    config = resolve_recompute(config, base, data, env, strategy)
     module = build_module(config, base, data, env, trainer.loggers)
     trainer.fit(module, data, ckpt_path=run.checkpoint_path)
     return finish(run, module, data, base)
