@@ -7,7 +7,7 @@ matrix is smaller than what it is multiplied with, B A is added to the matrix be
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import peft
 import torch
@@ -24,14 +24,25 @@ def read_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
+class Group(Protocol):
+    """Layers that read the same input and are one step together."""
+
+    def take(self, layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return a layer's output for x; None where it must compute it alone."""
+
+
 class FusedLoraLinear(peft.tuners.lora.Linear):
     """peft's own layer, with another forward while it trains one plain LoRA on a frozen matrix."""
+
+    group: Group | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the matrix's output with the adapter's added; in every other case peft's own."""
         dtype = None if args or kwargs else fused_dtype(self, x)
         if dtype is None:
             return super().forward(x, *args, **kwargs)
+        if self.group is not None and (output := self.group.take(self, x, dtype)) is not None:
+            return output
         # What is measured is computed as without an adapter, to compare with the base exactly.
         linear = onednn.linear if self.training else torch.nn.functional.linear
         return run_fused(self, x, dtype, linear)
@@ -89,7 +100,7 @@ def _is_smaller(weight: Tensor, rows: Tensor) -> bool:
     return onednn.is_faster(rows) and len(rows) >= max(weight.shape)
 
 
-def _add_low(output: Tensor, low: Tensor, b: Tensor, scale: float, width: int) -> Tensor:
+def add_low(output: Tensor, low: Tensor, b: Tensor, scale: float, width: int) -> Tensor:
     """Add scale B low to the output of a matrix of `width` inputs."""
     if len(b) > width:
         return output.addmm_(low, b.T, alpha=scale)
@@ -123,7 +134,7 @@ class _LoraLinear(torch.autograd.Function):
             return linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
         output, low = linear(x, read(weight), bias), linear(dropped, a)
         ctx.save_for_backward(dropped, low, weight, a, b)
-        return _add_low(output, low, b, scale, x.shape[1])
+        return add_low(output, low, b, scale, x.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:

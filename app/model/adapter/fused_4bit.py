@@ -8,7 +8,7 @@ import peft
 import torch
 from torch import Tensor
 
-from app.model.adapter.fused import Read, fused_dtype, run_fused
+from app.model.adapter.fused import Group, Read, fused_dtype, run_fused
 from app.model.quantization import stored_4bit
 
 
@@ -19,6 +19,8 @@ class FusedLora4bit(peft.tuners.lora.Linear4bit):
     matrix's own.
     """
 
+    group: Group | None = None
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the matrix's output with the adapter's added; in every other case peft's own."""
         dtype = None if args or kwargs or not _is_faster(self, x) else fused_dtype(self, x)
@@ -26,6 +28,8 @@ class FusedLora4bit(peft.tuners.lora.Linear4bit):
             # Not that of peft's 4-bit layer: it copies the matrix's output, in case of a view.
             output: Tensor = peft.tuners.lora.Linear.forward(self, x, *args, **kwargs)
             return output
+        if self.group is not None and (joint := self.group.take(self, x, dtype)) is not None:
+            return joint
         return run_fused(self, x, dtype)
 
     def stored(self, dtype: torch.dtype) -> tuple[Tensor, Read]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -116,3 +117,65 @@ def _is_plain(layer: Any) -> bool:
         and not layer.fan_in_fan_out
         and all(part.bias is None for part in parts)
     )
+
+
+def group_adapters(model: torch.nn.Module, run: Callable[[], Any]) -> int:
+    """Let fused layers of one module that read the same tensor compute together; count the groups.
+
+    `run` runs the model once, which shows what each layer reads.
+    """
+    from app.model.adapter.grouped import LoraGroup
+
+    seen = _inputs_seen(model, run)
+    count = 0
+    for parent in model.modules():
+        layers = [child for child in parent.children() if child in seen]
+        while layers:
+            first, *layers = layers
+            alike = [other for other in layers if _go_together(first, other, seen)]
+            if not alike:
+                continue
+            layers = [other for other in layers if other not in alike]
+            group = LoraGroup(sorted([first, *alike], key=list(seen).index))
+            for layer in group.layers:
+                layer.group = group
+            count += 1
+    return count
+
+
+def _inputs_seen(model: torch.nn.Module, run: Callable[[], Any]) -> dict[Any, torch.Tensor]:
+    """Return what each layer that can be grouped has read, in the order of the forward pass."""
+    import torch
+
+    seen: dict[Any, torch.Tensor] = {}
+    twice: set[Any] = set()
+
+    def note(layer: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if layer in seen or not given:
+            twice.add(layer)
+        else:
+            seen[layer] = given[0]
+
+    fused = [layer for layer in model.modules() if "group" in vars(type(layer))]
+    hooks = [layer.register_forward_pre_hook(note) for layer in fused if not _drops(layer)]
+    with torch.no_grad():
+        run()
+    for hook in hooks:
+        hook.remove()
+    return {layer: given for layer, given in seen.items() if layer not in twice}
+
+
+def _drops(layer: Any) -> bool:
+    import torch
+
+    return any(not isinstance(drop, torch.nn.Identity) for drop in layer.lora_dropout.values())
+
+
+def _go_together(one: Any, other: Any, seen: dict[Any, torch.Tensor]) -> bool:
+    return seen[one] is seen[other] and one.scaling == other.scaling
+
+
+def ungroup_adapters(model: torch.nn.Module) -> None:
+    """Let every layer compute alone again."""
+    for layer in model.modules():
+        vars(layer).pop("group", None)
