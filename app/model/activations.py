@@ -35,9 +35,15 @@ ATTENTION_KERNELS = (
 """prefixes of operators that are a whole attention, in PyTorch and flash-attn; our own by matrix
 products, for the CPU, is recomputed"""
 RIGHT_HAND_SIDE = {"aten::mm": 1, "aten::addmm": 2}
-"""matrix products, and the index of the right-hand matrix in their arguments"""
-ONEDNN = "mkldnn::_linear_pointwise"
-"""a product with its second argument transposed"""
+"""matrix products, and the index of the right-hand matrix [k, n] in their arguments"""
+TRANSPOSED = {
+    "mkldnn::_linear_pointwise": 1,
+    "bitsandbytes::int8_scaled_mm": 1,
+    "bitsandbytes::int8_mixed_scaled_mm": 2,
+}
+"""products with a matrix [n, k]"""
+PACKED = {"bitsandbytes::gemm_4bit": 2}
+"""products with a packed matrix, and the index of its shape [n, k]"""
 
 
 def is_expensive(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
@@ -48,13 +54,15 @@ def is_expensive(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool
     A. Those with more outputs than inputs, as an MLP's up projection and LoRA's B, are recomputed.
     """
     name = operator.name()
-    if name == ONEDNN:
-        width, height = args[1].shape
-        return bool(width <= height)
     if name in RIGHT_HAND_SIDE:
         height, width = args[RIGHT_HAND_SIDE[name]].shape
-        return bool(width <= height)
-    return name.startswith(ATTENTION_KERNELS)
+    elif name in TRANSPOSED:
+        width, height = args[TRANSPOSED[name]].shape
+    elif name in PACKED:
+        width, height = args[PACKED[name]]
+    else:
+        return name.startswith(ATTENTION_KERNELS)
+    return bool(width <= height)
 
 
 def keep_expensive() -> tuple[TorchDispatchMode, TorchDispatchMode]:

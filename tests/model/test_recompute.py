@@ -249,6 +249,54 @@ def test_selective_computes_attention_and_narrow_products_once(
     assert (inner, hidden) in first.shapes.keys() - second.shapes.keys()
 
 
+OF_BITSANDBYTES: dict[str, Callable[..., Any]] = {
+    "bitsandbytes::gemm_4bit": lambda args: tuple(args[2]),
+    "bitsandbytes::int8_scaled_mm": lambda args: tuple(args[1].shape),
+    "bitsandbytes::int8_mixed_scaled_mm": lambda args: tuple(args[2].shape),
+}
+"""shape [out, in] of the matrix of bitsandbytes' products, from their arguments"""
+
+
+class QuantizedProducts(TorchDispatchMode):
+    """Shapes [out, in] of the products with quantized matrices that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in OF_BITSANDBYTES:
+            self.shapes[OF_BITSANDBYTES[func.name()](args)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["nf4", "int8"])
+def test_selective_computes_narrow_products_of_a_quantized_base_once(
+    method: str, tmp_path: Path
+) -> None:
+    tiny_llama(num_hidden_layers=1, tie_word_embeddings=False).save_pretrained(tmp_path)
+    base = load_base(
+        ModelConfig(path=str(tmp_path)),
+        "sdpa",
+        torch.bfloat16,
+        QuantizationConfig(method=method),
+    )
+    # Where it trains, int8 is no product of its own on a CPU.
+    model = prepared(base, RecomputeConfig(), LoraConfig(r=4, dropout=0.0)).eval()
+    forward, recompute = keep_expensive()
+    first, second = QuantizedProducts(), QuantizedProducts()
+    ids = torch.arange(16)[None]
+    with first, forward:
+        expected = model(ids).logits
+    with second, recompute:
+        logits = model(ids).logits
+    assert torch.equal(logits, expected)
+    assert first.shapes.total() == 7
+    assert second.shapes == {shape: n for shape, n in first.shapes.items() if shape[0] > shape[1]}
+    assert second.shapes.total() == 2  # the MLP's two first products
+
+
 def test_selective_keeps_nothing_of_layers_below_the_lowest_adapter() -> None:
     base = with_our_attention(tiny_llama(num_hidden_layers=4))
     model = prepared(base, RecomputeConfig(mode="selective"), LoraConfig(r=4, layers="top 1"))
