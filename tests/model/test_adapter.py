@@ -111,6 +111,12 @@ def test_numbers_of_the_settings_reach_peft() -> None:
     assert layer.lora_dropout["default"].p == 0.25
 
 
+def test_nothing_is_dropped_unless_it_is_asked_for() -> None:
+    assert LoraConfig().dropout == 0.0
+    layer = adapted(LoraConfig()).base_model.model.model.layers[0].self_attn.q_proj
+    assert isinstance(layer.lora_dropout["default"], torch.nn.Identity)
+
+
 def test_dora_learns_magnitudes() -> None:
     assert not [name for name, _ in adapted().named_parameters() if "magnitude" in name]
     model = adapted(LoraConfig(r=4, use_dora=True))
