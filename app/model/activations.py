@@ -113,15 +113,13 @@ class _Keep(_LayerMode):
             # Detached: autograd is about to attach a history to the tensor itself.
             kept = _detached(output)
             self._kept.append(kept)
-            tensors = (each for each in tree_leaves(kept) if isinstance(each, Tensor))
-            self._storages.update(_storage_of(each) for each in tensors)
+            tensors = filter(_is_tensor, tree_leaves(kept))
+            self._storages.update(map(_storage_of, tensors))
         return output
 
     def _check_change(self, func: Any, args: tuple[Any, ...], written: tuple[int, ...]) -> None:
-        changed = (args[place] for place in written if place < len(args))
-        if any(
-            isinstance(each, Tensor) and _storage_of(each) in self._storages for each in changed
-        ):
+        changed = filter(_is_tensor, (args[place] for place in written if place < len(args)))
+        if not self._storages.isdisjoint(map(_storage_of, changed)):
             raise RuntimeError(
                 f"recompute=selective: {func.name()} of a layer changes a kept output; "
                 "type recompute=full"
@@ -155,9 +153,13 @@ def _detached(output: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, output)
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
 def _storage_of(tensor: Tensor) -> int:
-    """Return what identifies a tensor's memory, also of a tensor that has none."""
-    return tensor.untyped_storage()._cdata
+    """Return what a tensor has in common with its views; known of fake tensors, too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 class HostInputs:
