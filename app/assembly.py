@@ -11,13 +11,15 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
 from app.config import EvaluateConfig, TrainConfig, save_config, settings_of
-from app.model.adapter import AdapterConfig
+from app.model.activation_memory import FP32, HALF, Kept, widths_of
+from app.model.adapter import AdapterConfig, LoraConfig, saves_whole_model
 from app.model.attention import attention_implementation, choose_backend
 from app.model.base import (
     ModelConfig,
@@ -28,6 +30,7 @@ from app.model.base import (
 )
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig, stored_settings
+from app.model.recompute import choose_recompute
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -52,7 +55,7 @@ from app.training.callbacks.progress import ProgressBar
 from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
 from app.training.callbacks.write_metadata import WriteMetadata
 from app.training.checkpoint.saving import build_checkpoints, build_saver
-from app.training.footprint import gather_facts
+from app.training.footprint import gather_facts, gather_memory, measure_footprint
 from app.training.logger import build_loggers, drop_rows_after
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
@@ -194,16 +197,13 @@ def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> Strat
     """Return the strategy of `config`, with `auto` chosen by the size of the model."""
     if config.strategy.name != "auto":
         return config.strategy
-    shapes = partial(
-        _model_builder(config, base, env), quantization=QuantizationConfig(), on_meta=True
-    )
     choice = choose_strategy(
         gather_facts(
             env,
             config.trainer,
             config.optimizer,
             config.quantization,
-            None if stored_settings(base.architecture) else shapes,
+            _shapes_builder(config, base, env),
         )
     )
     chosen: StrategyConfig = settings_of("strategy", choice.name)
@@ -214,6 +214,51 @@ def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> Strat
     if is_first_rank():
         log.info("strategy: %s", choice)
     return chosen
+
+
+def resolve_recompute(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    env: Environment,
+    strategy: StrategyConfig,
+) -> TrainConfig:
+    """Return `config` with recompute=auto chosen by what fits a GPU; on a CPU it stays as it is."""
+    if config.recompute.mode != "auto" or env.accelerator == "cpu":
+        return config
+    build = _shapes_builder(config, base, env)
+    memory = gather_memory(
+        env,
+        strategy,
+        config.trainer.num_nodes,
+        build and measure_footprint(build(), config.optimizer.name, config.quantization),
+        widths_of(base.architecture),
+        _what_is_kept(config, base, data, env),
+    )
+    choice = choose_recompute(memory, every=config.recompute.every, compiles=config.trainer.compile)
+    if is_first_rank():
+        log.info("recompute: %s", choice)
+    return replace(config, recompute=replace(config.recompute, mode=choice.mode))
+
+
+def _what_is_kept(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment
+) -> Kept:
+    """Return what changes the activations of a micro-batch on one device."""
+    adapter, trainer = config.adapter, config.trainer
+    is_pair = base.architecture.is_encoder_decoder
+    has_liger = trainer.kernels == "auto" and find_spec("liger_kernel") is not None
+    return Kept(
+        tokens=trainer.micro_batch_size * data.sequence_len * (2 if is_pair else 1),
+        width=FP32 if env.precision == "fp32" else HALF,
+        residual=base.dtype.itemsize,
+        fuses_norm_and_gate=has_liger or trainer.compile,
+        trains_base=saves_whole_model(adapter),
+        drops=isinstance(adapter, LoraConfig) and adapter.dropout > 0,
+        fuses_adapters=config.quantization.method != "int8"
+        and not (isinstance(adapter, LoraConfig) and adapter.use_dora),
+        keeps_scores=is_pair or base.backend == "eager",
+    )
 
 
 def describe_run(
@@ -332,6 +377,17 @@ def build_module(
         is_packed=config.packing.method != "none",
         metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
+    )
+
+
+def _shapes_builder(
+    config: TrainConfig, base: Base, env: Environment
+) -> Callable[[], torch.nn.Module] | None:
+    """Return what builds the model on meta, not quantized; None where its files are quantized."""
+    if stored_settings(base.architecture):
+        return None
+    return partial(
+        _model_builder(config, base, env), quantization=QuantizationConfig(), on_meta=True
     )
 
 

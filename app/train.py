@@ -48,6 +48,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
         build_trainer,
         describe_run,
         open_base,
+        resolve_recompute,
         resolve_strategy,
     )
     from app.training.trainer import resolve_environment
@@ -63,6 +64,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
 
     # How it learns: the weights are read when the fit begins, where a strategy may shard them.
     trainer = build_trainer(run, env, strategy, data, facts)
+    config = resolve_recompute(config, base, data, env, strategy)
     module = build_module(config, base, data, env, trainer.loggers)
     trainer.fit(module, data, ckpt_path=run.checkpoint_path)
     return finish(run, module, data, base)

@@ -53,7 +53,7 @@ def is_expensive(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool
     n <= k are expensive for the memory they take: an MLP's down projection, attention's own, LoRA's
     A. Those with more outputs than inputs, as an MLP's up projection and LoRA's B, are recomputed.
     """
-    name = operator.name()
+    name, _ = _facts_of(operator)
     if name in RIGHT_HAND_SIDE:
         height, width = args[RIGHT_HAND_SIDE[name]].shape
     elif name in TRANSPOSED:
@@ -65,42 +65,68 @@ def is_expensive(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool
     return bool(width <= height)
 
 
+_facts: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+
+def _facts_of(operator: torch._ops.OpOverload) -> tuple[str, tuple[int, ...]]:
+    """Return an operator's name, and the places of the arguments that it changes."""
+    # By identity: operators live as long as the process, and their own hash is slow.
+    if (facts := _facts.get(id(operator))) is None:
+        arguments = enumerate(operator._schema.arguments)
+        written = (place for place, one in arguments if one.alias_info and one.alias_info.is_write)
+        facts = _facts[id(operator)] = operator.name(), tuple(written)
+    return facts
+
+
+class _LayerMode(TorchDispatchMode):
+    """A mode around a layer that is not compiled: each operation pays only for the mode itself."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without this PyTorch wraps every call to keep the compiler away, at several times the
+        cost of the call."""
+        return False
+
+
 def keep_expensive() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     """Return the contexts of a layer's forward pass and of its recompute."""
     kept: list[Any] = []
     return _Keep(kept), _Reuse(kept)
 
 
-class _Keep(TorchDispatchMode):
+class _Keep(_LayerMode):
     """Keep expensive outputs in the order they are computed."""
 
     def __init__(self, kept: list[Any]) -> None:
         super().__init__()
         self._kept = kept
+        self._storages: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func._schema.is_mutable:
-            self._check_change(func, args)
+        _, written = _facts_of(func)
+        if written:
+            self._check_change(func, args, written)
         output = func(*args, **(kwargs or {}))
         if is_expensive(func, args):
             # Detached: autograd is about to attach a history to the tensor itself.
-            self._kept.append(tree_map_only(Tensor, Tensor.detach, output))
+            kept = _detached(output)
+            self._kept.append(kept)
+            tensors = filter(_is_tensor, tree_leaves(kept))
+            self._storages.update(map(_storage_of, tensors))
         return output
 
-    def _check_change(self, func: Any, args: tuple[Any, ...]) -> None:
-        kept = {_storage_of(tensor) for tensor in tree_leaves(self._kept) if _is_tensor(tensor)}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and _is_tensor(value) and _storage_of(value) in kept:
-                raise RuntimeError(
-                    f"recompute=selective: {func.name()} of a layer changes a kept output; "
-                    "type recompute=full"
-                )
+    def _check_change(self, func: Any, args: tuple[Any, ...], written: tuple[int, ...]) -> None:
+        changed = filter(_is_tensor, (args[place] for place in written if place < len(args)))
+        if not self._storages.isdisjoint(map(_storage_of, changed)):
+            raise RuntimeError(
+                f"recompute=selective: {func.name()} of a layer changes a kept output; "
+                "type recompute=full"
+            )
 
 
-class _Reuse(TorchDispatchMode):
+class _Reuse(_LayerMode):
     """Return the kept outputs in the same order."""
 
     def __init__(self, kept: list[Any]) -> None:
@@ -118,7 +144,13 @@ class _Reuse(TorchDispatchMode):
         if not is_expensive(func, args):
             return func(*args, **(kwargs or {}))
         self._next += 1
-        return tree_map_only(Tensor, Tensor.detach, self._kept[self._next - 1])
+        return _detached(self._kept[self._next - 1])
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    return tree_map_only(Tensor, Tensor.detach, output)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -264,6 +264,15 @@ def check_head_loss(model: Any, backend: str, device: torch.device | None = None
         log.info("loss: from full logits (the chunked loss differs by %.2g)", difference)
 
 
+@torch.no_grad()
+def run_probe(model: Any, backend: str, device: torch.device) -> None:
+    """Run a model on eight tokens, as it is evaluated, for those who look at its layers."""
+    was_training = model.training
+    model.eval()
+    model(**_probe(model, backend, device))
+    model.train(was_training)
+
+
 def _probe(model: Any, backend: str, device: torch.device) -> dict[str, Any]:
     lengths = [[PROBE_TOKENS]]
     ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0)

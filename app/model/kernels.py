@@ -1,4 +1,4 @@
-"""Fused kernels in place of a model's own norms, gates and linear layers, where proven equal.
+"""Fused kernels in place of a model's own norms, gates, rope and linear layers, proven equal.
 
 Liger's on a GPU; our own norm and oneDNN's products on a CPU. Only in training, so that evaluation
 runs the model as it is. A module's `forward` is replaced and restored after the fit; its parameters
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -82,6 +85,34 @@ class FusedLinear:
 
 
 Fused = FusedNorm | FusedGate | FusedLinear
+ROPE = "apply_rotary_pos_emb"
+"""what transformers' modules name their rotation of queries and keys"""
+Rotation = Callable[..., tuple["torch.Tensor", "torch.Tensor"]]
+
+
+@dataclass(slots=True)
+class FusedRope:
+    """A rotation of queries and keys by their positions, by one kernel where gradients are taken.
+
+    It stands in place of the function in the Python module `home` of a model's layers.
+    """
+
+    kernel: Rotation
+    own: Rotation
+    home: ModuleType
+
+    def __call__(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
+
+        if len(given) != 4 or named or not torch.is_grad_enabled():
+            return self.own(*given, **named)
+        return self.compute(*given)
+
+    def compute(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The kernel writes over what it is given, which selective recompute may have kept.
+        return self.kernel(query.clone(), key.clone(), cos, sin)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,6 +122,7 @@ class Kernels:
     norm: Callable[..., torch.Tensor]
     gate: Callable[..., torch.Tensor] | None = None
     linear: Callable[..., torch.Tensor] | None = None
+    rope: Rotation | None = None
 
 
 def _forward(fused: Fused, hidden: torch.Tensor) -> torch.Tensor:
@@ -109,11 +141,13 @@ def fuse_layers(
     model: Any,
     gathered: Gathered = lambda module: nullcontext(),
     device: torch.device | None = None,
+    run: Callable[[], None] | None = None,
 ) -> None:
     """Replace the forward of each layer for which a kernel is proven to give the same results.
 
-    Each layer is tried on random tokens, with gradients, on `device` or the model's. Logs one line
-    on a GPU.
+    Each layer is tried on random tokens, with gradients, on `device` or the model's. `run` runs the
+    model once, which shows what its rope is given; without it the rope stays. Logs one line on a
+    GPU.
     """
     device = device or model.device
     if not _is_on_gpu(device):
@@ -127,18 +161,23 @@ def fuse_layers(
         log.info("kernels: the model's own (liger-kernel is not installed)")
         return
     try:
-        from liger_kernel.transformers.functional import liger_rms_norm, liger_swiglu
+        from liger_kernel.transformers.functional import liger_rms_norm, liger_rope, liger_swiglu
 
-        kernels = Kernels(norm=liger_rms_norm, gate=liger_swiglu)
+        kernels = Kernels(norm=liger_rms_norm, gate=liger_swiglu, rope=liger_rope)
         fused, refused = _prove_all(model, kernels, gathered, device)
+        ropes, refused_ropes = _prove_ropes(model, kernels, run) if run else ([], set())
     except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         log.warning("kernels: the model's own (liger-kernel is installed, but broken: %s)", reason)
         return
     _replace(fused)
+    for rope in ropes:
+        setattr(rope.home, ROPE, rope)
     counts = Counter(type(forward.module).__name__ for forward in fused)
-    said = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none of the layers"
-    own = "".join(f"; the model's own for {name}, which differs" for name in sorted(refused))
+    names = [f"{count} {name}" for name, count in counts.items()] + ["rope"] * bool(ropes)
+    said = ", ".join(names) or "none of the layers"
+    differing = sorted(refused | refused_ropes)
+    own = "".join(f"; the model's own for {name}, which differs" for name in differing)
     log.info("kernels: Liger's for %s, proven equal%s", said, own)
 
 
@@ -152,6 +191,70 @@ def unfuse_layers(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), Fused):
             del module.forward
+    for home in _rope_homes(model):
+        if isinstance(rope := vars(home)[ROPE], FusedRope):
+            setattr(home, ROPE, rope.own)
+
+
+def _rope_homes(model: torch.nn.Module) -> list[ModuleType]:
+    """Return the Python modules of a model's layers that have a rope."""
+    homes = {sys.modules[type(module).__module__] for module in model.modules()}
+    return [home for home in homes if ROPE in vars(home)]
+
+
+def _prove_ropes(
+    model: torch.nn.Module, kernels: Kernels, run: Callable[[], None]
+) -> tuple[list[FusedRope], set[str]]:
+    """Return the proven ropes, and a name for those that differ."""
+    proven: list[FusedRope] = []
+    if kernels.rope is None:
+        return proven, set()
+    refused: set[str] = set()
+    for home in _rope_homes(model):
+        rope = FusedRope(kernels.rope, vars(home)[ROPE], home)
+        calls: list[tuple[Any, ...]] = []
+        setattr(home, ROPE, partial(_note_call, rope.own, calls))
+        try:
+            run()
+        finally:
+            setattr(home, ROPE, rope.own)
+        # Layers share their tables of angles, but local and global ones have their own.
+        alike = {(id(given[2]), given[0].shape, given[1].shape): given for given in calls}
+        if not calls or any(len(given) != 4 for given in calls):
+            continue
+        if all(_turns_the_same(rope, *given) for given in alike.values()):
+            proven.append(rope)
+        else:
+            refused.add("rope")
+    return proven, refused
+
+
+def _note_call(function: Rotation, calls: list[tuple[Any, ...]], *given: Any, **named: Any) -> Any:
+    calls.append((*given, *named.values()))
+    return function(*given, **named)
+
+
+def _turns_the_same(
+    rope: FusedRope, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> bool:
+    """Compare both ways on random queries and keys of the model's shapes, with gradients."""
+    import torch
+
+    random = torch.Generator(query.device).manual_seed(0)
+    given = [
+        # In memory as the model has them: [rows, tokens, heads, width].
+        torch.empty_like(one).normal_(generator=random).detach().requires_grad_()
+        for one in (query, key)
+    ]
+    found = []
+    with torch.enable_grad():
+        ways: tuple[Rotation, ...] = (rope.own, rope.compute)
+        for turn in ways:
+            outputs = turn(*given, cos, sin)
+            outer = [torch.linspace(-1, 1, one.numel()).to(one).view_as(one) for one in outputs]
+            grads = torch.autograd.grad(outputs, given, outer)
+            found.append([*outputs, *grads])
+    return all(map(_are_same, *found))
 
 
 def _is_on_gpu(device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +183,16 @@ def quantize_on_meta(
     quantizer = AutoHfQuantizer.from_config(quantization_settings(config, dtype))
     quantizer.preprocess_model(model, device_map=None)
     quantizer.postprocess_model(model)
+
+
+def stored_4bit(layer: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return a 4-bit layer's packed weight, and what gives its matrix [out, in] of that."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    # Where a strategy shards the packed values, their scales stay in the layer.
+    weight = layer.weight
+    state = vars(weight).get("quant_state") or layer.quant_state
+    return weight, lambda packed: dequantize_4bit(packed.view(-1, 1), state)
 
 
 def take_states(module: torch.nn.Module, device: torch.device) -> dict[str, Any]:

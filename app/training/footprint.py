@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.model.activation_memory import FP32, HALF, LOSS_BYTES, Kept, Widths
 from app.model.quantization import QuantizationConfig
+from app.model.recompute import Memory
 from app.strategy.build import STORED, Facts
+from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, tensor_parallel_size
 from app.training.optimizers import OptimizerConfig
 from app.training.trainer import Environment, TrainerConfig
 
@@ -35,6 +38,29 @@ class Footprint:
     weights_gib: float
     states_gib: float
     """gradients and optimizer states of what trains"""
+
+    def on_a_rank(
+        self, strategy: StrategyConfig, env: Environment, num_nodes: int, gathered_gib: float
+    ) -> float:
+        """Return what a rank keeps of it; `gathered_gib` are the weights gathered at a time."""
+        ranks = env.num_ranks
+        if isinstance(strategy, FsdpConfig):
+            split = tensor_parallel_size(strategy, env.devices)
+            shards = ranks // (strategy.replicas or num_nodes)
+            shards = shards if strategy.shards_data_parallel else split
+            if not strategy.reshard_after_forward:
+                gathered_gib = self.weights_gib / split
+            sharded = 0.0 if strategy.offload_parameters else self.weights_gib + self.states_gib
+            return sharded / shards + (gathered_gib if shards > split else 0.0)
+        if isinstance(strategy, ZeroConfig):
+            states = 0.0 if strategy.offload_optimizer != "none" else self.states_gib / ranks
+            if strategy.stage < 3:
+                return self.weights_gib + states
+            weights = 0.0 if strategy.offload_parameters != "none" else self.weights_gib / ranks
+            if strategy.partition_within_node:
+                weights += self.weights_gib / env.devices
+            return weights + states + gathered_gib
+        return self.weights_gib + self.states_gib
 
 
 def measure_footprint(
@@ -64,6 +90,46 @@ def bytes_per_weight(
         DOUBLE_QUANT_SAVED_BITS if quantization.method == "nf4" and quantization.double_quant else 0
     )
     return (BITS[quantization.method] - saves) / 8
+
+
+def gather_memory(
+    env: Environment,
+    strategy: StrategyConfig,
+    num_nodes: int,
+    footprint: Footprint | None,
+    widths: Widths | None,
+    kept: Kept,
+) -> Memory:
+    """Return what recompute is chosen by; `footprint` is None where the files are quantized."""
+    import torch
+
+    from app.model.head import rows_per_chunk
+
+    vocabulary, hidden, layers, matrices = 0, 0, 1, 0
+    if widths is not None:
+        vocabulary, hidden = widths.vocabulary, widths.hidden
+        layers, matrices = widths.layers, widths.layers * widths.matrices
+    ends = 2 * vocabulary * hidden * HALF / 2**30  # embedding and head
+    if footprint is None:
+        footprint = Footprint(matrices * BITS["nf4"] / 8 / 2**30 + ends, 0.0)
+    # A layer is gathered while the one before it is in use.
+    resident = footprint.on_a_rank(
+        strategy, env, num_nodes, 2 * footprint.weights_gib / layers + ends
+    )
+    if kept.width < kept.residual:
+        resident += footprint.weights_gib * kept.width / kept.residual  # autocast's copies
+    chunk = rows_per_chunk(vocabulary, env.torch_device) * vocabulary if vocabulary else 0
+    loss = chunk * LOSS_BYTES + 2 * kept.tokens * hidden * kept.width
+    if kept.trains_base:
+        loss += vocabulary * hidden * (FP32 + kept.width)
+    gpus = map(torch.cuda.get_device_properties, range(env.devices))
+    return Memory(
+        device_gib=min(gpu.total_memory for gpu in gpus) / 2**30,
+        resident_gib=resident,
+        loss_gib=loss / 2**30,
+        widths=widths,
+        kept=kept,
+    )
 
 
 def gather_facts(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
 
+from app.model.adapter import group_adapters, ungroup_adapters
 from app.model.attention import (
     check_causal,
     check_isolation,
@@ -17,7 +19,7 @@ from app.model.attention import (
     check_reference,
 )
 from app.model.base import reading_first_forward
-from app.model.head import check_head_loss
+from app.model.head import check_head_loss, run_probe
 from app.model.kernels import fuse_layers, unfuse_layers
 from app.model.quantization import tokens_quantized_alone
 from app.process import faults
@@ -108,7 +110,10 @@ class FinetuneModule(L.LightningModule):
                 self._probe_attention(device)
                 check_head_loss(self.model, self.backend, device)
             if self.uses_fused_kernels and self.strategy.fuses_adapters:
-                fuse_layers(self.model, self.strategy.gathered, device)
+                run = partial(run_probe, self.model, self.backend, device)
+                fuse_layers(self.model, self.strategy.gathered, device, run)
+                if device.type == "cuda":  # the numbers of a CPU stay
+                    group_adapters(self.model, run)
         # From here on only dropout draws random numbers, and each rank must draw its own.
         torch.manual_seed(torch.initial_seed() + self.strategy.data_rank)
         check_same_step(self.trainer, self.resume)
@@ -139,6 +144,7 @@ class FinetuneModule(L.LightningModule):
         """Restore the averaged weights and the model's own layers, to be saved and evaluated."""
         use_averaged_weights(self.optimizer)
         unfuse_layers(self.model)
+        ungroup_adapters(self.model)
 
     def release_optimizer(self) -> None:
         """Free gradients and optimizer states, after the last checkpoint."""

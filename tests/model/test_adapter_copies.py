@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.model.adapter import LoraConfig, apply_adapter, drop_needless_copies
-from app.model.adapter.fused import FusedLoraLinear
+from app.model.adapter import LoraConfig, apply_adapter, drop_needless_copies, unfuse_adapters
 from app.model.base import ModelConfig
 from app.model.build import build_model
 from app.model.quantization import QuantizationConfig
@@ -30,9 +29,9 @@ def trained(config: LoraConfig, *, is_quantized: bool = False) -> Any:
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    unfuse_adapters(adapted)  # as layers are that cannot be fused
     for module in adapted.modules():
-        if isinstance(module, FusedLoraLinear):  # as layers are that cannot be fused
-            module.__class__ = peft.tuners.lora.Linear
+        vars(module).pop("forward", None)
     return adapted.train()
 
 

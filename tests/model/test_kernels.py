@@ -18,7 +18,17 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from app.model import kernels
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.cpu.fp32 import rms_norm as our_norm
-from app.model.kernels import FusedGate, FusedLinear, FusedNorm, fuse_layers, unfuse_layers
+from app.model.head import run_probe
+from app.model.kernels import (
+    ROPE,
+    FusedGate,
+    FusedLinear,
+    FusedNorm,
+    FusedRope,
+    fuse_layers,
+    unfuse_layers,
+)
+from app.model.recompute import RecomputeConfig, apply_recompute
 from app.training.module import FinetuneModule
 from tests.conftest import TrainRun
 from tests.families import tiny_family
@@ -44,6 +54,32 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """What Liger's kernel computes, and that it writes over what it is given."""
+    turned = tuple(Turn.apply(each, cos, sin) for each in (query, key))
+    for each, result in zip((query, key), turned, strict=True):
+        each.data.copy_(result.data)
+    return turned
+
+
+class Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, each: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return turn(each, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return turn(outer, cos, -sin), None, None
+
+
+def turn(each: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = each.chunk(2, dim=-1)
+    cos, sin = (table.unsqueeze(1).chunk(2, dim=-1)[0] for table in (cos, sin))
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
 class Wrong(torch.autograd.Function):
     """Right forward, wrong gradient: what a comparison of logits cannot see."""
 
@@ -62,11 +98,12 @@ class Wrong(torch.autograd.Function):
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Put doubles of Liger's kernels in the place of the package, as on a GPU."""
 
-    def installed(rms_norm: Any = rms_norm, swiglu: Any = swiglu) -> None:
+    def installed(rms_norm: Any = rms_norm, swiglu: Any = swiglu, rope: Any = rope) -> None:
         package = types.ModuleType("liger_kernel")
         package.__spec__ = importlib.util.spec_from_loader("liger_kernel", None)
         functional = types.ModuleType("liger_kernel.transformers.functional")
         functional.liger_rms_norm, functional.liger_swiglu = rms_norm, swiglu  # type: ignore[attr-defined]
+        functional.liger_rope = rope  # type: ignore[attr-defined]
         for name, module in (
             ("liger_kernel", package),
             ("liger_kernel.transformers", types.ModuleType("liger_kernel.transformers")),
@@ -114,6 +151,66 @@ def test_losses_and_gradients_stay_and_all_is_given_back(
     unfuse_layers(model)
     assert fused_of(model) == []
     assert losses_of(model)[0].item() == total.item()
+
+
+def packed_losses(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of a row of two documents, while it trains."""
+    model.zero_grad()
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    ids = random_ids(1, 12)
+    loss = model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_queries_and_keys_are_turned_by_one_kernel(
+    install: Callable[..., None], kind: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    install()
+    model = tiny_llama() if kind == "llama" else causal(kind, head_dim=8)
+    apply_recompute(model.train(), RecomputeConfig(mode=mode))
+    loss, grads = packed_losses(model)
+    own = vars(sys.modules[type(model).__module__])[ROPE]
+    with caplog.at_level(logging.INFO):
+        fuse_layers(model, run=lambda: run_probe(model, "sdpa", torch.device("cpu")))
+    home = sys.modules[type(model).__module__]
+    assert isinstance(vars(home)[ROPE], FusedRope)
+    assert "rope, proven equal" in caplog.text
+    turned, turned_grads = packed_losses(model)
+    assert turned.item() == pytest.approx(loss.item(), rel=1e-6)
+    for name, grad in turned_grads.items():
+        assert (grad - grads[name]).norm() <= 1e-5 * grads[name].norm(), name
+    with torch.no_grad():
+        assert torch.equal(vars(home)[ROPE](*angles())[0], own(*angles())[0])  # evaluated
+    unfuse_layers(model)
+    assert vars(home)[ROPE] is own
+
+
+def angles() -> tuple[Tensor, ...]:
+    query = torch.arange(48.0).view(1, 2, 3, 8)
+    return query, query, torch.full((1, 3, 8), 0.6), torch.full((1, 3, 8), 0.8)
+
+
+@pytest.mark.parametrize("wrong", ["values", "gradients"])
+def test_a_rope_that_differs_is_left_out_and_that_is_said(
+    install: Callable[..., None], wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def differs(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        if wrong == "values":
+            return rope(query, key, cos, -sin)
+        with torch.no_grad():
+            turned = [one.detach() for one in rope(query.clone(), key.clone(), cos, sin)]
+        return tuple(a - a.detach() + b for a, b in zip((query, key), turned, strict=True))
+
+    install(rope=differs)
+    model = tiny_llama().train()
+    own = vars(sys.modules[type(model).__module__])[ROPE]
+    with caplog.at_level(logging.INFO):
+        fuse_layers(model, run=lambda: run_probe(model, "sdpa", torch.device("cpu")))
+    assert vars(sys.modules[type(model).__module__])[ROPE] is own
+    assert "the model's own for rope, which differs" in caplog.text
 
 
 def test_each_norm_gets_the_variant_that_is_its_own(install: Callable[..., None]) -> None:

@@ -432,3 +432,10 @@ def test_recompute_lets_no_gradient_into_the_embedding() -> None:
     model.train()(input_ids=probe()["input_ids"]).logits.sum().backward()
     gradients = [p.grad for name, p in trained(model).items() if "lora_B" in name]
     assert all(gradient is not None and gradient.any() for gradient in gradients)
+
+
+def test_nothing_is_dropped_unless_it_is_asked_for() -> None:
+    assert LoraConfig().dropout == 0.0
+    model = apply_adapter(tiny_llama(), LoraConfig(), half_precision=False)
+    layer: Any = model.base_model.model.model.layers[0].self_attn.q_proj
+    assert isinstance(layer.lora_dropout["default"], torch.nn.Identity)

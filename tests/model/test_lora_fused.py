@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,21 @@ import peft
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.model.adapter import LoraConfig, apply_adapter
+from app.model.adapter import (
+    LoraConfig,
+    apply_adapter,
+    drop_needless_copies,
+    fused_4bit,
+    group_adapters,
+    unfuse_adapters,
+    ungroup_adapters,
+)
 from app.model.adapter.fused import FusedLoraLinear
+from app.model.adapter.fused_4bit import FusedLora4bit
+from app.model.recompute import RecomputeConfig, apply_recompute
+from benchmarks.gpu.model import quantize
 from tests.tiny import move, probe_of, tiny_gpt2, tiny_llama, tiny_t5
 
 TINY: dict[str, Callable[..., Any]] = {"llama": tiny_llama, "t5": tiny_t5}
@@ -23,9 +36,7 @@ def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
     fused: Any = apply_adapter(model, LoraConfig(r=4, **settings), half_precision=False)
     move(fused, seed=9)
     plain = copy.deepcopy(fused)
-    for module in plain.modules():
-        if isinstance(module, FusedLoraLinear):
-            module.__class__ = peft.tuners.lora.Linear
+    unfuse_adapters(plain)
     return plain.train(), fused.train()
 
 
@@ -51,7 +62,8 @@ def _step_of(output: Tensor) -> Any:
 
 
 def num_fused(model: Any) -> int:
-    return sum(isinstance(module, FusedLoraLinear) for module in model.modules())
+    kinds = (FusedLoraLinear, FusedLora4bit)
+    return sum(isinstance(module, kinds) for module in model.modules())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -154,3 +166,159 @@ def test_a_model_may_change_a_layers_output_in_place() -> None:
         output.square().sum().backward()
         grads.append(layer.lora_A["default"].weight.grad)
     assert torch.allclose(*grads, rtol=1e-4)
+
+
+def in_4_bits(dtype: torch.dtype = torch.float32, **numbers: Any) -> Any:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": False}
+    model = tiny_llama(**(shape | numbers)).to(dtype)
+    quantize(model, dtype)
+    return model
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the step of a GPU, on the CPU."""
+    monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[function.name()] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_beside_4_bits_values_and_gradients_are_those_of_peft(dropout: float) -> None:
+    plain, fused = pair(in_4_bits(), dropout=dropout)
+    assert num_fused(fused) == 14
+    assert num_fused(plain) == 0
+    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
+    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert distance(grads, truths) < 1e-5
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_beside_4_bits_under_autocast_it_is_as_near_to_the_exact_gradients_as_peft() -> None:
+    plain, fused = pair(in_4_bits(torch.bfloat16))
+    exact, _ = pair(in_4_bits())
+    for mine, theirs in zip(exact.parameters(), plain.parameters(), strict=True):
+        if mine.requires_grad:
+            mine.data = theirs.data.clone()
+    _, truths = outcome(exact)
+    for model in (plain, fused):
+        drop_needless_copies(model)
+    (_, theirs_grads), (_, ours) = outcome(plain, torch.bfloat16), outcome(fused, torch.bfloat16)
+    assert all(grad.dtype == torch.float32 for grad in ours.values())
+    assert distance(ours, truths) < 1.1 * distance(theirs_grads, truths)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_beside_4_bits_the_matrix_is_dequantized_once_forward_and_once_backward() -> None:
+    _, fused = pair(in_4_bits())
+    with Operators() as operators:
+        outcome(fused)
+    assert operators.counts["bitsandbytes::gemm_4bit"] == 0
+    # Nothing trains below the first layer's q, k and v.
+    assert operators.counts["bitsandbytes::dequantize_4bit"] == 14 + 14 - 3
+
+
+def test_beside_4_bits_a_cpu_and_an_evaluation_keep_the_numbers_of_peft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, fused = pair(in_4_bits())
+    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
+    assert torch.equal(logits, expected)
+    assert all(torch.equal(grads[name], truths[name]) for name in truths)
+    monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
+    assert torch.equal(outcome_of(fused.eval()), outcome_of(plain.eval()))
+
+
+def grouped(model: Any) -> int:
+    return group_adapters(model, lambda: model.base_model.model(**probe_of(model)))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("make", [tiny_llama, in_4_bits], ids=["whole", "4 bits"])
+def test_layers_that_read_the_same_are_one_step_and_give_the_same(make: Any, mode: str) -> None:
+    base = make()
+    apply_recompute(base, RecomputeConfig(mode=mode))
+    plain, fused = pair(base, rank_pattern={"k_proj": 2}, alpha_pattern={"k_proj": 16.0})
+    assert grouped(fused) == 4  # q, k, v and gate, up of two layers
+    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
+    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert distance(grads, truths) < 1e-5
+    layer = fused.base_model.model.model.layers[1]
+    members = [getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+    assert members[0].group.layers == members
+    assert layer.self_attn.o_proj.group is None
+    assert not any(member.group._waiting for member in members)
+    ungroup_adapters(fused)
+    assert all(member.group is None for member in members)
+
+
+def test_together_fewer_products_read_the_input() -> None:
+    _, fused = pair(tiny_llama())
+    counts = []
+    for _ in range(2):
+        with Operators() as operators:
+            outcome(fused)
+        counts.append(operators.counts)
+        grouped(fused)
+    # A step saves 3 products with A of 5, and as many of its gradients; and the sums between.
+    products = [sum(count[f"aten::{name}"] for name in ("mm", "addmm")) for count in counts]
+    assert products[0] - products[1] >= 2 * 2 * 3
+    assert counts[0]["aten::add.Tensor"] - counts[1]["aten::add.Tensor"] >= 2 * 3 - 2
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "count"),
+    [
+        ("t5", {}, 6),  # of its two encoder and two decoder layers; across, k and v alone
+        ("llama", {"dropout": 0.1}, 0),
+        ("llama", {"alpha_pattern": {"k_proj": 3.0}}, 4),  # q and v go on together
+        ("llama", {"use_dora": True}, 0),
+    ],
+)
+def test_only_layers_that_may_go_together_do(
+    architecture: str, settings: dict[str, Any], count: int
+) -> None:
+    plain, fused = pair(TINY[architecture](), **settings)
+    assert grouped(fused) == count
+    (expected, truths), (logits, grads) = outcome(plain), outcome(fused)
+    assert torch.allclose(logits, expected, rtol=1e-5, atol=1e-5)
+    assert distance(grads, truths) < 3e-5
+
+
+def test_a_layer_that_is_given_something_else_computes_alone() -> None:
+    plain, fused = pair(tiny_llama())
+    grouped(fused)
+    found = []
+    for model in (plain, fused):
+        attention = model.base_model.model.model.layers[0].self_attn
+        x, other = torch.randn(2, 1, 5, 32, generator=torch.Generator().manual_seed(0)).unbind()
+        found.append([attention.q_proj(x), attention.k_proj(other), attention.v_proj(x)])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_under_autocast_together_is_as_near_to_the_exact_gradients_as_peft() -> None:
+    plain, fused = pair(tiny_llama())
+    _, truths = outcome(plain)
+    grouped(fused)
+    for model in (plain, fused):
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
+    (_, theirs), (_, ours) = outcome(plain, torch.bfloat16), outcome(fused, torch.bfloat16)
+    assert all(grad.dtype == torch.float32 for grad in ours.values())
+    assert distance(ours, truths) < 1.1 * distance(theirs, truths)

@@ -580,3 +580,11 @@ class TestOnAGpu:
             states = torch.tanh(states @ weight)
         states.square().sum().backward()
         assert torch.equal(found, weight.grad)
+
+
+def test_selective_pays_for_its_mode_alone() -> None:
+    """PyTorch would wrap every call of it to keep a compiler away, which is not there."""
+    for mode in keep_expensive():
+        call = type(mode).__torch_dispatch__
+        assert call.__code__.co_filename == activations.__file__
+        assert not hasattr(call, "_torchdynamo_orig_callable")

@@ -39,7 +39,12 @@ from app.model.adapter.weights import (
     report_trainable,
     trained_weights,
 )
-from app.model.adapter.wrap import drop_needless_copies, unfuse_adapters
+from app.model.adapter.wrap import (
+    drop_needless_copies,
+    group_adapters,
+    unfuse_adapters,
+    ungroup_adapters,
+)
 
 __all__ = [
     "ADAPTER_FILE",
@@ -61,6 +66,7 @@ __all__ = [
     "continued_from",
     "drop_needless_copies",
     "find_targets",
+    "group_adapters",
     "is_adapter",
     "load_adapter",
     "modules_of",
@@ -76,6 +82,7 @@ __all__ = [
     "start_weights",
     "trained_weights",
     "unfuse_adapters",
+    "ungroup_adapters",
     "verify_adapter",
     "write_origin",
 ]

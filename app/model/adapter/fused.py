@@ -2,13 +2,12 @@
 
 peft scales one product and adds it to another, each into a new tensor of the output's size, and the
 backward pass does as much again. Here each sum is part of a product; in fp32 on a CPU, where a
-matrix is smaller than what it is multiplied with, B A is added to the matrix before.
-"""
+matrix is smaller than what it is multiplied with, B A is added to the matrix before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import peft
 import torch
@@ -16,51 +15,104 @@ from torch import Tensor
 
 from app.model.cpu import fp32 as onednn
 
+Read = Callable[[Tensor], Tensor]
+"""gives the matrix that a stored weight stands for"""
+
+
+def read_as_is(weight: Tensor) -> Tensor:
+    """Return a weight that is stored as the matrix it is."""
+    return weight
+
+
+class Group(Protocol):
+    """Layers that read the same input and are one step together."""
+
+    def take(self, layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return a layer's output for x; None where it must compute it alone."""
+
 
 class FusedLoraLinear(peft.tuners.lora.Linear):
     """peft's own layer, with another forward while it trains one plain LoRA on a frozen matrix."""
 
+    group: Group | None = None
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the matrix's output with the adapter's added; in every other case peft's own."""
-        name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
-        is_plain = (
-            name in self.lora_A
-            and name not in self.lora_variant
-            and not (args or kwargs or self.merged or self.disable_adapters)
-            and not self.base_layer.weight.requires_grad
-            and not torch.compiler.is_compiling()
-        )
-        if not is_plain:
+        dtype = None if args or kwargs else fused_dtype(self, x)
+        if dtype is None:
             return super().forward(x, *args, **kwargs)
-        weight, bias = self.base_layer.weight, self.base_layer.bias
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        elif dtype != a.dtype:  # in which of the two to compute is for peft to say
-            return super().forward(x)
-        # Not reshaped inside the function: models add to a layer's output in place (Falcon).
-        rows = x.to(dtype).flatten(0, -2)
-        output: Tensor = _LoraLinear.apply(
-            rows,
-            self.lora_dropout[name](rows),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-            a.to(dtype),
-            b.to(dtype),
-            self.scaling[name],
-            # What is measured is computed as without an adapter, to compare with the base exactly.
-            onednn.linear if self.training else torch.nn.functional.linear,
-        )
-        return output.unflatten(0, x.shape[:-1])
+        if self.group is not None and (output := self.group.take(self, x, dtype)) is not None:
+            return output
+        # What is measured is computed as without an adapter, to compare with the base exactly.
+        linear = onednn.linear if self.training else torch.nn.functional.linear
+        return run_fused(self, x, dtype, linear)
+
+    def stored(self, dtype: torch.dtype) -> tuple[Tensor, Read]:
+        """Return the frozen weight, and what gives its matrix in `dtype`."""
+        return self.base_layer.weight.to(dtype), read_as_is
+
+
+def fused_dtype(layer: Any, x: Tensor) -> torch.dtype | None:
+    """Return the dtype in which a layer computes in one step; None where that is for peft."""
+    name = layer.active_adapters[0] if len(layer.active_adapters) == 1 else ""
+    is_plain = (
+        name in layer.lora_A
+        and name not in layer.lora_variant
+        and not (layer.merged or layer.disable_adapters)
+        and not layer.base_layer.weight.requires_grad
+        and not torch.compiler.is_compiling()
+    )
+    if not is_plain:
+        return None
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    # In which of two dtypes to compute is for peft to say.
+    return x.dtype if x.dtype == layer.lora_A[name].weight.dtype else None
+
+
+def run_fused(
+    layer: Any,
+    x: Tensor,
+    dtype: torch.dtype,
+    linear: Callable[..., Tensor] = torch.nn.functional.linear,
+) -> Tensor:
+    """Return the output of one layer for x [..., features], computed in `dtype`."""
+    name = layer.active_adapters[0]
+    weight, read = layer.stored(dtype)
+    bias = layer.base_layer.bias
+    # Not reshaped inside the function: models add to a layer's output in place (Falcon).
+    rows = x.to(dtype).flatten(0, -2)
+    output: Tensor = _LoraLinear.apply(
+        rows,
+        layer.lora_dropout[name](rows),
+        weight,
+        None if bias is None else bias.to(dtype),
+        layer.lora_A[name].weight.to(dtype),
+        layer.lora_B[name].weight.to(dtype),
+        layer.scaling[name],
+        linear,
+        read,
+    )
+    return output.unflatten(0, x.shape[:-1])
 
 
 def _is_smaller(weight: Tensor, rows: Tensor) -> bool:
     return onednn.is_faster(rows) and len(rows) >= max(weight.shape)
 
 
+def add_low(output: Tensor, low: Tensor, b: Tensor, scale: float, width: int) -> Tensor:
+    """Add scale B low to the output of a matrix of `width` inputs."""
+    if len(b) > width:
+        return output.addmm_(low, b.T, alpha=scale)
+    # Selective recompute keeps what a frozen matrix gave that does not widen.
+    return torch.addmm(output, low, b.T, alpha=scale)
+
+
 class _LoraLinear(torch.autograd.Function):
-    """W x + bias + scale B A d(x), for rows x; `dropped` is d(x), or x itself if nothing drops."""
+    """W x + bias + scale B A d(x), for rows x; `dropped` is d(x), or x itself if nothing drops.
+
+    `read` gives W of the stored weight, in the backward pass again.
+    """
 
     @staticmethod
     def forward(
@@ -73,18 +125,16 @@ class _LoraLinear(torch.autograd.Function):
         b: Tensor,
         scale: float,
         linear: Callable[..., Tensor],
+        read: Read,
     ) -> Tensor:
-        ctx.scale, ctx.drops, ctx.linear = scale, dropped is not x, linear
+        ctx.scale, ctx.drops, ctx.linear, ctx.read = scale, dropped is not x, linear, read
         ctx.adds_before = not ctx.drops and linear is onednn.linear and _is_smaller(weight, x)
         if ctx.adds_before:
             ctx.save_for_backward(x, None, weight, a, b)
             return linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
-        output, low = linear(x, weight, bias), linear(dropped, a)
+        output, low = linear(x, read(weight), bias), linear(dropped, a)
         ctx.save_for_backward(dropped, low, weight, a, b)
-        if len(weight) > weight.shape[1]:
-            return output.addmm_(low, b.T, alpha=scale)
-        # Selective recompute keeps what a frozen matrix gave that does not widen.
-        return torch.addmm(output, low, b.T, alpha=scale)
+        return add_low(output, low, b, scale, x.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,11 +147,12 @@ class _LoraLinear(torch.autograd.Function):
         grad_a, grad_b = grad_low.T @ dropped, (grad.T @ low).mul_(ctx.scale)
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
+            matrix = ctx.read(weight)
             if ctx.adds_before:
-                weight = torch.addmm(weight, b, a, alpha=ctx.scale)
-            grad_x = ctx.linear(grad, weight.T)
+                matrix = torch.addmm(matrix, b, a, alpha=ctx.scale)
+            grad_x = ctx.linear(grad, matrix.T)
             if ctx.drops:
                 grad_dropped = grad_low @ a
             elif not ctx.adds_before:
                 grad_x.addmm_(grad_low, a)
-        return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None
+        return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,10 @@ def wrap(
     return adapted
 
 
+IN_4_BITS, FUSED_IN_4_BITS = "Linear4bit", "FusedLora4bit"
+"""classes of LoRA layers that are there only where bitsandbytes is, by name"""
+
+
 def drop_needless_copies(model: torch.nn.Module) -> None:
     """Let LoRA read its input, and a 4-bit layer's output, as they are.
 
@@ -51,11 +56,10 @@ def drop_needless_copies(model: torch.nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, lora.LoraLayer) or module.lora_variant:
             continue
-        # Its class is there only where bitsandbytes is.
-        is_4bit = type(module).__name__ == "Linear4bit"
-        if is_4bit:
+        kind = type(module).__name__
+        if kind == IN_4_BITS:
             module.forward = MethodType(lora.Linear.forward, module)
-        if is_4bit or isinstance(module, lora.Linear):
+        if kind in (IN_4_BITS, FUSED_IN_4_BITS) or isinstance(module, lora.Linear):
             module.cast_input_dtype_enabled = False
 
 
@@ -65,7 +69,7 @@ def _keep_dtype(module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) 
 
 
 def _fuse_lora(model: torch.nn.Module) -> None:
-    """Let every plain LoRA beside a frozen, unquantized matrix compute in one step."""
+    """Let every plain LoRA beside a frozen matrix, whole or in 4 bits, compute in one step."""
     import peft
 
     from app.model.adapter.fused import FusedLoraLinear
@@ -73,6 +77,10 @@ def _fuse_lora(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module) is peft.tuners.lora.Linear and _is_plain(module):
             module.__class__ = FusedLoraLinear
+        elif _is_in_4_bits(module) and _is_plain(module):
+            from app.model.adapter.fused_4bit import FusedLora4bit
+
+            module.__class__ = FusedLora4bit
 
 
 def unfuse_adapters(model: torch.nn.Module) -> None:
@@ -81,9 +89,20 @@ def unfuse_adapters(model: torch.nn.Module) -> None:
 
     from app.model.adapter.fused import FusedLoraLinear
 
+    lora = peft.tuners.lora
     for module in model.modules():
         if type(module) is FusedLoraLinear:
-            module.__class__ = peft.tuners.lora.Linear
+            module.__class__ = lora.Linear
+        elif type(module).__name__ == FUSED_IN_4_BITS:
+            module.__class__ = lora.Linear4bit
+            module.forward = MethodType(lora.Linear.forward, module)
+
+
+def _is_in_4_bits(module: torch.nn.Module) -> bool:
+    import peft
+
+    # bitsandbytes' own class has the same name.
+    return type(module).__name__ == IN_4_BITS and isinstance(module, peft.tuners.lora.LoraLayer)
 
 
 def _is_plain(layer: Any) -> bool:
@@ -92,9 +111,71 @@ def _is_plain(layer: Any) -> bool:
 
     parts = (*layer.lora_A.values(), *layer.lora_B.values())
     return (
-        type(layer.base_layer) is torch.nn.Linear
+        (type(layer.base_layer) is torch.nn.Linear or _is_in_4_bits(layer))
         and list(layer.lora_A) == ["default"]
         and not layer.lora_variant
         and not layer.fan_in_fan_out
         and all(part.bias is None for part in parts)
     )
+
+
+def group_adapters(model: torch.nn.Module, run: Callable[[], Any]) -> int:
+    """Let fused layers of one module that read the same tensor compute together; count the groups.
+
+    `run` runs the model once, which shows what each layer reads.
+    """
+    from app.model.adapter.grouped import LoraGroup
+
+    seen = _inputs_seen(model, run)
+    count = 0
+    for parent in model.modules():
+        layers = [child for child in parent.children() if child in seen]
+        while layers:
+            first, *layers = layers
+            alike = [other for other in layers if _go_together(first, other, seen)]
+            if not alike:
+                continue
+            layers = [other for other in layers if other not in alike]
+            group = LoraGroup(sorted([first, *alike], key=list(seen).index))
+            for layer in group.layers:
+                layer.group = group
+            count += 1
+    return count
+
+
+def _inputs_seen(model: torch.nn.Module, run: Callable[[], Any]) -> dict[Any, torch.Tensor]:
+    """Return what each layer that can be grouped has read, in the order of the forward pass."""
+    import torch
+
+    seen: dict[Any, torch.Tensor] = {}
+    twice: set[Any] = set()
+
+    def note(layer: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if layer in seen or not given:
+            twice.add(layer)
+        else:
+            seen[layer] = given[0]
+
+    fused = [layer for layer in model.modules() if "group" in vars(type(layer))]
+    hooks = [layer.register_forward_pre_hook(note) for layer in fused if not _drops(layer)]
+    with torch.no_grad():
+        run()
+    for hook in hooks:
+        hook.remove()
+    return {layer: given for layer, given in seen.items() if layer not in twice}
+
+
+def _drops(layer: Any) -> bool:
+    import torch
+
+    return any(not isinstance(drop, torch.nn.Identity) for drop in layer.lora_dropout.values())
+
+
+def _go_together(one: Any, other: Any, seen: dict[Any, torch.Tensor]) -> bool:
+    return seen[one] is seen[other] and one.scaling == other.scaling
+
+
+def ungroup_adapters(model: torch.nn.Module) -> None:
+    """Let every layer compute alone again."""
+    for layer in model.modules():
+        vars(layer).pop("group", None)

@@ -1,0 +1,139 @@
+"""What the activations of a training step take on a GPU, by arithmetic: bytes a token and layer.
+
+Of decoder layers with attention and a gated feed-forward, as autograd keeps them; other layers keep
+less, or are counted with room to spare. Needs no torch and no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+FP32, HALF = 4, 2
+"""bytes of a number"""
+LOSS_BYTES = 12
+"""of each logit of a chunk: half precision, fp32, and their temporary copies"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Widths:
+    """The numbers of a model's layers that its activations follow from."""
+
+    layers: int
+    hidden: int
+    query: int
+    key_value: int
+    feed_forward: int
+    """of all experts that a token goes to"""
+    heads: int
+    vocabulary: int
+    routed_copies: int = 0
+    """times a token's input is copied for experts"""
+
+    @property
+    def inputs(self) -> int:
+        """Features read by the matrices of a layer."""
+        return 5 * self.hidden + self.query + self.feed_forward
+
+    @property
+    def outputs(self) -> int:
+        """Features written by the matrices of a layer."""
+        return self.query + 2 * self.key_value + 2 * self.hidden + 2 * self.feed_forward
+
+    @property
+    def matrices(self) -> int:
+        """Weights of a layer's matrices, those of the experts not counted."""
+        attention = 2 * self.query + 2 * self.key_value
+        return self.hidden * (attention + 3 * self.feed_forward)
+
+
+def widths_of(architecture: Any) -> Widths | None:
+    """Return the widths of a transformers config; None where it does not say them."""
+    text = architecture.get_text_config()
+
+    def find(*names: str) -> int:
+        found = (getattr(text, name, None) for name in names)
+        return next((int(number) for number in found if isinstance(number, (int, float))), 0)
+
+    hidden, layers = find("hidden_size"), find("num_hidden_layers")
+    heads = find("num_attention_heads")
+    if not (hidden and layers and heads):
+        return None
+    head_dim = find("head_dim") or hidden // heads
+    experts = find("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+    width = find("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size")
+    dense = width or 4 * hidden
+    routed = experts * (find("moe_intermediate_size") or dense)
+    return Widths(
+        layers=layers + (find("num_decoder_layers", "decoder_layers") if _is_pair(text) else 0),
+        hidden=hidden,
+        query=heads * head_dim,
+        key_value=(find("num_key_value_heads") or heads) * head_dim,
+        feed_forward=routed + find("shared_expert_intermediate_size") if experts else dense,
+        heads=heads,
+        vocabulary=find("vocab_size"),
+        routed_copies=2 * experts,
+    )
+
+
+def _is_pair(config: Any) -> bool:
+    return bool(config.is_encoder_decoder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """How a model's layers are computed, as far as it changes what they keep."""
+
+    tokens: int
+    """of a micro-batch on one device"""
+    width: int = HALF
+    """bytes of what matrices read and write"""
+    residual: int = HALF
+    """bytes of the stream between layers"""
+    fuses_norm_and_gate: bool = False
+    trains_base: bool = False
+    drops: bool = False
+    """whether each adapter reads its own dropped input"""
+    fuses_adapters: bool = True
+    keeps_scores: bool = False
+    """whether attention is not one kernel: scores [heads, tokens, tokens]"""
+
+
+def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> int:
+    """Return the bytes a token that one layer keeps from its forward to its backward pass."""
+    hidden, inner, width = widths.hidden, widths.feed_forward, kept.width
+    if mode == "offload":
+        return 0
+    if mode == "full":
+        return kept.residual * hidden
+    if mode == "selective":
+        narrow = 2 * widths.query + 2 * widths.key_value + 2 * hidden
+        return kept.residual * hidden + width * narrow
+    # Two norms and what they return, attention's four tensors, the gate's three.
+    norm = kept.residual if kept.fuses_norm_and_gate else FP32
+    if kept.trains_base and not kept.fuses_norm_and_gate:
+        norm += kept.residual
+    of_layer = 2 * (norm + width) * hidden + width * widths.routed_copies * hidden
+    of_layer += width * 2 * (widths.query + widths.key_value)
+    of_layer += width * inner * (3 if kept.fuses_norm_and_gate else 4)
+    if kept.drops:  # a dropped copy and its mask, instead of the inputs that were shared
+        of_layer += (width + 1) * widths.inputs - width * (2 * hidden + inner)
+    if not kept.fuses_adapters:
+        of_layer += 3 * width * widths.outputs + FP32 * widths.inputs
+    if kept.keeps_scores:
+        of_layer += (FP32 + width) * widths.heads * kept.tokens
+    return of_layer
+
+
+def estimate_activations(widths: Widths, kept: Kept, mode: str, every: int = 1) -> int:
+    """Return the bytes that all layers keep at once where every n-th of them recomputes.
+
+    In the backward pass one layer more is there whole, recomputed or with its gradients.
+    """
+    recomputed = 0 if mode == "none" else -(-widths.layers // every)
+    whole = bytes_of_layer(widths, kept, "none")
+    a_token = recomputed * bytes_of_layer(widths, kept, mode)
+    a_token += (widths.layers - recomputed + 1) * whole
+    if mode == "offload":
+        a_token += 2 * kept.residual * widths.hidden  # the layer's own input, and the next one's
+    return a_token * kept.tokens

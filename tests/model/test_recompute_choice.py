@@ -1,0 +1,222 @@
+"""Which recompute `auto` takes: by arithmetic that agrees with what autograd keeps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, T5Config
+
+from app.assembly import resolve_recompute
+from app.config import load_config
+from app.model.activation_memory import (
+    Kept,
+    Widths,
+    bytes_of_layer,
+    estimate_activations,
+    widths_of,
+)
+from app.model.adapter import LoraConfig, apply_adapter
+from app.model.recompute import Memory, RecomputeConfig, apply_recompute, choose_recompute
+from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig
+from app.training.footprint import Footprint
+from app.training.trainer import Environment
+from tests.tiny import random_ids, tiny_llama
+
+LLAMA_8B = Widths(
+    layers=32,
+    hidden=4096,
+    query=4096,
+    key_value=1024,
+    feed_forward=14336,
+    heads=32,
+    vocabulary=128256,
+)
+FUSED = Kept(tokens=8192, fuses_norm_and_gate=True)
+
+
+def memory(device_gib: float, resident_gib: float = 15.6, **kept: Any) -> Memory:
+    return Memory(
+        device_gib=device_gib,
+        resident_gib=resident_gib,
+        loss_gib=1.7,
+        widths=LLAMA_8B,
+        kept=replace(FUSED, **kept),
+    )
+
+
+def kept_a_layer(width: int = 2, **how: Any) -> float:
+    """Bytes a token that one more layer keeps, as autograd tells."""
+    sizes = []
+    for layers in (1, 2):
+        model = tiny_llama(
+            num_hidden_layers=layers,
+            hidden_size=256,
+            intermediate_size=640,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=512,
+        )
+        model.to(torch.bfloat16)
+        adapted = apply_adapter(model, LoraConfig(r=1, **how), half_precision=False).train()
+        own = {weight.untyped_storage().data_ptr() for weight in adapted.parameters()}
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        ids = random_ids(1, 512)
+        saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16), saved:
+            adapted.base_model.model.model(input_ids=ids, use_cache=False)
+        found = (kept[place].untyped_storage().nbytes() for place in kept.keys() - own)
+        sizes.append(sum(found) / ids.numel())
+    return sizes[1] - sizes[0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_arithmetic_is_what_autograd_keeps(dropout: float) -> None:
+    widths = Widths(
+        layers=2, hidden=256, query=256, key_value=256, feed_forward=640, heads=4, vocabulary=64
+    )
+    expected = bytes_of_layer(widths, Kept(tokens=512, drops=dropout > 0), "none")
+    if dropout:  # a CPU's masks are as wide as the numbers, a GPU's take a byte
+        expected += widths.inputs
+    assert kept_a_layer(dropout=dropout) == pytest.approx(expected, rel=0.05)
+
+
+def test_eight_billion_parameters_and_8192_tokens() -> None:
+    """As a step of Llama 3.1 8B was traced, its LoRA of rank 16 left out."""
+    assert estimate_activations(LLAMA_8B, FUSED, "none") / 2**30 == pytest.approx(
+        33 / 32 * 34.0, rel=0.01
+    )
+    plain = replace(FUSED, fuses_norm_and_gate=False)
+    assert bytes_of_layer(LLAMA_8B, plain, "none") == pytest.approx(185_000, rel=0.01)
+    full = replace(plain, trains_base=True)
+    assert bytes_of_layer(LLAMA_8B, full, "none") == pytest.approx(200_840, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("situation", "mode"),
+    [
+        (memory(79.2), "none"),
+        (memory(79.2, fuses_norm_and_gate=False), "none"),
+        (memory(79.2, tokens=16384), "selective"),
+        (memory(47.5), "selective"),
+        (memory(31.5), "full"),
+        (memory(23.5), "offload"),
+        (memory(23.5, resident_gib=6.5), "full"),
+        (memory(23.5, resident_gib=6.5, tokens=2048), "none"),
+        (replace(memory(79.2), widths=None), "full"),
+    ],
+)
+def test_the_fastest_that_fits_is_taken(situation: Memory, mode: str) -> None:
+    choice = choose_recompute(situation)
+    assert choice.mode == mode, choice
+    assert "\n" not in str(choice)
+    if situation.widths is None:
+        return
+    assert "tokens a micro-batch" in choice.reason
+    more = choose_recompute(replace(situation, device_gib=2 * situation.device_gib))
+    order = ["none", "selective", "full", "offload"]
+    assert order.index(more.mode) <= order.index(mode)
+
+
+def test_compiled_layers_are_not_recomputed_selectively() -> None:
+    assert choose_recompute(memory(47.5), compiles=True).mode == "full"
+
+
+def test_every_other_layer_needs_half_of_the_room_less() -> None:
+    whole, half = (estimate_activations(LLAMA_8B, FUSED, "full", every) for every in (1, 2))
+    none = estimate_activations(LLAMA_8B, FUSED, "none")
+    assert whole < half < none
+    assert half == pytest.approx((whole + none) / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(num_key_value_heads=8), (32, 4096, 4096, 1024, 11008)),
+        (GPT2Config(), (12, 768, 768, 768, 3072)),
+        (T5Config(), (12, 512, 512, 512, 2048)),
+        (MixtralConfig(), (32, 4096, 4096, 1024, 2 * 14336)),
+    ],
+)
+def test_widths_are_read_from_configs(config: PretrainedConfig, expected: tuple[int, ...]) -> None:
+    found = widths_of(config)
+    assert found is not None
+    assert (
+        found.layers,
+        found.hidden,
+        found.query,
+        found.key_value,
+        found.feed_forward,
+    ) == expected
+
+
+def test_a_config_without_widths_says_so() -> None:
+    assert widths_of(PretrainedConfig()) is None
+
+
+EIGHT = Environment(
+    accelerator="gpu", devices=8, num_ranks=8, num_data_ranks=8, precision="bf16", accumulation=1
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (StrategyConfig(name="single"), 90.0),
+        (FsdpConfig(), 90 / 8 + 4),
+        (FsdpConfig(reshard_after_forward=False), 90 / 8 + 80),
+        (FsdpConfig(offload_parameters=True), 4),
+        (FsdpConfig(tensor_parallel_size=None, shards_data_parallel=False), 90 / 8),
+        (ZeroConfig(stage=2), 80 + 10 / 8),
+        (ZeroConfig(stage=3), 90 / 8 + 4),
+        (ZeroConfig(stage=3, offload_parameters="cpu", offload_optimizer="cpu"), 4),
+    ],
+)
+def test_a_rank_keeps_its_share(strategy: StrategyConfig, expected: float) -> None:
+    assert Footprint(80, 10).on_a_rank(strategy, EIGHT, 1, 4) == pytest.approx(expected)
+
+
+def test_a_gpu_decides_and_a_cpu_keeps_everything(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    architecture = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, vocab_size=128256
+    )
+    base: Any = SimpleNamespace(
+        architecture=architecture,
+        backend="varlen",
+        dtype=torch.bfloat16,
+        new_ids=[],
+        trained_ids=[],
+    )
+    data: Any = SimpleNamespace(sequence_len=4096)
+    config = load_config("train", ["+experiment=llama8b"])
+    assert config.recompute.mode == "auto"
+    on_cpu = replace(EIGHT, accelerator="cpu")
+    assert resolve_recompute(config, base, data, on_cpu, StrategyConfig()) is config
+    monkeypatch.setattr("app.assembly._shapes_builder", lambda *_: lambda: None)
+    monkeypatch.setattr("app.assembly.measure_footprint", lambda *_: Footprint(15.1, 0.5))
+    gpu = SimpleNamespace(total_memory=79 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    with caplog.at_level(logging.INFO):
+        chosen = resolve_recompute(config, base, data, EIGHT, StrategyConfig(name="ddp"))
+    assert chosen.recompute.mode == "none"
+    assert "recompute: none (all activations fit" in caplog.text
+    gpu.total_memory = 24 * 2**30
+    assert resolve_recompute(config, base, data, EIGHT, StrategyConfig()).recompute.mode == "full"
+
+
+def test_what_is_left_to_auto_keeps_everything() -> None:
+    model = tiny_llama()
+    apply_recompute(model, RecomputeConfig())
+    assert not model.is_gradient_checkpointing
