@@ -30,6 +30,8 @@ PROCESSES = 2
 FULL_PACKS = [SEQUENCE_LEN] * 4
 USABLE_GIB = MEMORY_GIB - 3
 """what a driver's context, cuBLAS and fragments leave, assumed"""
+WIDTH = 320
+"""columns of the table: more than a terminal has, for it is kept as Markdown"""
 BARS = {"lora": 16_000.0, "full": 9_500.0, "llama8b": 12_500.0}
 """modelled tokens a second on an H100"""
 
@@ -47,9 +49,9 @@ class Case:
 
     @property
     def name(self) -> str:
-        how = [word.rpartition(".")[2] for word in self.words if word.startswith("recompute")]
+        recomputes = [word.replace("=", " ") for word in self.words if "recompute" in word]
         lengths = ["real lengths"] if self.is_real else []
-        return ", ".join([self.method, *how, *lengths, self.system])
+        return ", ".join([self.method, *recomputes, *lengths, self.system])
 
 
 def words_of(method: str) -> list[str]:
@@ -167,8 +169,8 @@ def speed(numbers: Numbers, gpu: str = "h100") -> float:
 
 
 def needed_gib(numbers: Numbers) -> float:
-    """Return the highest memory of a step: weights, optimizer states, activations, gradients."""
-    names = ("weights_bytes", "states_bytes", "peak_bytes")
+    """Return the highest memory of a step: weights, gradients, optimizer states, activations."""
+    names = ("weights_bytes", "gradients_bytes", "states_bytes", "peak_bytes")
     return sum(numbers[name] for name in names) / 2**30
 
 
@@ -218,21 +220,19 @@ def figures_of(found: Mapping[str, Numbers]) -> list[Figure]:
 
 def print_table(found: Mapping[str, Numbers]) -> None:
     """Print a row a case, and where the modelled rates are from."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     kinds = [name for name in next(iter(found.values())) if name.startswith("bytes/")]
-    table = Table(title="one micro-batch; KB a token of what is neither product nor attention")
-    columns = [
-        "case",
-        "launches",
-        "products / ideal",
-        *(kind.removeprefix("bytes/") for kind in kinds),
-    ]
-    columns += ["peak GiB", "with weights", "syncs", "pageable"]
-    columns += [f"{unit} {gpu}" for gpu in GPUS for unit in ("ms", "tok/s")]
+    print("one micro-batch; KB a token of what is neither product nor attention, by class")
+    table = Table(box=box.MARKDOWN)
+    columns = ["case", "launches", "products / ideal"]
+    columns += [kind.removeprefix("bytes/") for kind in kinds]
+    columns += ["activations GiB", "all GiB", "syncs", "pageable"]
+    columns += [f"{unit} {gpu}" for gpu in GPUS for unit in ("ms", "tokens/s")]
     for column in columns:
-        table.add_column(column, justify="left" if column == "case" else "right")
+        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
     for name, one in found.items():
         cells = [f"{one['launches']:,.0f}", f"{one['product_flops'] / one['ideal_flops']:.3f}"]
         cells += [f"{one[kind] / one['tokens'] / 1e3:,.0f}" for kind in kinds]
@@ -241,6 +241,6 @@ def print_table(found: Mapping[str, Numbers]) -> None:
         for gpu in GPUS:
             cells += [f"{1e3 * one[f'seconds/{gpu}']:,.0f}", f"{speed(one, gpu):,.0f}"]
         table.add_row(name, *cells)
-    Console(width=max(Console().width, 220)).print(table)
+    Console(width=WIDTH).print(table)
     for gpu in GPUS.values():
         print(f"modelled {gpu.name}: {gpu.source}")

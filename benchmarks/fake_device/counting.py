@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,11 +45,11 @@ BY_MODULE = (
     ("norm", r"norm$"),
     ("rope", r"rotary"),
     ("dropout", r"dropout"),
-    ("loss", r"^losshead$|forcausallm$"),
-    ("lora", r"lora"),
+    ("loss", r"losshead$|forcausallm$"),
+    ("lora", r"lora|fused"),
     ("gate", r"mlp$|silu|gelu|activation$"),
 )
-"""class and what the lower-case name of a module's class must contain"""
+"""class and what the lower-case name of a module's class, after that of its file, must contain"""
 ROTATES = {"mul", "add", "neg", "cat", "sub", "slice_backward", "add_", "mul_"}
 """what an attention module does itself to queries and keys; all else there is their layout"""
 RANK_LIMIT = 128
@@ -84,6 +84,7 @@ class Tally:
     """copies to the device of memory that is not page-locked"""
     live_bytes: int = 0
     peak_bytes: int = 0
+    """most that a micro-batch has live: activations, and gradients until they are with a weight"""
     peak_phase: str = ""
 
 
@@ -115,6 +116,7 @@ class Count(TorchDispatchMode):
         self._kinds: dict[int, str] = {}
         """class by sequence number of the autograd node"""
         self._storages: dict[int, Any] = {}
+        self._gradients: set[int] = set()
 
     @contextmanager
     def watching_modules(self) -> Iterator[None]:
@@ -125,6 +127,31 @@ class Count(TorchDispatchMode):
             hooks.register_module_forward_hook(
                 lambda *_: self._modules.pop() and None, always_call=True
             ),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def without_gradients(self, weights: Iterable[Tensor]) -> Iterator[None]:
+        """Take gradients out of the live memory once they are with their weights.
+
+        They stay from micro-batch to micro-batch, and are known from the weights.
+        """
+
+        def keep(weight: Tensor) -> None:
+            storage = weight.grad.untyped_storage()  # type: ignore[union-attr]
+            key = id(storage)
+            if key in self._storages and key not in self._gradients:
+                self._gradients.add(key)
+                self.tally.live_bytes -= _aligned(storage.nbytes())
+
+        handles = [
+            weight.register_post_accumulate_grad_hook(keep)
+            for weight in weights
+            if weight.requires_grad
         ]
         try:
             yield
@@ -172,7 +199,7 @@ class Count(TorchDispatchMode):
         if _is_on_device(source) and not _is_on_device(target):
             self.tally.to_host[f"{self.phase}: {func} {tuple(source.shape)}"] += 1
             self.tally.syncs[f"{self.phase}: {func}"] += 1
-        elif _is_on_device(target) and not _is_on_device(source) and not _is_pinned(source):
+        elif _is_on_device(target) and not (_is_on_device(source) or _is_pinned(source)):
             self.tally.pageable[f"{self.phase}: {func} {tuple(source.shape)}"] += 1
 
     def _count_kernel(
@@ -187,6 +214,9 @@ class Count(TorchDispatchMode):
         output: Any,
     ) -> None:
         flops = 0.0
+        if name == "gemm_4bit":
+            self._count_gemm_4bit(given, args, returned[0])
+            return
         dtype = str(given[0].dtype if given else returned[0].dtype).removeprefix("torch.")
         formula = flop_registry.get(func._overloadpacket) or flop_registry.get(
             getattr(torch.ops.aten, name.removesuffix("_"), None)
@@ -197,6 +227,24 @@ class Count(TorchDispatchMode):
             flops = float(formula(*args, **kwargs, out_val=output))
         num_bytes = _bytes_moved(func, name, args, kwargs, given, returned)
         self.tally.kernels[Kernel(self.phase, kind, name, dtype, flops, num_bytes)] += 1
+
+    def _count_gemm_4bit(self, given: list[Tensor], args: Any, output: Tensor) -> None:
+        """Count bitsandbytes' product as its CUDA code computes it for more than 1,536 rows.
+
+        It unpacks the matrix into one of its own, then multiplies (0.50.2, backends/cuda/ops.py).
+        """
+        rows, (height, width) = args[0], args[2]
+        dtype = str(rows.dtype).removeprefix("torch.")
+        unpacked = height * width * rows.element_size()
+        packed = sum(map(_size, given)) - _size(rows)
+        flops = 2.0 * rows.numel() * height
+        num_bytes = _size(rows) + unpacked + _size(output)
+        self.tally.kernels.update(
+            [
+                Kernel(self.phase, "dequantization", "gemm_4bit", dtype, 0.0, packed + unpacked),
+                Kernel(self.phase, "product", "gemm_4bit", dtype, flops, num_bytes),
+            ]
+        )
 
     def _attention_flops(self, name: str, given: list[Tensor]) -> float:
         """Two products forward; two more backward for each, and the first one again."""
@@ -209,12 +257,13 @@ class Count(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if self._modules or node is None:
             kind = self._kind_forward(func, name, given, returned)
-            if node is None and torch.is_grad_enabled() | bool(self._modules):
-                self._kinds[torch.autograd._get_sequence_nr() - 1] = kind
+            if node is None:
+                # A node is made just before its operator runs; those without one come after.
+                self._kinds.setdefault(torch.autograd._get_sequence_nr() - 1, kind)
         else:
             kind = self._kinds.get(node._sequence_nr(), "other")
-            if kind == "other" and name == "add":  # gradients of one tensor
-                kind = "adds"
+        if kind == "other":
+            kind = {"_to_copy": "casts", "add": "adds", "add_": "adds"}.get(name, kind)
         return self._kind_of_operator(func, name, given, returned) or kind
 
     def _kind_of_operator(
@@ -235,17 +284,16 @@ class Count(TorchDispatchMode):
     def _kind_forward(
         self, func: Any, name: str, given: list[Tensor], returned: list[Tensor]
     ) -> str:
-        names = [type(module).__name__.lower() for module in reversed(self._modules)]
-        if not names:
-            return "loss" if self.phase == "forward" else "adds" if "add" in name else "other"
+        if not self._modules:
+            return "loss" if self.phase == "forward" else "other"
+        module = type(self._modules[-1])
+        place = f"{module.__module__}.{module.__name__}".lower()
         for kind, pattern in BY_MODULE:
-            if re.search(pattern, names[0]):
+            if re.search(pattern, place):
                 return kind
-        if "attention" in names[0]:
+        if place.endswith("attention"):
             return "rope" if name in ROTATES else "layout"
-        if name == "_to_copy":
-            return "casts"
-        return "adds" if name.startswith("add") else "other"
+        return "other"
 
     def _keep(self, tensor: Tensor) -> None:
         """Count a storage as live until it is freed."""
@@ -253,21 +301,27 @@ class Count(TorchDispatchMode):
         key = id(storage)
         if key in self._storages:
             return
-        size = -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+        size = _aligned(storage.nbytes())
         tally = self.tally
 
         def freed(_: Any) -> None:
             del self._storages[key]
-            tally.live_bytes -= size
+            if key not in self._gradients:
+                tally.live_bytes -= size
+            self._gradients.discard(key)
 
         self._storages[key] = weakref.ref(storage, freed)
         tally.live_bytes += size
-        if tally.live_bytes > tally.peak_bytes:
+        if self.phase != "step" and tally.live_bytes > tally.peak_bytes:
             tally.peak_bytes, tally.peak_phase = tally.live_bytes, self.phase
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _is_on_device(tensor: Tensor) -> bool:

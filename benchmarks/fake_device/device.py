@@ -121,13 +121,22 @@ HAS_A_KERNEL = ("silu_backward",)
 
 
 def _teach_fakes(torch: Any) -> None:
-    """Let FakeTensors be made without a driver, and give each storage an address."""
+    """Let FakeTensors be made without a driver, be page-locked, and have an address."""
     global _kernels
     _kernels = torch.library.Library("aten", "IMPL")
     for name in HAS_A_KERNEL:
         _kernels.impl(name, lambda *_: None, "CUDA")  # known to be there, and never called
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils.weak import WeakIdKeyDictionary
 
     torch._C._set_only_lift_cpu_tensors(True)
     FakeTensorMode.avoid_device_init = property(lambda _: True)
+    pinned = WeakIdKeyDictionary()
+
+    def pin_memory(tensor: Any) -> Any:
+        copy = tensor.clone()
+        pinned[copy] = None
+        return copy
+
+    FakeTensor.pin_memory, FakeTensor.is_pinned = pin_memory, lambda tensor: tensor in pinned
     FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata

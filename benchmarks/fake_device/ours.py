@@ -44,7 +44,8 @@ class Traced:
         """Count a micro-batch, forward and backward, and the optimizer step that it ends."""
         batch = list(self.data.train_dataloader())[number]
         count = Count(seen=float(sum(n * n for row in batch.document_lengths for n in row)))
-        with self.fakes, count, count.watching_modules():
+        weights = list(self.module.model.parameters())
+        with self.fakes, count, count.watching_modules(), count.without_gradients(weights):
             moved = self.data.transfer_batch_to_device(batch, DEVICE, 0)
             with self.trainer.precision_plugin.forward_context():
                 loss = self.module.training_step(moved, 0)
@@ -62,6 +63,29 @@ class Traced:
             num_tokens=batch.num_tokens,
             num_trained=len(batch.trained_columns),
         )
+
+    def graphs(self) -> list[int]:
+        """Compile the layers and train on every batch; return the graphs there are after each.
+
+        AssertionError where a layer could not be compiled.
+        """
+        from app.model import compile as compiling
+        from app.training.callbacks.compilation import Compilation
+
+        compiling.BACKEND = "aot_eager"  # Inductor would write kernels for a device that is there
+        compilation, found = Compilation(), []
+        batches = list(self.data.train_dataloader())
+        with self.fakes:
+            compilation.on_train_start(self.trainer, self.module)
+            assert compilation.layers is not None
+            for batch in batches:
+                moved = self.data.transfer_batch_to_device(batch, DEVICE, 0)
+                with self.trainer.precision_plugin.forward_context():
+                    loss = self.module.training_step(moved, 0)
+                loss.backward()
+                assert compilation.layers.failure is None, compilation.layers.failure
+                found.append(compiling.num_compiled())
+        return found
 
 
 def open_run(

@@ -46,7 +46,7 @@ def count(words: Sequence[str], architecture: dict[str, Any], lengths: Sequence[
             place(model)
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
-        with counting, counting.watching_modules():
+        with counting, counting.watching_modules(), counting.without_gradients(trained):
             ids = rows.to(DEVICE, non_blocking=True)
             with torch.autocast("cuda", torch.bfloat16, enabled="lora" in words):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
