@@ -173,8 +173,10 @@ class Count(TorchDispatchMode):
                 return True
         output = func(*args, **kwargs)
         returned = _tensors(output)
+        # A view is no new memory, also of a weight, which was there before.
+        known = {id(tensor.untyped_storage()) for tensor in given}
         for tensor in returned:
-            if _is_on_device(tensor):
+            if _is_on_device(tensor) and id(tensor.untyped_storage()) not in known:
                 self._keep(tensor)
         if not (on_device or any(map(_is_on_device, returned))):
             return output

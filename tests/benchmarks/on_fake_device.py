@@ -55,7 +55,7 @@ def known_program() -> dict[str, object]:
         left = torch.empty(256, 512, device="cuda", dtype=torch.bfloat16)
         right = torch.empty(512, 1024, device="cuda", dtype=torch.bfloat16)
         with count:
-            product = left @ right
+            product = left.t().t() @ right
             product.add_(1)
             live = count.tally.live_bytes
             del product
