@@ -107,7 +107,15 @@ def _pretend(torch: Any) -> None:
         "memory_reserved": 0,
         "get_rng_state": state,
     }
-    nothing = ("_lazy_init", "set_device", "synchronize", "empty_cache", "set_rng_state")
+    nothing = (
+        "_lazy_init",
+        "manual_seed",
+        "manual_seed_all",
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "set_rng_state",
+    )
     for name, value in (answers | dict.fromkeys(nothing)).items():
         setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -89,21 +91,23 @@ class Traced:
 
 
 def open_run(
-    words: Sequence[str], architecture: dict[str, Any], lengths: Sequence[int], folder: Path
+    words: Sequence[str],
+    architecture: dict[str, Any],
+    num_layers: int,
+    lengths: Sequence[int],
+    folder: Path,
 ) -> Traced:
     """Prepare what `app.train WORDS` would train, for a model of `architecture`.
 
+    All is chosen for the whole model, of which then only `num_layers` are built.
     Documents have `lengths` tokens, each of which is trained on. `folder` must be empty.
     """
-    from app.assembly import build_data, build_module, open_base, resolve_strategy
     from app.config import load_config
-    from app.run import Run
-    from app.strategy.build import build_strategy
-    from app.training.trainer import build_lightning_trainer, resolve_environment
 
     base_folder, data_file = folder / "base", folder / "rows.jsonl"
     base_folder.mkdir()
-    (base_folder / "config.json").write_text(json.dumps(architecture))
+    architecture_file = base_folder / "config.json"
+    architecture_file.write_text(json.dumps(architecture))
     # Ids that the tokenizer has; a first token of its own keeps a row from being a duplicate.
     documents = ([index % 256, *[0] * (length - 1)] for index, length in enumerate(lengths))
     lines = (json.dumps({"input_ids": ids, "labels": ids}) for ids in documents)
@@ -122,31 +126,39 @@ def open_run(
             f"output.dir={folder / 'run'}",
         ],
     )
-    env = resolve_environment(config.trainer, config.strategy)
-    base = open_base(config, env, config.adapter)
-    data = build_data(config, base, env, Run(config=config, folder=folder / "run"))
-    strategy = build_strategy(
-        resolve_strategy(config, base, env), accelerator=env.accelerator, num_ranks=env.num_ranks
-    )
-    trainer = build_lightning_trainer(
-        config.trainer,
-        env=env,
-        strategy=strategy,
-        total_steps=data.total_steps,
-        loggers=[],
-        callbacks=[],
-        folder=folder,
-    )
-    module = build_module(config, base, data, env, [])
-    module.trainer = trainer
-    trainer.strategy.connect(module)
+    module, data = before_fit(config)
+    architecture_file.write_text(json.dumps(architecture | {"num_hidden_layers": num_layers}))
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     model = module.model = module.build(on_meta=True)
     with fakes, Count(seen=0):  # which answers what is asked of the device's numbers
         place(model)
-        fuse(module)
+        start_fit(module)
         optimizer = module.build_optimizer(model)
-    return Traced(config, module, data, trainer, optimizer, fakes)
+    return Traced(config, module, data, module.trainer, optimizer, fakes)
+
+
+class FitReached(Exception):
+    """Ends the verb where it would begin to fit."""
+
+
+def before_fit(config: TrainConfig) -> tuple[FinetuneModule, FinetuneDataModule]:
+    """Run `app.train` up to its fit; return what it would fit, with its trainer."""
+    import lightning as L
+
+    from app.train import train
+
+    reached: list[Any] = []
+
+    def fit(trainer: L.Trainer, module: Any, data: Any, **_: Any) -> None:
+        module.trainer = trainer
+        trainer.strategy.connect(module)
+        reached.extend((module, data))
+        raise FitReached
+
+    with patch.object(L.Trainer, "fit", fit), suppress(FitReached):
+        train(config)
+    module, data = reached
+    return module, data
 
 
 def place(model: torch.nn.Module) -> None:
@@ -191,9 +203,13 @@ def _pack(layer: Any, weight: Any) -> torch.nn.Parameter:
     return plain
 
 
-def fuse(module: FinetuneModule) -> None:
-    """Fuse layers as a fit does; that the kernels are equal is taken for granted."""
-    from app.model.kernels import fuse_layers
+def start_fit(module: FinetuneModule) -> None:
+    """Fuse layers as a fit does; that the kernels are equal is taken for granted.
 
-    if module.uses_fused_kernels and module.strategy.fuses_adapters:
-        fuse_layers(module.model, module.strategy.gathered, DEVICE)
+    What compares the numbers of attention and head is left out: a fake has none.
+    """
+    with (
+        patch.object(module, "_probe_attention"),
+        patch("app.training.module.check_head_loss"),
+    ):
+        module.on_fit_start()

@@ -41,22 +41,23 @@ class Job:
     """number of the micro-batch that is counted"""
 
 
-def architecture_of(model: str, num_layers: int | None = None) -> dict[str, Any]:
-    """Return the config.json of conf/model/MODEL.yaml, with another number of layers."""
+def architecture_of(model: str) -> dict[str, Any]:
+    """Return the config.json of conf/model/MODEL.yaml."""
     file = ROOT / "conf" / "model" / f"{model}.yaml"
     numbers: dict[str, Any] = yaml.safe_load(file.read_text())["architecture"]
-    return numbers if num_layers is None else numbers | {"num_hidden_layers": num_layers}
+    return numbers
 
 
 def trace(job: Job) -> Numbers:
     """Count a micro-batch of `job`; the fake device must be installed."""
     from benchmarks.fake_device import ours, plain
 
-    architecture = architecture_of(job.model, job.num_layers)
+    architecture = architecture_of(job.model)
     if job.system == "plain":
-        return summarize(plain.count(job.words, architecture, job.lengths))
+        shallow = architecture | {"num_hidden_layers": job.num_layers}
+        return summarize(plain.count(job.words, shallow, job.lengths))
     with tempfile.TemporaryDirectory() as folder:
-        run = ours.open_run(job.words, architecture, job.lengths, Path(folder))
+        run = ours.open_run(job.words, architecture, job.num_layers, job.lengths, Path(folder))
         return summarize(run.count(job.batch))
 
 

@@ -39,7 +39,8 @@ def graphs() -> list[int]:
 
     words = [*METHODS["lora"], "trainer.compile=true", "trainer.max_steps=3"]
     with tempfile.TemporaryDirectory() as folder:
-        run = ours.open_run(words, architecture_of("llama8b", 2), real_lengths(), Path(folder))
+        shape = architecture_of("llama8b")
+        run = ours.open_run(words, shape, 2, real_lengths(), Path(folder))
         return run.graphs()
 
 
