@@ -276,8 +276,10 @@ class Count(TorchDispatchMode):
             return "attention"
         if func.namespace == "bitsandbytes":
             return "dequantization"
-        if "dropout" in name:
+        if name in ("dropout", "native_dropout", "native_dropout_backward"):
             return "dropout"
+        if name == "rope":
+            return "rope"
         if "mm" in name:
             sides = {side for tensor in (*given, *returned) for side in tensor.shape[-2:]}
             return "lora" if min(sides) <= RANK_LIMIT else "product"

@@ -44,6 +44,8 @@ class Traced:
 
     def count(self, number: int) -> Counted:
         """Count a micro-batch, forward and backward, and the optimizer step that it ends."""
+        from app.model.kernels import unfuse_layers
+
         batch = list(self.data.train_dataloader())[number]
         count = Count(seen=float(sum(n * n for row in batch.document_lengths for n in row)))
         weights = list(self.module.model.parameters())
@@ -58,6 +60,7 @@ class Traced:
                 self.optimizer, self.config.trainer.max_grad_norm
             )
             self.optimizer.step()
+        unfuse_layers(self.module.model)  # also what it has fused for all models of a kind
         return Counted(
             tally=count.tally,
             model=self.module.model,
