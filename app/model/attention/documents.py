@@ -29,6 +29,13 @@ FREE_PADDING = 1024
 """query-key pairs of padding that a document may add besides: fewer, larger calls"""
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor in host memory to `device`; no batch waits for what a GPU still computes."""
+    if device.type == "cuda":  # it copies beside its work from page-locked memory only
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 class DocumentSpan(NamedTuple):
     """Position of a document: its row, its first column and the one after its last."""
 
@@ -85,8 +92,8 @@ class DocumentGroups:
             is_real = columns < lengths
             restore[index[is_real]] = slots[is_real]
             first_slot += index.numel()
-            gather.append(index.to(self.device, non_blocking=True))
-        return gather, restore.to(self.device, non_blocking=True)
+            gather.append(to_device(index, self.device))
+        return gather, to_device(restore, self.device)
 
 
 def group_documents(
@@ -234,15 +241,15 @@ def _group(
         slots = first_slot + torch.arange(query_index.numel()).view_as(query_index)
         restore[query_index[is_query]] = slots[is_query]
         first_slot += query_index.numel()
-        visible = None if is_key.all() else is_key[:, None, None].to(device, non_blocking=True)
+        visible = None if is_key.all() else to_device(is_key[:, None, None], device)
         groups.append(
             PairGroup(
-                query_index.to(device, non_blocking=True),
-                key_index.to(device, non_blocking=True),
+                to_device(query_index, device),
+                to_device(key_index, device),
                 visible,
             )
         )
-    return BidirectionalGroups(groups, restore.to(device, non_blocking=True))
+    return BidirectionalGroups(groups, to_device(restore, device))
 
 
 def _take_similar(

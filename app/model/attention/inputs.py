@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.backends import BY_CLASS, why_not_batched, why_not_packed
-from app.model.attention.documents import Lengths, group_documents, group_pairs
+from app.model.attention.documents import Lengths, group_documents, group_pairs, to_device
 from app.model.attention.flex import block_mask
 from app.process.errors import UserError
 
@@ -147,7 +147,7 @@ def _boundaries(
     _, tokens = shape
     lengths = [n for row in document_lengths for n in (*row, tokens - sum(row)) if n]
     ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    boundaries = ends.to(device, non_blocking=True)
+    boundaries = to_device(ends, device)
     return {
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,

@@ -1,0 +1,43 @@
+"""Trace jobs, given as JSON on the standard input, and print a line of numbers for each.
+
+A process of its own, for it believes in a GPU from here on. A job that fails prints its `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+import warnings
+
+from benchmarks.fake_device.device import NoFakeDevice, install
+
+
+def main() -> int:
+    """Trace; exit code 3 with the reason where there can be no fake device."""
+    jobs = json.load(sys.stdin)
+    warnings.simplefilter("ignore")
+    try:
+        install()
+    except NoFakeDevice as reason:
+        print(reason, file=sys.stderr)
+        return 3
+    from benchmarks.fake_device.kernels import install_liger
+    from benchmarks.fake_device.trace import Job, trace
+
+    install_liger()
+    logging.getLogger().setLevel(logging.ERROR)
+    for job in jobs:
+        try:
+            found: dict[str, object] = dict(trace(Job(**job)))
+        except Exception as error:  # noqa: BLE001  the other jobs must not be lost
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+        print(json.dumps({"name": job["name"], "num_layers": job["num_layers"], **found}))
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

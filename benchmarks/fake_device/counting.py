@@ -1,0 +1,367 @@
+"""Count what a device is asked for: kernels, FLOPs, bytes, live memory, syncs and copies.
+
+A dispatch mode sees every operator below autograd, forward and backward. Operators are put into
+classes by the module that they run in; those of the backward pass by the autograd node, which is
+known from the forward pass.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+CLASSES = (
+    "norm", "rope", "gate", "lora", "dropout", "loss", "casts", "adds", "dequantization", "layout",
+    "other",
+)  # fmt: skip
+"""of what is neither a product nor an attention, in the order they are shown"""
+NO_KERNEL = {
+    "_unsafe_view", "detach", "alias", "lift_fresh", "empty", "empty_like", "empty_strided",
+    "new_empty", "new_empty_strided", "is_same_size", "sym_size", "sym_stride", "device",
+    "set_", "resize_",
+}  # fmt: skip
+"""operators without a kernel, besides views"""
+WRITES_ONLY = {"copy_", "fill_", "zero_", "full", "zeros", "ones", "zeros_like", "new_zeros"}
+"""operators that do not read what they write"""
+LOOKS_UP = {"index", "embedding", "gather", "index_select"}
+"""operators that read no more than they return"""
+WAITS = {
+    "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim",
+    "_unique2", "unique_consecutive", "repeat_interleave",
+}  # fmt: skip
+"""operators of which the host needs a value, or the size of the result"""
+BY_MODULE = (
+    ("norm", r"norm$"),
+    ("rope", r"rotary"),
+    ("dropout", r"dropout"),
+    ("loss", r"losshead$|forcausallm$"),
+    ("lora", r"lora|fused"),
+    ("gate", r"mlp$|silu|gelu|activation$"),
+)
+"""class and what the lower-case name of a module's class, after that of its file, must contain"""
+ROTATES = {"mul", "add", "neg", "cat", "sub", "slice_backward", "add_", "mul_"}
+"""what an attention module does itself to queries and keys; all else there is their layout"""
+RANK_LIMIT = 128
+"""a product with a side as short as this, in a module with an adapter, is the adapter's"""
+ALIGNMENT = 512
+"""bytes that PyTorch's allocator rounds up to"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kind of launch; `flops` are 0 where it is bound by memory alone."""
+
+    phase: str
+    kind: str
+    """class of CLASSES, or `product` or `attention`"""
+    name: str
+    dtype: str
+    flops: float
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was counted."""
+
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    syncs: Counter[str] = field(default_factory=Counter)
+    """operators for which the host waits for the device"""
+    to_host: Counter[str] = field(default_factory=Counter)
+    """copies from the device"""
+    pageable: Counter[str] = field(default_factory=Counter)
+    """copies to the device of memory that is not page-locked"""
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    """most that a micro-batch has live: activations, and gradients until they are with a weight"""
+    peak_phase: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """A counted micro-batch, and the step that it ended."""
+
+    tally: Tally
+    model: Any
+    optimizer: torch.optim.Optimizer
+    num_tokens: int
+    num_trained: int
+    """positions that the head computes a loss for"""
+
+
+class Count(TorchDispatchMode):
+    """Count into `tally`; `phase` says where a step is.
+
+    seen: sum of squares of the batch's document lengths, which causal attention costs half of.
+    What a program asks of the device's numbers is answered with one and yes, and counted.
+    """
+
+    def __init__(self, seen: float) -> None:
+        super().__init__()
+        self.tally = Tally()
+        self.phase = "forward"
+        self._seen = seen
+        self._modules: list[torch.nn.Module] = []
+        self._kinds: dict[int, str] = {}
+        """class by sequence number of the autograd node"""
+        self._storages: dict[int, Any] = {}
+        self._gradients: set[int] = set()
+
+    @contextmanager
+    def watching_modules(self) -> Iterator[None]:
+        """Know which module an operator runs in."""
+        hooks = torch.nn.modules.module
+        handles = [
+            hooks.register_module_forward_pre_hook(lambda module, _: self._modules.append(module)),
+            hooks.register_module_forward_hook(
+                lambda *_: self._modules.pop() and None, always_call=True
+            ),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def without_gradients(self, weights: Iterable[Tensor]) -> Iterator[None]:
+        """Take gradients out of the live memory once they are with their weights.
+
+        They stay from micro-batch to micro-batch, and are known from the weights.
+        """
+
+        def keep(weight: Tensor) -> None:
+            storage = weight.grad.untyped_storage()  # type: ignore[union-attr]
+            key = id(storage)
+            if key in self._storages and key not in self._gradients:
+                self._gradients.add(key)
+                self.tally.live_bytes -= _aligned(storage.nbytes())
+
+        handles = [
+            weight.register_post_accumulate_grad_hook(keep)
+            for weight in weights
+            if weight.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._overloadpacket.__name__
+        given = _tensors((args, kwargs))
+        if on_device := any(map(_is_on_device, given)):
+            self._count_waits(func, name, given, kwargs)
+            if name == "_local_scalar_dense":
+                return 1 if not given[0].is_floating_point() else 1.0
+            if name == "equal":
+                return True
+        output = func(*args, **kwargs)
+        returned = _tensors(output)
+        # A view is no new memory, also of a weight, which was there before.
+        known = {id(tensor.untyped_storage()) for tensor in given}
+        for tensor in returned:
+            if _is_on_device(tensor) and id(tensor.untyped_storage()) not in known:
+                self._keep(tensor)
+        if not (on_device or any(map(_is_on_device, returned))):
+            return output
+        self._count_copies(func, given, returned)
+        kind = self._kind_of(func, name, given, returned)
+        if name not in NO_KERNEL and not func.is_view and name not in WAITS:
+            self._count_kernel(kind, func, name, given, returned, args, kwargs, output)
+        return output
+
+    def _count_waits(self, func: Any, name: str, given: list[Tensor], kwargs: Any) -> None:
+        is_known = name == "repeat_interleave" and kwargs.get("output_size") is not None
+        by_mask = name.startswith("index") and any(
+            tensor.dtype in (torch.bool, torch.uint8) for tensor in given[1:]
+        )
+        if (name in WAITS and not is_known) or by_mask:
+            self.tally.syncs[f"{self.phase}: {func}"] += 1
+
+    def _count_copies(self, func: Any, given: list[Tensor], returned: list[Tensor]) -> None:
+        if func._overloadpacket.__name__ not in ("_to_copy", "copy_"):
+            return
+        source, target = given[-1], returned[0]
+        if _is_on_device(source) and not _is_on_device(target):
+            self.tally.to_host[f"{self.phase}: {func} {tuple(source.shape)}"] += 1
+            self.tally.syncs[f"{self.phase}: {func}"] += 1
+        elif _is_on_device(target) and not (_is_on_device(source) or _is_pinned(source)):
+            self.tally.pageable[f"{self.phase}: {func} {tuple(source.shape)}"] += 1
+
+    def _count_kernel(
+        self,
+        kind: str,
+        func: Any,
+        name: str,
+        given: list[Tensor],
+        returned: list[Tensor],
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> None:
+        flops = 0.0
+        if name == "gemm_4bit":
+            self._count_gemm_4bit(given, args, returned[0])
+            return
+        dtype = str(given[0].dtype if given else returned[0].dtype).removeprefix("torch.")
+        formula = flop_registry.get(func._overloadpacket) or flop_registry.get(
+            getattr(torch.ops.aten, name.removesuffix("_"), None)
+        )
+        if _is_attention(func):
+            flops = self._attention_flops(name, given)
+        elif formula is not None and "mm" in name:
+            flops = float(formula(*args, **kwargs, out_val=output))
+        num_bytes = _bytes_moved(func, name, args, kwargs, given, returned)
+        self.tally.kernels[Kernel(self.phase, kind, name, dtype, flops, num_bytes)] += 1
+
+    def _count_gemm_4bit(self, given: list[Tensor], args: Any, output: Tensor) -> None:
+        """Count bitsandbytes' product as its CUDA code computes it for more than 1,536 rows.
+
+        It unpacks the matrix into one of its own, then multiplies (0.50.2, backends/cuda/ops.py).
+        """
+        rows, (height, width) = args[0], args[2]
+        dtype = str(rows.dtype).removeprefix("torch.")
+        unpacked = height * width * rows.element_size()
+        packed = sum(map(_size, given)) - _size(rows)
+        flops = 2.0 * rows.numel() * height
+        num_bytes = _size(rows) + unpacked + _size(output)
+        self.tally.kernels.update(
+            [
+                Kernel(self.phase, "dequantization", "gemm_4bit", dtype, 0.0, packed + unpacked),
+                Kernel(self.phase, "product", "gemm_4bit", dtype, flops, num_bytes),
+            ]
+        )
+
+    def _attention_flops(self, name: str, given: list[Tensor]) -> float:
+        """Two products forward; two more backward for each, and the first one again."""
+        query = given[1] if "backward" in name else given[0]  # a gradient comes first
+        heads = query.shape[1] if "scaled_dot" in name else query.shape[-2]
+        forward = 2 * 2 * heads * query.shape[-1] * self._seen / 2
+        return 2.5 * forward if "backward" in name else forward
+
+    def _kind_of(self, func: Any, name: str, given: list[Tensor], returned: list[Tensor]) -> str:
+        node = torch._C._current_autograd_node()
+        if self._modules or node is None:
+            kind = self._kind_forward(func, name, given, returned)
+            if node is None:
+                # A node is made just before its operator runs; those without one come after.
+                self._kinds.setdefault(torch.autograd._get_sequence_nr() - 1, kind)
+        else:
+            kind = self._kinds.get(node._sequence_nr(), "other")
+        if kind == "other":
+            kind = {"_to_copy": "casts", "add": "adds", "add_": "adds"}.get(name, kind)
+        return self._kind_of_operator(func, name, given, returned) or kind
+
+    def _kind_of_operator(
+        self, func: Any, name: str, given: list[Tensor], returned: list[Tensor]
+    ) -> str | None:
+        """Return the class of what is told by the operator alone."""
+        if _is_attention(func):
+            return "attention"
+        if func.namespace == "bitsandbytes":
+            return "dequantization"
+        if name in ("dropout", "native_dropout", "native_dropout_backward"):
+            return "dropout"
+        if name == "rope":
+            return "rope"
+        if "mm" in name:
+            sides = {side for tensor in (*given, *returned) for side in tensor.shape[-2:]}
+            return "lora" if min(sides) <= RANK_LIMIT else "product"
+        return None
+
+    def _kind_forward(
+        self, func: Any, name: str, given: list[Tensor], returned: list[Tensor]
+    ) -> str:
+        if not self._modules:
+            return "loss" if self.phase == "forward" else "other"
+        module = type(self._modules[-1])
+        place = f"{module.__module__}.{module.__name__}".lower()
+        for kind, pattern in BY_MODULE:
+            if re.search(pattern, place):
+                return kind
+        if place.endswith("attention"):
+            return "rope" if name in ROTATES else "layout"
+        return "other"
+
+    def _keep(self, tensor: Tensor) -> None:
+        """Count a storage as live until it is freed."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._storages:
+            return
+        size = _aligned(storage.nbytes())
+        tally = self.tally
+
+        def freed(_: Any) -> None:
+            del self._storages[key]
+            if key not in self._gradients:
+                tally.live_bytes -= size
+            self._gradients.discard(key)
+
+        self._storages[key] = weakref.ref(storage, freed)
+        tally.live_bytes += size
+        if self.phase != "step" and tally.live_bytes > tally.peak_bytes:
+            tally.peak_bytes, tally.peak_phase = tally.live_bytes, self.phase
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _is_on_device(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    with _disable_current_modes():
+        return bool(tensor.is_pinned())
+
+
+def _is_attention(func: Any) -> bool:
+    return bool(re.search("attention|attn", func._overloadpacket.__name__))
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of a tensor, no more than its storage: of one that was expanded each is read once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _bytes_moved(
+    func: Any, name: str, args: Any, kwargs: Any, given: list[Tensor], returned: list[Tensor]
+) -> int:
+    given = [tensor for tensor in given if _is_on_device(tensor)]
+    written = [tensor for tensor in returned if _is_on_device(tensor)]
+    mutated: list[Tensor] = []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated += _tensors(value)
+    if not written:
+        written = mutated
+    if name in LOOKS_UP:
+        return 2 * sum(map(_size, written))
+    if name == "scatter_add_":
+        return 3 * _size(args[3])
+    read = given
+    if name in WRITES_ONLY:
+        read = [tensor for tensor in given if all(tensor is not one for one in mutated)]
+    return sum(map(_size, read)) + sum(map(_size, written))

@@ -1,0 +1,150 @@
+"""A CUDA device that is not there: FakeTensors on `cuda:0`, forward, backward and autocast.
+
+A process that has called `install` believes in one H100 for the rest of its life, so that a tool
+which traces has a process of its own. Nothing is computed and no memory is taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).with_name("guard.cpp")
+MEMORY_GIB = 80
+CAPABILITY = (9, 0)
+MULTIPROCESSORS = 132
+_kernels: Any = None
+
+
+class NoFakeDevice(Exception):
+    """Says why there can be no fake device here."""
+
+
+def find_obstacle() -> str | None:
+    """Return why this machine cannot make the fake device, None where it can."""
+    if shutil.which("g++") is None:
+        return "there is no C++ compiler (g++)"
+    return None
+
+
+@functools.cache
+def install() -> None:
+    """Make torch believe in a CUDA device; NoFakeDevice with the reason where it cannot."""
+    if obstacle := find_obstacle():
+        raise NoFakeDevice(obstacle)
+    _load_guard()
+    # What asks for a device while it is imported must find none: bitsandbytes loads CUDA's library.
+    import lightning  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    import transformers
+    from bitsandbytes import functional
+
+    # The table of its scales is computed once, by numbers that a fake would not have.
+    functional.name2qmap["dynamic"] = functional.create_dynamic_map()
+    if torch.version.cuda is not None:
+        raise NoFakeDevice("this PyTorch is built for CUDA, whose own device would be taken")
+    _pretend(torch)
+    _teach_fakes(torch)
+    # Else it would leave out what it does with real tensors, as reading whether a mask is needed.
+    transformers.utils.import_utils.is_fake_tensor = lambda _: False
+
+
+def _load_guard() -> None:
+    """Build the guard into a temporary folder and load it, before torch starts its threads."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch_folder = Path(spec.origin).parent
+    libraries = torch_folder / "lib"
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(libraries / name), mode=ctypes.RTLD_GLOBAL)
+    include = torch_folder / "include"
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "libguard.so"
+        command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", str(SOURCE), "-o", str(library)]
+        command += [f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-L{libraries}"]
+        done = subprocess.run(
+            [*command, "-lc10", "-ltorch_cpu"], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise NoFakeDevice(f"g++ does not build {SOURCE.name}: {done.stderr.strip()[-300:]}")
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+class Properties:
+    """What `torch.cuda.get_device_properties` says of the device."""
+
+    name = "NVIDIA H100 80GB HBM3"
+    major, minor = CAPABILITY
+    multi_processor_count = MULTIPROCESSORS
+    total_memory = MEMORY_GIB << 30
+    warp_size = 32
+    max_threads_per_multi_processor = 2048
+    regs_per_multiprocessor = 65536
+
+
+def _pretend(torch: Any) -> None:
+    """Answer what is asked of `torch.cuda`."""
+    state = torch.zeros(16, dtype=torch.uint8)
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_name": Properties.name,
+        "get_device_capability": CAPABILITY,
+        "get_device_properties": Properties,
+        "mem_get_info": (Properties.total_memory, Properties.total_memory),
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "get_rng_state": state,
+    }
+    nothing = (
+        "_lazy_init",
+        "manual_seed",
+        "manual_seed_all",
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "set_rng_state",
+    )
+    for name, value in (answers | dict.fromkeys(nothing)).items():
+        setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.backends.cuda.is_flash_attention_available = lambda: True
+
+
+HAS_A_KERNEL = ("silu_backward",)
+"""operators that are one kernel on CUDA, where a build without CUDA takes them apart"""
+
+
+def _teach_fakes(torch: Any) -> None:
+    """Let FakeTensors be made without a driver, be page-locked, and have an address."""
+    global _kernels
+    _kernels = torch.library.Library("aten", "IMPL")
+    for name in HAS_A_KERNEL:
+        _kernels.impl(name, lambda *_: None, "CUDA")  # known to be there, and never called
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    torch._C._set_only_lift_cpu_tensors(True)
+    FakeTensorMode.avoid_device_init = property(lambda _: True)
+    pinned = WeakIdKeyDictionary()
+
+    def pin_memory(tensor: Any) -> Any:
+        copy = tensor.clone()
+        pinned[copy] = None
+        return copy
+
+    FakeTensor.pin_memory, FakeTensor.is_pinned = pin_memory, lambda tensor: tensor in pinned
+    FakeTensor.data_ptr = lambda self: self.untyped_storage()._cdata

@@ -1,0 +1,130 @@
+"""Stand-ins for Liger's kernels: their names and what they read, write and keep, without Triton.
+
+What a Triton kernel reads and writes is not seen by a FakeTensor, and Triton runs on a GPU only.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+
+@custom_op("standin::rms_norm", mutates_args=())
+def rms_norm(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(hidden), hidden.new_empty(hidden.shape[:-1], dtype=torch.float32)
+
+
+@custom_op("standin::rms_norm_backward", mutates_args=())
+def rms_norm_backward(grad: Tensor, hidden: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+@custom_op("standin::gate", mutates_args=())
+def gate(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@custom_op("standin::gate_backward", mutates_args={"gate", "up"})
+def gate_backward(grad: Tensor, gate: Tensor, up: Tensor) -> None:
+    """The gradients take the place of the inputs."""
+
+
+@custom_op("standin::rope", mutates_args={"query", "key"})
+def rope(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> None:
+    """Queries and keys are rotated in place."""
+
+
+for _operator in (rms_norm, rms_norm_backward, gate):
+    _operator.register_fake(_operator._init_fn)
+for _operator in (gate_backward, rope):
+    _operator.register_fake(lambda *_: None)
+
+
+class RmsNorm(torch.autograd.Function):
+    """Keeps its input and a scale a token."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        normed, scales = torch.ops.standin.rms_norm(hidden, weight)
+        ctx.save_for_backward(hidden, weight, scales)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, scales = ctx.saved_tensors
+        grad = torch.ops.standin.rms_norm_backward(outer[0], hidden, weight, scales)
+        return grad, torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+class Gate(torch.autograd.Function):
+    """Keeps both inputs, and writes their gradients over them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        gated: Tensor = torch.ops.standin.gate(gate, up)
+        return gated
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = (tensor.detach() for tensor in ctx.saved_tensors)
+        torch.ops.standin.gate_backward(outer[0], gate, up)
+        return gate, up
+
+
+class Rope(torch.autograd.Function):
+    """Keeps nothing but the angles."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cosine, sine)
+        return _rotate(query, key, cosine, sine)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return *_rotate(*outer, *ctx.saved_tensors), None, None
+
+
+def _rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    # By tokens, as the kernel wants them: no copy where heads were only transposed.
+    query, key = (part.transpose(1, 2).contiguous().detach() for part in (query, key))
+    torch.ops.standin.rope(query, key, cosine, sine)
+    return query.transpose(1, 2), key.transpose(1, 2)
+
+
+def liger_rms_norm(hidden: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    normed: Tensor = RmsNorm.apply(hidden, weight)
+    return normed
+
+
+def liger_swiglu(gate: Tensor, up: Tensor, *_: Any, **__: Any) -> Tensor:
+    gated: Tensor = Gate.apply(gate, up)
+    return gated
+
+
+def liger_rope(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    rotated: tuple[Tensor, Tensor] = Rope.apply(query, key, cosine, sine)
+    return rotated
+
+
+def install_liger() -> None:
+    """Let `import liger_kernel.transformers.functional` find these."""
+    for name in ("", ".transformers", ".transformers.functional"):
+        module = types.ModuleType(f"liger_kernel{name}")
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
+        module.__path__ = []
+        sys.modules[module.__name__] = module
+    functional: Any = sys.modules["liger_kernel.transformers.functional"]
+    functional.liger_rms_norm = liger_rms_norm
+    functional.liger_swiglu = functional.liger_geglu = liger_swiglu
+    functional.liger_rope = liger_rope

@@ -1,0 +1,218 @@
+"""One micro-batch and one optimizer step of a run, by the rooms of `app.train`, on fakes.
+
+Settings, data, attention, model, adapter, kernels, loss, clipping and optimizer are those that the
+verb would take; only what compares numbers before the fit is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.fake_device.counting import Count, Counted
+
+if TYPE_CHECKING:
+    import lightning as L
+
+    from app.config import TrainConfig
+    from app.training.module import FinetuneModule
+    from data_modules import FinetuneDataModule
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "data_modules" / "samples" / "tiny_base"
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A run whose model is on the fake device."""
+
+    config: TrainConfig
+    module: FinetuneModule
+    data: FinetuneDataModule
+    trainer: L.Trainer
+    optimizer: torch.optim.Optimizer
+    fakes: FakeTensorMode
+
+    def count(self, number: int) -> Counted:
+        """Count a micro-batch, forward and backward, and the optimizer step that it ends."""
+        from app.model.kernels import unfuse_layers
+
+        batch = list(self.data.train_dataloader())[number]
+        count = Count(seen=float(sum(n * n for row in batch.document_lengths for n in row)))
+        weights = list(self.module.model.parameters())
+        with self.fakes, count, count.watching_modules(), count.without_gradients(weights):
+            moved = self.data.transfer_batch_to_device(batch, DEVICE, 0)
+            with self.trainer.precision_plugin.forward_context():
+                loss = self.module.training_step(moved, 0)
+            count.phase = "backward"
+            loss.backward()
+            count.phase = "step"
+            self.module.configure_gradient_clipping(
+                self.optimizer, self.config.trainer.max_grad_norm
+            )
+            self.optimizer.step()
+        unfuse_layers(self.module.model)  # also what it has fused for all models of a kind
+        return Counted(
+            tally=count.tally,
+            model=self.module.model,
+            optimizer=self.optimizer,
+            num_tokens=batch.num_tokens,
+            num_trained=len(batch.trained_columns),
+        )
+
+    def graphs(self) -> list[int]:
+        """Compile the layers and train on every batch; return the graphs there are after each.
+
+        AssertionError where a layer could not be compiled.
+        """
+        from app.model import compile as compiling
+        from app.training.callbacks.compilation import Compilation
+
+        compiling.BACKEND = "aot_eager"  # Inductor would write kernels for a device that is there
+        compilation, found = Compilation(), []
+        batches = list(self.data.train_dataloader())
+        with self.fakes:
+            compilation.on_train_start(self.trainer, self.module)
+            assert compilation.layers is not None
+            for batch in batches:
+                moved = self.data.transfer_batch_to_device(batch, DEVICE, 0)
+                with self.trainer.precision_plugin.forward_context():
+                    loss = self.module.training_step(moved, 0)
+                loss.backward()
+                assert compilation.layers.failure is None, compilation.layers.failure
+                found.append(compiling.num_compiled())
+        return found
+
+
+def open_run(
+    words: Sequence[str],
+    architecture: dict[str, Any],
+    num_layers: int,
+    lengths: Sequence[int],
+    folder: Path,
+) -> Traced:
+    """Prepare what `app.train WORDS` would train, for a model of `architecture`.
+
+    All is chosen for the whole model, of which then only `num_layers` are built.
+    Documents have `lengths` tokens, each of which is trained on. `folder` must be empty.
+    """
+    from app.config import load_config
+
+    base_folder, data_file = folder / "base", folder / "rows.jsonl"
+    base_folder.mkdir()
+    architecture_file = base_folder / "config.json"
+    architecture_file.write_text(json.dumps(architecture))
+    # Ids that the tokenizer has; a first token of its own keeps a row from being a duplicate.
+    documents = ([index % 256, *[0] * (length - 1)] for index, length in enumerate(lengths))
+    lines = (json.dumps({"input_ids": ids, "labels": ids}) for ids in documents)
+    data_file.write_text("\n".join(lines))
+    config: Any = load_config(
+        "train",
+        [
+            *words,
+            f"model.path={base_folder}",
+            f"model.tokenizer_path={TOKENIZER}",
+            "model.stop_tokens=[]",
+            f"data.datasets=[{{path: {data_file}, format: pretokenized}}]",
+            f"data.cache_dir={folder / 'cache'}",
+            "data.val_set_size=0",
+            "data.num_workers=0",
+            f"output.dir={folder / 'run'}",
+        ],
+    )
+    module, data = before_fit(config)
+    architecture_file.write_text(json.dumps(architecture | {"num_hidden_layers": num_layers}))
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    model = module.model = module.build(on_meta=True)
+    with fakes, Count(seen=0):  # which answers what is asked of the device's numbers
+        place(model)
+        start_fit(module)
+        optimizer = module.build_optimizer(model)
+    return Traced(config, module, data, module.trainer, optimizer, fakes)
+
+
+class FitReached(Exception):
+    """Ends the verb where it would begin to fit."""
+
+
+def before_fit(config: TrainConfig) -> tuple[FinetuneModule, FinetuneDataModule]:
+    """Run `app.train` up to its fit; return what it would fit, with its trainer."""
+    import lightning as L
+
+    from app.train import train
+
+    reached: list[Any] = []
+
+    def fit(trainer: L.Trainer, module: Any, data: Any, **_: Any) -> None:
+        module.trainer = trainer
+        trainer.strategy.connect(module)
+        reached.extend((module, data))
+        raise FitReached
+
+    with patch.object(L.Trainer, "fit", fit), suppress(FitReached):
+        train(config)
+    module, data = reached
+    return module, data
+
+
+def place(model: torch.nn.Module) -> None:
+    """Give every weight and buffer on `meta` a place on the device."""
+    from bitsandbytes.nn import Params4bit
+
+    placed: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if id(weight) not in placed:
+                make = _pack if isinstance(weight, Params4bit) else _place
+                placed[id(weight)] = make(module, weight)
+            module._parameters[name] = placed[id(weight)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=DEVICE)
+
+
+def _place(_: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    empty = torch.empty_like(weight, device=DEVICE)
+    return torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
+
+
+def _pack(layer: Any, weight: Any) -> torch.nn.Parameter:
+    """Quantize a 4-bit weight; a plain parameter, for bitsandbytes' own class takes no fake."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        torch.empty(weight.shape, dtype=layer.compute_dtype, device=DEVICE),
+        blocksize=weight.blocksize,
+        compress_statistics=weight.compress_statistics,
+        quant_type=weight.quant_type,
+        quant_storage=weight.quant_storage,
+    )
+    plain = torch.nn.Parameter(packed, requires_grad=False)
+    for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage"):
+        setattr(plain, name, getattr(weight, name))
+    plain.quant_state = layer.quant_state = state
+    plain.bnb_quantized = True
+    return plain
+
+
+def start_fit(module: FinetuneModule) -> None:
+    """Fuse layers as a fit does; that the kernels are equal is taken for granted.
+
+    What compares the numbers of attention and head is left out: a fake has none.
+    """
+    with (
+        patch.object(module, "_probe_attention"),
+        patch("app.training.module.check_head_loss"),
+    ):
+        module.on_fit_start()

@@ -1,0 +1,57 @@
+"""What a GPU is taken to reach, and the time that counted kernels would take at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.fake_device.counting import Kernel
+
+HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """Rates that large kernels reach; what launching them costs the host is not in it."""
+
+    name: str
+    products: float
+    """FLOP/s of products in half precision"""
+    products_fp32: float
+    attention: float
+    """FLOP/s of FlashAttention 2, causal, forward and backward"""
+    bandwidth: float
+    """bytes/s of everything that is bound by memory"""
+    source: str
+
+    def seconds(self, kernel: Kernel) -> float:
+        """Return the time of one launch: what its arithmetic or its bytes take, whichever more."""
+        if kernel.kind == "attention":
+            rate = self.attention
+        else:
+            rate = self.products if kernel.dtype in HALF else self.products_fp32
+        return max(kernel.flops / rate, kernel.num_bytes / self.bandwidth)
+
+
+GPUS = {
+    "h100": Gpu(
+        name="H100 SXM",
+        products=700e12,
+        products_fp32=50e12,
+        attention=330e12,
+        bandwidth=2.6e12,
+        source=(
+            "assumed: 71 % of the datasheet's 989 TFLOPS, a third of them in FlashAttention 2 "
+            "(arXiv 2407.08608 gives 35 %), 78 % of the datasheet's 3.35 TB/s"
+        ),
+    ),
+    "h200": Gpu(
+        name="H200",
+        products=788e12,
+        products_fp32=50e12,
+        attention=330e12,
+        bandwidth=4.3e12,
+        source="788 TFLOPS of products and 4.3 TB/s were measured on one H200; the rest as H100",
+    ),
+}

@@ -1,0 +1,246 @@
+"""What an 8B model asks of a GPU, counted on a device that is not there; the time is modelled.
+
+Nothing is measured here but what the program does: kernels, FLOPs, bytes, memory, waits. The time
+follows from the rates of `fake_device/rates.py`, and what the host takes to launch is not in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.fake_device.device import MEMORY_GIB, find_obstacle
+from benchmarks.fake_device.rates import GPUS
+from benchmarks.fake_device.trace import Job, Numbers, architecture_of, extrapolate
+from benchmarks.figure import Figure
+from benchmarks.training.task import MEDIAN_TOKENS, SPREAD
+
+SEQUENCE_LEN = 4096
+DEPTHS = (2, 4)
+"""layers that are traced; the whole model follows from the two"""
+PROCESSES = 2
+FULL_PACKS = [SEQUENCE_LEN] * 4
+USABLE_GIB = MEMORY_GIB - 3
+"""what a driver's context, cuBLAS and fragments leave, assumed"""
+WIDTH = 320
+"""columns of the table: more than a terminal has, for it is kept as Markdown"""
+BARS = {"lora": 16_000.0, "full": 9_500.0, "llama8b": 12_500.0}
+"""modelled tokens a second on an H100"""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to train; the fastest one of a method that fits into memory gives its figure."""
+
+    method: str
+    words: Sequence[str]
+    is_real: bool = False
+    """real lengths, lognormal, instead of full packs"""
+    system: str = "ours"
+    model: str = "llama8b"
+
+    @property
+    def name(self) -> str:
+        recomputes = [word.replace("=", " ") for word in self.words if "recompute" in word]
+        lengths = ["real lengths"] if self.is_real else []
+        return ", ".join([self.method, *recomputes, *lengths, self.system])
+
+
+def words_of(method: str) -> list[str]:
+    """Return the overrides of a method: micro-batches of 8,192 tokens, 4,096 where all trains."""
+    common = [
+        "model=llama8b",
+        f"data.sequence_len={SEQUENCE_LEN}",
+        "trainer.max_steps=1",
+        "trainer.gradient_accumulation_steps=1",
+    ]
+    return (
+        common
+        + {
+            "lora": ["trainer.precision=bf16", "trainer.micro_batch_size=2", "adapter.dropout=0"],
+            "qlora": [
+                "trainer.precision=bf16",
+                "trainer.micro_batch_size=2",
+                "adapter.dropout=0",
+                "quantization=nf4",
+            ],
+            "full": ["adapter=full", "trainer.precision=bf16-pure", "trainer.micro_batch_size=1"],
+        }[method]
+    )
+
+
+CASES = [
+    *(
+        Case(method, [*words_of(method), f"recompute={mode}"], is_real)
+        for method in ("lora", "qlora", "full")
+        for mode in ("none", "full")
+        for is_real in (False, True)
+    ),
+    Case("llama8b", ["+experiment=llama8b", "trainer.max_steps=1"]),
+    *(
+        Case(method, [*words, *how], system="plain")
+        for method, words in (("lora", ["lora"]), ("qlora", ["lora", "nf4"]), ("full", []))
+        for how in ([], ["recompute"])
+    ),
+]
+
+
+def real_lengths() -> list[int]:
+    """Draw documents for several packs, by the lengths of the peers' benchmark."""
+    drawn = np.exp(np.random.default_rng(0).normal(np.log(MEDIAN_TOKENS), SPREAD, 400))
+    return [int(length) for length in drawn.astype(int).clip(8, SEQUENCE_LEN)]
+
+
+def measure() -> list[Figure]:
+    """Trace all cases, print what each asks for, and set the figures beside their bars."""
+    if obstacle := find_obstacle():
+        print(f"gpu_ops: skipped: {obstacle}")
+        return []
+    found = trace_all(CASES)
+    print_table(found)
+    for name, numbers in found.items():
+        print(json.dumps({"case": name} | numbers))
+    return figures_of(found)
+
+
+def trace_all(cases: Sequence[Case]) -> dict[str, Numbers]:
+    """Return the numbers of each case at the model's own depth, by the case's name."""
+    jobs = [
+        Job(
+            name=case.name,
+            model=case.model,
+            num_layers=depth,
+            words=case.words,
+            lengths=lengths_of(case),
+            system=case.system,
+        )
+        for case in cases
+        for depth in DEPTHS
+    ]
+    shares = [jobs[number::PROCESSES] for number in range(PROCESSES)]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        lines = [line for share in pool.map(trace_jobs, shares) for line in share]
+    found: dict[str, Numbers] = {}
+    for case in cases:
+        own = [line for line in lines if line["name"] == case.name]
+        if problems := [line["error"] for line in own if "error" in line]:
+            print(f"{case.name}: left out: {problems[0]}")
+            continue
+        shallow, deep = (
+            {key: value for key, value in line.items() if key != "name"} for line in own
+        )
+        num_layers = architecture_of(case.model)["num_hidden_layers"]
+        found[case.name] = extrapolate(shallow, deep, num_layers)
+    return found
+
+
+def lengths_of(case: Case) -> list[int]:
+    """Return the lengths of a case's documents; of a plain step, the rows of its micro-batch."""
+    if case.system == "plain":
+        return FULL_PACKS[: 1 if case.method == "full" else 2]
+    return real_lengths() if case.is_real else FULL_PACKS
+
+
+def trace_jobs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Trace in a process of its own, which believes in a GPU; a line of numbers for each job."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.fake_device"],
+        input=json.dumps([asdict(job) for job in jobs]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"benchmarks.fake_device: {done.stderr.strip()[-2000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def speed(numbers: Numbers, gpu: str = "h100") -> float:
+    """Return modelled tokens a second of a micro-batch, forward and backward."""
+    return numbers["tokens"] / numbers[f"seconds/{gpu}"]
+
+
+def needed_gib(numbers: Numbers) -> float:
+    """Return the highest memory of a step: weights, gradients, optimizer states, activations."""
+    names = ("weights_bytes", "gradients_bytes", "states_bytes", "peak_bytes")
+    return sum(numbers[name] for name in names) / 2**30
+
+
+def figures_of(found: Mapping[str, Numbers]) -> list[Figure]:
+    """Set what was counted beside its bar."""
+    packed = [case for case in CASES if not case.is_real and case.name in found]
+    speeds = {
+        (case.method, case.system): speed(found[case.name])
+        for case in sorted(packed, key=lambda case: speed(found[case.name]))
+        if needed_gib(found[case.name]) <= USABLE_GIB
+    }  # the fastest that fits comes last, and stays
+    ours = {method: value for (method, system), value in speeds.items() if system == "ours"}
+    plain = {method: value for (method, system), value in speeds.items() if system == "plain"}
+    figures = [
+        Figure(
+            figure=f"gpu_ops/{method}_tokens_per_second",
+            value=ours.get(method, 0.0),
+            bar=bar,
+            better="higher",
+        )
+        for method, bar in BARS.items()
+    ]
+    if {"lora", "qlora"} <= ours.keys():
+        share = ours["qlora"] / ours["lora"]
+        figures.append(
+            Figure(figure="gpu_ops/qlora_against_lora", value=share, bar=0.95, better="higher")
+        )
+    for method in sorted(plain.keys() & ours.keys()):
+        figures.append(
+            Figure(
+                figure=f"gpu_ops/{method}_against_plain",
+                value=ours[method] / plain[method],
+                bar=1.0,
+                better="higher",
+            )
+        )
+    lora = found.get(CASES[0].name)
+    if lora is not None:
+        peak = lora["peak_bytes"] / 2**30
+        figures.append(Figure(figure="gpu_ops/lora_activations_gib", value=peak, bar=46.0))
+    own = [found[case.name] for case in CASES if case.system == "ours" and case.name in found]
+    for name, what in (("syncs", "host_syncs"), ("pageable", "pageable_copies")):
+        most = max((numbers[name] for numbers in own), default=math.inf)
+        figures.append(Figure(figure=f"gpu_ops/{what}_a_micro_batch", value=most, bar=0.0))
+    return figures
+
+
+def print_table(found: Mapping[str, Numbers]) -> None:
+    """Print a row a case, and where the modelled rates are from."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    kinds = [name for name in next(iter(found.values())) if name.startswith("bytes/")]
+    print("one micro-batch; KB a token of what is neither product nor attention, by class")
+    table = Table(box=box.MARKDOWN)
+    columns = ["case", "launches", "products / ideal"]
+    columns += [kind.removeprefix("bytes/") for kind in kinds]
+    columns += ["activations GiB", "all GiB", "syncs", "pageable"]
+    columns += [f"{unit} {gpu}" for gpu in GPUS for unit in ("ms", "tokens/s")]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "case" else "right", no_wrap=True)
+    for name, one in found.items():
+        cells = [f"{one['launches']:,.0f}", f"{one['product_flops'] / one['ideal_flops']:.3f}"]
+        cells += [f"{one[kind] / one['tokens'] / 1e3:,.0f}" for kind in kinds]
+        cells += [f"{one['peak_bytes'] / 2**30:.1f}", f"{needed_gib(one):.1f}"]
+        cells += [f"{one['syncs']:.0f}", f"{one['pageable']:.0f}"]
+        for gpu in GPUS:
+            cells += [f"{1e3 * one[f'seconds/{gpu}']:,.0f}", f"{speed(one, gpu):,.0f}"]
+        table.add_row(name, *cells)
+    Console(width=WIDTH).print(table)
+    for gpu in GPUS.values():
+        print(f"modelled {gpu.name}: {gpu.source}")

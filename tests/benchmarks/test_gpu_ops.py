@@ -1,0 +1,115 @@
+"""What training asks of a GPU, on a device that is not there: no waits, few bytes, few graphs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import benchmarks.gpu_ops as bench
+from benchmarks.fake_device.device import find_obstacle
+from benchmarks.fake_device.trace import extrapolate
+from tests.benchmarks.on_fake_device import DEPTHS, LAYERS, METHODS
+
+BUDGETS_GIB = {"lora": 6.0, "qlora": 6.0, "full": 6.0, "selective": 3.2}
+"""activations of a micro-batch of four layers of an 8B model: 8,192 tokens, full 4,096"""
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    """What `on_fake_device` prints; one process, for it believes in a GPU to its end."""
+    if obstacle := find_obstacle():
+        pytest.skip(obstacle)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.on_fake_device"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 3:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_program_is_counted_as_by_hand(found: Any) -> None:
+    known = found["known"]
+    assert known["flops"] == 2 * 256 * 512 * 1024
+    assert known["bytes"] == 2 * (256 * 512 + 512 * 1024 + 256 * 1024)
+    assert known["in_place"] == 2 * 2 * 256 * 1024  # read and written
+    assert known["live"] == [2 * 256 * 1024, 0]
+    assert known["syncs"] == [
+        "forward: aten._local_scalar_dense.default",
+        "forward: aten._to_copy.default",
+    ]
+    assert known["to_host"] == 1
+    assert known["pageable"] == 1  # the other one is page-locked
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_micro_batch_and_its_step_wait_for_nothing(found: Any, method: str) -> None:
+    numbers = found["traced"][method]
+    assert numbers["launches"] > 100
+    assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_activations_stay_within_their_budget(found: Any, method: str) -> None:
+    assert found["traced"][method]["peak_bytes"] / 2**30 <= BUDGETS_GIB[method]
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_no_product_is_computed_twice(found: Any, method: str) -> None:
+    numbers = found["traced"][method]
+    # Below 1: nothing needs the gradient of the first layer's input.
+    assert 0.95 < numbers["product_flops"] / numbers["ideal_flops"] < 1.01
+
+
+def test_two_depths_tell_a_third_exactly(found: Any) -> None:
+    shallow, deep = (
+        {**found["traced"][f"lora {depth}"], "num_layers": float(depth)} for depth in DEPTHS
+    )
+    told = extrapolate(shallow, deep, LAYERS)
+    traced = {**found["traced"]["lora"], "num_layers": LAYERS}
+    assert told == pytest.approx(traced, rel=1e-9)
+
+
+def test_no_graph_is_compiled_after_the_second_batch(found: Any) -> None:
+    graphs = found["graphs"]
+    assert graphs[1] > 0
+    assert graphs[1:] == [graphs[1]] * 2
+
+
+def numbers(tokens_per_second: float, gib: float, **other: float) -> dict[str, float]:
+    found = {"tokens": 8192.0, "seconds/h100": 8192 / tokens_per_second, "syncs": 0.0}
+    found |= {"weights_bytes": 0.0, "gradients_bytes": 0.0, "states_bytes": 0.0, "pageable": 0.0}
+    return found | {"peak_bytes": gib * 2**30} | other
+
+
+def test_the_fastest_that_fits_gives_the_figure() -> None:
+    found = {
+        "lora, recompute none, ours": numbers(20_000, 79),
+        "lora, recompute full, ours": numbers(17_000, 20),
+        "qlora, recompute none, ours": numbers(16_000, 40, syncs=2),
+        "lora, plain": numbers(8_500, 70),
+    }
+    figures = {one.figure.removeprefix("gpu_ops/"): one for one in bench.figures_of(found)}
+    assert figures["lora_tokens_per_second"].value == pytest.approx(17_000)
+    assert figures["lora_tokens_per_second"].ok
+    assert figures["qlora_against_lora"].value == pytest.approx(16 / 17)
+    assert not figures["qlora_against_lora"].ok
+    assert figures["lora_against_plain"].value == pytest.approx(2)
+    assert not figures["lora_activations_gib"].ok
+    assert figures["host_syncs_a_micro_batch"].value == 2
+    assert not figures["full_tokens_per_second"].ok  # none was traced
+
+
+def test_without_a_compiler_it_says_why_and_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert bench.measure() == []
+    assert capsys.readouterr().out == "gpu_ops: skipped: there is no C++ compiler (g++)\n"
