@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,6 +79,8 @@ class ModelSpec:
     """rows of the embedding: a token id beyond them is an error"""
     decoder_start_token_id: int | None = None
     """of an encoder-decoder model; None for a causal one"""
+    why_not_packed: str | None = None
+    """why the documents of a pack cannot be kept apart in it; None where they can"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +121,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         first_rows: int | None = None,
     ) -> None:
         super().__init__()
+        if packing.method != "none" and model.why_not_packed is not None:
+            log.info("packing: none, padded rows of like lengths (%s)", model.why_not_packed)
+            packing = replace(packing, method="none")
         self._config, self._packing, self._tokenizer = config, packing, tokenizer
         self._micro_batch_size = batching.micro_batch_size
         self._accumulation_steps, self._num_ranks = batching.accumulation_steps, batching.num_ranks
@@ -131,6 +136,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self.first_step = 0
         self._data: PreparedData | None = None
         self._prompts: dict[int, dict[str, list[Prompt]]] = {}
+
+    @property
+    def is_packed(self) -> bool:
+        """Tell whether a row holds several documents."""
+        return self._packing.method != "none"
 
     def prepare_data(self) -> None:
         """Do nothing: ranks share the cache, where the first one prepares and the others wait."""
@@ -418,7 +428,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         # (Gemma 3n takes their root: NaN), and nothing else reaches the padding of a pack.
         if pad is None or (self._decoder_start is None and eos is not None):
             pad = eos
-        packed = self._packing.method != "none"
+        packed = self.is_packed
         # An encoder's rows and its decoder's are full in different packs: both keep their lengths.
         has_row_len = packed and self._decoder_start is None
         full = self._micro_batch_size * self.sequence_len
