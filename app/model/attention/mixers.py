@@ -92,14 +92,32 @@ class ByDocument:
     def __init__(self, module: Any) -> None:
         import torch
 
-        self._plain = module.forward
+        self._module, self._plain = module, module.forward
         # Documents differ from batch to batch: no graph of a compiled layer holds them.
         self._run = torch.compiler.disable(run_by_document)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _Running.documents is None:
             return self._plain(*args, **kwargs)
-        return self._run(self._plain, _Running.documents, args, kwargs)
+        return self._run(self._run_group, _Running.documents, args, kwargs)
+
+    def _run_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch of documents; on a CPU in chunks no longer than they are.
+
+        A scan pads each document to whole chunks (256 tokens in Mamba 2), whose size changes no
+        result. Kernels of a GPU are compiled for one size.
+        """
+        import torch
+
+        chunk = vars(self._module).get("chunk_size")
+        hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+        if type(chunk) is not int or hidden.device.type != "cpu":
+            return self._plain(*args, **kwargs)
+        self._module.chunk_size = min(chunk, hidden.shape[1])
+        try:
+            return self._plain(*args, **kwargs)
+        finally:
+            self._module.chunk_size = chunk
 
 
 def run_by_document(
