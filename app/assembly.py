@@ -20,7 +20,7 @@ import lightning as L
 from app.config import EvaluateConfig, TrainConfig, save_config, settings_of
 from app.model.activation_memory import FP32, HALF, Kept, widths_of
 from app.model.adapter import AdapterConfig, LoraConfig, saves_whole_model
-from app.model.attention import attention_implementation, choose_backend
+from app.model.attention import attention_implementation, choose_backend, why_not_packed
 from app.model.base import (
     ModelConfig,
     context_len,
@@ -129,7 +129,7 @@ def open_base(
         tokenizer=tokenizer,
         backend=attention.backend,
         dtype=weight_dtype(env.precision, adapter),
-        spec=model_spec(architecture, new_ids),
+        spec=model_spec(architecture, new_ids, attention.backend),
         new_ids=new_ids,
         trained_ids=trained_token_ids(tokenizer, model.added_tokens, adapter),
         stop_ids=stop_token_ids(tokenizer, model.stop_tokens),
@@ -137,12 +137,15 @@ def open_base(
     )
 
 
-def model_spec(architecture: PretrainedConfig, new_ids: Sequence[int]) -> ModelSpec:
+def model_spec(
+    architecture: PretrainedConfig, new_ids: Sequence[int], backend: str = "auto"
+) -> ModelSpec:
     """Return what the data depends on of a model, once it has rows for `new_ids`."""
     return ModelSpec(
         context_len=context_len(architecture),
         vocab_size=num_rows(architecture, new_ids),
         decoder_start_token_id=decoder_start_token_id(architecture),
+        why_not_packed=why_not_packed(architecture.to_dict(), backend),
     )
 
 
@@ -374,7 +377,7 @@ def build_module(
         ),
         schedule=config.schedule,
         total_steps=data.total_steps,
-        is_packed=config.packing.method != "none",
+        is_packed=data.is_packed,
         metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
     )

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -69,6 +69,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
 
     def __init__(self, spec: DataSpec) -> None:
         super().__init__()
+        if spec.packing.method != "none" and spec.model.why_not_packed is not None:
+            log.info("packing: none, padded rows of like lengths (%s)", spec.model.why_not_packed)
+            spec = replace(spec, packing=replace(spec.packing, method="none"))
         self._spec, self._config, self._batching = spec, spec.config, spec.batching
         self._decoder_start = spec.model.decoder_start_token_id
         self.sequence_len = spec.sequence_len
@@ -76,6 +79,11 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self.first_step = 0
         self._data: PreparedData | None = None
         self._prompts: dict[int, dict[str, list[Prompt]]] = {}
+
+    @property
+    def is_packed(self) -> bool:
+        """Tell whether a row holds several documents."""
+        return self._packing.method != "none"
 
     def prepare_data(self) -> None:
         """Do nothing: ranks share the cache, where the first one prepares and the others wait."""
@@ -350,7 +358,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         # (Gemma 3n takes their root: NaN), and nothing else reaches the padding of a pack.
         if pad is None or (self._decoder_start is None and eos is not None):
             pad = eos
-        packed = self._spec.packing.method != "none"
+        packed = self.is_packed
         # An encoder's rows and its decoder's are full in different packs: both keep their lengths.
         has_row_len = packed and self._decoder_start is None
         full = batching.micro_batch_size * self.sequence_len

@@ -148,6 +148,8 @@ class ModelSpec:
     """rows of the embedding: a token id beyond them is an error"""
     decoder_start_token_id: int | None = None
     """of an encoder-decoder model; None for a causal one"""
+    why_not_packed: str | None = None
+    """why the documents of a pack cannot be kept apart in it; None where they can"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

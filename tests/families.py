@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": STATES | {"attn_layer_indices": [1]},
     "diffllama": {},
     "falcon_h1": STATES | {"mamba_d_ssm": 64},
-    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4, "num_attention_heads": None},
     "granitemoehybrid": STATES
     | {
         "layer_types": ["mamba", "attention"],
@@ -52,8 +52,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
     | {"num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
-    "mamba": {"state_size": 8, "time_step_rank": 4},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16},
+    "mamba": {"state_size": 8, "time_step_rank": 4, "num_attention_heads": None},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16}
+    | {"num_attention_heads": None},
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "moe"],
         "mamba_num_heads": 8,

@@ -135,10 +135,14 @@ class Evaluator:
         names = self.data.dataset_names
         if not len(self.data.val_examples):
             return {}
+        is_packed = self.data.is_packed
         if self.shards is None:
-            return validate(model, self.data.whole_val_dataloader(), self.backend, names)
+            rows = self.data.whole_val_dataloader()
+            return validate(model, rows, self.backend, names, is_packed=is_packed)
         share, device = self.data.val_dataloader(), self.shards.root_device
-        return validate(model, share, self.backend, names, device, self.sum_over_ranks)
+        return validate(
+            model, share, self.backend, names, device, self.sum_over_ranks, is_packed=is_packed
+        )
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
         """Return the exact match of every data set, named by `who`; nothing without prompts."""

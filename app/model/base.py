@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +239,10 @@ def _build_on_meta(
 
 def _untie_in_config(model: PreTrainedModel) -> None:
     # transformers declares every T5 tied, and would tie FLAN-T5's own head when resizing.
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+    # Nor is the embedding that a head is tied to always the model's first (T5Gemma: its decoder's).
+    head = model.get_output_embeddings().weight
+    every = model.named_parameters(remove_duplicate=False)
+    if sum(weight is head for _, weight in every) == 1:
         model.config.tie_word_embeddings = False
 
 
@@ -274,16 +277,39 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     if model_type not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
         raise UserError(
             f"model.path={config.path}: transformers {transformers.__version__} does not know "
-            f"its model_type {model_type!r}; take a newer transformers, or another base"
+            f"its model_type {model_type!r}; {_newer_transformers(numbers)}, or take another base"
         )
     architecture = AutoConfig.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
+    if (
+        not config.trust_remote_code
+        and model_class(architecture)._model_mapping.get(type(architecture), None) is None
+    ):
+        raise UserError(
+            f"model.path={config.path}: {model_type} models are not language models to train: "
+            "transformers has no causal and no encoder-decoder one of that type; "
+            "type model.path=ANOTHER_BASE"
+        )
     if architecture.is_encoder_decoder and (
         getattr(architecture, "decoder_start_token_id", None) is None
     ):
         architecture.decoder_start_token_id = _start_of_generation(config)
     return architecture
+
+
+def _newer_transformers(numbers: Mapping[str, Any]) -> str:
+    """Return what to install for a model_type that this transformers does not know."""
+    import transformers
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        wrote = Version(str(numbers.get("transformers_version")))
+    except InvalidVersion:
+        return "take a newer transformers"
+    if wrote <= Version(transformers.__version__):
+        return "take a newer transformers"
+    return f"its config.json is of transformers {wrote}: type pip install 'transformers>={wrote}'"
 
 
 def _start_of_generation(config: ModelConfig) -> int | None:

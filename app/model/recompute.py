@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from app.model.activation_memory import Kept, Widths, estimate_activations
+from app.model.attention import keep_documents
 from data_modules import setting
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def apply_recompute(model: PreTrainedModel, config: RecomputeConfig) -> None:
     # lowest trained layer.
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.disable_input_require_grads()
-    run_layer = _build_checkpoint(config.mode)
+    run_layer = keep_documents(_build_checkpoint(config.mode))
     num_layers = 0
     for module in model.modules():
         if "_gradient_checkpointing_func" in vars(module):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.model.adapter import continued_from, find_targets, is_adapter, saves_whole_model
-from app.model.attention import AttentionConfig, why_not_batched, why_not_packed
+from app.model.attention import why_not_batched
 from app.model.layers import why_not_compiled
 from app.model.neftune import why_no_noise
 from app.model.quantization import find_stored_problem
@@ -17,29 +17,10 @@ from app.preflight.couplings import is_evaluation, is_training, requested_device
 from app.process.errors import UserError, nearest
 from app.process.untrusted import reading
 from app.strategy.settings import tensor_parallel_size
-from data_modules import TEMPLATE_NAMES, PackingConfig, check_datasets
+from data_modules import TEMPLATE_NAMES, check_datasets
 
 if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, TrainConfig
-
-
-def check_packing_of_base(
-    packing: PackingConfig, attention: AttentionConfig, base: BaseModel, longest: int | None = None
-) -> list[str]:
-    """List why documents up to `longest` tokens cannot be kept apart in this base."""
-    numbers = base.numbers
-    if reason := why_not_batched(numbers, longest):
-        return [f"{base.name}: {reason}"]
-    if packing.method == "none":
-        return []
-    if reason := why_not_packed(numbers):
-        return [f"packing={packing.method}: {reason}"]
-    if numbers.get("is_encoder_decoder") and attention.backend == "eager":
-        return [
-            f"packing={packing.method}: attention=eager cannot keep the documents of a pack apart "
-            "in an encoder-decoder model: type packing=none"
-        ]
-    return []
 
 
 WITHOUT_PLAN = ("bart", "bloom", "falcon", "gpt2", "phi3", "t5")
@@ -116,7 +97,8 @@ def _check_model(
         for token in config.model.added_tokens
         if not token or token != token.strip()
     ]
-    problems += check_packing_of_base(config.packing, config.attention, base, sequence_len)
+    if reason := why_not_batched(base.numbers, config.data.sequence_len):
+        problems.append(f"{base.name}: {reason}")
     stored = base.numbers.get("quantization_config")
     if stored and isinstance(stored, dict):
         trains_base = is_training(config) and saves_whole_model(config.adapter)

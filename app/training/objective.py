@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.attention import attention_inputs, pair_inputs
+from app.model.attention import attention_inputs, check_isolation, pair_inputs
 from app.model.head import check_head_loss, head_loss
+from app.model.quantization import tokens_quantized_alone
 from data_modules import Batch, DecoderInputs
 
 
@@ -95,13 +96,19 @@ def validate(
     dataset_names: list[str],
     device: torch.device | None = None,
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    *,
+    is_packed: bool = False,
 ) -> dict[str, float]:
     """Return exact validation losses over all batches, on `device` or the model's own.
 
     With `sum_over_ranks` each rank has a share of the batches, and all return the same figures.
+    `is_packed`: rows may hold several documents, which the model must keep apart.
     """
     sums = DatasetSums(len(dataset_names))
     device = device or model.device
+    if is_packed and not model.config.is_encoder_decoder:
+        with tokens_quantized_alone(model):
+            check_isolation(model, backend, device)
     check_head_loss(model, backend, device)
     model.eval()
     for batch in batches:

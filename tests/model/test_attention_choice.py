@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from transformers import (
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
@@ -22,14 +22,12 @@ from transformers import (
     MistralConfig,
     PretrainedConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from app.model.attention import (
     AttentionConfig,
     check_implementation,
     choice,
     choose_backend,
-    why_not_packed,
 )
 from app.model.attention.inputs import attention_inputs
 from app.process.errors import ENVIRONMENT_ERROR, USER_ERROR, exit_code
@@ -241,7 +239,9 @@ def test_falcon_has_layers_of_its_own_for_flash_attention(machine: Machine) -> N
 
 
 def test_falcons_flash_attention_takes_one_packed_row_a_batch() -> None:
-    model: Any = SimpleNamespace(config=FalconConfig())
+    model: Any = FalconForCausalLM(
+        FalconConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=64)
+    )
     row, rows = torch.zeros(1, 8), torch.zeros(2, 8)
     assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[3, 5]], row)
     assert "cu_seq_lens_q" in attention_inputs(model, "flash2", [[8], [5]], rows)
@@ -306,17 +306,3 @@ def test_a_tower_without_sdpa_makes_the_whole_model_run_eager() -> None:
     taken = choose_backend(AttentionConfig(), heard, "cpu", "fp32")
     assert taken.backend == "eager" and "Gemma4AudioModel" in taken.why
     assert choose_backend(AttentionConfig(), gemma4.Gemma4Config(), "cpu", "fp32").backend == "sdpa"
-
-
-@pytest.mark.slow
-def test_every_stateful_model_is_refused_before_it_is_packed() -> None:
-    """Where a new one is missing from the lists, they are out of date."""
-    packed = set()
-    for config_class, classes in MODEL_FOR_CAUSAL_LM_MAPPING.items():
-        model_class = classes[0] if isinstance(classes, tuple) else classes
-        if not model_class._is_stateful:
-            continue
-        numbers = config_class().to_dict()
-        if why_not_packed(numbers) is None:
-            packed.add(numbers["model_type"])
-    assert not packed

@@ -20,6 +20,7 @@ from app.model.attention.backends import (
 )
 from app.model.attention.choice import AttentionChoice, choose_backend
 from app.model.attention.inputs import attention_inputs, pair_inputs
+from app.model.attention.mixers import keep_documents
 from app.model.attention.probes import (
     check_causal,
     check_isolation,
@@ -44,6 +45,7 @@ __all__ = [
     "check_reference",
     "choose_backend",
     "generation_attention",
+    "keep_documents",
     "pair_inputs",
     "why_not_batched",
     "why_not_packed",

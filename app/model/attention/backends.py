@@ -65,36 +65,6 @@ COUNTS_POSITIONS = (
     "xmod",
 )
 """model types that compute positions themselves, from the start of the row"""
-RECURRENT = (
-    "bailing_hybrid",
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "recurrent_gemma",
-    "rwkv",
-    "xlstm",
-    "zamba",
-    "zamba2",
-    "zaya",
-)
-"""model types with a recurrent state, or a convolution, along the row"""
-RECURRENT_LAYERS = ("conv", "linear_attention", "mamba", "recurrent")
-"""layer types of that kind in config.json"""
 WITHOUT_MASK = ("deepseek_v4", "openai-gpt", "xlm")
 """model types that take no mask of queries by keys, or not in all layers"""
 ALIBI = ("bloom", "mpt")
@@ -162,8 +132,11 @@ def check_implementation(model: PreTrainedModel, implementation: str) -> None:
             )
 
 
-def why_not_packed(numbers: Mapping[str, Any]) -> str | None:
-    """Return why a model with these config.json `numbers` cannot be packed, None where it can."""
+def why_not_packed(numbers: Mapping[str, Any], backend: str = "auto") -> str | None:
+    """Return why a model with these config.json `numbers` cannot be packed, None where it can.
+
+    Its documents then stand in padded rows.
+    """
     model_type = numbers.get("model_type")
     if model_type in COUNTS_POSITIONS:
         reason = (
@@ -175,15 +148,16 @@ def why_not_packed(numbers: Mapping[str, Any]) -> str | None:
             "compute their ALiBi bias over the whole row, and take no mask that separates the "
             "documents of a pack"
         )
-    elif model_type in RECURRENT or _has_recurrent_layers(numbers):
-        reason = (
-            "have recurrent layers, whose state would leak from one document of a pack to the next"
-        )
     elif model_type in WITHOUT_MASK:
         reason = "take no mask that separates the documents of a pack"
+    elif numbers.get("is_encoder_decoder") and backend == "eager":
+        reason = (
+            "have an encoder, and attention=eager gives it and cross-attention one mask, which "
+            "cannot keep the documents of a pack apart"
+        )
     else:
         return None
-    return f"{model_type} models {reason}: type packing=none"
+    return f"{model_type} models {reason}"
 
 
 def why_not_batched(numbers: Mapping[str, Any], longest: int | None = None) -> str | None:
@@ -229,13 +203,6 @@ def _why_too_long(numbers: Mapping[str, Any], longest: int | None) -> str | None
 def _starts_with_padding(numbers: Mapping[str, Any]) -> bool:
     start = numbers.get("decoder_start_token_id")
     return start is not None and start == _part(numbers, "decoder").get("pad_token_id")
-
-
-def _has_recurrent_layers(numbers: Mapping[str, Any]) -> bool:
-    text = _part(numbers, "text_config")
-    listed = (text.get(key) for key in ("layer_types", "layers_block_type"))
-    kinds = [kind for value in listed if isinstance(value, list) for kind in value]
-    return any(kind in kinds for kind in RECURRENT_LAYERS)
 
 
 def _part(numbers: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.attention.backends import BY_CLASS, why_not_batched, why_not_packed
 from app.model.attention.documents import Lengths, group_documents, group_pairs, to_device
 from app.model.attention.flex import block_mask
+from app.model.attention.mixers import mixer_inputs
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,10 +27,25 @@ def attention_inputs(
 
     `ids` [rows, tokens] are its input; the result is passed to it as keyword arguments.
     """
+    _check_batch(model, document_lengths)
+    inputs: dict[str, Any] = {"attention_mask": None}
+    if _has_attention(model):
+        inputs = _inputs_of_attention(model, backend, document_lengths, ids)
+    return inputs | mixer_inputs(model, document_lengths, _shape(ids), ids.device)
+
+
+def _has_attention(model: PreTrainedModel) -> bool:
+    """Return whether a model has any attention, as Mamba has none: no mask is for its mixers."""
+    text = model.config.get_text_config()
+    return getattr(text, "num_attention_heads", None) is not None
+
+
+def _inputs_of_attention(
+    model: PreTrainedModel, backend: str, document_lengths: Lengths, ids: torch.Tensor
+) -> dict[str, Any]:
     # Not the model's device: its weights may be in host memory between two passes.
     shape, device = _shape(ids), ids.device
     kind, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
-    _check_batch(model, document_lengths)
     if backend == "sdpa":
         return {
             "attention_mask": _whole_rows(ids),
@@ -58,8 +74,9 @@ def _check_batch(model: PreTrainedModel, *sides: Lengths) -> None:
     numbers = _config_numbers(model.config)
     is_packed = any(len(row) > 1 for side in sides for row in side)
     longest = max((length for side in sides for row in side for length in row), default=None)
-    reason = (why_not_packed(numbers) if is_packed else None) or why_not_batched(numbers, longest)
-    if reason:
+    if is_packed and (reason := why_not_packed(numbers)):
+        raise UserError(f"{reason}: type packing=none")
+    if reason := why_not_batched(numbers, longest):
         raise UserError(reason)
 
 

@@ -1,0 +1,405 @@
+"""Every causal and encoder-decoder family of the installed transformers, each as a tiny model.
+
+`python -m tests.parity.every_family` writes the table of docs/models.md, or prints the rows of the
+families that are named. A family ends as equal to plain transformers (loss and all gradients of the
+first step, then two steps, saved, opened again and evaluated), or as refused with advice that was
+typed and leads to an equal run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT
+
+TABLE = ROOT / "docs" / "models.md"
+SECONDS = 240
+"""limit of one family"""
+NOT_TINY = {
+    "blt": "made of four models, whose configs share no numbers",
+    "reformer": "its axial positions ask for rows of one length",
+}
+"""families without a tiny model here, and why"""
+DROPOUT = re.compile(r".*(drop_rate|dropout|_pdrop|layerdrop|jitter_noise).*")
+LAYERS = 2
+
+
+def registry() -> list[str]:
+    """Model types with a causal or an encoder-decoder model, ascending."""
+    from transformers.models.auto import modeling_auto as auto
+
+    pairs = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    return sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *pairs})
+
+
+def tiny_config(family: str) -> Any:
+    """A config of a family, with its class's own numbers where they do not make it large."""
+    from transformers import CONFIG_MAPPING
+
+    config_class = CONFIG_MAPPING[family]
+    numbers = _shrunk(config_class().to_dict()) | SHAPES.get(family, {})
+    for part in ("text_config", "vision_config", "audio_config"):
+        if isinstance(SHAPES.get(family, {}).get(part), dict):
+            numbers[part] = _shrunk(config_class().to_dict()[part]) | SHAPES[family][part]
+    config = config_class(**numbers)
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = 2
+    return config
+
+
+def _shrunk(numbers: dict[str, Any]) -> dict[str, Any]:
+    """What to change of a config's numbers; the same for the configs of its parts."""
+    changed: dict[str, Any] = {}
+    for key, value in numbers.items():
+        if isinstance(value, dict) and "model_type" in value:
+            changed[key] = {"model_type": value["model_type"]} | _shrunk(value)
+        elif key in SMALL:
+            changed[key] = SMALL[key]
+        elif DROPOUT.fullmatch(key) and isinstance(value, float):
+            changed[key] = 0.0
+        elif key in PER_LAYER and isinstance(value, (list, tuple)) and value:
+            kinds = list(dict.fromkeys(value))
+            changed[key] = (kinds * LAYERS)[: max(LAYERS, len(kinds))]
+    count = max((len(v) for k, v in changed.items() if k in PER_LAYER), default=LAYERS)
+    for key in PER_LAYER & changed.keys():
+        changed[key] = (changed[key] * count)[:count]
+    for key in NUM_LAYERS & numbers.keys():
+        changed[key] = count
+    return changed
+
+
+PER_LAYER = {
+    "attn_type_list",
+    "indexer_types",
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "no_rope_layers",
+}
+NUM_LAYERS = {"n_layer", "n_layers", "num_hidden_layers", "num_layers"}
+SMALL: dict[str, Any] = {
+    # sizes
+    "d_ff": 48,
+    "d_inner": 48,
+    "d_kv": 8,
+    "d_model": 32,
+    "decoder_ffn_dim": 48,
+    "dff": 48,
+    "dim_ff": 48,
+    "dim_model": 32,
+    "embedding_size": 32,
+    "encoder_ffn_dim": 48,
+    "expert_ffn_hidden_size": 24,
+    "ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "hidden_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "index_head_dim": 16,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 48,
+    "kv_lora_rank": 16,
+    "laurel_rank": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 24,
+    "n_embd": 32,
+    "n_inner": 48,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "rotary_dim": 4,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "v_head_dim": 8,
+    "word_embed_proj_dim": 32,
+    # counts
+    "attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_layers": 2,
+    "index_n_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "n_group": 1,
+    "n_head": 4,
+    "n_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "num_decoder_layers": 2,
+    "num_encoder_attention_heads": 4,
+    "num_encoder_layers": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "num_global_key_value_heads": 2,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "num_kv_shared_layers": 0,
+    "num_local_experts": 4,
+    "num_mtp_layers": 0,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_topk": 2,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    # states
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 4,
+    "state_size": 8,
+    "time_step_rank": 4,
+    # rows
+    "attention_window": 8,
+    "attention_window_size": 8,
+    "index_topk": 64,
+    "keep_window_size": 64,
+    "max_position_embeddings": 128,
+    "max_seq_len": 128,
+    "max_source_positions": 128,
+    "max_target_positions": 128,
+    "n_ctx": 128,
+    "n_positions": 128,
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    # tokens
+    "bos_token_id": 1,
+    "decoder_start_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "type_vocab_size": 2,
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    # what makes it a model of text to train
+    "activation_sparsity_pattern": None,
+    "add_cross_attention": False,
+    "image_size": 28,
+    "initializer_range": 0.2,
+    "is_decoder": True,
+    "patch_size": 14,
+}
+"""numbers of config.json that make a model small, wherever a config has them"""
+LATENT = {"num_key_value_heads": 4}
+DELTA = LATENT | {"linear_head_dim": 8, "linear_num_heads": 4, "num_expert_group": 1}
+SHAPES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            *("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
+            *("glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "youtu"),
+        ),
+        LATENT,
+    ),
+    "bailing_hybrid": DELTA | {"layer_group_size": 2},
+    "kimi_linear": DELTA,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16},
+}
+"""numbers that a family's other ones ask for"""
+
+
+def outcome(family: str, folder: Path) -> str:
+    """Train a tiny model of `family` in `folder`; return its row, without the name.
+
+    AssertionError where its numbers differ, or what a refusal advises does not work.
+    """
+    from app.process.errors import UserError
+    from tests.parity import first_step
+
+    if family in NOT_TINY:
+        return f"not tried: {NOT_TINY[family]}"
+    try:
+        save_tiny(family, folder)
+    except Exception as error:  # noqa: BLE001  a config's own rules, or a missing package
+        return f"not tried: {_first(error)}"
+    try:
+        plain = first_step.plain_step(folder)
+    except Exception as error:  # noqa: BLE001  whatever transformers raises
+        said = _first(error).replace(str(folder), "BASE")
+        return f"not tried: plain transformers fails alone ({said})"
+    found = {}
+    for packing in ("none", "multipack"):
+        try:
+            ours = first_step.our_step(folder, packing)
+            first_step.check_equal(ours, plain)
+            found[packing] = "equal"
+        except UserError as error:
+            said = str(error).replace(str(folder), "BASE")
+            found[packing] = re.sub(r" \([^()]*\d\.?\d*[^()]*\)", "", said)  # measured numbers
+            _try_advice(found[packing], folder, plain, packing)
+    if found["multipack"] == "equal":
+        first_step.check_two_steps(folder)
+        reason = _why_padded(folder)
+        return "equal" if reason is None else f"equal, in padded rows: {reason}"
+    if found["none"] == "equal":
+        return f"equal with packing=none; else refused: {found['multipack']}"
+    return f"refused: {found['none']}"
+
+
+def save_tiny(family: str, folder: Path) -> None:
+    """Save a random model in fp32 whose weights all take part in its logits."""
+    import torch
+
+    from app.model.base import model_class
+
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    model = model_class(config).from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+        else:
+            weight.data = weight.nan_to_num() + 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+
+
+def _why_padded(folder: Path) -> str | None:
+    from app.model.attention import why_not_packed
+
+    return why_not_packed(json.loads((folder / "config.json").read_text()))
+
+
+def _try_advice(said: str, folder: Path, plain: Any, packing: str) -> None:
+    """Type what a refusal advises; another base is advice that needs no try."""
+    from tests.parity import first_step
+
+    advised = re.search(r"type ([^:;]+?)(?:;|$)", said)
+    assert advised, f"no advice: {said}"
+    for choice in advised[1].split(", or "):
+        words = dict(word.split("=", 1) for word in choice.split())
+        if set(words) & {"model.path", "data.sequence_len"}:
+            continue
+        assert set(words) <= {"packing", "attention"}, said
+        ours = first_step.our_step(
+            folder, words.get("packing", packing), words.get("attention", "auto")
+        )
+        first_step.check_equal(ours, plain)
+
+
+def _first(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return " ".join(text.split())[:110]
+
+
+def in_process(family: str) -> str:
+    """`outcome` in a process of its own: what a difference or a crash says is its row, too."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(SECONDS)
+        said = "crashed"
+        try:
+            with tempfile.TemporaryDirectory() as folder, ExitStack() as quiet:
+                for stream in (1, 2):
+                    os.dup2(quiet.enter_context(open(os.devnull, "w")).fileno(), stream)
+                said = outcome(family, Path(folder))
+        except AssertionError as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"DIFFERENT: {where.line} {_first(error)}"
+        except BaseException as error:  # noqa: BLE001  all of it is a row of the table
+            said = f"CRASHED: {type(error).__name__}: {_first(Exception(str(error)))}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said or "CRASHED: took too long, or was killed"
+
+
+def rows(families: list[str]) -> Iterator[tuple[str, str]]:
+    """Each family's row, as many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from zip(families, pool.map(in_process, families), strict=True)
+
+
+def read_table() -> dict[str, str]:
+    """The rows of docs/models.md."""
+    cells = (line.strip("| \n").split(" | ", 1) for line in TABLE.read_text().splitlines())
+    return {one[0].strip("`"): one[1] for one in cells if len(one) == 2 and one[0].startswith("`")}
+
+
+def write_table(found: dict[str, str]) -> None:
+    import transformers
+
+    counts = {
+        "equal to plain transformers, packed": sum(row == "equal" for row in found.values()),
+        "equal, in padded rows": sum(row.startswith("equal,") for row in found.values()),
+        "equal with packing=none": sum(row.startswith("equal with") for row in found.values()),
+        "refused": sum(row.startswith("refused") for row in found.values()),
+        "not tried": sum(row.startswith("not tried") for row in found.values()),
+    }
+    text = HEAD.format(
+        version=transformers.__version__,
+        counts="\n".join(f"- {what}: {count}" for what, count in counts.items() if count),
+    )
+    lines = (f"| `{family}` | {row} |" for family, row in sorted(found.items()))
+    TABLE.write_text(text + "\n".join(lines) + "\n")
+
+
+HEAD = """# Models
+
+Every causal and encoder-decoder family that transformers {version} registers, made tiny from its
+config class. Loss and all gradients of the first step, in fp32 on a CPU, are compared with plain
+transformers run one document at a time; then two steps, saved, opened again, evaluated.
+`python -m tests.parity.every_family` writes this table; the tests compare it.
+
+{counts}
+
+Equal: to 1e-5, packed and in padded rows. Recurrent layers and convolutions (Mamba, Gated DeltaNet,
+lightning attention, RWKV, short convolutions) are found by a probe at the start of a run and
+computed document by document, so that no state crosses a boundary.
+
+| family | what a run does |
+|---|---|
+"""
+
+
+def main(families: list[str]) -> None:
+    found = {}
+    for family, row in rows(families or registry()):
+        found[family] = row
+        print(json.dumps({"family": family, "row": row}), flush=True)
+    if not families:
+        write_table(found)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        import torch
+        import transformers
+
+        import tests.parity.first_step  # noqa: F401  once, before the processes part
+
+        torch.set_num_threads(1)
+        transformers.logging.set_verbosity_error()
+        main(sys.argv[1:])

@@ -1,0 +1,44 @@
+"""Every family of the installed transformers ends as docs/models.md says: never with other numbers.
+
+A family that is not in the table, as one of a newer transformers, may end in any way but these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.every_family import outcome, read_table, registry, save_tiny
+from tests.parity.first_step import check_equal, our_step, plain_step
+
+FAST = [
+    *("bloom", "cohere2", "deepseek_v3", "falcon_h1", "gemma2", "gemma3_text", "gpt2", "gpt_oss"),
+    *("granite", "granitemoehybrid", "jamba", "lfm2", "llama", "mamba2", "minimax", "mixtral"),
+    *("nemotron_h", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_next", "roberta"),
+    "t5",
+]
+"""a cut of 25 families for every day"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", registry())
+def test_a_family(family: str, tmp_path: Path) -> None:
+    found = outcome(family, tmp_path)
+    expected = read_table().get(family)
+    if expected is None or expected.startswith("not tried") or found.startswith("not tried"):
+        pytest.skip(found)
+    assert found == expected
+
+
+@pytest.mark.parametrize("family", FAST)
+def test_the_first_step_of_a_family(family: str, tmp_path: Path) -> None:
+    save_tiny(family, tmp_path)
+    check_equal(our_step(tmp_path), plain_step(tmp_path))
+
+
+def test_the_cut_is_of_the_registry_and_in_the_table() -> None:
+    assert len(FAST) == 25 and set(FAST) <= set(registry())
+    table = read_table()
+    assert all(table[family].startswith("equal") for family in FAST)
+    assert not [row for row in table.values() if row.startswith(("DIFFERENT", "CRASHED"))]
