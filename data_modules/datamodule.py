@@ -83,7 +83,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
     @property
     def is_packed(self) -> bool:
         """Tell whether a row holds several documents."""
-        return self._packing.method != "none"
+        return self._spec.packing.method != "none"
 
     def prepare_data(self) -> None:
         """Do nothing: ranks share the cache, where the first one prepares and the others wait."""

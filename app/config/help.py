@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from app.config.conf_files import groups, read_conf_file
+from app.config.conf_files import CONF, groups, read_conf_file
 from app.config.schema import Setting, default_of, list_settings
 from app.process.errors import UserError, nearest
 from data_modules import describe_values
@@ -41,6 +41,8 @@ USAGE = {
         ("python -m app.evaluate model.path=DIR adapter_path=DIR data=NAME", ""),
     ),
 }
+MOST_OPTIONS = 40
+"""of a group, on the first page"""
 ENDING = """\
 A value with spaces or commas goes into quotes: model.path="'my models/tiny'".
 Files: settings in conf/, results of the experiments in conf/experiment/README.md.
@@ -72,7 +74,9 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     lines += ["", "groups: GROUP=OPTION (* is the default)"]
     lines += _two_columns(
         {
-            group: ", ".join(f"{name}*" if name == defaults[group] else name for name in names)
+            group: _names(names, defaults[group])
+            if len(names) <= MOST_OPTIONS
+            else f"{len(names)} names, which --help {group} lists"
             for group, names in options.items()
             if group in defaults and len(names) > 1
         },
@@ -99,6 +103,10 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     return "\n".join([*lines, "", *ENDING.splitlines()])
 
 
+def _names(options: Sequence[str], default: str | None) -> str:
+    return ", ".join(f"{name}*" if name == default else name for name in options)
+
+
 def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
     found = [
         one
@@ -113,6 +121,8 @@ def _topic_page(topic: str, settings: Sequence[Setting]) -> str:
             f"{nearest(topic, known)}"
         )
     lines: list[str] = []
+    if topic in (options := groups(CONF)):
+        lines += ["", *_two_columns({f"{topic}=": _names(options[topic], None)}, _width())]
     for title, members in sections(found):
         rows = {one.typed_key: describe(one) for one in members}
         lines += ["", title, *_two_columns(rows, _width())]

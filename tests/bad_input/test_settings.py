@@ -6,15 +6,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from app.model.attention import AttentionConfig
-from app.preflight.files import check_packing_of_base
 from app.run.ranks import check_supervise
-from data_modules import PackingConfig
 from tests.door import ask, make_adapter, make_data, make_model
 from tests.resumed import make_run
 
@@ -74,82 +69,6 @@ def test_an_evaluation_is_checked_as_a_training_is(base: list[str], tmp_path: Pa
     assert ask(*words, "attention=sdpa", verb="evaluate").code == 0
 
 
-def packing_problems(numbers: dict[str, Any], packing: str = "multipack", **settings: Any) -> str:
-    """Return what is wrong with packing, or padding, documents of a base of these numbers."""
-    stub: Any = SimpleNamespace(name="model.path=base", numbers=numbers)
-    attention = AttentionConfig(backend=settings.pop("backend", "auto"))
-    return "\n".join(
-        check_packing_of_base(PackingConfig(method=packing), attention, stub, **settings)
-    )
-
-
-UNPACKED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "bart", "is_encoder_decoder": True}, "bart models compute positions from"),
-    ({"model_type": "pegasus", "is_encoder_decoder": True}, "pegasus models compute positions"),
-    ({"model_type": "roberta"}, "roberta models compute positions"),
-    ({"model_type": "bloom"}, "bloom models compute their ALiBi bias"),
-    ({"model_type": "falcon", "alibi": True}, "falcon models compute their ALiBi bias"),
-    ({"model_type": "openai-gpt"}, "openai-gpt models take no mask"),
-    *(
-        ({"model_type": model_type}, f"{model_type} models have recurrent layers")
-        for model_type in ("bamba", "falcon_mamba", "mamba", "mamba2", "qwen3_next", "nemotron_h")
-    ),
-    ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "have recurrent"),
-    ({"model_type": "new", "text_config": {"layer_types": ["linear_attention"]}},
-     "new models have recurrent layers"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("numbers", "said"), UNPACKED, ids=[row[1] for row in UNPACKED])
-def test_a_base_that_cannot_be_packed(numbers: dict[str, Any], said: str) -> None:
-    for packing in ("multipack", "like_length"):
-        problem = packing_problems(numbers, packing)
-        assert problem.startswith(f"packing={packing}: ")
-        assert said in problem and problem.endswith("type packing=none")
-    assert packing_problems(numbers, "none") == ""
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        {"model_type": "t5", "is_encoder_decoder": True},
-        {"model_type": "falcon", "alibi": False},
-        {"model_type": "gpt2"},
-        {"model_type": "granitemoehybrid", "layer_types": ["attention", "attention"]},
-        {"model_type": "gemma3", "text_config": {"layer_types": ["sliding_attention"]}},
-    ],
-)
-def test_a_base_that_can_be_packed(numbers: dict[str, Any]) -> None:
-    assert packing_problems(numbers) == ""
-    says = "attention=eager cannot keep" if "is_encoder_decoder" in numbers else ""
-    assert says in packing_problems(numbers, backend="eager")
-
-
-SEES_PADDING = "let documents see the padding after them"
-ANOTHER_BASE = "model.path=ANOTHER_BASE"
-UNBATCHED: list[tuple[dict[str, Any], str, str]] = [
-    ({"model_type": "encoder-decoder"}, SEES_PADDING, ANOTHER_BASE),
-    ({"model_type": "prophetnet"}, SEES_PADDING, ANOTHER_BASE),
-    ({"model_type": "nllb-moe"}, "drop tokens beyond an expert_capacity", ANOTHER_BASE),
-    ({"model_type": "t5gemma", "decoder_start_token_id": 0, "decoder": {"pad_token_id": 0}},
-     "this decoder starts with one (decoder_start_token_id)", ANOTHER_BASE),
-    ({"model_type": "axk2", "index_topk": 64}, "the 64 keys", "data.sequence_len=64"),
-    ({"model_type": "doge", "keep_window_size": 64}, "the 64 keys", "data.sequence_len=64"),
-    ({"model_type": "deepseek_v4", "index_topk": 16}, "the 16 keys", "data.sequence_len=64"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("numbers", "said", "instead"), UNBATCHED)
-def test_a_base_whose_documents_depend_on_their_batch(
-    numbers: dict[str, Any], said: str, instead: str
-) -> None:
-    for packing in ("none", "multipack"):
-        problem = packing_problems(numbers, packing, longest=100)
-        assert said in problem and f"type {instead}" in problem
-    if instead.startswith("data."):
-        assert said not in packing_problems(numbers, longest=64)
-
-
 def test_a_base_is_looked_at_by_training_and_preview(base: list[str], tmp_path: Path) -> None:
     model = make_model(tmp_path / "doge", model_type="doge", keep_window_size=64)
     typed = [f"model.path={model}", base[1], "adapter=full"]
@@ -157,11 +76,6 @@ def test_a_base_is_looked_at_by_training_and_preview(base: list[str], tmp_path: 
         answer = ask(*typed, "data.sequence_len=100", verb=verb)
         assert answer.code == 2 and "the 64 keys" in answer.said
         assert ask(*typed, "data.sequence_len=64", verb=verb).code == 0
-    model = make_model(tmp_path / "mamba", model_type="mamba")
-    typed = [f"model.path={model}", base[1], "adapter=full"]
-    answer = ask(*typed)
-    assert answer.code == 2 and "packing=none" in answer.said
-    assert ask(*typed, "packing=none").code == 0
 
 
 def test_a_job_that_goes_back_is_not_requeued(base: list[str], tmp_path: Path) -> None:

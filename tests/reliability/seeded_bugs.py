@@ -206,13 +206,13 @@ BUGS = [
     Bug(
         name="a finished run trains again",
         file=START,
-        right="    if existing.is_done:\n",
+        right="    if compared.is_done:\n",
         wrong="    if False:\n",
         test=f"{BAD_RESUME}::test_a_finished_run_needs_neither_data_nor_model",
     ),
     Bug(
         name="a second process trains in the same folder",
-        file="app/run/lock.py",
+        file="app/run/folder.py",
         right="        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         wrong="        pass\n",
         test=f"{BAD_RESUME}"
@@ -329,7 +329,7 @@ BUGS = [
     Bug(
         name="the adapter's scaling is left out of the fused step",
         file="app/model/adapter/fused.py",
-        right="self.scaling[name],",
+        right="layer.scaling[name],",
         wrong="1.0,",
         test="tests/model/test_lora_fused.py::test_values_and_gradients_are_those_of_peft",
     ),
