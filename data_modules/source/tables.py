@@ -177,7 +177,14 @@ def _arrow_errors(file: File, kind: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+    except (
+        pyarrow.ArrowException,
+        OSError,
+        ValueError,
+        OverflowError,
+        LookupError,
+        MemoryError,  # a size that a damaged file claims
+    ) as error:
         raise DataError(f"{file}: not a readable {kind} file: {reason_of(error)}") from error
 
 

@@ -22,6 +22,7 @@ from data_modules.source import opening
 from data_modules.source.chunks import BadRow, Chunk
 from data_modules.source.opening import Budget
 from data_modules.source.source import count_rows, read_file
+from data_modules.source.tables import _arrow_errors
 from data_modules.types import Row
 
 ROWS = [{"a": "first"}, {"a": "a second, with é"}, {"a": "third"}]
@@ -413,3 +414,9 @@ def test_budget_ends_the_reading_between_rows(tmp_path: Path) -> None:
             rows = [row for chunk in read_file(file, Budget(left)) for row in chunk.rows()]
             assert all(isinstance(row, Row) for row in rows), (name, left)
         assert len(rows) == 3
+
+
+def test_memory_that_a_damaged_file_claims_is_the_file_s_fault(tmp_path: Path) -> None:
+    expected = pytest.raises(DataError, match=r"d\.arrow: not a readable arrow file")
+    with expected, _arrow_errors(tmp_path / "d.arrow", "arrow"):
+        raise MemoryError("malloc of size 68719476736 failed")
