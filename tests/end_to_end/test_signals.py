@@ -95,7 +95,7 @@ def test_two_ranks_stop_together_and_are_started_again(
     )
     code, _, said = type_train(run, *words, environment=slurm)
     assert (code, steps_of(run)) == (138, [2, 3])
-    assert "supervise.requeue: job 77 requeued" in said
+    assert "supervise.requeue: job 77 put back into the queue" in said
     assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
     said = person.train_into(run, *small_run(*RUN, *words), environment=slurm)
     assert "rank 0 was killed by SIGKILL" in said and "after step 5" in said

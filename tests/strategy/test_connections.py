@@ -58,6 +58,7 @@ def time_outs() -> set[timedelta]:
     strategy._init_mesh()
     groups = strategy.device_mesh.get_all_groups()
     assert sorted(map(dist.get_world_size, groups)) == [1, 2, 2]
+    dist.barrier()  # rank 0 holds the store by which the others find each other
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 

@@ -105,12 +105,12 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return optimizer
 
     strategy = DeviceWithoutValues(torch.device("cpu"))
-    monkeypatch.setattr("app.strategy.build.build_strategy", lambda *_, **__: strategy)
-    monkeypatch.setattr("app.training.optimizers.build_optimizer", plain)
+    monkeypatch.setattr("app.assembly.build_strategy", lambda *_, **__: strategy)
+    monkeypatch.setattr("app.assembly.build_optimizer", plain)
     monkeypatch.setattr(FinetuneModule, "on_fit_start", lambda module: None)  # it measures values
     monkeypatch.setattr(Metrics, "flush", write)
     # It reads values too, once: in the first step, whose curves are written anyway.
-    monkeypatch.setattr(gradient_check, "_look", lambda is_reached, _: is_reached.fill_(1))
+    monkeypatch.setattr(gradient_check, "_record", lambda is_reached, _: is_reached.fill_(1))
     # Autocast does not know this device; it is off in fp32.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
     monkeypatch.setattr(torch, "autocast", lambda *args, **settings: nullcontext())
