@@ -27,7 +27,7 @@ from benchmarks.peers import peer_python
 from benchmarks.training.task import Task, write_files
 
 HERE = Path(__file__).resolve().parent
-ROUNDS, WARM_UP, ROWS = 5, 3, 2000
+ROUNDS, WARM_UP, ROWS = 4, 3, 2000
 STEPS = {"loft": 12, "hf": 20, "trl_packed": 6, "trl_padded": 5} | dict.fromkeys(
     ("torchtune", "litgpt", "llamafactory", "axolotl"), 12
 )
