@@ -216,6 +216,21 @@ def test_scaffold_and_prefixes_find_the_same_turns(style: str, chat: Conversatio
         assert fast.lost == slow.lost
 
 
+def test_the_end_of_a_question_without_words_is_not_learned() -> None:
+    """Without a generation prompt, where the last question is written in another way."""
+    tokenizer = build_tokenizer(["</s>", "[INST]", "[/INST]"], eos="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}{{ '[INST] ' }}"
+        "{% if loop.last %}{{ messages[0].content + '\n\n' }}{% endif %}"
+        "{{ m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}"
+        "{% endfor %}"
+    )
+    template = ChatTemplate.resolve(tokenizer, None)
+    turns = (Turn("system", ""), Turn("user", ""), Turn("assistant", "yes"))
+    chat = Conversation((*turns, Turn("user", ""), Turn("assistant", "no")), ORIGIN)
+    assert learned_texts(template, encode(template, chat)) == " yes</s> no</s>"
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_each_row_is_rendered_once(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template = template_of(style)
