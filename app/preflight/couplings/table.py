@@ -73,7 +73,10 @@ def check_compatibility(
     devices = requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
     clashes = [*_of_device(config, devices), *_of_base(config), *_of_data(config)]
     if is_training(config):
-        clashes += [*_of_adapter(config), *_of_step(config), *_of_strategy(config, devices)]
+        clashes += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
+        clashes += _of_strategy(config, devices)
+        if isinstance(config.strategy, FsdpConfig):
+            clashes += _of_fsdp(config, config.strategy, devices)
         if isinstance(config.strategy, ZeroConfig):
             clashes += _of_deepspeed(config, config.strategy, devices)
             clashes += _of_deepspeed_keys(config.strategy.config)
@@ -224,9 +227,8 @@ def _of_adapter(config: TrainConfig) -> Iterator[Clash]:
         )
 
 
-def _of_step(config: TrainConfig) -> Iterator[Clash]:
-    trainer, optimizer, schedule = config.trainer, config.optimizer, config.schedule
-    adapter = config.adapter
+def _of_trainer(config: TrainConfig) -> Iterator[Clash]:
+    trainer, schedule = config.trainer, config.schedule
     if trainer.compile and config.recompute.mode == "selective":
         yield Clash(
             "recompute=selective keeps single operations of a layer, and trainer.compile=true "
@@ -246,6 +248,24 @@ def _of_step(config: TrainConfig) -> Iterator[Clash]:
             f"schedule.warmup_steps={warmup} leaves nothing of trainer.max_steps={steps}",
             f"schedule.warmup_steps={max(steps // 10, 0)}",
         )
+    for name, shape in (("decay_ratio", "wsd"), ("start_lr_ratio", "one_cycle")):
+        if schedule.shape != shape and _is_set(schedule, name):
+            yield Clash(
+                f"schedule.{name} has no effect with schedule={schedule.shape}",
+                f"schedule={shape} beside it",
+            )
+    warmup_ratio, decay_ratio = schedule.warmup_ratio, schedule.decay_ratio
+    if schedule.shape == "wsd" and warmup is None and warmup_ratio + decay_ratio > 1:
+        yield Clash(
+            f"schedule.warmup_ratio={warmup_ratio:g} and schedule.decay_ratio={decay_ratio:g} are "
+            "more than all steps",
+            f"schedule.decay_ratio={1 - warmup_ratio:g}",
+        )
+
+
+def _of_optimizer(config: TrainConfig) -> Iterator[Clash]:
+    trainer, optimizer, schedule = config.trainer, config.optimizer, config.schedule
+    adapter = config.adapter
     if optimizer.name == "muon":
         if isinstance(adapter, LoraConfig) and adapter.lora_plus_ratio is not None:
             yield Clash(
@@ -282,19 +302,6 @@ def _of_step(config: TrainConfig) -> Iterator[Clash]:
             + ", ".join(f"{each.ratio:g} ({each.pattern})" for each in wrong),
             "ratio: 0.1 (adapter=freeze keeps weights as they are)",
         )
-    for name, shape in (("decay_ratio", "wsd"), ("start_lr_ratio", "one_cycle")):
-        if schedule.shape != shape and _is_set(schedule, name):
-            yield Clash(
-                f"schedule.{name} has no effect with schedule={schedule.shape}",
-                f"schedule={shape} beside it",
-            )
-    warmup_ratio, decay_ratio = schedule.warmup_ratio, schedule.decay_ratio
-    if schedule.shape == "wsd" and warmup is None and warmup_ratio + decay_ratio > 1:
-        yield Clash(
-            f"schedule.warmup_ratio={warmup_ratio:g} and schedule.decay_ratio={decay_ratio:g} are "
-            "more than all steps",
-            f"schedule.decay_ratio={1 - warmup_ratio:g}",
-        )
 
 
 def _is_set(part: Any, name: str) -> bool:
@@ -304,10 +311,8 @@ def _is_set(part: Any, name: str) -> bool:
 
 
 def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Clash]:
-    strategy, trainer, method = config.strategy, config.trainer, config.quantization.method
+    strategy, trainer = config.strategy, config.trainer
     optimizer, name = config.optimizer.name, f"strategy={config.strategy.name}"
-    use_dora = isinstance(config.adapter, LoraConfig) and config.adapter.use_dora
-    splits_matrices = tensor_parallel_size(strategy, devices.ranks_per_node) > 1
     if strategy.name == "single" and devices.num_ranks > 1:
         yield Clash(
             f"strategy=single runs on one device, but {devices.num_ranks} ranks were requested",
@@ -332,8 +337,8 @@ def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Clash]:
             "all of them, which gather and write together",
             "trainer.checkpoint.async=false, or strategy=ddp",
         )
-    elementwise = ["adamw"]
-    if isinstance(strategy, FsdpConfig) and not splits_matrices:
+    elementwise, per_node = ["adamw"], devices.ranks_per_node
+    if isinstance(strategy, FsdpConfig) and tensor_parallel_size(strategy, per_node) == 1:
         elementwise.append("schedule_free")
     if optimizer not in elementwise:
         yield Clash(
@@ -341,8 +346,12 @@ def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Clash]:
             "on a rank",
             "optimizer=adamw, or strategy=ddp",
         )
-    if not isinstance(strategy, FsdpConfig):
-        return
+
+
+def _of_fsdp(config: TrainConfig, strategy: FsdpConfig, devices: Devices) -> Iterator[Clash]:
+    method, name = config.quantization.method, f"strategy={strategy.name}"
+    use_dora = isinstance(config.adapter, LoraConfig) and config.adapter.use_dora
+    splits_matrices = tensor_parallel_size(strategy, devices.ranks_per_node) > 1
     if strategy.offload_parameters and not devices.on_gpu:
         yield Clash(
             "strategy.offload_parameters=true keeps weights in host memory that is pinned for a "
