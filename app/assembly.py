@@ -55,9 +55,9 @@ from app.training.callbacks.progress import ProgressBar
 from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
 from app.training.callbacks.write_metadata import WriteMetadata
 from app.training.checkpoint.saving import build_checkpoints, build_saver
-from app.training.footprint import gather_facts, gather_memory, measure_footprint
 from app.training.logger import build_loggers, drop_rows_after
 from app.training.metrics import Metrics
+from app.training.model_states import gather_facts, gather_memory, measure_footprint
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer

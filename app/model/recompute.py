@@ -115,7 +115,7 @@ def _build_checkpoint(mode: str) -> Callable[..., Any]:
     """Return a function that runs a layer on its arguments and returns its output."""
     from torch.utils.checkpoint import checkpoint
 
-    from app.model.activations import HostInputs, keep_expensive
+    from app.model.activation_checkpointing import HostInputs, keep_expensive
 
     if mode == "offload":
         return HostInputs().run_layer

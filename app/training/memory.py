@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
 from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, tensor_parallel_size
-from app.training.footprint import EIGHT_BIT_STATES, STATES, bytes_per_weight
+from app.training.model_states import EIGHT_BIT_STATES, STATES, bytes_per_weight
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,6 @@
-"""Memory for weights, gradients and optimizer states, from the shapes of a meta model."""
+"""Memory of model states (weights, gradients, optimizer states), by which a strategy and recompute
+are chosen: from the shapes of a meta model.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from app.model.activations import is_expensive
+from app.model.activation_checkpointing import is_expensive
 from app.model.cpu import fp32 as onednn
 
 

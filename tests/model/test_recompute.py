@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import BloomConfig, BloomForCausalLM
 
-from app.model import activations
-from app.model.activations import HostInputs, LayerInput, _Reuse, keep_expensive
+from app.model import activation_checkpointing as activations
+from app.model.activation_checkpointing import HostInputs, LayerInput, _Reuse, keep_expensive
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,

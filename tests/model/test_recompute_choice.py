@@ -24,7 +24,7 @@ from app.model.activation_memory import (
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.recompute import Memory, RecomputeConfig, apply_recompute, choose_recompute
 from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig
-from app.training.footprint import Footprint
+from app.training.model_states import Footprint
 from app.training.trainer import Environment
 from tests.tiny import random_ids, tiny_llama
 

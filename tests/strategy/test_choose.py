@@ -23,7 +23,7 @@ from app.preflight import check_compatibility
 from app.process.errors import UserError
 from app.strategy.build import STATES_SHARE, STORED, Facts, choose_strategy
 from app.strategy.settings import FsdpConfig
-from app.training.footprint import gather_facts, measure_footprint
+from app.training.model_states import gather_facts, measure_footprint
 from app.training.optimizers import AdamWConfig
 from app.training.trainer import Environment, TrainerConfig
 from tests.tiny import TINY_BASE, probe, tiny_llama
