@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 
 from app.config import EvaluateConfig, TrainConfig, save_config, settings_of
+from app.evaluation.comparison import Evaluator
 from app.model.activation_memory import FP32, HALF, Kept, widths_of
 from app.model.adapter import AdapterConfig, LoraConfig, saves_whole_model
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     import torch
     from lightning.pytorch.loggers import Logger
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from app.strategy.mixin import StrategyMixin
 
 log = logging.getLogger(__name__)
 
@@ -380,6 +383,28 @@ def build_module(
         is_packed=data.is_packed,
         metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
+    )
+
+
+def build_evaluator(
+    config: TrainConfig | EvaluateConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    shards: StrategyMixin | None = None,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Evaluator:
+    """Build what measures base and tuned model on the held-out rows of `data`.
+
+    `shards` and `sum_over_ranks` as for `Evaluator`.
+    """
+    return Evaluator(
+        config.evaluation,
+        data,
+        base.tokenizer,
+        base.stop_ids | data.stop_token_ids,
+        base.backend,
+        shards=shards,
+        sum_over_ranks=sum_over_ranks,
     )
 
 

@@ -28,8 +28,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import build_datamodule, open_base
-    from app.evaluation.comparison import Evaluator, print_comparison
+    from app.assembly import build_datamodule, build_evaluator, open_base
+    from app.evaluation.comparison import print_comparison
     from app.model.adapter import FreezeConfig, apply_adapter
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
@@ -42,8 +42,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
-    stop_ids = base.stop_ids | data.stop_token_ids
-    evaluator = Evaluator(config.evaluation, data, base.tokenizer, stop_ids, base.backend)
+    evaluator = build_evaluator(config, base, data)
     if not evaluator.prompts and not len(data.val_examples):
         raise UserError(nothing_to_measure(config))
 

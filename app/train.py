@@ -76,7 +76,8 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
     None on ranks above 0. Where each rank holds a part of the weights, all of them work together
     and the first one writes; otherwise only the first one comes this far.
     """
-    from app.evaluation.comparison import Evaluator, compare_trained, print_comparison
+    from app.assembly import build_evaluator
+    from app.evaluation.comparison import compare_trained, print_comparison
     from app.model.adapter import saves_whole_model
     from app.model.save import save_model
     from app.model.tokenizer import keep_stop_tokens, save_stop_tokens
@@ -87,17 +88,8 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
     if shards is None and not trainer.is_global_zero:
         return None
     module.release_optimizer()  # verifying loads the base beside what was trained
-    stop_ids = base.stop_ids | data.stop_token_ids
-    evaluator = Evaluator(
-        config.evaluation,
-        data,
-        base.tokenizer,
-        stop_ids,
-        base.backend,
-        shards=shards,
-        sum_over_ranks=module.sum_over_ranks,
-    )
-    keep_stop_tokens(module.model, stop_ids)
+    evaluator = build_evaluator(config, base, data, shards, module.sum_over_ranks)
+    keep_stop_tokens(module.model, evaluator.stop_ids)
     with trainer.precision_plugin.forward_context():
         saved, model = save_model(
             module.model,

@@ -123,7 +123,7 @@ class Evaluator:
         shards: StrategyMixin | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.data, self.backend = data, backend
+        self.data, self.backend, self.stop_ids = data, backend, stop_ids
         self.shards, self.sum_over_ranks = shards, sum_over_ranks
         self.prompts = data.prompts(config.max_rows) if config.exact_match else {}
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
