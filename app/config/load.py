@@ -42,7 +42,7 @@ from app.process.errors import ROOT, UserError
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, expand_home
-from data_modules import TEMPLATE_NAMES
+from data_modules import TEMPLATE_NAMES, expected, wrong_values
 
 Config = TrainConfig | EvaluateConfig
 """the settings of a verb; those of a preview are a training's and more"""
@@ -258,15 +258,9 @@ def _give_types(
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'settings'}: {first_line(error)}") from error
-    waiting = [(config, field) for field in dataclasses.fields(schema)]
-    for owner, field in waiting:
-        value, facts = getattr(owner, field.name), field.metadata.get("facts")
-        several = value if isinstance(value, list) else [value]
-        for one in several:
-            if dataclasses.is_dataclass(one):
-                waiting += [(one, inner) for inner in dataclasses.fields(one)]
-            elif facts and facts.choices and one not in (None, *facts.choices) and not facts.bounds:
-                raise UserError(f"{field.name}={one}: expected one of {facts.choices}")
+    for key, value, facts, hint in wrong_values(config):
+        if not facts.bounds:
+            raise UserError(f"{key}={value}: expected {expected(facts, hint)}")
     for group, name in names.items():
         if (named := getattr(config, group).name) != name:
             raise UserError(f"{group}.name={named}: expected {name}")

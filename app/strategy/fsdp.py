@@ -122,7 +122,9 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             (replicas, shards, self.tensor_size),
             mesh_dim_names=("replicate", "shard", "tensor"),
         )
-        for group in self._device_mesh.get_all_groups():  # NCCL's own would wait for 10 minutes
+        # NCCL's own would wait for 10 minutes. Private, tried with torch 2.13: a mesh makes its
+        # groups itself and takes no timeout.
+        for group in self._device_mesh.get_all_groups():
             _set_pg_timeout(self._timeout, group)
 
     def _divide(self) -> tuple[int, int]:
