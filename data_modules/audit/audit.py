@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from data_modules.audit.figures import Audit, AuditWarning, BenchmarkAudit, DatasetAudit
+from data_modules.audit.figures import (
+    Audit,
+    AuditWarning,
+    BenchmarkAudit,
+    DatasetAudit,
+    count_of,
+)
 from data_modules.audit.overlap import Columns, find_overlap
-from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, count_of, judge
+from data_modules.audit.rules import AuditConfig, DatasetFacts, RunSettings, judge
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -140,7 +146,6 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
         dataset.duplicates = len(own)
         if len(own):
             place, earlier = train.origin(int(own[0])), train.origin(int(first[group[own[0]]]))
-            advice = "remove them, or type data.audit.max_duplicate_share=0 to stop on them"
             audit.findings.append(
                 AuditWarning(
                     dataset=dataset.name,
@@ -151,8 +156,8 @@ def _find_duplicates(audit: Audit, train: Columns) -> None:
                     first=(str(place), str(earlier)),
                     joiner=", the same as ",
                     advice="remove them",
-                    text=f"{dataset.name}: {count_of(len(own), dataset.train)} training examples "
-                    f"are duplicates, first {place}, the same as {earlier}; {advice}",
+                    advice_in_full="remove them, or type data.audit.max_duplicate_share=0 to stop "
+                    "on them",
                 )
             )
 
@@ -171,7 +176,6 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
         dataset.repeated = len(own)
         if len(own):
             here, there = validation.origin(int(own[0])), train.origin(int(first[place[own[0]]]))
-            advice = "remove them: their loss does not show generalization"
             audit.findings.append(
                 AuditWarning(
                     dataset=dataset.name,
@@ -182,9 +186,7 @@ def _find_repeated(audit: Audit, train: Columns, validation: Columns) -> None:
                     first=(str(here), str(there)),
                     joiner=", the same as ",
                     advice="remove them",
-                    text=f"{dataset.name}: {count_of(len(own), dataset.validation)} validation "
-                    f"documents also stand in training, first {here}, the same as {there}; "
-                    f"{advice}",
+                    advice_in_full="remove them: their loss does not show generalization",
                 )
             )
 
@@ -230,9 +232,9 @@ def _find_overlap(
                     statement="overlap with training",
                     first=pairs[0],
                     advice="data.audit.max_overlap_share=0 stops on them",
-                    text=f"{name}: {count_of(len(flagged), total)} {what} documents overlap with "
-                    f"training (share {config.overlap_share:.0%} of their runs of {config.ngram} "
-                    f"tokens), first {named}; look at these pairs, or type "
+                    written=f"{name}: {count_of(len(flagged), total)} {what} documents overlap "
+                    f"with training (share {config.overlap_share:.0%} of their runs of "
+                    f"{config.ngram} tokens), first {named}; look at these pairs, or type "
                     "data.audit.max_overlap_share=0 to stop on them",
                 )
             )

@@ -136,13 +136,18 @@ class BenchmarkAudit:
     overlapping: int
 
 
+def count_of(count: int, total: int) -> str:
+    """Word a count and what it is a part of."""
+    return f"{count:,} of {total:,}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AuditWarning:
-    """Hold a warning about one data set: in parts for a screen, and whole in `text` for a file.
+    """Hold a warning about one data set: in parts for a screen, and in full as `text` for a file.
 
     It reads `count` of `total` `what` (rows, documents) `statement`; `share` is that of the tokens,
     from 0 to 1; `first` are the origins (file:line) of one example, joined by `joiner`; `advice`
-    says what to do.
+    says what to do, `advice_in_full` at more length. `written` is a text of its own.
     """
 
     dataset: str
@@ -150,16 +155,29 @@ class AuditWarning:
     total: int
     what: str
     statement: str
-    text: str
     share: float | None = None
     first: tuple[str, ...] = ()
     joiner: str = " with "
     advice: str = ""
+    advice_in_full: str = ""
+    written: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return it in full: whole paths, and all that can be done."""
+        whole = self.sentence(self.joiner.join(self.first), self.advice_in_full or self.advice)
+        return self.written or whole
+
+    def sentence(self, example: str, advice: str) -> str:
+        """Return it in words, with the places of an example."""
+        amount = "" if self.share is None else f" ({self.share:.0%} of the tokens)"
+        first, then = example and f", first {example}", advice and f"; {advice}"
+        return f"{self.dataset}: {self.counted} {self.what}{amount} {self.statement}{first}{then}"
 
     @property
     def counted(self) -> str:
         """Return the count and what it is a part of."""
-        return f"{self.count:,} of {self.total:,}"
+        return count_of(self.count, self.total)
 
     @property
     def example(self) -> str:
@@ -262,16 +280,11 @@ def compact(findings: Sequence[AuditWarning]) -> list[str]:
     for one in findings:
         kinds.setdefault((one.what, one.statement, one.advice), []).append(one)
     return [
-        _sentence(count_of[0]) if len(count_of) == 1 else _listing(count_of)
-        for count_of in kinds.values()
+        several[0].sentence(several[0].example, several[0].advice)
+        if len(several) == 1
+        else _listing(several)
+        for several in kinds.values()
     ]
-
-
-def _sentence(one: AuditWarning) -> str:
-    first = f", first {one.example}" if one.first else ""
-    amount = "" if one.share is None else f" ({one.share:.0%} of the tokens)"
-    advice = f"; {one.advice}" if one.advice else ""
-    return f"{one.dataset}: {one.counted} {one.what}{amount} {one.statement}{first}{advice}"
 
 
 def _listing(several: Sequence[AuditWarning]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit
+from data_modules.audit.figures import Audit, AuditWarning, DatasetAudit, count_of
 from data_modules.facts import setting
 
 REPORTED_ABOVE = 0.01
@@ -147,11 +147,6 @@ def judge(
         _judge_overlap(audit, config, f"test data {test.name}", test.overlapping, test.rows)
 
 
-def count_of(count: int, total: int) -> str:
-    """Word a count and what it is a part of."""
-    return f"{count:,} of {total:,}"
-
-
 def _warn_of_long(
     dataset: DatasetAudit, fact: DatasetFacts, run: RunSettings
 ) -> AuditWarning | None:
@@ -171,7 +166,6 @@ def _warn_of_long(
         advice = "data.on_long=split keeps them, or a larger data.sequence_len"
     if fact.on_long == "drop":
         advice += ", or data.on_long=truncate_right a part"
-    amount = f"({dataset.lost_share:.0%} of the tokens)"
     longest = f"; the longest has {fact.longest[0][0]:,} tokens" if fact.longest else ""
     return AuditWarning(
         dataset=fact.name,
@@ -181,8 +175,7 @@ def _warn_of_long(
         share=dataset.lost_share,
         statement=statement,
         advice=advice,
-        text=f"{fact.name}: {count_of(count, dataset.rows)} rows {amount} {statement}; {advice}"
-        f"{longest}",
+        advice_in_full=f"{advice}{longest}",
     )
 
 
@@ -206,25 +199,21 @@ def _judge_rows(audit: Audit, dataset: DatasetAudit, fact: DatasetFacts) -> None
                 "out",
                 first=tuple(fact.empty_origins),
                 joiner=", ",
-                text=f"{dataset.name}: {count_of(dataset.empty, dataset.rows)} rows have nothing "
-                f"to train on and are left out ({first}: no answer, or it was cut away)",
+                written=f"{dataset.name}: {count_of(dataset.empty, dataset.rows)} rows have "
+                f"nothing to train on and are left out ({first}: no answer, or it was cut away)",
             )
         )
     for kind, (count, first) in fact.notes.items():
         audit.findings.append(_warn_of_note(dataset, kind, count, first))
     if dataset.double_bos:
-        statement = "begin with two BOS tokens"
-        advice = "remove the one that stands in the rows, or the chat template's"
-        number = count_of(dataset.double_bos, dataset.train)
         audit.findings.append(
             AuditWarning(
                 dataset=dataset.name,
                 count=dataset.double_bos,
                 total=dataset.train,
                 what="documents",
-                statement=statement,
-                advice=advice,
-                text=f"{dataset.name}: {number} documents {statement}; {advice}",
+                statement="begin with two BOS tokens",
+                advice="remove the one that stands in the rows, or the chat template's",
             )
         )
 
@@ -242,7 +231,7 @@ def _warn_of_note(dataset: DatasetAudit, kind: str, count: int, first: str) -> A
         statement=statement,
         first=(first,),
         advice=advice,
-        text=f"{dataset.name}: {number} rows, first {first}: {meaning}{what_to_do}",
+        written=f"{dataset.name}: {number} rows, first {first}: {meaning}{what_to_do}",
     )
 
 
@@ -301,7 +290,7 @@ def _judge_stops(audit: Audit, dataset: DatasetAudit, train_on_eos: str) -> None
             what="documents",
             statement=statement,
             advice=advice,
-            text=text,
+            written=text,
         )
     )
 
