@@ -45,7 +45,7 @@ STREAMED = ("trainer.micro_batch_size", "data.num_workers")
 """settings that the order of a stream depends on, beside the number of ranks"""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Change:
     """One difference from the run that is resumed."""
 
@@ -69,19 +69,12 @@ def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
         if key not in old:
             continue  # of another option or another data set, which is a change of its own
         if old[key] != value and rule not in ("per_start", "trust"):
-            changes.append(
-                Change(
-                    what=key,
-                    before=old[key],
-                    now=value,
-                    rule=rule or "fixed",
-                    way_back=_way_back(key, old[key]),
-                )
-            )
+            way_back = _way_back(key, old[key])
+            changes.append(Change(key, old[key], value, rule or "fixed", way_back))
     # Lossy communication; other differences between strategies only round.
     if (was := _traffic(before.strategy)) != (new := _traffic(now.strategy)):
         what, way_back = "what travels between the ranks", f"type strategy={before.strategy.name}"
-        changes.append(_change(what, was, new, "precision", way_back))
+        changes.append(Change(what, was, new, "precision", way_back))
     return changes
 
 
@@ -101,24 +94,24 @@ def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
         # Other rows or another template make other tokens: one problem, not three.
         is_said = name == "tokens_sha256" and changes
         if name in both and before[name] != now[name] and not is_said:
-            changes.append(_change(what, before[name], now[name], rule, way_back))
+            changes.append(Change(what, before[name], now[name], rule, way_back))
     if "precision" in both and before["precision"] != now["precision"]:
         was, new = before["precision"], now["precision"]
         rule = _rule_of_precision(was, new)
-        changes.append(_change("the precision", was, new, rule, f"type trainer.precision={was}"))
+        changes.append(Change("the precision", was, new, rule, f"type trainer.precision={was}"))
     if "strategy" in both and before["strategy"] != now["strategy"]:
         was, new = before["strategy"], now["strategy"]
-        changes.append(_change("the strategy", was, new, "rounding", f"type strategy={was}"))
+        changes.append(Change("the strategy", was, new, "rounding", f"type strategy={was}"))
     if "versions" in both:
         for name, version in now["versions"].items():
             if (was := before["versions"].get(name)) not in (None, version):
-                changes.append(_change(name, was, version, "rounding", f"install {name}=={was}"))
+                changes.append(Change(name, was, version, "rounding", f"install {name}=={was}"))
         # Noted here, for the base is compared again once the rows are known.
         if "base" in both and not same_form(before["base"], now["base"]):
             # An earlier version of this program hashed other parts of the weights.
             was, new = (side["base"].get("weights_form") or EARLIER_FORM for side in (before, now))
             what = "the base model's weights are not compared with those of the run: what is read"
-            changes.append(_change(f"{what} of them", was, new, "free", ""))
+            changes.append(Change(f"{what} of them", was, new, "free", ""))
     return changes
 
 
@@ -144,10 +137,6 @@ def judge(changes: Sequence[Change], allow: Sequence[str]) -> tuple[list[str], l
     return problems, notes
 
 
-def _change(what: str, before: Any, now: Any, rule: ResumeRule, way_back: str) -> Change:
-    return Change(what=what, before=before, now=now, rule=rule, way_back=way_back)
-
-
 def _traffic(strategy: StrategyConfig) -> str:
     """Word what is lossy in the communication of a strategy."""
     if isinstance(strategy, DdpConfig) and strategy.compression != "none":
@@ -170,9 +159,9 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     ):
         is_known = name == "fingerprint" or same_form(before, now)
         if not named and is_known and before[name] != now[name]:
-            return [_change(what, before[name], now[name], "fixed", way_back)]
+            return [Change(what, before[name], now[name], "fixed", way_back)]
     return [
-        _change(key, before[name], now[name], "fixed", _way_back(key, before[name]))
+        Change(key, before[name], now[name], "fixed", _way_back(key, before[name]))
         for name, key in (("path", "model.path"), ("revision", "model.revision"))
         if named and before[name] != now[name]
     ]
@@ -187,9 +176,9 @@ def _compare_data(
         is_known = old["sha256"] and new["sha256"]
         if is_known and old["sha256"] != new["sha256"]:
             rows = f"{what}: sha256 of its rows ({old['rows']:,} -> {new['rows']:,} rows)"
-            changes.append(_change(rows, old["sha256"], new["sha256"], "data", way_back))
+            changes.append(Change(rows, old["sha256"], new["sha256"], "data", way_back))
         elif not is_known and old["path"] != new["path"]:
-            changes.append(_change(f"{what}: path", old["path"], new["path"], "data", way_back))
+            changes.append(Change(f"{what}: path", old["path"], new["path"], "data", way_back))
     return changes
 
 
