@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 
 PREDICTIONS_FILE = "predictions.jsonl"
 
+log = logging.getLogger(__name__)
+
+WHO = ("base", "tuned")
+MEASURES = {
+    # name in metrics.json: heading, format
+    "val/loss": ("loss", "{:.4f}"),
+    "exact_match": ("exact match", "{:.1%}"),
+}
+
 
 class Predictions:
     """Answer the same prompts, by data set, with several models, and keep their answers."""
@@ -93,16 +102,6 @@ class Predictions:
 def is_exact_match(answer: Answer, prompt: Prompt) -> bool:
     """Tell whether an answer is finished and equals the reference up to surrounding whitespace."""
     return answer.is_finished and answer.text.strip() == prompt.answer.strip()
-
-
-log = logging.getLogger(__name__)
-
-WHO = ("base", "tuned")
-MEASURES = {
-    # name in metrics.json: heading, format
-    "val/loss": ("loss", "{:.4f}"),
-    "exact_match": ("exact match", "{:.1%}"),
-}
 
 
 class Evaluator:

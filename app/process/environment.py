@@ -22,6 +22,34 @@ from app.process.gpus import num_device_files
 from app.process.launch import is_first_rank
 from data_modules import printable, redact
 
+DEVICES = Path("/dev")
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+"""parameters of glibc's mallopt, in bytes"""
+MADV_HUGEPAGE = 14
+LARGEST_BLOCK = 2**25
+"""bytes of the largest block that malloc grows the heap for, by glibc's own limit"""
+HEAP = 2**30
+"""bytes that the heap may keep; addresses at first, memory where they are used"""
+MEANINGLESS_WARNINGS = (
+    # Batches are made in the main process on purpose; the number of workers is a setting.
+    ".*does not have many workers.*",
+    # The loaders are ours: the data plan decides their length and epochs.
+    ".*number of training batches.*smaller than the logging interval.*",
+    ".*GPU available but not used.*",
+    # No validation rows were requested, or a resumed run has no step left.
+    ".*Total length of `.*` across ranks is zero.*",
+    # Our loaders start at the checkpoint's step, by the data plan.
+    ".*resuming from a checkpoint that ended before the epoch ended.*",
+    # peft saves without a hub look-up; the base's name is in the manifest.
+    ".*Could not find a config file in.*",
+    # Our own error says the same.
+    ".*adapter keys while loading.*",
+    ".*not initialized from the model checkpoint.*",
+    # Lightning runs the schedule after the optimizer; torch cannot see it through our optimizer.
+    ".*lr_scheduler.step.*before.*optimizer.step.*",
+    ".*LeafSpec.*is deprecated.*",
+)
+
 
 class LastingFile(io.FileIO):
     """A file that discards whatever is written to it after the first failure."""
@@ -69,16 +97,6 @@ def _open(descriptor: int, before: TextIO | None, *, by_line: bool) -> io.TextIO
     )
 
 
-DEVICES = Path("/dev")
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-"""parameters of glibc's mallopt, in bytes"""
-MADV_HUGEPAGE = 14
-LARGEST_BLOCK = 2**25
-"""bytes of the largest block that malloc grows the heap for, by glibc's own limit"""
-HEAP = 2**30
-"""bytes that the heap may keep; addresses at first, memory where they are used"""
-
-
 def keep_memory() -> None:
     """Have this process keep the memory that it frees, in large pages; call before any work.
 
@@ -101,27 +119,6 @@ def keep_memory() -> None:
     if end > start:  # not where addresses are limited or another malloc is preloaded
         libc.madvise(start, end - start, MADV_HUGEPAGE)
     libc.mallopt(M_TOP_PAD, 2 * LARGEST_BLOCK)
-
-
-MEANINGLESS_WARNINGS = (
-    # Batches are made in the main process on purpose; the number of workers is a setting.
-    ".*does not have many workers.*",
-    # The loaders are ours: the data plan decides their length and epochs.
-    ".*number of training batches.*smaller than the logging interval.*",
-    ".*GPU available but not used.*",
-    # No validation rows were requested, or a resumed run has no step left.
-    ".*Total length of `.*` across ranks is zero.*",
-    # Our loaders start at the checkpoint's step, by the data plan.
-    ".*resuming from a checkpoint that ended before the epoch ended.*",
-    # peft saves without a hub look-up; the base's name is in the manifest.
-    ".*Could not find a config file in.*",
-    # Our own error says the same.
-    ".*adapter keys while loading.*",
-    ".*not initialized from the model checkpoint.*",
-    # Lightning runs the schedule after the optimizer; torch cannot see it through our optimizer.
-    ".*lr_scheduler.step.*before.*optimizer.step.*",
-    ".*LeafSpec.*is deprecated.*",
-)
 
 
 class CleanFormatter(logging.Formatter):

@@ -23,22 +23,6 @@ from app.process.reporting import REASON_FILE
 from app.process.signals import EXITS_WITHIN, HANDLED, signal_received, wait_for_step
 from data_modules import redact, setting
 
-
-@dataclass(kw_only=True, slots=True)
-class SuperviseConfig:
-    max_restarts: int = setting(0, ge=0, shown=("train",))
-    """restarts of a run that died or hangs, each from its newest good checkpoint; on one machine
-    (torchrun has --max-restarts)"""
-    hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
-    """minutes without progress in the training loop, on every rank, after which a run counts as
-    hanging (or ten times its longest pause so far, where that is more); null = never. Watched are
-    several ranks that this command starts, or one with max_restarts; never those of torchrun or
-    srun"""
-    requeue: bool = False
-    """put a SLURM job back into its queue after SIGUSR1 (--signal=USR1@120) has let the run save
-    itself; with resume=auto it then goes on"""
-
-
 POLL_SECONDS = 0.1
 MAX_PORTS = 5
 """ports to try, one after the other"""
@@ -53,6 +37,21 @@ CODES_OF_SIGNALS = {128 + signum for signum in HANDLED}
 """exit codes of ranks that a signal has ended"""
 PREFIX = "error (the environment): "
 OUT_OF_MEMORY = "often for lack of memory; the system's log says so"
+
+
+@dataclass(kw_only=True, slots=True)
+class SuperviseConfig:
+    max_restarts: int = setting(0, ge=0, shown=("train",))
+    """restarts of a run that died or hangs, each from its newest good checkpoint; on one machine
+    (torchrun has --max-restarts)"""
+    hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
+    """minutes without progress in the training loop, on every rank, after which a run counts as
+    hanging (or ten times its longest pause so far, where that is more); null = never. Watched are
+    several ranks that this command starts, or one with max_restarts; never those of torchrun or
+    srun"""
+    requeue: bool = False
+    """put a SLURM job back into its queue after SIGUSR1 (--signal=USR1@120) has let the run save
+    itself; with resume=auto it then goes on"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,9 @@ LIBRARIES = (
 MANIFEST_FILE = "manifest.json"
 STARTED = time.strftime("%Y-%m-%dT%H:%M:%S%z")
 """when the command started, since the verb imports this first"""
+ALLOWED_BY = "checkpoint"
+"""the word in resume_allow that permits resuming from another run's checkpoint"""
+KINDS = {"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}
 
 
 def save_manifest(folder: Path, **facts: Any) -> None:
@@ -88,11 +91,6 @@ def _git(folder: Path, *arguments: str) -> str:
         ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10
     )
     return result.stdout.strip()
-
-
-ALLOWED_BY = "checkpoint"
-"""the word in resume_allow that permits resuming from another run's checkpoint"""
-KINDS = {"id": IDENTITY, "plan": IDENTITY, "since_step": COUNT}
 
 
 def identity_of(

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
     from lightning.pytorch.strategies import Strategy
 
+PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16")
+ACCELERATORS = ("auto", "cpu", "gpu")
+VALIDATIONS_PER_RUN = 10
+
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
@@ -34,11 +38,6 @@ class CheckpointConfig:
     """checkpoints with the lowest validation losses that are kept, too"""
     asynchronous: bool = setting(False, typed="async")
     """write while training goes on; one more copy of the trainable parameters in host memory"""
-
-
-PRECISIONS = ("auto", "fp32", "bf16", "bf16-pure", "fp16")
-ACCELERATORS = ("auto", "cpu", "gpu")
-VALIDATIONS_PER_RUN = 10
 
 
 @dataclass(kw_only=True, slots=True)

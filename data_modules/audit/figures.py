@@ -18,6 +18,31 @@ from data_modules.messages import DataError, printable, redact, redacted
 MAX_FILE = 32
 """letters of a file's path that are shown as they are"""
 _PLACE = re.compile(r"(.+?):(\d+)(?= |$)")
+HEADINGS = {
+    "rows": "rows",
+    "train": "train",
+    "validation": "validation",
+    "tokens": "tokens",
+    "trained": "trained",
+    "lost_tokens": "lost",
+    "bad_rows": "bad",
+    "dropped": "too long",
+    "truncated": "truncated",
+    "split": "split",
+    "empty": "nothing to train on",
+    "no_stop": "no stop",
+    "double_bos": "two BOS",
+    "duplicates": "duplicates",
+    "repeated": "in both",
+    "overlapping": "overlap",
+}
+"""count -> heading; a note on rows is headed by its kind"""
+ALWAYS = ("rows", "train", "validation", "tokens", "trained")
+"""columns that are shown even where they are zero"""
+ON_SCREEN = (*ALWAYS, "lost_tokens")
+"""columns that a screen shows; warnings say the others"""
+MAX_LINE = 160
+"""letters of a line on the screen, where two data sets go into so many"""
 
 
 def relative(text: str) -> str:
@@ -49,33 +74,6 @@ def short_paths(places: Iterable[str]) -> list[str]:
         shown.append(f"{'' if file == named else short_file(file)}:{line}{place[found.end() :]}")
         named = file
     return shown
-
-
-HEADINGS = {
-    "rows": "rows",
-    "train": "train",
-    "validation": "validation",
-    "tokens": "tokens",
-    "trained": "trained",
-    "lost_tokens": "lost",
-    "bad_rows": "bad",
-    "dropped": "too long",
-    "truncated": "truncated",
-    "split": "split",
-    "empty": "nothing to train on",
-    "no_stop": "no stop",
-    "double_bos": "two BOS",
-    "duplicates": "duplicates",
-    "repeated": "in both",
-    "overlapping": "overlap",
-}
-"""count -> heading; a note on rows is headed by its kind"""
-ALWAYS = ("rows", "train", "validation", "tokens", "trained")
-"""columns that are shown even where they are zero"""
-ON_SCREEN = (*ALWAYS, "lost_tokens")
-"""columns that a screen shows; warnings say the others"""
-MAX_LINE = 160
-"""letters of a line on the screen, where two data sets go into so many"""
 
 
 @dataclass(kw_only=True, slots=True)

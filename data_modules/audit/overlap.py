@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 
 
 _BASE, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+CHUNK_TOKENS = 1 << 20
+"""tokens that are hashed at a time: about 60 MB with what comes of them"""
+BOILERPLATE_SHARE, BOILERPLATE_DOCUMENTS = 0.10, 2
+"""an n-gram in more documents of a data set than the larger of the two is boilerplate"""
+FEW_DOCUMENTS = 20
+"""in data sets of up to so many documents of training the loss mask is looked at too"""
+_MAX_TABLE_BITS = 27
 
 
 def hash_grams(ids: npt.NDArray[np.int32], ngram: int) -> Hashes:
@@ -64,15 +71,6 @@ def _mixed(words: Hashes) -> Hashes:
     words *= np.uint64(0x94D049BB133111EB)
     words ^= words >> np.uint64(31)
     return words
-
-
-CHUNK_TOKENS = 1 << 20
-"""tokens that are hashed at a time: about 60 MB with what comes of them"""
-BOILERPLATE_SHARE, BOILERPLATE_DOCUMENTS = 0.10, 2
-"""an n-gram in more documents of a data set than the larger of the two is boilerplate"""
-FEW_DOCUMENTS = 20
-"""in data sets of up to so many documents of training the loss mask is looked at too"""
-_MAX_TABLE_BITS = 27
 
 
 class Columns(Protocol):

@@ -19,6 +19,15 @@ LEAVE_OUT = "or leave such rows out by data.drop_empty=true or data.on_bad_row=q
 """what can be done about an empty answer but mending it"""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _CONTROLS = bytes(code for code in range(32) if chr(code) not in "\t\n\r")
+_QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "user", "human")
+_ANSWERS = (
+    *("output", "answer", "response", "completion", "solution", "answers", "target", "reply"),
+    *("assistant", "gpt", "summary"),
+)
+_EXTRAS = ("input", "context", "passage")
+_TEXTS = ("text", "content", "body", "document", "article", "code", "markdown")
+_ROLE_NAMES = ("role", "from")
+_DEPTH = 3
 
 
 class RowError(ValueError):
@@ -233,17 +242,6 @@ def _missing_step(value: Any, step: str, there: str) -> str:
             "give a number, counted from 0"
         )
     return f"missing '{there}.{step}'; '{there}' is {kind(value)}, with nothing in it to name"
-
-
-_QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "user", "human")
-_ANSWERS = (
-    *("output", "answer", "response", "completion", "solution", "answers", "target", "reply"),
-    *("assistant", "gpt", "summary"),
-)
-_EXTRAS = ("input", "context", "passage")
-_TEXTS = ("text", "content", "body", "document", "article", "code", "markdown")
-_ROLE_NAMES = ("role", "from")
-_DEPTH = 3
 
 
 def suggest_settings(values: Mapping[str, Any]) -> str:

@@ -42,6 +42,9 @@ _TURNS = ("messages", "conversations", "conversation")
 _SLIP = 0.9
 """how alike two names are that differ by one letter"""
 _FLAT_TREE = {"parent_id", "role", "text"}
+IGNORED = -100
+"""the label of a token that is not trained on"""
+_MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,9 +313,6 @@ FORMATS: dict[str, Format] = {
         Format("completion", (("text", "content", "segments"),), (), _read_completion),
     )
 }
-IGNORED = -100
-"""the label of a token that is not trained on"""
-_MAX_ID = 2**31 - 1
 
 
 def read_tokens(values: Mapping[str, Any], origin: Origin) -> Tokens:

@@ -19,6 +19,16 @@ import numpy.typing as npt
 from data_modules.packing.mixture import seeded_generator
 
 Indices = npt.NDArray[np.int64]
+LIKE_LENGTH_WINDOW = 2000
+"""documents of the shuffled order among which like lengths are brought together"""
+BLOCK_PACKS = 256
+"""so many packs are a stretch of the epoch in which every data set has its share"""
+SHORT_SHARE = 1.1
+"""tokens of short documents kept back to fill the packs, over the room that is expected there"""
+WELL_FILLED = 0.995
+"""how full packs must be on average for no tighter, less mixed way to be tried"""
+WORTH_IT = 0.995
+"""a tighter way is taken when it needs at most this share of the packs"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,18 +239,6 @@ def shard_packs(
         MicroBatch(tuple(packs[start + i] for i in range(micro_batch_size)), 1.0)
         for start in starts
     ]
-
-
-LIKE_LENGTH_WINDOW = 2000
-"""documents of the shuffled order among which like lengths are brought together"""
-BLOCK_PACKS = 256
-"""so many packs are a stretch of the epoch in which every data set has its share"""
-SHORT_SHARE = 1.1
-"""tokens of short documents kept back to fill the packs, over the room that is expected there"""
-WELL_FILLED = 0.995
-"""how full packs must be on average for no tighter, less mixed way to be tried"""
-WORTH_IT = 0.995
-"""a tighter way is taken when it needs at most this share of the packs"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,10 @@ _SUMMED = (
 )
 CHUNKS_IN_PROCESS = 4
 """data sets of no more chunks are tokenized by this process: others would start for nothing"""
+GUESSED_ROWS = 100
+"""so many first rows vote on the format of a data set"""
+MAX_FIRST = 5
+"""rows of a kind that are named, of any number"""
 
 
 @dataclass(slots=True)
@@ -243,12 +247,6 @@ def _end_with_parent() -> None:
 def _encode_in_worker(chunk: source.Chunk) -> EncodedChunk:
     assert _encoder is not None
     return _encoder(chunk)
-
-
-GUESSED_ROWS = 100
-"""so many first rows vote on the format of a data set"""
-MAX_FIRST = 5
-"""rows of a kind that are named, of any number"""
 
 
 @dataclass(frozen=True, slots=True)

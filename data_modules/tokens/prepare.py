@@ -58,6 +58,27 @@ TOKEN_SETTINGS = (
 ROW_LIMITS = ("columns", "key_chars", "nesting")
 """limits beyond which a row is left out where on_bad_row=quarantine"""
 
+log = logging.getLogger(__name__)
+
+KEY_FILE = "key.json"
+_NO_ROOM = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+_LABELS = {
+    "data": "the data changed",
+    "tokenizer": "the tokenizer changed",
+    "template": "the chat template changed",
+    "settings": "settings changed",
+    "code": "the code changed",
+    "versions": "library versions changed",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -268,27 +289,6 @@ class _Progress:
         self._rows += part.counts.rows
         text = f"tokenizing {self._name}: {self._rows:,} rows"
         self._bar.update(self._task, advance=part.num_bytes, description=text)
-
-
-KEY_FILE = "key.json"
-_NO_ROOM = {
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EEXIST,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-}
-log = logging.getLogger(__name__)
-_LABELS = {
-    "data": "the data changed",
-    "tokenizer": "the tokenizer changed",
-    "template": "the chat template changed",
-    "settings": "settings changed",
-    "code": "the code changed",
-    "versions": "library versions changed",
-}
 
 
 @dataclass(frozen=True, slots=True)

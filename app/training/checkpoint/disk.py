@@ -19,6 +19,7 @@ from app.process.heartbeat import beat_again
 BLOCK_BYTES = 4 << 20
 """of one read or write"""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +90,6 @@ def remove_folder(folder: Path) -> None:
             remove_file(entry)
     faults.reach("disk.rmdir")
     folder.rmdir()
-
-
-MEBIBYTE = 1 << 20
 
 
 class SaveError(OSError):
