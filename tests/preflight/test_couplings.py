@@ -23,7 +23,7 @@ from app.preflight.couplings import devices, table
 from app.preflight.couplings.table import is_installed
 from app.strategy.deepspeed_config import keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
-from app.training.parameter_groups import LrPattern
+from app.training.optimizers import LrPattern
 
 
 @cache

@@ -21,6 +21,7 @@ from app.training.optimizers import (
     AdafactorConfig,
     AdamW8bitConfig,
     AdamWConfig,
+    LrPattern,
     MuonConfig,
     OptimizerConfig,
     PagedAdamW8bitConfig,
@@ -28,7 +29,6 @@ from app.training.optimizers import (
     base_lr,
     build_optimizer,
 )
-from app.training.parameter_groups import LrPattern
 from app.training.schedule import ScheduleConfig, build_schedule
 from tests.conftest import TrainRun, read_column
 from tests.tiny import random_ids, small_run, tiny_llama

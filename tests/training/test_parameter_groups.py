@@ -10,8 +10,14 @@ import pytest
 
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, trained_weights
 from app.process.errors import UserError
-from app.training.optimizers import AdamWConfig, MuonConfig, OptimizerConfig, build_optimizer
-from app.training.parameter_groups import LrPattern, check_every_weight_is_in_one_group
+from app.training.optimizers import (
+    AdamWConfig,
+    LrPattern,
+    MuonConfig,
+    OptimizerConfig,
+    build_optimizer,
+    check_every_weight_is_in_one_group,
+)
 from tests.conftest import TrainRun
 from tests.tiny import small_run, tiny_bart, tiny_llama
 

@@ -25,8 +25,13 @@ from app.model.adapter import (
 )
 from app.model.adapter.weights import TrainableReport
 from app.model.quantization import storage_of
-from app.training.optimizers import AdamWConfig, MuonConfig, OptimizerConfig, build_optimizer
-from app.training.parameter_groups import LrPattern
+from app.training.optimizers import (
+    AdamWConfig,
+    LrPattern,
+    MuonConfig,
+    OptimizerConfig,
+    build_optimizer,
+)
 from app.training.parameter_table import (
     MAX_ROWS,
     TrainedPattern,
