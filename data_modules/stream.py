@@ -56,7 +56,7 @@ class StreamPlan:
         )
 
     def ends_epoch(self, step: int) -> bool:
-        """Tell whether a tenth of the run is through: nobody knows how long a stream's epoch is."""
+        """Tell whether a tenth of the run is through: the length of a stream's epoch is unknown."""
         return step % math.ceil(self.num_steps / 10) == 0
 
 

@@ -39,7 +39,7 @@ class Footprint:
 
     weights_gib: float
     states_gib: float
-    """gradients and optimizer states of what trains"""
+    """gradients and optimizer states of the trainable parameters"""
 
     def on_a_rank(
         self, strategy: StrategyConfig, env: Environment, num_nodes: int, gathered_gib: float

@@ -128,7 +128,7 @@ class DataReport:
     test_datasets: list[Fingerprint] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Return what is said aloud: a line a data set, their shares, and how turns are written."""
+        """Return the lines to log: one a data set, their shares, and how turns are written."""
         note = [self.template_note] if self.template_note else []
         return [*(report.line() for report in self.datasets), *self.mixture, *note]
 
