@@ -23,16 +23,17 @@ from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.files import write_whole
+from app.report.sweep_page import TrialView, render_sweep_page
 from app.run import NEVER
 from app.run.folder import OUTPUTS, expand_home
 from app.sweep.search import Grid, OptunaSearch, Search
-from app.sweep.trials import OBJECTIVE, RunningTrial, Trial
+from app.sweep.trials import OBJECTIVE, RunningTrial, Trial, read_curve
 from app.sweep.words import Swept, as_words, read_words, varied
 from data_modules import printable, redact, redacted
 
 WORDS_FILE = "sweep.yaml"
 """in a sweep's folder: its words, with which it goes on"""
-RESULTS_FILE, TABLE_FILE = "sweep.json", "sweep.csv"
+RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
 RESUME = re.compile(r"\+*resume=(?P<value>.+)")
 OWN = ("sweep.", "output.", "resume")
 """beginnings of keys that are the sweep's and not its trials'"""
@@ -56,8 +57,11 @@ def run_sweep(words: list[str]) -> int:
     print("; ".join(f"{one.key} {one}" for one in varied(swept)), flush=True)
     runs = _Trials(search, typed, folder, _gpu_slots(config), ended)
     code = runs.run()
-    show_results(runs.ended, folder, [one.key for one in varied(swept)], typed)
-    print(f"run: {folder}")
+    keys = [one.key for one in varied(swept)]
+    show_results(runs.ended, keys, typed)
+    write_page(runs.ended, folder, keys)
+    print(printable(f"{folder}/: {RESULTS_FILE}, {TABLE_FILE}, {PAGE_FILE}"))
+    print(printable(f"run: {folder}"))
     failed = next((trial.exit_code for trial in runs.ended if trial.has_failed), DONE)
     return code or failed
 
@@ -269,22 +273,42 @@ class _Trials:
         self.search.tell(trial.number, trial.objective, was_stopped=trial.stopped_at is not None)
         self.ended.append(trial)
         save_results(self.ended, self.folder)
-        self._say(trial)
+        print(printable(self._line(trial)), flush=True)
 
-    def _say(self, trial: Trial) -> None:
-        shared = set(as_words(self.typed))
-        what = " ".join(word for word in trial.overrides if word not in shared)
-        how = f"{OBJECTIVE} {trial.objective:.4f}" if trial.objective is not None else "failed"
-        if trial.stopped_at is not None:
-            how += f", stopped at step {trial.stopped_at}"
-        if trial.error is not None:
-            how = f"{trial.error[:200]} (exit {trial.exit_code}; {trial.number}.log)"
+    def _line(self, trial: Trial) -> str:
+        what = " ".join(word for word in trial.overrides if word not in as_words(self.typed))
         count = f"{len(self.ended)}/{self.search.total}"
-        line = f"[{count}] trial {trial.number}: {what}: {how}, {trial.seconds:.0f} s"
-        print(printable(line), flush=True)
+        return f"[{count}] trial {trial.number}: {what}: {outcome_of(trial)}, {trial.seconds:.0f} s"
 
 
 EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+
+
+def outcome_of(trial: Trial) -> str:
+    """Return how a trial ended, in words."""
+    if trial.error is not None:
+        return f"{trial.error[:200]} (exit {trial.exit_code}; {trial.number}.log)"
+    loss = "no validation loss" if trial.objective is None else f"{trial.objective:.4f}"
+    stopped = "" if trial.stopped_at is None else f", stopped at step {trial.stopped_at}"
+    return f"{OBJECTIVE} {loss}{stopped}"
+
+
+def write_page(trials: Sequence[Trial], folder: Path, keys: Sequence[str]) -> None:
+    """Write sweep.html: all trials by their settings, and their curves."""
+    views = []
+    for trial in sorted(trials, key=lambda one: one.rank):
+        values = dict(word.split("=", 1) for word in trial.overrides)
+        views.append(
+            TrialView(
+                number=trial.number,
+                values={key: printable(values[key]) for key in keys},
+                curve=read_curve(Path(trial.folder)),
+                objective=trial.objective,
+                outcome=printable(redact(outcome_of(trial))),
+            )
+        )
+    page = render_sweep_page(printable(str(folder)), views, OBJECTIVE)
+    write_whole(folder / PAGE_FILE, page)
 
 
 def save_results(trials: Sequence[Trial], folder: Path) -> None:
@@ -310,9 +334,7 @@ def read_results(folder: Path) -> list[Trial]:
     return sorted(trials, key=lambda one: one.number)
 
 
-def show_results(
-    trials: Sequence[Trial], folder: Path, keys: Sequence[str], typed: Mapping[str, str]
-) -> None:
+def show_results(trials: Sequence[Trial], keys: Sequence[str], typed: Mapping[str, str]) -> None:
     """Print the trials, best first, and the command that trains the best one again."""
     from rich.console import Console
     from rich.markup import escape

@@ -72,6 +72,9 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(words: list[str], tmp_pat
         assert f"stopped at step {row['stopped_at']}" in answer.printed + before
         kept = (tmp_path / "whole" / str(row["number"]) / "metrics.csv").read_text()
         assert len(kept.splitlines()) == 5, "a stopped trial keeps its curve"
+    page = (tmp_path / "killed/sweep.html").read_text()
+    assert page.count("<polyline") == 2 * len(whole)
+    assert "http" not in page.replace("http-equiv", "")
     # the first are the settings as they stand, and the best is no worse
     assert whole[0]["overrides"][-2:] == ["adapter.r=16", "optimizer.lr=0.0002"]
     best = min(whole, key=lambda row: row["objective"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from app.config import conf_files
 from app.process.errors import UserError
+from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep import run_sweep
 from app.sweep.trials import RunningTrial
 from app.sweep.words import read_words
@@ -185,6 +187,23 @@ def test_only_train_sweeps() -> None:
     answer = ask("-m", "seed=1,2", verb="evaluate")
     assert answer.code == 2
     assert "sweeps are for train" in answer.said
+
+
+def test_the_page_of_a_sweep_holds_text_and_no_markup_of_others() -> None:
+    trial = TrialView(
+        number=0,
+        values={"adapter.r": "4", "model.path": "<script>alert(1)</script>"},
+        curve={2: 1.5, 4: float("nan"), 6: 0.5},
+        objective=0.5,
+        outcome="val/loss 0.5000",
+    )
+    other = dataclasses.replace(trial, number=1, objective=None, curve={}, outcome="exit code 4")
+    page = render_sweep_page("sweep", [trial, other], "val/loss")
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert page.count("<polyline") == 2  # a trial that failed has no line, but a row
+    assert "exit code 4" in page
+    assert "nan" not in page
 
 
 def test_settings_of_a_sweep_mean_nothing_in_one_run() -> None:
