@@ -9,12 +9,13 @@ takes, `help` the page.
 from app.config.dispatch import check_before_start, run_verb
 from app.config.load import Config, compose, load_config, load_run_config, settings_of
 from app.config.run_config import save_config
-from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig
+from app.config.verbs import EvaluateConfig, PreviewConfig, SweepConfig, TrainConfig
 
 __all__ = [
     "Config",
     "EvaluateConfig",
     "PreviewConfig",
+    "SweepConfig",
     "TrainConfig",
     "check_before_start",
     "compose",

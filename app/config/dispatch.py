@@ -67,6 +67,8 @@ def _dispatch(
         if shows_settings:
             raise UserError("--cfg job shows one run: leave -m and the lists of values out")
         return sweep(words)
+    if of_sweep := [word for word in words if word.lstrip("+").startswith("sweep.")]:
+        raise UserError(f"{of_sweep[0]}: a sweep's settings mean nothing in one run; add -m")
     if shows_settings:
         _print_settings(verb, words)
         return DONE

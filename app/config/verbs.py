@@ -43,6 +43,22 @@ from data_modules import DataConfig, PackingConfig, setting
 
 
 @dataclass(kw_only=True, slots=True)
+class SweepConfig:
+    """Choose which trials a sweep (`-m`) runs, and how many at a time."""
+
+    search: str = setting("grid", choices=("grid", "optuna"))
+    """grid = every combination of the listed values; optuna = proposals that learn from the trials
+    before, also within 'optimizer.lr=interval(1e-5,1e-3)'"""
+    trials: int | None = setting(None, ge=1)
+    """trials of a search; null = 20"""
+    prune: str = setting("none", choices=("none", "median", "halving"))
+    """stops a trial of a search whose validation loss is worse than the median of the others at the
+    same step, or not among their best (successive halving); it keeps its curve"""
+    parallel: int = setting(1, ge=1, le=1024)
+    """trials at a time, each with trainer.devices GPUs of its own"""
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainConfig:
     """The settings of a training run; each part goes to the room of its name."""
 
@@ -153,6 +169,8 @@ class TrainConfig:
     """the folder of a run"""
     supervise: SuperviseConfig = setting(default_factory=SuperviseConfig, resume="per_start")
     """what happens when a run dies or hangs"""
+    sweep: SweepConfig = setting(default_factory=SweepConfig, resume="per_start")
+    """the trials of a sweep, with -m"""
     seed: int = setting(42, ge=0, le=2**32 - 1, resume="fixed", shown=("train", "preview"))
     """every random choice follows from it: weights, order of the data, dropout"""
     resume: str = setting(

@@ -1,0 +1,374 @@
+"""A sweep from its words to its table: what is searched, the trials, and the best of them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from app.config import SweepConfig, TrainConfig, check_before_start, compose, load_config
+from app.config.overrides import quote_value
+from app.model.adapter import DEFAULT_LR
+from app.preflight import requested_devices
+from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
+from app.process.files import write_whole
+from app.report.sweep_page import TrialView, render_sweep_page
+from app.run import NEVER
+from app.run.folder import OUTPUTS, expand_home
+from app.sweep.search import Grid, OptunaSearch, Search
+from app.sweep.trials import OBJECTIVE, RunningTrial, Trial, read_curve
+from app.sweep.words import Swept, as_words, read_words, varied
+from data_modules import printable, redact, redacted
+
+WORDS_FILE = "sweep.yaml"
+"""in a sweep's folder: its words, with which it goes on"""
+RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
+RESUME = re.compile(r"\+*resume=(?P<value>.+)")
+OWN = ("sweep.", "output.", "resume")
+"""beginnings of keys that are the sweep's and not its trials'"""
+POLL_SECONDS = 0.2
+
+
+def run_sweep(words: list[str]) -> int:
+    """Run a sweep, or go on with the one in `resume=FOLDER`.
+
+    Returns 0, the exit code of the first trial that failed, or that of a signal. UserError before
+    the first trial if any value would be refused.
+    """
+    swept, folder = _open(words)
+    config, typed = _check(swept)
+    if folder is None:
+        folder = _make_folder(config.output.name or "train", config.output.dir)
+        write_whole(folder / WORDS_FILE, redact(yaml.safe_dump({"words": words})))
+    ended = read_results(folder)
+    search = _build_search(swept, config, folder, [one.number for one in ended])
+    print(f"{search.total} trials in {printable(str(folder))}:", end=" ")
+    print("; ".join(f"{one.key} {one}" for one in varied(swept)), flush=True)
+    runs = _Trials(search, typed, folder, _gpu_slots(config), ended)
+    code = runs.run()
+    keys = [one.key for one in varied(swept)]
+    show_results(runs.ended, keys, typed)
+    write_page(runs.ended, folder, keys)
+    print(printable(f"{folder}/: {RESULTS_FILE}, {TABLE_FILE}, {PAGE_FILE}"))
+    print(printable(f"run: {folder}"))
+    failed = next((trial.exit_code for trial in runs.ended if trial.has_failed), DONE)
+    return code or failed
+
+
+def _open(words: Sequence[str]) -> tuple[list[Swept], Path | None]:
+    """Return what is swept, and the folder of the sweep that is resumed."""
+    found = [match["value"] for word in words if (match := RESUME.fullmatch(word)) is not None]
+    if not found or found[0] == NEVER:
+        return read_words(words), None
+    where = found[0]
+    if len(words) > 1:
+        raise UserError(f"resume={where}: a sweep goes on with its own words; type it alone")
+    folder = expand_home("resume", where)
+    file = folder / WORDS_FILE
+    if not file.is_file():
+        raise UserError(f"resume={where}: expected the folder of a sweep, with {WORDS_FILE}")
+    read = yaml.safe_load(file.read_text(encoding="utf-8"))
+    kept = read.get("words") if isinstance(read, dict) else None
+    if not isinstance(kept, list) or not all(isinstance(word, str) for word in kept):
+        raise UserError(f"{file}: expected `words:`, a list; copy the sweep's folder again")
+    return read_words(kept), folder
+
+
+def _check(swept: Sequence[Swept]) -> tuple[TrainConfig, dict[str, str]]:
+    """Check each value beside the first ones of the others.
+
+    Returns the settings of the first combination, and the words that all trials share.
+    """
+    first = {one.key: one.values[0] for one in swept}
+    problems: list[str] = []
+    for one in swept:
+        if one.varies and one.key.startswith(OWN):
+            problems.append(f"{one.key}: expected one value for the whole sweep")
+        for value in one.values[1:]:
+            try:
+                compose("train", as_words(first | {one.key: value}))
+            except UserError as error:
+                problems += error.problems
+    try:
+        config = load_config("train", as_words(first))
+        assert isinstance(config, TrainConfig)
+        own = dataclasses.replace(config.output, dir=None)  # each trial has a folder of its own
+        check_before_start(dataclasses.replace(config, output=own))
+        problems += _check_search(config.sweep, swept)
+    except UserError as error:
+        problems = error.problems + problems
+    if problems or not isinstance(config, TrainConfig):
+        raise UserError(dict.fromkeys(problems))
+    shared = {one.key: one.values[0] for one in swept if not one.varies}
+    return config, {key: value for key, value in shared.items() if not key.startswith(OWN)}
+
+
+def _check_search(settings: SweepConfig, swept: Sequence[Swept]) -> list[str]:
+    problems = []
+    intervals = [one for one in swept if one.interval is not None]
+    if settings.search == "grid":
+        problems += [
+            f"{one.key}=interval(...): a grid tries listed values; type sweep.search=optuna, or "
+            f"{one.key}={one.values[0]},{one.values[1]}"
+            for one in intervals
+        ]
+        if settings.trials is not None:
+            problems.append(
+                f"sweep.trials={settings.trials}: a grid runs every combination; type "
+                "sweep.search=optuna, or leave it out"
+            )
+        if settings.prune != "none":
+            problems.append(
+                f"sweep.prune={settings.prune}: a grid shows every trial whole; type "
+                "sweep.search=optuna, or leave it out"
+            )
+    elif not varied(swept):
+        problems.append(
+            "sweep.search=optuna: nothing is searched; type a range, as "
+            "'optimizer.lr=interval(1e-5,1e-3)' or 'adapter.r=choice(8,16,32)'"
+        )
+    return problems
+
+
+def _build_search(
+    swept: Sequence[Swept], config: TrainConfig, folder: Path, ended: Sequence[int]
+) -> Search:
+    if config.sweep.search == "grid":
+        return Grid(swept, ended)
+    return OptunaSearch(
+        swept, config.sweep, folder, ended, seed=config.seed, start=_as_they_stand(swept)
+    )
+
+
+def _as_they_stand(swept: Sequence[Swept]) -> dict[str, Any]:
+    """Return the values that varied settings have when not typed, of those that are searched."""
+    fixed = {one.key: one.values[0] for one in swept if not one.varies}
+    config = compose("train", as_words(fixed))
+    assert isinstance(config, TrainConfig)
+    if config.optimizer.lr is None:
+        config.optimizer.lr = DEFAULT_LR[config.adapter.name]
+    start: dict[str, Any] = {}
+    for one in varied(swept):
+        value: Any = config
+        for name in one.key.split("."):
+            value = getattr(value, name, None)
+        if one.interval is None:
+            spelled = quote_value(str(value))
+            start |= {one.key: spelled} if spelled in one.values else {}
+        elif isinstance(value, (int, float)) and one.interval.low <= value <= one.interval.high:
+            start[one.key] = value
+    return start
+
+
+def _make_folder(name: str, folder: str | None) -> Path:
+    """Make outputs/<name>/sweep-<time>, or the folder that was typed."""
+    started = time.strftime("%Y-%m-%d_%H-%M-%S")
+    path = Path(folder) if folder else OUTPUTS / name / f"sweep-{started}"
+    if (path / WORDS_FILE).exists():
+        raise UserError(
+            f"output.dir={path} holds another sweep; type another folder, or -m resume={path} "
+            "alone to go on with it"
+        )
+    if path.is_dir() and any(path.iterdir()):
+        raise UserError(f"output.dir={path} is not empty; type another folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _gpu_slots(config: TrainConfig) -> list[str | None]:
+    """Return CUDA_VISIBLE_DEVICES of each trial that runs at a time, None where all may see all."""
+    parallel = config.sweep.parallel
+    devices = requested_devices(config)
+    if parallel == 1 or not devices.on_gpu:
+        return [None] * parallel
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(devices.num_gpus)]
+    each = config.trainer.devices if isinstance(config.trainer.devices, int) else None
+    if each is None or each * parallel > len(names):
+        needed = "several" if each is None else str(each * parallel)
+        raise UserError(
+            f"sweep.parallel={parallel} with trainer.devices={config.trainer.devices} needs "
+            f"{needed} GPUs, {len(names)} are visible; type trainer.devices="
+            f"{max(len(names) // parallel, 1)} or a smaller sweep.parallel"
+        )
+    return [",".join(names[slot * each : (slot + 1) * each]) for slot in range(parallel)]
+
+
+class _Trials:
+    """Keeps every slot busy until the search has nothing to propose."""
+
+    def __init__(
+        self,
+        search: Search,
+        typed: Mapping[str, str],
+        folder: Path,
+        slots: Sequence[str | None],
+        ended: Sequence[Trial],
+    ) -> None:
+        self.search, self.typed, self.folder = search, dict(typed), folder
+        self.ended = list(ended)
+        self._slots = slots
+        self._running: dict[int, RunningTrial] = {}
+        self._signal: signal.Signals | None = None
+
+    def run(self) -> int:
+        """Run all trials; returns 0, or the exit code of the signal that ended them."""
+        handlers = {signum: signal.signal(signum, self._note) for signum in EXIT_CODES}
+        try:
+            while self._fill() or self._running:
+                time.sleep(POLL_SECONDS)
+                for slot in list(self._running):
+                    self._watch(slot)
+                if self._signal:
+                    for trial in self._running.values():
+                        trial.end_by(self._signal)  # and saves itself
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+        if self._signal:
+            print(
+                f"interrupted after {len(self.ended)} of {self.search.total} trials",
+                file=sys.stderr,
+            )
+            print(f"  python -m app.train -m resume={self.folder}   # goes on", file=sys.stderr)
+        return EXIT_CODES[self._signal] if self._signal else DONE
+
+    def _note(self, signum: int, _: FrameType | None) -> None:
+        self._signal = signal.Signals(signum)
+
+    def _fill(self) -> bool:
+        """Start a trial in each free slot; returns whether any was started."""
+        started = False
+        for slot, gpus in enumerate(self._slots):
+            if slot in self._running or self._signal or (next_one := self.search.ask()) is None:
+                continue
+            number, values = next_one
+            words = as_words(self.typed | values)
+            self._running[slot] = RunningTrial(number, words, self.folder, gpus)
+            started = True
+        return started
+
+    def _watch(self, slot: int) -> None:
+        running = self._running[slot]
+        has_ended = running.has_ended  # before its curve is read, which is whole then
+        if running.stopped_at is None and self.search.should_stop(running.number, running.curve()):
+            running.stop()
+        if not has_ended:
+            return
+        del self._running[slot]
+        trial = running.result()
+        if self._signal and trial.exit_code != DONE:
+            return  # it goes on when the sweep does
+        self.search.tell(trial.number, trial.objective, was_stopped=trial.stopped_at is not None)
+        self.ended.append(trial)
+        save_results(self.ended, self.folder)
+        print(printable(self._line(trial)), flush=True)
+
+    def _line(self, trial: Trial) -> str:
+        what = " ".join(word for word in trial.overrides if word not in as_words(self.typed))
+        count = f"{len(self.ended)}/{self.search.total}"
+        return f"[{count}] trial {trial.number}: {what}: {outcome_of(trial)}, {trial.seconds:.0f} s"
+
+
+EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
+
+
+def outcome_of(trial: Trial) -> str:
+    """Return how a trial ended, in words."""
+    if trial.error is not None:
+        return f"{trial.error[:200]} (exit {trial.exit_code}; {trial.number}.log)"
+    loss = "no validation loss" if trial.objective is None else f"{trial.objective:.4f}"
+    stopped = "" if trial.stopped_at is None else f", stopped at step {trial.stopped_at}"
+    return f"{OBJECTIVE} {loss}{stopped}"
+
+
+def write_page(trials: Sequence[Trial], folder: Path, keys: Sequence[str]) -> None:
+    """Write sweep.html: all trials by their settings, and their curves."""
+    views = []
+    for trial in sorted(trials, key=lambda one: one.rank):
+        values = dict(word.split("=", 1) for word in trial.overrides)
+        views.append(
+            TrialView(
+                number=trial.number,
+                values={key: printable(values[key]) for key in keys},
+                curve=read_curve(Path(trial.folder)),
+                objective=trial.objective,
+                outcome=printable(redact(outcome_of(trial))),
+            )
+        )
+    page = render_sweep_page(printable(str(folder)), views, OBJECTIVE)
+    write_whole(folder / PAGE_FILE, page)
+
+
+def save_results(trials: Sequence[Trial], folder: Path) -> None:
+    """Write sweep.json and sweep.csv, best trials first."""
+    best_first = [dataclasses.asdict(one) for one in sorted(trials, key=lambda one: one.rank)]
+    rows: list[dict[str, Any]] = redacted(best_first)
+    write_whole(folder / RESULTS_FILE, json.dumps(rows, indent=2) + "\n")
+    with (folder / TABLE_FILE).open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Trial)])
+        writer.writeheader()
+        writer.writerows(row | {"overrides": " ".join(row["overrides"])} for row in rows)
+
+
+def read_results(folder: Path) -> list[Trial]:
+    """Return the trials of a sweep that have ended, in their order; UserError if unreadable."""
+    file = folder / RESULTS_FILE
+    if not file.exists():
+        return []
+    try:
+        trials = [Trial(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{file}: {error}; copy the sweep's folder again") from error
+    return sorted(trials, key=lambda one: one.number)
+
+
+def show_results(trials: Sequence[Trial], keys: Sequence[str], typed: Mapping[str, str]) -> None:
+    """Print the trials, best first, and the command that trains the best one again."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    best_first = sorted(trials, key=lambda one: one.rank)
+    table = Table(title=f"{len(trials)} trials by {OBJECTIVE}", title_justify="left")
+    shown_error = ["error"] if any(trial.error for trial in trials) else []
+    for column in ("trial", *keys, OBJECTIVE, "seconds", "exit", *shown_error):
+        table.add_column(column, justify="right" if column in (OBJECTIVE, "seconds") else "left")
+    for trial in best_first:
+        values = dict(word.split("=", 1) for word in trial.overrides)
+        objective = "-" if trial.objective is None else f"{trial.objective:.4f}"
+        stopped = trial.stopped_at is not None
+        table.add_row(
+            str(trial.number),
+            *(escape(_short(values[key])) for key in keys),
+            objective,
+            f"{trial.seconds:.0f}",
+            f"stopped at {trial.stopped_at}" if stopped else str(trial.exit_code),
+            *[escape((trial.error or "")[:100])] * len(shown_error),
+        )
+    Console().print(table)
+    whole = [one for one in best_first if one.exit_code == DONE and one.objective is not None]
+    if whole:
+        shared = set(as_words(dict(typed)))
+        best = " ".join(word for word in whole[0].overrides if word not in shared)
+        print(printable(f"best: {best} -> {whole[0].folder}"))
+        print(printable(f"  python -m app.train {' '.join(whole[0].overrides)}"))
+
+
+def _short(value: str) -> str:
+    """Return a number with four digits, anything else as it is."""
+    try:
+        return value if value.lstrip("-").isdigit() else f"{float(value):.4g}"
+    except ValueError:
+        return value

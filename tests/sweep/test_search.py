@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.process.errors import ROOT
+from app.sweep import run_sweep
+from tests.door import Answer, ask, make_data, make_model
+from tests.sweep.short_trials import TRIAL, short_trials
+
+pytest.importorskip("optuna")
+SPACE = ["adapter.r=choice(2,4,16)", "optimizer.lr=interval(1e-5,1e-1)", "sweep.search=optuna"]
+KILLED = """
+import sys
+from app.sweep import run_sweep
+from tests.sweep.short_trials import TRIAL, short_trials
+with short_trials(TRIAL):
+    run_sweep(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
+    return [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", *SPACE]
+
+
+def search(*words: str) -> Answer:
+    with short_trials(TRIAL):
+        return ask("-m", *words, sweep=run_sweep)
+
+
+def results_in(folder: Path) -> list[dict[str, Any]]:
+    rows = json.loads((folder / "sweep.json").read_text())
+    return sorted(
+        ({k: v for k, v in row.items() if k not in ("seconds", "folder")} for row in rows),
+        key=lambda row: row["number"],
+    )
+
+
+def test_a_killed_search_goes_on_as_if_it_had_not_been(words: list[str], tmp_path: Path) -> None:
+    typed = [*words, "sweep.trials=12", "sweep.prune=median"]
+    answer = search(*typed, "output.dir=whole")
+    assert answer.code == 0, answer.said
+    before = ""
+    command = [sys.executable, "-c", KILLED, *typed, "output.dir=killed"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(b"[5/12]"):
+                process.send_signal(signal.SIGKILL)
+                break
+    assert 5 <= len(results_in(tmp_path / "killed")) < 12
+    answer = search("resume=killed")
+    assert answer.code == 0, answer.said
+    whole = results_in(tmp_path / "whole")
+    assert results_in(tmp_path / "killed") == whole
+    assert len(whole) == 12
+    stopped = [row for row in whole if row["stopped_at"] is not None]
+    assert 0 < len(stopped) < 8
+    for row in stopped:
+        assert f"stopped at step {row['stopped_at']}" in answer.printed + before
+        kept = (tmp_path / "whole" / str(row["number"]) / "metrics.csv").read_text()
+        assert len(kept.splitlines()) == 5, "a stopped trial keeps its curve"
+    page = (tmp_path / "killed/sweep.html").read_text()
+    assert page.count("<polyline") == 2 * len(whole)
+    assert "http" not in page.replace("http-equiv", "")
+    # the first are the settings as they stand, and the best is no worse
+    assert whole[0]["overrides"][-2:] == ["adapter.r=16", "optimizer.lr=0.0002"]
+    best = min(whole, key=lambda row: row["objective"])
+    assert best["objective"] <= whole[0]["objective"]
+    varied = " ".join(best["overrides"][-2:])
+    assert f"best: {varied} -> killed/{best['number']}" in answer.printed
+
+
+def test_a_search_without_optuna_says_what_to_install(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    answer = search(*words)
+    assert answer.code == 3
+    assert "pip install -e '.[sweep]'" in answer.said
+
+
+def test_trials_run_side_by_side(words: list[str], tmp_path: Path) -> None:
+    started = time.monotonic()
+    with short_trials("import time; time.sleep(1)\n" + TRIAL):
+        answer = ask(
+            "-m", *words, "sweep.trials=4", "sweep.parallel=4", "output.dir=s", sweep=run_sweep
+        )
+    assert answer.code == 0, answer.said
+    assert len(results_in(tmp_path / "s")) == 4
+    rows = json.loads((tmp_path / "s" / "sweep.json").read_text())
+    assert time.monotonic() - started < sum(row["seconds"] for row in rows) + 4
