@@ -179,6 +179,7 @@ def in_4_bits(dtype: torch.dtype = torch.float32, **numbers: Any) -> Any:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the step of a GPU, on the CPU."""
     monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
+    monkeypatch.setattr("app.model.adapter.fused._adds_to_lora", lambda x: True)
 
 
 class Operators(TorchDispatchMode):
@@ -187,11 +188,15 @@ class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.added: list[torch.Size] = []
+        """right-hand sides of products that are added to something"""
 
     def __torch_dispatch__(
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self.counts[function.name()] += 1
+        if function.name() in ("aten::addmm", "aten::addmm_") and (kwargs or {}).get("beta") != 0:
+            self.added.append(args[2].shape)
         return function(*args, **(kwargs or {}))
 
 
@@ -242,13 +247,21 @@ def test_beside_4_bits_a_cpu_and_an_evaluation_keep_the_numbers_of_peft(
     assert torch.equal(outcome_of(fused.eval()), outcome_of(plain.eval()))
 
 
+def with_biases() -> Any:
+    model = tiny_llama(attention_bias=True)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    return model
+
+
 def grouped(model: Any) -> int:
     return group_adapters(model, lambda: model.base_model.model(**probe_of(model)))
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("make", [tiny_llama, in_4_bits], ids=["whole", "4 bits"])
+@pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
 def test_layers_that_read_the_same_are_one_step_and_give_the_same(make: Any, mode: str) -> None:
     base = make()
     apply_recompute(base, RecomputeConfig(mode=mode))
@@ -278,6 +291,17 @@ def test_together_fewer_products_read_the_input() -> None:
     products = [sum(count[f"aten::{name}"] for name in ("mm", "addmm")) for count in counts]
     assert products[0] - products[1] >= 2 * 2 * 3
     assert counts[0]["aten::add.Tensor"] - counts[1]["aten::add.Tensor"] >= 2 * 3 - 2
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_on_a_gpu_only_products_with_a_matrix_read_what_they_add_to() -> None:
+    _, fused = pair(tiny_llama(), dropout=0.0)
+    grouped(fused)
+    with Operators() as operators:
+        outcome(fused)
+    # Forward each of 14 starts from nothing, and B low is added to; backward to A's in place.
+    assert operators.counts["aten::addmm"] + operators.counts["aten::addmm_"] == 2 * 14 + 14 - 3
+    assert all(min(shape) > 8 for shape in operators.added)
 
 
 @pytest.mark.parametrize(
