@@ -84,9 +84,9 @@ def main() -> int:
     except NoFakeDevice as reason:
         print(reason, file=sys.stderr)
         return 3
-    from benchmarks.fake_device.kernels import install_liger
+    from benchmarks.fake_device.kernels import install_kernels
 
-    install_liger()
+    install_kernels()
     found = {"known": known_program(), "traced": traced(), "graphs": graphs()}
     print(json.dumps(found))
     return 0
