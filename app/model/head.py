@@ -21,8 +21,9 @@ GPU_ROWS = 1024
 """least positions of a chunk on a GPU: with fewer, reading the weight dominates"""
 GPU_TILE = 128
 """rows of a tile of a GPU's products"""
-BYTES_A_LOGIT = 8
-"""of a chunk in half precision: as a product gives it, in fp32, and its gradient"""
+FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
+"""how much longer chunks are by one kernel, which needs no logits in fp32; and of a head that
+trains, to whose gradient each chunk adds over all of it"""
 LossKernel = Callable[..., None]
 """`loss_kernel.cross_entropy_`"""
 
@@ -91,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         linear = onednn.linear if any(ctx.needs_input_grad[:3]) else torch.nn.functional.linear
         size = rows_per_chunk(len(weight), hidden.device.type)
         if kernel is not None and bias is None:
-            size *= BYTES_A_LOGIT // hidden.element_size()
+            size *= TRAINED_CHUNKS if of_weight else FUSED_CHUNKS
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
             rows = hidden[chunk]

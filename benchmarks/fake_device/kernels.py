@@ -142,6 +142,7 @@ def install_kernels() -> None:
     loss: Any = types.ModuleType("app.model.loss_kernel")
     loss.cross_entropy_ = cross_entropy_
     sys.modules[loss.__name__] = loss
+    _install_flash4()
     for name in ("", ".transformers", ".transformers.functional"):
         module = types.ModuleType(f"liger_kernel{name}")
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
@@ -151,3 +152,21 @@ def install_kernels() -> None:
     functional.liger_rms_norm = liger_rms_norm
     functional.liger_swiglu = functional.liger_geglu = liger_swiglu
     functional.liger_rope = liger_rope
+
+
+class Flash4:
+    """What PyTorch holds of FlashAttention 4 while it is chosen."""
+
+    def remove(self) -> None:
+        """Nothing was registered."""
+
+
+def _install_flash4() -> None:
+    """Let the program find its package, and PyTorch choose it."""
+    from torch.nn.attention import register_flash_attention_impl
+
+    from app.model.attention import choice
+
+    version = choice._version
+    choice._version = lambda name: "4.0.0b16" if name == choice.FLASH4 else version(name)
+    register_flash_attention_impl("FA4", register_fn=Flash4)
