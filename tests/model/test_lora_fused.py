@@ -40,12 +40,16 @@ def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
     return plain.train(), fused.train()
 
 
+def inputs_of(model: Any) -> dict[str, Tensor]:
+    return {name: ids.to(model.device) for name, ids in probe_of(model).items()}
+
+
 def outcome(model: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits, and the gradients of what trains."""
     model.zero_grad()
     torch.manual_seed(1)
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        logits = model(**probe_of(model)).logits
+    with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
+        logits = model(**inputs_of(model)).logits
     logits.float().square().mean().backward()
     return logits, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
@@ -256,7 +260,7 @@ def with_biases() -> Any:
 
 
 def grouped(model: Any) -> int:
-    return group_adapters(model, lambda: model.base_model.model(**probe_of(model)))
+    return group_adapters(model, lambda: model.base_model.model(**inputs_of(model)))
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -346,3 +350,20 @@ def test_under_autocast_together_is_as_near_to_the_exact_gradients_as_peft() -> 
     (_, theirs), (_, ours) = outcome(plain, torch.bfloat16), outcome(fused, torch.bfloat16)
     assert all(grad.dtype == torch.float32 for grad in ours.values())
     assert distance(ours, truths) < 1.1 * distance(theirs, truths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
+def test_on_a_gpu_one_step_gives_what_peft_gives(make: Any, mode: str) -> None:
+    base = make()
+    apply_recompute(base, RecomputeConfig(mode=mode))
+    plain, fused = (model.to("cuda") for model in pair(base, rank_pattern={"k_proj": 2}))
+    assert num_fused(fused) == 14
+    (expected, truths) = outcome(plain)
+    for number in (0, 4):
+        if number:
+            assert grouped(fused) == number
+        logits, grads = outcome(fused)
+        assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+        assert distance(grads, truths) < 1e-4
