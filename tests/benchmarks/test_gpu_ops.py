@@ -15,7 +15,7 @@ from benchmarks.fake_device.trace import extrapolate
 from tests.benchmarks.on_fake_device import DEPTHS, LAYERS, METHODS
 
 BUDGETS_GIB = {"lora": 6.0, "qlora": 3.7, "full": 5.0, "selective": 2.3}
-"""activations of a micro-batch of four layers of an 8B model, or `FEWER`: 8,192 tokens, full half"""
+"""activations of a micro-batch of 8,192 tokens, full 4,096, in four layers of an 8B or `FEWER`"""
 
 
 @pytest.fixture(scope="module")
