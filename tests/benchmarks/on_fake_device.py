@@ -91,7 +91,10 @@ def main() -> int:
     from benchmarks.fake_device.kernels import install_kernels
 
     install_kernels()
-    found = {"known": known_program(), "traced": traced(), "graphs": graphs()}
+    from torch.nn.attention import current_flash_attention_impl
+
+    found: dict[str, object] = {"known": known_program(), "traced": traced()}
+    found |= {"attention": current_flash_attention_impl(), "graphs": graphs()}
     print(json.dumps(found))
     return 0
 

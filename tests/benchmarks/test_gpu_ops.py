@@ -49,6 +49,10 @@ def test_a_program_is_counted_as_by_hand(found: Any) -> None:
     assert known["pageable"] == 1  # the other one is page-locked
 
 
+def test_a_trace_leaves_the_attention_of_the_next_one_alone(found: Any) -> None:
+    assert found["attention"] is None
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_micro_batch_and_its_step_wait_for_nothing(found: Any, method: str) -> None:
     numbers = found["traced"][method]

@@ -53,7 +53,9 @@ def test_flash_attention_4_is_added_for_gpus_that_pytorch_gives_it(
 ) -> None:
     gpus = tuple(Gpu(name="GPU", memory_gib=80, capability=one) for one in capabilities)
     assert answer(replace(NEW, gpus=gpus), "extra") == extra
-    assert answer(replace(OLD, gpus=gpus), "extra") == ",gpu"  # an older driver may not load what its compiler writes
+    assert (
+        answer(replace(OLD, gpus=gpus), "extra") == ",gpu"
+    )  # an older driver may not load what its compiler writes
 
 
 @cache
