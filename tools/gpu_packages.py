@@ -13,14 +13,18 @@ from app.process.gpus import (
     BUILDS,
     DRIVER_VERSION,
     WHEELS,
+    Gpu,
     Machine,
     build_for,
     cuda_of,
     read_machine,
 )
 
+PACKAGES = {"gpu": "liger-kernel", "flash4": "flash-attn-4"}
 FROM_THE_INDEX = BUILDS[0][1]
 """PyTorch's build that the package index itself has"""
+FLASH4_CAPABILITIES = (9, 10)
+"""as in app/model/attention/varlen.py, which cannot be imported before PyTorch is there"""
 
 
 def has_gpu(machine: Machine) -> bool:
@@ -29,13 +33,20 @@ def has_gpu(machine: Machine) -> bool:
     return machine.num_files > 0 or has_driver
 
 
+def _serves_flash4(gpu: Gpu) -> bool:
+    return gpu.capability[0] in FLASH4_CAPABILITIES
+
+
 def answer(machine: Machine, asked: str) -> str:
     """Return what is printed for a machine with a GPU."""
     cuda = machine.cuda or cuda_of(machine.driver)
     is_too_old = (cuda is None and machine.driver is not None) or build_for(cuda) is None
     build = FROM_THE_INDEX if is_too_old else build_for(cuda)
+    extras = ["gpu"]
+    if build == FROM_THE_INDEX and machine.gpus and all(map(_serves_flash4, machine.gpus)):
+        extras.append("flash4")
     if asked == "extra":
-        return ",gpu"
+        return "".join(f",{name}" for name in extras)
     if asked == "index":
         return "" if build == FROM_THE_INDEX else f"--extra-index-url {WHEELS}/{build}"
     driver = f"driver {machine.driver or 'of unknown version'}"
@@ -45,7 +56,8 @@ def answer(machine: Machine, asked: str) -> str:
         return f"gpu: {driver} is too old for PyTorch: update it to {least} or newer, or to 580"
     said = f"gpu: {driver}: PyTorch's build {build} (driver {oldest[build or '']} or newer)"
     failed = f"; but CUDA does not start: {machine.failure}" if machine.failure else ""
-    return f"{said}, and the extra gpu (liger-kernel){failed}"
+    added = ", ".join(f"{name} ({PACKAGES[name]})" for name in extras)
+    return f"{said}, and the extra {added}{failed}"
 
 
 if __name__ == "__main__":

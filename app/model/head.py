@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,11 @@ GPU_ROWS = 1024
 """least positions of a chunk on a GPU: with fewer, reading the weight dominates"""
 GPU_TILE = 128
 """rows of a tile of a GPU's products"""
+FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
+"""how much longer chunks are by one kernel, which needs no logits in fp32; and of a head that
+trains, to whose gradient each chunk adds over all of it"""
+LossKernel = Callable[..., None]
+"""`loss_kernel.cross_entropy_`"""
 
 
 def linear_cross_entropy(
@@ -30,13 +36,15 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    kernel: LossKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of loss times weight, and each position's loss in nats, fp32 and detached.
 
     hidden [positions, width], weight [vocabulary, width], bias [vocabulary]; labels [positions] are
     the next tokens, -100 where masked (loss 0); loss_weights [positions].
     `softcap` bounds the logits to softcap * tanh(logits / softcap), as Gemma 2 does. Under autocast
-    the products are taken in its dtype, all else in fp32.
+    the products are taken in its dtype, all else in fp32. `kernel` computes losses and gradients of
+    a chunk without bias at once.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -45,7 +53,7 @@ def linear_cross_entropy(
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
         labels = torch.nn.functional.pad(labels, (0, missing), value=-100)
         loss_weights = torch.nn.functional.pad(loss_weights, (0, missing))
-    arguments = (hidden.to(dtype), weight.to(dtype), bias, labels, loss_weights, softcap)
+    arguments = (hidden.to(dtype), weight.to(dtype), bias, labels, loss_weights, softcap, kernel)
     with torch.autocast(device, enabled=False):
         total, losses = _LinearCrossEntropy.apply(*arguments)
     return total, losses[:num_positions]
@@ -73,18 +81,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         loss_weights: Tensor,
         softcap: float | None,
+        kernel: LossKernel | None,
     ) -> tuple[Tensor, Tensor]:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         # Sums over chunks are in fp32: half precision would lose small terms.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        grad_weight = torch.zeros_like(weight) if of_weight and not len(labels) else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         linear = onednn.linear if any(ctx.needs_input_grad[:3]) else torch.nn.functional.linear
         size = rows_per_chunk(len(weight), hidden.device.type)
+        if kernel is not None and bias is None:
+            size *= TRAINED_CHUNKS if of_weight else FUSED_CHUNKS
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
             rows = hidden[chunk]
+            if kernel is not None and bias is None:
+                logits = rows @ weight.T
+                kernel(
+                    logits,
+                    labels[chunk],
+                    losses[chunk],
+                    softcap,
+                    writes_gradient=of_hidden or of_weight,
+                )
+                scale = loss_weights[chunk].float().unsqueeze(1)
+                if grad_hidden is not None:
+                    torch.mul(logits @ weight, scale, out=grad_hidden[chunk])
+                if of_weight:
+                    grad_weight = _add(grad_weight, logits.T @ (rows * scale).to(rows.dtype))
+                continue
             logits = linear(rows, weight).float()
             if bias is not None:
                 logits += bias
@@ -113,8 +139,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk] = linear(grad, weight.T)
-            if grad_weight is not None:
-                grad_weight += grad.T @ rows
+            if of_weight:
+                grad_weight = _add(grad_weight, grad.T @ rows)
         ctx.grads = (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -127,7 +153,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """Scale by the gradient of the sum."""
         scaled = (None if grad is None else grad * outer[0] for grad in ctx.grads)
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
+
+
+def _add(total: Tensor | None, part: Tensor) -> Tensor:
+    """Add a chunk's part in fp32; a single one stays as it is."""
+    return part if total is None else total.float().add_(part)
 
 
 log = logging.getLogger(__name__)
@@ -170,6 +201,7 @@ class LossHead(torch.nn.Linear):
     found: tuple[Tensor, Tensor] | None = None
     softcap: float | None = None
     scale: float = 1.0
+    kernel: LossKernel | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits, or an empty tensor where the loss is computed."""
@@ -184,6 +216,7 @@ class LossHead(torch.nn.Linear):
             targets.loss_weights.flatten(),
             bias=self.bias,
             softcap=self.softcap,
+            kernel=self.kernel,
         )
         # Empty, but part of the graph between loss and head: strategies hook a forward's output to
         # gather weights for its backward pass and reduce gradients after it.

@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from app.model.head import LossHead, linear_cross_entropy
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 64
 PROBE_SIZES = (-2.0, 1.5)
 """powers of ten: scale of the first token, and of the last"""
+LOSS_WIDTH, LOSS_VOCABULARY = 64, 40_000
 ROUNDING_STEPS = 8
 """largest difference of two results in eps of their dtype, over a tensor's norm"""
 NORM_VARIANTS = ((0.0, "llama"), (1.0, "gemma"))
@@ -150,6 +153,7 @@ def fuse_layers(
     GPU.
     """
     device = device or model.device
+    _fuse_loss(model, device)
     if not _is_on_gpu(device):
         if device.type == "cpu":
             from app.model.cpu.fp32 import rms_norm, trained_linear
@@ -181,14 +185,58 @@ def fuse_layers(
     log.info("kernels: Liger's for %s, proven equal%s", said, own)
 
 
+def _fuse_loss(model: Any, device: torch.device) -> None:
+    """Let a kernel compute the head's loss on a GPU, where it is proven equal; logs what does."""
+    head = model.get_output_embeddings()
+    if not (_is_on_gpu(device) and isinstance(head, LossHead)):
+        return
+    try:
+        from app.model.loss_kernel import cross_entropy_
+
+        reason = "" if _is_equal_loss(cross_entropy_, head.softcap, device) else "it differs"
+    except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if reason:
+        log.warning("loss: by PyTorch's operators, not by one kernel (%s)", reason)
+    else:
+        head.kernel = cross_entropy_
+
+
+def _is_equal_loss(
+    kernel: Callable[..., None], softcap: float | None, device: torch.device
+) -> bool:
+    import torch
+
+    random = torch.Generator(device).manual_seed(0)
+    # More logits than a block of the kernel holds.
+    shapes = ((PROBE_TOKENS, LOSS_WIDTH), (LOSS_VOCABULARY, LOSS_WIDTH))
+    hidden, weight = (
+        torch.randn(shape, generator=random, device=device).bfloat16().requires_grad_()
+        for shape in shapes
+    )
+    labels = torch.arange(PROBE_TOKENS, device=device) * (LOSS_VOCABULARY // PROBE_TOKENS)
+    labels[::3] = -100
+    weights = torch.linspace(0.5, 2, PROBE_TOKENS, device=device)
+    found = []
+    with torch.enable_grad():
+        for way in (None, kernel):
+            total, losses = linear_cross_entropy(
+                hidden, weight, labels, weights, softcap=softcap, kernel=way
+            )
+            found.append([losses, *torch.autograd.grad(total, [hidden, weight])])
+    return all(map(_are_same, *found))
+
+
 def _replace(fused: list[Fused]) -> None:
     for forward in fused:
         forward.module.forward = forward
 
 
 def unfuse_layers(model: torch.nn.Module) -> None:
-    """Restore every module's own forward."""
+    """Restore every module's own forward, and its head's loss."""
     for module in model.modules():
+        if isinstance(module, LossHead):
+            module.kernel = None
         if isinstance(vars(module).get("forward"), Fused):
             del module.forward
     for home in _rope_homes(model):

@@ -17,6 +17,8 @@ from app.model.attention import (
     check_isolation,
     check_pair_isolation,
     check_reference,
+    restore_kernel,
+    take_fastest_kernel,
 )
 from app.model.base import reading_first_forward
 from app.model.head import check_head_loss, run_probe
@@ -106,6 +108,8 @@ class FinetuneModule(L.LightningModule):
         """Verify attention and head, fuse layers, seed this rank, restore the optimizer."""
         alone, device = tokens_quantized_alone(self.model), self.strategy.root_device
         with self.trainer.precision_plugin.forward_context(), alone:
+            if self.uses_fused_kernels:
+                take_fastest_kernel(self.backend, self.model.config, device)
             with reading_first_forward(self.model):
                 self._probe_attention(device)
                 check_head_loss(self.model, self.backend, device)
@@ -143,6 +147,7 @@ class FinetuneModule(L.LightningModule):
     def on_fit_end(self) -> None:
         """Restore the averaged weights and the model's own layers, to be saved and evaluated."""
         use_averaged_weights(self.optimizer)
+        restore_kernel(self.backend)
         unfuse_layers(self.model)
         ungroup_adapters(self.model)
 

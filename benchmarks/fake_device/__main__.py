@@ -23,10 +23,10 @@ def main() -> int:
     except NoFakeDevice as reason:
         print(reason, file=sys.stderr)
         return 3
-    from benchmarks.fake_device.kernels import install_liger
+    from benchmarks.fake_device.kernels import install_kernels
     from benchmarks.fake_device.trace import Job, trace
 
-    install_liger()
+    install_kernels()
     logging.getLogger().setLevel(logging.ERROR)
     for job in jobs:
         try:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -54,6 +55,8 @@ ROTATES = {"mul", "add", "neg", "cat", "sub", "slice_backward", "add_", "mul_"}
 """what an attention module does itself to queries and keys; all else there is their layout"""
 RANK_LIMIT = 128
 """a product with a side as short as this, in a module with an adapter, is the adapter's"""
+FLASH4 = " 4"
+"""end of an attention's name, where the program has let PyTorch take FlashAttention 4"""
 ALIGNMENT = 512
 """bytes that PyTorch's allocator rounds up to"""
 
@@ -225,6 +228,8 @@ class Count(TorchDispatchMode):
         )
         if _is_attention(func):
             flops = self._attention_flops(name, given)
+            if current_flash_attention_impl() == "FA4":
+                name += FLASH4
         elif formula is not None and "mm" in name:
             flops = float(formula(*args, **kwargs, out_val=output))
         num_bytes = _bytes_moved(func, name, args, kwargs, given, returned)

@@ -1,4 +1,6 @@
-"""Stand-ins for Liger's kernels: their names and what they read, write and keep, without Triton.
+"""Stand-ins for Liger's kernels and the loss's, without Triton.
+
+They have the names, and what is read, written and kept.
 
 What a Triton kernel reads and writes is not seen by a FakeTensor, and Triton runs on a GPU only.
 """
@@ -40,9 +42,19 @@ def rope(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> None:
     """Queries and keys are rotated in place."""
 
 
+@custom_op("standin::cross_entropy", mutates_args={"losses"})
+def cross_entropy(logits: Tensor, labels: Tensor, losses: Tensor) -> None:
+    """The logits are read once."""
+
+
+@custom_op("standin::cross_entropy_gradient", mutates_args={"logits"})
+def cross_entropy_gradient(logits: Tensor, labels: Tensor) -> None:
+    """Their gradients take the place of the logits, which are read once more."""
+
+
 for _operator in (rms_norm, rms_norm_backward, gate):
     _operator.register_fake(_operator._init_fn)
-for _operator in (gate_backward, rope):
+for _operator in (gate_backward, rope, cross_entropy, cross_entropy_gradient):
     _operator.register_fake(lambda *_: None)
 
 
@@ -117,8 +129,20 @@ def liger_rope(
     return rotated
 
 
-def install_liger() -> None:
-    """Let `import liger_kernel.transformers.functional` find these."""
+def cross_entropy_(
+    logits: Tensor, labels: Tensor, losses: Tensor, softcap: float | None, *, writes_gradient: bool
+) -> None:
+    torch.ops.standin.cross_entropy(logits, labels, losses)
+    if writes_gradient:
+        torch.ops.standin.cross_entropy_gradient(logits, labels)
+
+
+def install_kernels() -> None:
+    """Let the modules of Liger's kernels, and that of the loss's, be found with these in them."""
+    loss: Any = types.ModuleType("app.model.loss_kernel")
+    loss.cross_entropy_ = cross_entropy_
+    sys.modules[loss.__name__] = loss
+    _install_flash4()
     for name in ("", ".transformers", ".transformers.functional"):
         module = types.ModuleType(f"liger_kernel{name}")
         module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
@@ -128,3 +152,21 @@ def install_liger() -> None:
     functional.liger_rms_norm = liger_rms_norm
     functional.liger_swiglu = functional.liger_geglu = liger_swiglu
     functional.liger_rope = liger_rope
+
+
+class Flash4:
+    """What PyTorch holds of FlashAttention 4 while it is chosen."""
+
+    def remove(self) -> None:
+        """Nothing was registered."""
+
+
+def _install_flash4() -> None:
+    """Let the program find its package, and PyTorch choose it."""
+    from torch.nn.attention import register_flash_attention_impl
+
+    from app.model.attention import choice
+
+    version = choice._version
+    choice._version = lambda name: "4.0.0b16" if name == choice.FLASH4 else version(name)
+    register_flash_attention_impl("FA4", register_fn=Flash4)

@@ -44,6 +44,7 @@ class Traced:
 
     def count(self, number: int) -> Counted:
         """Count a micro-batch, forward and backward, and the optimizer step that it ends."""
+        from app.model.attention import restore_kernel
         from app.model.kernels import unfuse_layers
 
         batch = list(self.data.train_dataloader())[number]
@@ -61,6 +62,7 @@ class Traced:
             )
             self.optimizer.step()
         unfuse_layers(self.module.model)  # also what it has fused for all models of a kind
+        restore_kernel("varlen")  # which holds for the process, and is not for a plain step
         return Counted(
             tally=count.tally,
             model=self.module.model,

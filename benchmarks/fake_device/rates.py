@@ -21,6 +21,8 @@ class Gpu:
     products_fp32: float
     attention: float
     """FLOP/s of FlashAttention 2, causal, forward and backward"""
+    attention_4: float
+    """of FlashAttention 4, where the program has chosen it"""
     bandwidth: float
     """bytes/s of everything that is bound by memory"""
     source: str
@@ -28,7 +30,7 @@ class Gpu:
     def seconds(self, kernel: Kernel) -> float:
         """Return the time of one launch: what its arithmetic or its bytes take, whichever more."""
         if kernel.kind == "attention":
-            rate = self.attention
+            rate = self.attention_4 if kernel.name.endswith(" 4") else self.attention
         else:
             rate = self.products if kernel.dtype in HALF else self.products_fp32
         return max(kernel.flops / rate, kernel.num_bytes / self.bandwidth)
@@ -40,10 +42,12 @@ GPUS = {
         products=700e12,
         products_fp32=50e12,
         attention=330e12,
+        attention_4=495e12,
         bandwidth=2.6e12,
         source=(
             "assumed: 71 % of the datasheet's 989 TFLOPS, a third of them in FlashAttention 2 "
-            "(arXiv 2407.08608 gives 35 %), 78 % of the datasheet's 3.35 TB/s"
+            "(arXiv 2407.08608 gives 35 %), 1.5 times as much in FlashAttention 4 where it is "
+            "taken (the least that the paper has for 3), 78 % of the datasheet's 3.35 TB/s"
         ),
     ),
     "h200": Gpu(
@@ -51,6 +55,7 @@ GPUS = {
         products=788e12,
         products_fp32=50e12,
         attention=330e12,
+        attention_4=495e12,
         bandwidth=4.3e12,
         source="788 TFLOPS of products and 4.3 TB/s were measured on one H200; the rest as H100",
     ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from app.model.adapter import AdapterConfig
+    from app.training.trainer import Environment
     from data_modules import Batch
 
 NAMES = ["random"]
@@ -48,6 +51,8 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     architecture = load_architecture(ModelConfig(from_scratch=True, architecture=task.shape))
     attention = choose_backend(AttentionConfig(), architecture, env.accelerator, env.precision)
     backend = attention.backend
+    if recompute == "auto":
+        recompute = resolve_recompute(task, part, adapter, env, architecture)
     total_steps = part.warm_up + task.steps + 1
     metrics = Metrics(NAMES, [], config.log_every_steps)
     module = FinetuneModule(
@@ -76,6 +81,39 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
         )
         trainer.fit(module, datamodule=data_of(batches))
     return backend
+
+
+def resolve_recompute(
+    task: Task, part: Part, adapter: AdapterConfig, env: Environment, architecture: Any
+) -> str:
+    """Return what recompute=auto takes for a part on this device, as `app.assembly` has it taken.
+
+    A part's own words are not read here: it is 8B in bf16, alone on its device.
+    """
+    from app.model.activation_memory import HALF, Kept, widths_of
+    from app.model.quantization import QuantizationConfig
+    from app.model.recompute import choose_recompute
+    from app.strategy.settings import StrategyConfig
+    from app.training.footprint import gather_memory, measure_footprint
+
+    if env.accelerator == "cpu":
+        return "none"
+    empty = build(replace(task, device="meta"), part, adapter, "none", "eager", env.precision)
+    kept = Kept(
+        tokens=part.packs * task.sequence_len,
+        width=HALF,
+        residual=HALF,
+        fuses_norm_and_gate=part.is_compiled or find_spec("liger_kernel") is not None,
+        trains_base=part.adapter == "full",
+        drops=getattr(adapter, "dropout", 0.0) > 0,
+        fuses_adapters=True,
+        keeps_scores=False,
+    )
+    footprint = measure_footprint(empty, part.optimizer, QuantizationConfig())
+    memory = gather_memory(
+        env, StrategyConfig(name="single"), 1, footprint, widths_of(architecture), kept
+    )
+    return choose_recompute(memory, compiles=part.is_compiled).mode
 
 
 def build(

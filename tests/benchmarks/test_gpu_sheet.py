@@ -8,6 +8,7 @@ import logging
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ import yaml  # type: ignore[import-untyped]
 import benchmarks.gpu.__main__ as bench
 from app.config import load_config
 from app.model.adapter import LoraConfig
-from app.model.base import ModelConfig, load_base
+from app.model.base import ModelConfig, load_architecture, load_base
 from app.model.quantization import QuantizationConfig
+from app.training.trainer import Environment
 from benchmarks.gpu import ours, plain
 from benchmarks.gpu.clock import Clock
 from benchmarks.gpu.model import quantize
@@ -314,6 +316,26 @@ def test_a_clock_counts_measured_steps_alone() -> None:
     assert len(clock.marks) == 1 + 2 * 4
     assert clock.profiler is None
     assert clock.kinds.keys() >= {"attention", "products", "other"}
+
+
+@pytest.mark.parametrize(("gib", "mode"), [(79, "none"), (1, "offload")])
+def test_what_is_shipped_recomputes_what_the_run_would(
+    gib: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = Part(experiment="llama8b")
+    assert recomputes(part)[0] == "auto"
+    gpu = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    env = Environment(
+        accelerator="gpu",
+        devices=1,
+        num_ranks=1,
+        num_data_ranks=1,
+        precision="bf16",
+        accumulation=1,
+    )
+    architecture = load_architecture(ModelConfig(from_scratch=True, architecture=SHAPE))
+    assert ours.resolve_recompute(SMALL, part, LoraConfig(), env, architecture) == mode
 
 
 @pytest.mark.gpu

@@ -122,3 +122,15 @@ def test_a_run_learns_as_it_does_by_document(tmp_path: Path) -> None:
         folder = train_into(tmp_path / backend, *words, f"attention={backend}")
         losses.append(json.loads((folder / "metrics.json").read_text())["tuned/val/loss"])
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def test_a_run_says_what_it_chose_for_this_gpu(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["trainer.precision=bf16", "trainer.accelerator=gpu", "trainer.devices=1"]
+    train_into(tmp_path, *words)
+    captured = capfd.readouterr()
+    said = captured.out + captured.err
+    assert "recompute: none (all activations fit" in said
+    assert "loss: by PyTorch's operators" not in said
+    assert "attention varlen" in said or "attention flash" in said

@@ -6,12 +6,15 @@ take, show what is handed to it; the tests marked `gpu` run the kernel itself.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import _registry, current_flash_attention_impl
 from torch.nn.attention import varlen as of_torch
 from transformers import (
     DeepseekV3Config,
@@ -28,7 +31,13 @@ from transformers.integrations import flash_attention
 from app.model.attention import attention_implementation, attention_inputs
 from app.model.attention.attend import attend_by_document
 from app.model.attention.documents import group_documents
-from app.model.attention.varlen import VarlenKernel, attend_by_boundaries
+from app.model.attention.varlen import (
+    FLASH4_CAPABILITIES,
+    VarlenKernel,
+    attend_by_boundaries,
+    restore_flash2,
+    take_flash4,
+)
 from tests.tiny import random_ids, tiny_llama
 
 PACKED = [[5, 9, 3, 30, 7, 20], [40, 1, 2]]
@@ -305,3 +314,56 @@ def test_the_installed_kernel_takes_what_it_is_given(window: int | None) -> None
     assert output.shape == query.shape
     output.sum().backward()
     assert key.grad is not None and key.grad.shape == key.shape
+
+
+class Handle:
+    def remove(self) -> None: ...
+
+
+@pytest.mark.parametrize("way", ["right", "wrong", "broken"])
+def test_flash_attention_4_is_taken_where_it_is_proven_equal(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @wraps(of_2_13)
+    def dispatch(query: Any, *given: Any, **named: Any) -> torch.Tensor:
+        """As PyTorch does: by what was chosen last."""
+        if current_flash_attention_impl() == "FA4" and way == "broken":
+            raise AssertionError("(head_dim, head_dim_v)=(300, 300) is not supported on SM90")
+        output = of_2_13(query, *given, **named)
+        return output * 1.1 if current_flash_attention_impl() and way == "wrong" else output
+
+    monkeypatch.setattr(of_torch, "varlen_attn", dispatch)
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with caplog.at_level("INFO"):
+        take_flash4([16, 32], torch.device("cpu"))
+    is_taken = current_flash_attention_impl() == "FA4"
+    restore_flash2()
+    assert current_flash_attention_impl() is None
+    assert is_taken == (way == "right")
+    said = {
+        "right": "varlen by FlashAttention 4, proven equal",
+        "wrong": "varlen by FlashAttention 2, not 4 (it differs)",
+        "broken": "not 4 ((head_dim, head_dim_v)=(300, 300) is not supported on SM90)",
+    }
+    assert said[way] in caplog.text
+
+
+def test_an_older_gpu_keeps_flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", Handle)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    take_flash4([16], torch.device("cpu"))
+    assert current_flash_attention_impl() is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_flash_attention_4_computes_what_2_does(caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device("cuda")
+    if importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash-attn-4 is not installed")
+    if torch.cuda.get_device_capability(device)[0] not in FLASH4_CAPABILITIES:
+        pytest.skip("this GPU has no FlashAttention 4")
+    with caplog.at_level("INFO"):
+        take_flash4([64, 128], device)
+    restore_flash2()
+    assert "varlen by FlashAttention 4, proven equal" in caplog.text

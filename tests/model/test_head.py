@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -185,7 +186,9 @@ def test_a_chunk_on_a_gpu_is_whole_tiles_and_never_small() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_loss_in_bf16_is_right_in_a_tenth_of_the_memory() -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_on_a_gpu_the_loss_in_bf16_is_right_in_a_tenth_of_the_memory(is_fused: bool) -> None:
+    kernel = import_module("app.model.loss_kernel").cross_entropy_ if is_fused else None
     vocabulary, width, positions = 128_256, 512, 8192
     torch.manual_seed(0)
     weight = torch.randn(vocabulary, width, device="cuda", dtype=torch.bfloat16) * 0.05
@@ -210,7 +213,7 @@ def test_on_a_gpu_the_loss_in_bf16_is_right_in_a_tenth_of_the_memory() -> None:
 
     plain_total, plain_grad, plain_bytes = measured(plain)
     total, grad, num_bytes = measured(
-        lambda: linear_cross_entropy(hidden, weight, labels, weights)[0]
+        lambda: linear_cross_entropy(hidden, weight, labels, weights, kernel=kernel)[0]
     )
     exact = token_losses((hidden.detach().float() @ weight.float().T)[None], labels[None])
     exact_total = (exact * weights).sum().item()

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from app.model import kernels
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.cpu.fp32 import rms_norm as our_norm
-from app.model.head import run_probe
+from app.model.head import fuse_head, run_probe
 from app.model.kernels import (
     ROPE,
     FusedGate,
@@ -33,6 +33,7 @@ from app.training.module import FinetuneModule
 from tests.conftest import TrainRun
 from tests.families import tiny_family
 from tests.model.test_head import causal, losses_of
+from tests.model.test_linear_cross_entropy import by_torch as cross_entropy_by_torch
 from tests.tiny import random_ids, small_run, tiny_gpt2, tiny_llama
 
 silu = torch.nn.functional.silu
@@ -261,6 +262,35 @@ def test_a_weight_gradient_is_proven_where_the_weight_trains(install: Callable[.
     unfuse_layers(model)
     fuse_layers(model.requires_grad_(False))
     assert len(fused_of(model)) == 7
+
+
+@pytest.mark.parametrize("way", ["right", "wrong", "missing"])
+def test_a_heads_loss_is_by_one_kernel_where_it_is_proven_equal(
+    way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(logits: Tensor, *given: Any, writes_gradient: bool) -> None:
+        cross_entropy_by_torch(logits, *given, writes_gradient=writes_gradient)
+        logits.mul_(1.1)
+
+    module = types.ModuleType("app.model.loss_kernel")
+    if way != "missing":
+        module.cross_entropy_ = wrong if way == "wrong" else cross_entropy_by_torch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(kernels, "_is_on_gpu", lambda device: True)
+    model = tiny_llama()
+    fuse_head(model)
+    with caplog.at_level("INFO"):
+        fuse_layers(model)
+    reasons = {"wrong": "(it differs)", "missing": "cannot import name"}
+    if way == "right":
+        assert model.lm_head.kernel is cross_entropy_by_torch
+        assert "loss:" not in caplog.text
+    else:
+        assert model.lm_head.kernel is None
+        assert "loss: by PyTorch's operators" in caplog.text
+        assert reasons[way] in caplog.text
+    unfuse_layers(model)
+    assert model.lm_head.kernel is None
 
 
 def test_a_broken_package_is_said_once_and_training_goes_on(

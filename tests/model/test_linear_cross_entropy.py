@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,21 +53,37 @@ def gradients(function: Any, tensors: list[Tensor], **more: Any) -> list[Tensor]
     return [leaf.grad for leaf in leaves]
 
 
+def by_torch(
+    logits: Tensor, labels: Tensor, losses: Tensor, softcap: float | None, *, writes_gradient: bool
+) -> None:
+    """What the Triton kernel computes."""
+    found = logits.detach().float().clone().requires_grad_()
+    with torch.enable_grad():
+        capped = found if softcap is None else softcap * torch.tanh(found / softcap)
+        all_losses = torch.nn.functional.cross_entropy(capped, labels, reduction="none")
+        (gradient,) = torch.autograd.grad(all_losses.sum(), found)
+    losses.copy_(all_losses)
+    if writes_gradient:
+        logits.copy_(gradient)
+
+
+@pytest.mark.parametrize("kernel", [None, by_torch])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 10_000])
 def test_it_equals_the_plain_loss_and_its_gradients(
-    chunk: int, has_bias: bool, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+    chunk: int, has_bias: bool, softcap: float | None, kernel: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "LOGITS_PER_CHUNK", chunk * VOCABULARY)
     tensors = case(23)
     more: dict[str, Any] = {"softcap": softcap}
     more |= {"bias": torch.randn(VOCABULARY)} if has_bias else {}
-    ours, theirs = linear_cross_entropy(*tensors, **more), plain(*tensors, **more)
+    fused = partial(linear_cross_entropy, kernel=kernel)
+    ours, theirs = fused(*tensors, **more), plain(*tensors, **more)
     assert ours[0].item() == pytest.approx(theirs[0].item(), rel=1e-6)
     assert torch.allclose(ours[1].double(), theirs[1], rtol=1e-5, atol=1e-6)
     for one, other in zip(
-        gradients(linear_cross_entropy, tensors, **more),
+        gradients(fused, tensors, **more),
         gradients(plain, tensors, **more),
         strict=True,
     ):
@@ -162,3 +179,24 @@ def test_weight_gradients_do_not_lose_small_parts_in_half_precision(
     ours = gradients(linear_cross_entropy, tensors)[1].float()
     exact = gradients(plain, [tensor.float() for tensor in tensors[:2]] + tensors[2:])[1]
     assert (ours - exact).norm() / exact.norm() < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_a_gpu_is_that_of_pytorch(dtype: torch.dtype, softcap: float | None) -> None:
+    from app.model.loss_kernel import MAX_BLOCK, cross_entropy_
+
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(9, MAX_BLOCK + 100, device="cuda")).to(dtype)
+    labels = torch.arange(9, device="cuda") * (MAX_BLOCK // 8)
+    labels[::3] = -100
+    found = []
+    for kernel in (by_torch, cross_entropy_):
+        losses, own = torch.full((9,), 7.0, device="cuda"), logits.clone()
+        kernel(own, labels, losses, softcap, writes_gradient=False)
+        assert torch.equal(own, logits)
+        kernel(own, labels, losses, softcap, writes_gradient=True)
+        found.append((losses, own))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-2, atol=1e-5)

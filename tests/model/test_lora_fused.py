@@ -40,12 +40,16 @@ def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
     return plain.train(), fused.train()
 
 
+def inputs_of(model: Any) -> dict[str, Tensor]:
+    return {name: ids.to(model.device) for name, ids in probe_of(model).items()}
+
+
 def outcome(model: Any, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits, and the gradients of what trains."""
     model.zero_grad()
     torch.manual_seed(1)
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        logits = model(**probe_of(model)).logits
+    with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
+        logits = model(**inputs_of(model)).logits
     logits.float().square().mean().backward()
     return logits, {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
@@ -179,6 +183,7 @@ def in_4_bits(dtype: torch.dtype = torch.float32, **numbers: Any) -> Any:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the step of a GPU, on the CPU."""
     monkeypatch.setattr(fused_4bit, "_is_faster", lambda layer, x: layer.training)
+    monkeypatch.setattr("app.model.adapter.fused._adds_to_lora", lambda x: True)
 
 
 class Operators(TorchDispatchMode):
@@ -187,11 +192,15 @@ class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.added: list[torch.Size] = []
+        """right-hand sides of products that are added to something"""
 
     def __torch_dispatch__(
         self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self.counts[function.name()] += 1
+        if function.name() in ("aten::addmm", "aten::addmm_") and (kwargs or {}).get("beta") != 0:
+            self.added.append(args[2].shape)
         return function(*args, **(kwargs or {}))
 
 
@@ -242,13 +251,21 @@ def test_beside_4_bits_a_cpu_and_an_evaluation_keep_the_numbers_of_peft(
     assert torch.equal(outcome_of(fused.eval()), outcome_of(plain.eval()))
 
 
+def with_biases() -> Any:
+    model = tiny_llama(attention_bias=True)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    return model
+
+
 def grouped(model: Any) -> int:
-    return group_adapters(model, lambda: model.base_model.model(**probe_of(model)))
+    return group_adapters(model, lambda: model.base_model.model(**inputs_of(model)))
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize("make", [tiny_llama, in_4_bits], ids=["whole", "4 bits"])
+@pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
 def test_layers_that_read_the_same_are_one_step_and_give_the_same(make: Any, mode: str) -> None:
     base = make()
     apply_recompute(base, RecomputeConfig(mode=mode))
@@ -278,6 +295,17 @@ def test_together_fewer_products_read_the_input() -> None:
     products = [sum(count[f"aten::{name}"] for name in ("mm", "addmm")) for count in counts]
     assert products[0] - products[1] >= 2 * 2 * 3
     assert counts[0]["aten::add.Tensor"] - counts[1]["aten::add.Tensor"] >= 2 * 3 - 2
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_on_a_gpu_only_products_with_a_matrix_read_what_they_add_to() -> None:
+    _, fused = pair(tiny_llama(), dropout=0.0)
+    grouped(fused)
+    with Operators() as operators:
+        outcome(fused)
+    # Forward each of 14 starts from nothing, and B low is added to; backward to A's in place.
+    assert operators.counts["aten::addmm"] + operators.counts["aten::addmm_"] == 2 * 14 + 14 - 3
+    assert all(min(shape) > 8 for shape in operators.added)
 
 
 @pytest.mark.parametrize(
@@ -322,3 +350,20 @@ def test_under_autocast_together_is_as_near_to_the_exact_gradients_as_peft() -> 
     (_, theirs), (_, ours) = outcome(plain, torch.bfloat16), outcome(fused, torch.bfloat16)
     assert all(grad.dtype == torch.float32 for grad in ours.values())
     assert distance(ours, truths) < 1.1 * distance(theirs, truths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["none", "selective"])
+@pytest.mark.parametrize("make", [with_biases, in_4_bits], ids=["whole", "4 bits"])
+def test_on_a_gpu_one_step_gives_what_peft_gives(make: Any, mode: str) -> None:
+    base = make()
+    apply_recompute(base, RecomputeConfig(mode=mode))
+    plain, fused = (model.to("cuda") for model in pair(base, rank_pattern={"k_proj": 2}))
+    assert num_fused(fused) == 14
+    (expected, truths) = outcome(plain)
+    for number in (0, 4):
+        if number:
+            assert grouped(fused) == number
+        logits, grads = outcome(fused)
+        assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+        assert distance(grads, truths) < 1e-4

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from app.process.errors import ROOT
-from app.process.gpus import Machine
+from app.process.gpus import Gpu, Machine
 from tools.gpu_packages import answer, has_gpu
 
 CU126 = "--extra-index-url https://download.pytorch.org/whl/cu126"
@@ -36,6 +37,25 @@ def test_pytorchs_build_is_chosen_by_the_driver(machine: Machine, index: str, sa
     assert answer(machine, "index") == index
     assert answer(machine, "extra") == ",gpu"
     assert said in answer(machine, "")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "extra"),
+    [
+        ([(9, 0), (9, 0)], ",gpu,flash4"),
+        ([(10, 0)], ",gpu,flash4"),
+        ([(8, 9)], ",gpu"),
+        ([(9, 0), (8, 0)], ",gpu"),
+    ],
+)
+def test_flash_attention_4_is_added_for_gpus_that_pytorch_gives_it(
+    capabilities: list[tuple[int, int]], extra: str
+) -> None:
+    gpus = tuple(Gpu(name="GPU", memory_gib=80, capability=one) for one in capabilities)
+    assert answer(replace(NEW, gpus=gpus), "extra") == extra
+    assert (
+        answer(replace(OLD, gpus=gpus), "extra") == ",gpu"
+    )  # an older driver may not load what its compiler writes
 
 
 @cache

@@ -1,8 +1,9 @@
 """LoRA beside a frozen matrix as one step: the same values, fewer passes over the activations.
 
 peft scales one product and adds it to another, each into a new tensor of the output's size, and the
-backward pass does as much again. Here each sum is part of a product; in fp32 on a CPU, where a
-matrix is smaller than what it is multiplied with, B A is added to the matrix before."""
+backward pass does as much again. Here each sum is part of a product: on a GPU of the matrix's own,
+which reads what it adds to while it computes, on a CPU of LoRA's; in fp32 there, where a matrix is
+smaller than what it is multiplied with, B A is added to the matrix before."""
 
 from __future__ import annotations
 
@@ -100,11 +101,28 @@ def _is_smaller(weight: Tensor, rows: Tensor) -> bool:
     return onednn.is_faster(rows) and len(rows) >= max(weight.shape)
 
 
-def add_low(output: Tensor, low: Tensor, b: Tensor, scale: float, width: int) -> Tensor:
+def _adds_to_lora(x: Tensor) -> bool:
+    """Whether the matrix's product is added to LoRA's: where memory is what LoRA's waits for."""
+    return x.device.type != "cpu"
+
+
+def matrix_beside_lora(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, low: Tensor, b: Tensor, scale: float
+) -> Tensor:
+    """Return W x + bias + scale B low, of which B low comes first."""
+    start = low.new_empty(1) if bias is None else bias
+    # What a factor of 0 is multiplied with is not read.
+    output = torch.addmm(start, low, b.T, beta=float(bias is not None), alpha=scale)
+    if len(b) > x.shape[1]:
+        return output.addmm_(x, matrix.T)
+    # Selective recompute keeps what a frozen matrix gave that does not widen.
+    return torch.addmm(output, x, matrix.T)
+
+
+def _add_low(output: Tensor, low: Tensor, b: Tensor, scale: float, width: int) -> Tensor:
     """Add scale B low to the output of a matrix of `width` inputs."""
     if len(b) > width:
         return output.addmm_(low, b.T, alpha=scale)
-    # Selective recompute keeps what a frozen matrix gave that does not widen.
     return torch.addmm(output, low, b.T, alpha=scale)
 
 
@@ -132,9 +150,14 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.adds_before:
             ctx.save_for_backward(x, None, weight, a, b)
             return linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
-        output, low = linear(x, read(weight), bias), linear(dropped, a)
+        if _adds_to_lora(x):
+            low = dropped @ a.T
+            output = matrix_beside_lora(x, read(weight), bias, low, b, scale)
+        else:
+            output, low = linear(x, read(weight), bias), linear(dropped, a)
+            output = _add_low(output, low, b, scale, x.shape[1])
         ctx.save_for_backward(dropped, low, weight, a, b)
-        return add_low(output, low, b, scale, x.shape[1])
+        return output
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,9 +173,12 @@ class _LoraLinear(torch.autograd.Function):
             matrix = ctx.read(weight)
             if ctx.adds_before:
                 matrix = torch.addmm(matrix, b, a, alpha=ctx.scale)
-            grad_x = ctx.linear(grad, matrix.T)
-            if ctx.drops:
-                grad_dropped = grad_low @ a
-            elif not ctx.adds_before:
-                grad_x.addmm_(grad_low, a)
+            if _adds_to_lora(grad) and not ctx.drops:
+                grad_x = (grad_low @ a).addmm_(grad, matrix)
+            else:
+                grad_x = ctx.linear(grad, matrix.T)
+                if ctx.drops:
+                    grad_dropped = grad_low @ a
+                elif not ctx.adds_before:
+                    grad_x.addmm_(grad_low, a)
         return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None, None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from app.model.adapter.fused import Read, add_low, fused_dtype
+from app.model.adapter.fused import Read, fused_dtype, matrix_beside_lora
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class _LoraTogether(torch.autograd.Function):
         ctx.save_for_backward(x, low, stacked, *weights, *bs)
         parts = low.split([b.shape[1] for b in bs], 1)
         return tuple(
-            add_low(torch.nn.functional.linear(x, read(weight), bias), part, b, scale, x.shape[1])
+            matrix_beside_lora(x, read(weight), bias, part, b, scale)
             for read, weight, bias, b, part in zip(reads, weights, biases, bs, parts, strict=True)
         )
 

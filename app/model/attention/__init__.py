@@ -18,7 +18,12 @@ from app.model.attention.backends import (
     why_not_batched,
     why_not_packed,
 )
-from app.model.attention.choice import AttentionChoice, choose_backend
+from app.model.attention.choice import (
+    AttentionChoice,
+    choose_backend,
+    restore_kernel,
+    take_fastest_kernel,
+)
 from app.model.attention.inputs import attention_inputs, pair_inputs
 from app.model.attention.mixers import keep_documents
 from app.model.attention.probes import (
@@ -47,6 +52,8 @@ __all__ = [
     "generation_attention",
     "keep_documents",
     "pair_inputs",
+    "restore_kernel",
+    "take_fastest_kernel",
     "why_not_batched",
     "why_not_packed",
 ]

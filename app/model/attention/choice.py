@@ -19,6 +19,7 @@ from app.model.attention.backends import (
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 FASTEST_FIRST = ("flash3", "flash2", "varlen", "sdpa")
@@ -44,6 +45,8 @@ MASKED_WINDOWS = ("phimoe",)
 TAKES_MASK_ONLY = ("nemotron", "stablelm")
 """model types whose decoder layers pass nothing but the mask on to their attention (as of
 transformers 5.23)"""
+FLASH4 = "flash-attn-4"
+"""the package of a faster kernel for `varlen`"""
 NO_HOPPER = "flash-attn-3 is for Hopper GPUs"
 IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AttributeError)
 """errors of a package that was built for another PyTorch, or lacks a library"""
@@ -260,6 +263,22 @@ def find_fault(backend: str) -> str | None:
     if not _transformers_takes(backend):
         return f"{package} {version} is installed, but transformers does not take it"
     return None
+
+
+def take_fastest_kernel(backend: str, architecture: PretrainedConfig, device: torch.device) -> None:
+    """Let `backend` run the fastest of its kernels that are proven equal on `device`."""
+    if backend == "varlen" and device.type == "cuda" and _version(FLASH4) is not None:
+        from app.model.attention.varlen import take_flash4
+
+        take_flash4(ModelOnDevice(architecture, "gpu", "bf16").head_widths(), device)
+
+
+def restore_kernel(backend: str) -> None:
+    """Let `backend` run its own kernel again."""
+    if backend == "varlen":
+        from app.model.attention.varlen import restore_flash2
+
+        restore_flash2()
 
 
 def _version(package: str) -> str | None:

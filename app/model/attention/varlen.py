@@ -1,11 +1,16 @@
-"""Attention by PyTorch's own variable-length kernel, for NVIDIA GPUs in half precision."""
+"""Attention by PyTorch's own variable-length kernel, for NVIDIA GPUs in half precision.
+
+The kernel is FlashAttention 2, or 4 where that is installed, for this GPU, and proven equal.
+"""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from app.model.attention.attend import MaskRule, in_one_dtype
@@ -13,6 +18,16 @@ from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
+
+FLASH4_CAPABILITIES = (9, 10)
+"""compute capabilities that PyTorch gives FlashAttention 4: Hopper and Blackwell"""
+PROBE_ENDS = (0, 100, 300, 301)
+PROBE_HEADS = (4, 2)
+"""of queries, and of keys"""
+TOLERANCE = 2.0**-5
+"""largest difference of two results in half precision, over a tensor's norm"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +169,70 @@ def _check_mask(
         f"attention=varlen takes sliding windows only from a layer's argument, and "
         f"{type(module).__name__} has a mask of another kind: type attention=sdpa"
     )
+
+
+def take_flash4(widths: Sequence[int], device: torch.device) -> None:
+    """Let PyTorch's kernel be FlashAttention 4, which is installed, where it is proven equal.
+
+    Logs one line on GPUs that it is for. widths: of the heads. It holds for the process, until
+    `restore_flash2`.
+    """
+    import torch
+
+    if torch.cuda.get_device_capability(device)[0] not in FLASH4_CAPABILITIES:
+        return
+    try:
+        from torch.nn.attention import activate_flash_attention_impl  # PyTorch 2.11
+
+        own = _probe_kernel(widths, device)
+        activate_flash_attention_impl("FA4")
+        pairs = zip(_probe_kernel(widths, device), own, strict=True)
+        is_equal = all(bool((a - b).norm() <= TOLERANCE * b.norm()) for a, b in pairs)
+        reason = "" if is_equal else "it differs"
+    except Exception as error:  # noqa: BLE001  compilers of kernels raise anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if reason:
+        restore_flash2()
+        log.warning("attention: varlen by FlashAttention 2, not 4 (%s)", reason)
+    else:
+        log.info("attention: varlen by FlashAttention 4, proven equal")
+
+
+def restore_flash2() -> None:
+    """Let PyTorch's kernel be its own again."""
+    try:
+        from torch.nn.attention import (
+            current_flash_attention_impl,
+            restore_flash_attention_impl,
+        )
+    except ImportError:  # before PyTorch 2.11 it is the only one
+        return
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
+
+
+def _probe_kernel(widths: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Return outputs and gradients in fp32 of random documents: causal, and with a window."""
+    import torch
+
+    kernel, found = VarlenKernel.installed(), []
+    random = torch.Generator(device).manual_seed(0)
+    ends = torch.tensor(PROBE_ENDS, dtype=torch.int32, device=device)
+    longest = max(end - start for start, end in pairwise(PROBE_ENDS))
+    for width in sorted(set(widths)):
+        for window in (None, longest // 4):
+            heads, shared = PROBE_HEADS
+            query, key, value = (
+                torch.randn(PROBE_ENDS[-1], number, width, generator=random, device=device)
+                .bfloat16()
+                .requires_grad_()
+                for number in (heads, shared, shared)
+            )
+            with torch.enable_grad():
+                output = kernel(
+                    query, key, value, ends, longest, is_causal=True, window=window, scaling=None
+                )
+                outer = torch.linspace(-1, 1, output.numel(), device=device).to(output)
+                grads = torch.autograd.grad(output, (query, key, value), outer.view_as(output))
+            found += [one.detach().float() for one in (output, *grads)]
+    return found
