@@ -129,6 +129,7 @@ def _load_base(
 ) -> PreTrainedModel:
     from transformers.utils import logging as transformers_logging
 
+    from app.model.experts import group_products
     from app.model.head import fuse_head
 
     transformers_logging.disable_progress_bar()  # one bar per file is noise beside our one line
@@ -141,6 +142,7 @@ def _load_base(
         check_implementation(model, implementation)
         resize_embeddings(model, new_ids)
         fuse_head(model)
+        group_products(model)
         return model
     if on_meta:
         return _build_on_meta(config, architecture, implementation, dtype, quantization, new_ids)
@@ -194,6 +196,7 @@ def _load_base(
     if stored or quantization.method != "none":
         prepare_quantized(model, dtype)
     fuse_head(model)
+    group_products(model)
     return model
 
 
@@ -213,6 +216,7 @@ def _build_on_meta(
     new_ids: Sequence[int],
 ) -> PreTrainedModel:
     """Build the model that `from_pretrained` builds, without reading weights."""
+    from app.model.experts import group_products
     from app.model.head import fuse_head
 
     if stored_settings(architecture):
@@ -234,6 +238,7 @@ def _build_on_meta(
         quantize_on_meta(model, quantization, dtype)
         prepare_quantized(model, dtype)
     fuse_head(model)
+    group_products(model)
     return model
 
 
