@@ -20,9 +20,11 @@ from app.model.quantization import (
     QuantizationConfig,
     cast_unquantized,
     find_stored_problem,
+    has_experts,
     prepare_quantized,
     quantizable_layers,
     quantization_settings,
+    quantize_experts,
     quantize_on_meta,
     quantizing_on,
     stored_settings,
@@ -154,15 +156,17 @@ def _load_base(
     how: dict[str, Any] = {}
     if not stored:
         how["quantization_config"] = quantization_settings(quantization, dtype)
-    if on_host:
-        how["device_map"] = {"": "cpu"}
+    is_staged = quantization.method == "nf4" and has_experts(architecture)
+    if on_host or is_staged:
+        how["device_map"] = {"": "cpu"}  # experts are quantized once they are read
     elif device is not None and device.type != "cpu":
         how["device_map"] = {"": device}  # tensor by tensor, never whole in host memory
     folder = Path(str(config.path))
     shapes = read_shapes(weight_files(folder)) if folder.is_dir() else {}
     if shapes and not stored:
         check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
-    with quantizable_layers(architecture.model_type), quantizing_on(device if on_host else None):
+    aside = device if on_host or is_staged else None
+    with quantizable_layers(architecture.model_type), quantizing_on(aside):
         model, loading = auto_class.from_pretrained(
             config.path,
             revision=config.revision,
@@ -193,8 +197,12 @@ def _load_base(
     resize_embeddings(model, new_ids)
     if stored:
         cast_unquantized(model, dtype)
+    if not stored:
+        quantize_experts(model, quantization, device)
     if stored or quantization.method != "none":
         prepare_quantized(model, dtype)
+    if is_staged and not on_host and device is not None:
+        model.to(device)
     fuse_head(model)
     group_products(model)
     return model

@@ -116,6 +116,29 @@ def packed_name(name: str) -> str:
     return f"{name}{PACKED}"
 
 
+class PackedExperts(torch.nn.Module):
+    """The weight of experts in 4 bits, beside the module that it was a parameter of."""
+
+    quant_state: Any = None
+
+    def __init__(self, weight: torch.nn.Parameter, shape: torch.Size, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_parameter("weight", weight)
+        self.shape, self.compute_dtype = shape, dtype
+
+
+def pack_experts(
+    model: torch.nn.Module, pack: Callable[[torch.nn.Parameter], torch.nn.Parameter]
+) -> None:
+    """Let `pack` put the fused experts of a model into 4 bits, one weight at a time."""
+    for _, module in expert_modules(model):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.ndim == 3:
+                packed = PackedExperts(pack(weight), weight.shape, weight.dtype)
+                del module._parameters[name]
+                module.add_module(packed_name(name), packed)
+
+
 def packed_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a module's parameters that are in 4 bits, by their own names."""
     return {

@@ -23,11 +23,13 @@ from app.model.adapter import (
     trained_weights,
     verify_adapter,
 )
-from app.model.base import ModelConfig
+from app.model.base import ModelConfig, load_base
 from app.model.experts import expert_modules, group_products
+from app.model.quantization import QuantizationConfig, storage_of, stored_4bit
 from app.preflight.adapters import check_saved_adapter
 from app.preflight.base_model import inspect_base, read_tensors
 from app.preflight.shapes import modules_of_files
+from app.process.errors import UserError
 from tests.tiny import tiny_llama
 
 SIZES = {
@@ -255,3 +257,55 @@ def test_few_experts_stay_frozen_and_layers_choose_among_many() -> None:
     modules = modules_of(tiny_mixture("qwen3_moe"))
     (one, other) = find_targets(LoraConfig(r=2, layers="top 1"), modules).experts
     assert one.startswith("model.layers.1.") and other.startswith("model.layers.1.")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_in_4_bits_give_what_their_dequantized_weights_give(
+    kind: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 16} if kind != "deepseek_v3" else {"hidden_size": 64}
+    tiny_mixture(kind, **sizes).save_pretrained(tmp_path / "base")
+    config = ModelConfig(path=str(tmp_path / "base"))
+    nf4 = QuantizationConfig(method="nf4")
+    quantized = load_base(config, "eager", torch.float32, nf4)
+    weights = [storage_of(each) for each in quantized.parameters()]
+    packed = sum(one.num_weights for one in weights if one.dtype == "nf4")
+    assert packed > 0.8 * sum(one.num_weights for one in weights)
+
+    plain = load_base(config, "eager", torch.float32)
+    modules = dict(quantized.named_modules())
+    for name, weight in plain.named_parameters():
+        owner, _, own = name.rpartition(".")
+        layer = modules[owner]._modules.get(f"{own}_4bit")
+        if own == "weight":
+            layer = modules[owner]
+        if layer is not None and type(layer.weight).__name__ == "Params4bit":
+            stored, read = stored_4bit(layer)
+            assert not torch.equal(weight, read(stored))
+            weight.data.copy_(read(stored))
+    torch.testing.assert_close(
+        probe_logits(quantized, row()), probe_logits(plain, row()), atol=1e-4, rtol=1e-4
+    )
+    ours, theirs = adapt(quantized), adapt(plain)
+    for model in (ours, theirs):
+        loss_of(model.train()).backward()
+    for one, other in zip(trained_weights(ours), trained_weights(theirs), strict=True):
+        assert one.name == other.name
+        torch.testing.assert_close(
+            one.parameter.grad, other.parameter.grad, atol=1e-4, rtol=1e-3, msg=one.name
+        )
+    save_adapter(ours, tmp_path / "adapter")
+    assert verify_adapter(ours, tmp_path / "adapter", row()) < 1e-5
+    reopened = load_adapter(load_base(config, "eager", torch.float32, nf4), tmp_path / "adapter")
+    torch.testing.assert_close(
+        probe_logits(reopened, row()), probe_logits(ours, row()), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_experts_that_would_stay_unquantized_are_refused(tmp_path: Path) -> None:
+    tiny_mixture("qwen3_moe").save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"7\d% of the weights of this qwen3_moe.*type quantization=nf4"
+    ):
+        load_base(config, "eager", torch.float32, QuantizationConfig(method="int8"))
