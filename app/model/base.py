@@ -62,6 +62,9 @@ class ModelConfig:
     """template by name for a tokenizer that has none; null where the base learned no chat tokens"""
     stop_tokens: list[str] = setting(default_factory=list, resume="free")
     """tokens that end an answer besides the EOS and the template's own, as [<|eot_id|>]"""
+    router_aux_loss: float | None = setting(None, ge=0, le=10, note="0.001 to 0.02 is usual")
+    """adapter=full: weight of the loss that balances a mixture's experts, document by document;
+    null = router_aux_loss_coef of config.json, 0 = none; adapters leave the routers frozen"""
     wrap_class: str | None = setting(None, resume="rounding")
     """layer class that sharding strategies wrap; null = what the model itself names"""
 

@@ -313,7 +313,8 @@ def _check_share(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     if not quantized:
         raise UserError(f"no layer of a {kind} model can be quantized; type quantization=none")
-    left = sum(p.numel() for p in model.parameters() if p.ndim == 3)
+    whole = [p for p in model.parameters() if p.ndim == 3 and not isinstance(p, Params4bit)]
+    left = sum(weight.numel() for weight in whole)
     if left > MAX_UNQUANTIZED * matrices:
         method = model.config.quantization_config.quantization_method()
         instead = "quantization=none" if "4bit" in method else "quantization=nf4"
