@@ -30,7 +30,7 @@ from app.model.base import (
     load_base,
 )
 from app.model.build import build_model, load_tuned, weight_dtype
-from app.model.quantization import QuantizationConfig, stored_settings
+from app.model.quantization import QuantizationConfig, has_experts, stored_settings
 from app.model.recompute import choose_recompute
 from app.model.tokenizer import (
     build_tokenizer,
@@ -383,6 +383,7 @@ def build_module(
         is_packed=data.is_packed,
         metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
+        router_aux_loss=_router_aux_loss(config, base),
     )
 
 
@@ -406,6 +407,23 @@ def build_evaluator(
         shards=shards,
         sum_over_ranks=sum_over_ranks,
     )
+
+
+def _router_aux_loss(config: TrainConfig, base: Base) -> float:
+    """Return the weight of the routers' own loss, and say what becomes of a mixture's routers."""
+    if not has_experts(base.architecture):
+        return 0.0
+    if config.adapter.name != "full":
+        log.info(
+            "router: frozen, as the base chooses its experts (adapter=%s)", config.adapter.name
+        )
+        return 0.0
+    stored = getattr(base.architecture.get_text_config(), "router_aux_loss_coef", None)
+    typed = config.model.router_aux_loss
+    weight = float((stored or 0.0) if typed is None else typed)
+    whose = "config.json" if typed is None else "model.router_aux_loss"
+    log.info("router: trains, auxiliary loss %g (%s)", weight, whose)
+    return weight
 
 
 def _shapes_builder(

@@ -20,9 +20,11 @@ from app.model.quantization import (
     QuantizationConfig,
     cast_unquantized,
     find_stored_problem,
+    has_experts,
     prepare_quantized,
     quantizable_layers,
     quantization_settings,
+    quantize_experts,
     quantize_on_meta,
     quantizing_on,
     stored_settings,
@@ -60,6 +62,9 @@ class ModelConfig:
     """template by name for a tokenizer that has none; null where the base learned no chat tokens"""
     stop_tokens: list[str] = setting(default_factory=list, resume="free")
     """tokens that end an answer besides the EOS and the template's own, as [<|eot_id|>]"""
+    router_aux_loss: float | None = setting(None, ge=0, le=10, note="0.001 to 0.02 is usual")
+    """adapter=full: weight of the loss that balances a mixture's experts, document by document;
+    null = router_aux_loss_coef of config.json, 0 = none; adapters leave the routers frozen"""
     wrap_class: str | None = setting(None, resume="rounding")
     """layer class that sharding strategies wrap; null = what the model itself names"""
 
@@ -129,6 +134,7 @@ def _load_base(
 ) -> PreTrainedModel:
     from transformers.utils import logging as transformers_logging
 
+    from app.model.experts import group_products
     from app.model.head import fuse_head
 
     transformers_logging.disable_progress_bar()  # one bar per file is noise beside our one line
@@ -141,6 +147,7 @@ def _load_base(
         check_implementation(model, implementation)
         resize_embeddings(model, new_ids)
         fuse_head(model)
+        group_products(model)
         return model
     if on_meta:
         return _build_on_meta(config, architecture, implementation, dtype, quantization, new_ids)
@@ -152,15 +159,17 @@ def _load_base(
     how: dict[str, Any] = {}
     if not stored:
         how["quantization_config"] = quantization_settings(quantization, dtype)
-    if on_host:
-        how["device_map"] = {"": "cpu"}
+    is_staged = quantization.method == "nf4" and has_experts(architecture)
+    if on_host or is_staged:
+        how["device_map"] = {"": "cpu"}  # experts are quantized once they are read
     elif device is not None and device.type != "cpu":
         how["device_map"] = {"": device}  # tensor by tensor, never whole in host memory
     folder = Path(str(config.path))
     shapes = read_shapes(weight_files(folder)) if folder.is_dir() else {}
     if shapes and not stored:
         check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
-    with quantizable_layers(architecture.model_type), quantizing_on(device if on_host else None):
+    aside = device if on_host or is_staged else None
+    with quantizable_layers(architecture.model_type), quantizing_on(aside):
         model, loading = auto_class.from_pretrained(
             config.path,
             revision=config.revision,
@@ -191,9 +200,14 @@ def _load_base(
     resize_embeddings(model, new_ids)
     if stored:
         cast_unquantized(model, dtype)
+    if not stored:
+        quantize_experts(model, quantization, device)
     if stored or quantization.method != "none":
         prepare_quantized(model, dtype)
+    if is_staged and not on_host and device is not None:
+        model.to(device)
     fuse_head(model)
+    group_products(model)
     return model
 
 
@@ -213,6 +227,7 @@ def _build_on_meta(
     new_ids: Sequence[int],
 ) -> PreTrainedModel:
     """Build the model that `from_pretrained` builds, without reading weights."""
+    from app.model.experts import group_products
     from app.model.head import fuse_head
 
     if stored_settings(architecture):
@@ -234,6 +249,7 @@ def _build_on_meta(
         quantize_on_meta(model, quantization, dtype)
         prepare_quantized(model, dtype)
     fuse_head(model)
+    group_products(model)
     return model
 
 

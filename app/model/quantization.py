@@ -28,6 +28,10 @@ SCALES = "absmax"
 """parameter of a 4-bit layer that holds the scales of its blocks, where a strategy shards them"""
 
 
+MAX_UNQUANTIZED = 0.1
+"""of a mixture's weights: a base that is larger than it was asked to be is refused"""
+
+
 @dataclass(kw_only=True, slots=True)
 class QuantizationConfig:
     method: str = setting("none", choices=("none", "nf4", "int8"))
@@ -151,7 +155,7 @@ def quantizing_on(device: torch.device | None) -> Iterator[None]:
 def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Freeze a quantized base and prepare it for training, computing in `dtype`.
 
-    UserError where the loader quantized nothing, a warning where it was little.
+    UserError where nothing was quantized, or a mixture's experts were not.
     """
     import bitsandbytes
 
@@ -174,6 +178,40 @@ def prepare_quantized(model: PreTrainedModel, dtype: torch.dtype) -> None:
             module.register_forward_pre_hook(_keep_scales)
 
 
+def quantize_experts(
+    model: PreTrainedModel, config: QuantizationConfig, device: torch.device | None = None
+) -> None:
+    """Put a mixture's fused experts into nf4, which the loader leaves as they are.
+
+    Block by block of 64 weights, as linear layers are; each on `device`, and back where it was.
+    """
+    from bitsandbytes.nn import Params4bit
+
+    from app.model.experts import pack_experts
+
+    def pack(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        packed = Params4bit(
+            weight.data,
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=config.double_quant,
+            quant_storage=weight.dtype,
+        )
+        if weight.device.type == "meta":
+            return packed
+        return packed.to(device or weight.device).to(weight.device)
+
+    if config.method == "nf4":
+        pack_experts(model, pack)
+
+
+def has_experts(architecture: transformers.PretrainedConfig) -> bool:
+    """Return whether a model is a mixture of experts, as far as its config tells."""
+    numbers = architecture.get_text_config().to_dict()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((numbers.get(name) or 0) > 1 for name in names)
+
+
 def quantize_on_meta(
     model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
 ) -> None:
@@ -183,6 +221,7 @@ def quantize_on_meta(
     quantizer = AutoHfQuantizer.from_config(quantization_settings(config, dtype))
     quantizer.preprocess_model(model, device_map=None)
     quantizer.postprocess_model(model)
+    quantize_experts(model, config)
 
 
 def stored_4bit(layer: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
@@ -274,12 +313,14 @@ def _check_share(model: PreTrainedModel) -> None:
     kind = model.config.model_type
     if not quantized:
         raise UserError(f"no layer of a {kind} model can be quantized; type quantization=none")
-    if quantized < matrices / 2:
-        log.warning(
-            "quantization: only %.0f %% of the weights (of a %s model the loader skips others, as "
-            "experts in one tensor); expect to need memory for the rest",
-            100 * quantized / matrices,
-            kind,
+    whole = [p for p in model.parameters() if p.ndim == 3 and not isinstance(p, Params4bit)]
+    left = sum(weight.numel() for weight in whole)
+    if left > MAX_UNQUANTIZED * matrices:
+        method = model.config.quantization_config.quantization_method()
+        instead = "quantization=none" if "4bit" in method else "quantization=nf4"
+        raise UserError(
+            f"quantization would leave {left / matrices:.0%} of the weights of this {kind} model "
+            f"as they are: its experts are one tensor a layer; type {instead}"
         )
 
 

@@ -31,7 +31,7 @@ SETTINGS = {
     "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save",
 }
-UNNAMED = ("layers", "init", "trainable_tokens")
+UNNAMED = ("layers", "init", "trainable_tokens", "experts")
 """settings that peft's file does not keep as they are typed"""
 
 
@@ -198,14 +198,27 @@ def _check_shapes(what: str, shapes: Shapes, base: BaseModel) -> list[str]:
     matrices = base.modules.linear
     if matrices is None:
         return []
+    sides_of_experts: dict[str, set[int]] = {}
+    for name, shape in base.modules.experts.items():
+        sides_of_experts.setdefault(name.rpartition(".")[0], set()).update(shape[1:])
     found, problems = 0, []
     for name, shape in shapes.items():
         module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
-        if part not in ("A.weight", "B.weight") or len(shape) != 2 or module not in matrices:
+        if part not in ("A.weight", "B.weight") or len(shape) != 2:
+            continue
+        side = shape[1] if part == "A.weight" else shape[0]
+        if (experts := module.replace(".base_layer", "")) in sides_of_experts:
+            found += 1
+            if side not in sides_of_experts[experts]:
+                problems.append(
+                    f"{what}: {module}.lora_{part} is {shape[0]} x {shape[1]}, which fits none of "
+                    f"the experts' weights of {base.name}; it was made on another base"
+                )
+            continue
+        if module not in matrices:
             continue
         found += 1
         matrix = matrices[module]
-        side = shape[1] if part == "A.weight" else shape[0]
         if side not in matrix:
             problems.append(
                 f"{what}: {module}.lora_{part} is {shape[0]} x {shape[1]}, but {module} of "

@@ -7,6 +7,7 @@ works out names and shapes of matrices from the numbers of config.json. Needs no
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,14 @@ LAYER = re.compile(r"(?P<layer>(?P<stack>\D*?\.|)(?P<number>\d+))\.")
 """a repeated layer: the first number in a name"""
 
 
+EXPERT = re.compile(
+    r"(?P<layer>.*?)experts\.(?P<number>\d{1,6})\."
+    r"(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight"
+)
+"""a matrix of one expert, in files"""
+EXPERTS = re.compile(r"experts\.|block_sparse_moe\.")
+
+
 def modules_of_files(
     name: str, numbers: Numbers, tensors: Shapes, *, is_packed: bool = False
 ) -> BaseModules:
@@ -36,6 +45,7 @@ def modules_of_files(
     `is_packed`: the tensors are quantized, and have other shapes than the matrices.
     """
     described: Shapes = {}
+    tensors, experts = fuse_experts(tensors)
     is_short = any(map(NO_PREFIX.match, tensors))
     if is_packed or is_short or numbers.get("is_encoder_decoder"):
         described = shapes_of_architecture(numbers) or {}
@@ -55,7 +65,8 @@ def modules_of_files(
         weighted=sorted(
             {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
         ),
-        layers=_layers(numbers, tensors),
+        layers=_layers(numbers, [*tensors, *experts]),
+        experts=experts,
         # A weight that several modules share is saved once.
         shared=[each for each in (*tables, head) if each not in matrices],
     )
@@ -77,6 +88,7 @@ def _modules(
     weighted: Sequence[str] | None,
     layers: Sequence[str] | None,
     shared: Sequence[str],
+    experts: Shapes | None = None,
 ) -> BaseModules:
     embedding = next(filter(INPUT_EMBEDDING.search, sorted(matrices, key=len)), None)
     linear = {each: shape for each, shape in matrices.items() if not TABLE.search(each)}
@@ -87,11 +99,44 @@ def _modules(
         name=name,
         model_type=numbers.get("model_type"),
         linear=linear or None,
+        experts=experts or {},
         weighted=weighted,
         layers=layers,
         embeddings=() if embedding is None else tuple(dict.fromkeys((embedding, *shared))),
         head=head,
     )
+
+
+def fuse_experts(tensors: Shapes) -> tuple[Shapes, Shapes]:
+    """Take a mixture's experts out of the tensors of files; return the rest, and their weights.
+
+    Files hold each expert by itself, or all in one tensor; in memory they are one for what comes
+    in (gate and up together), and one for what goes out.
+    """
+    rest: Shapes = {}
+    fused: Shapes = {}
+    rows: Counter[str] = Counter()
+    for name, shape in tensors.items():
+        single = EXPERT.fullmatch(name)
+        if single and len(shape) == 2:
+            way = "down_proj" if single["part"] in ("down_proj", "w2") else "gate_up_proj"
+            layer = single["layer"].replace("block_sparse_moe", "mlp")
+            whole = f"{layer}experts.{way}"
+            rows[whole] += shape[0]
+            count = max(int(single["number"]) + 1, fused.get(whole, (0,))[0])
+            fused[whole] = (count, rows[whole] // count, shape[1])
+        elif len(shape) == 3 and EXPERTS.search(name):
+            fused[_name_in_memory(name)] = shape
+        else:
+            rest[name] = shape
+    return rest, fused
+
+
+def _name_in_memory(name: str) -> str:
+    """Return the name of a parameter of fused experts, which Granite's files name otherwise."""
+    for theirs, ours in (("input_linear", "gate_up_proj"), ("output_linear", "down_proj")):
+        name = name.replace(f"block_sparse_moe.{theirs}.weight", f"block_sparse_moe.experts.{ours}")
+    return name
 
 
 def matrices_of(tensors: Shapes) -> Shapes:

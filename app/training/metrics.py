@@ -13,8 +13,10 @@ from torch import Tensor
 
 from app.process.errors import TrainingFault, UserError
 from app.training.checkpoint.schema import listed
+from app.training.log_files import CsvLogger
 from app.training.nonfinite import StepWatch, not_finite
 from app.training.objective import losses_by_dataset
+from app.training.routing import ExpertLoad
 
 STATE_KEYS = (
     "dataset_names",
@@ -46,6 +48,8 @@ class StepRecord:
     """of this rank's micro-batches, each its share of the step's loss"""
     rank: int = 0
     num_ranks: int = 1
+    loads: Tensor | None = None
+    """[layers x experts]: tokens that each expert was given, of this rank; None without experts"""
 
 
 class Metrics:
@@ -75,6 +79,14 @@ class Metrics:
         self.num_tokens = 0
         self.train_seconds = 0.0
         self._block_started: float | None = None
+        self.expert_load: ExpertLoad | None = None
+
+    def add_experts(self, load: ExpertLoad) -> None:
+        """Write the load of experts in each step's row."""
+        self.expert_load = load
+        for logger in self.loggers:
+            if isinstance(logger, CsvLogger):
+                logger.columns += load.names
 
     def resume_clock(self) -> None:
         """Start the training clock, or continue it after a validation."""
@@ -95,14 +107,19 @@ class Metrics:
             return
         counts = torch.tensor([float(record.num_tokens) for record in self.waiting])
         sums = torch.stack([record.sums for record in self.waiting])
-        sums = reduce(torch.cat([sums.flatten(1), counts.to(sums).unsqueeze(1)], dim=1)).cpu()
+        parts = [sums.flatten(1), counts.to(sums).unsqueeze(1)]
+        loads = [record.loads for record in self.waiting if record.loads is not None]
+        if loads:
+            parts.append(torch.stack(loads))
+        sums = reduce(torch.cat(parts, dim=1)).cpu()
         norms = torch.stack([record.grad_norm for record in self.waiting]).tolist()
-        block_tokens = int(sums[:, -1].sum().item())
+        num_sums = 3 * len(self.dataset_names)
+        block_tokens = int(sums[:, num_sums].sum().item())
         self.num_tokens += block_tokens
         rate = block_tokens / max(seconds, 1e-9)
 
         for record, row, norm in zip(self.waiting, sums, norms, strict=True):
-            by_dataset = row[:-1].view(3, -1)
+            by_dataset = row[:num_sums].view(3, -1)
             metrics = losses_by_dataset(by_dataset, self.dataset_names, "train")
             self.trained_tokens = [
                 before + now
@@ -113,6 +130,8 @@ class Metrics:
                 "train/grad_norm": norm,
                 "speed/tokens_per_second": rate,
             }
+            if loads and self.expert_load is not None:
+                metrics |= self.expert_load.figures(row[num_sums + 1 :])
             self.write(record.step, metrics)
             self.watch.check(record, metrics, reduce)
         self.waiting = []

@@ -35,6 +35,7 @@ from app.training.objective import DatasetSums, batch_loss
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
 from app.training.resume import Resume, check_same_step, run_owed_validation
+from app.training.routing import ExpertLoad, RouterBalance
 from app.training.schedule import ScheduleConfig, build_schedule
 from data_modules import Batch
 
@@ -56,6 +57,7 @@ class FinetuneModule(L.LightningModule):
         is_packed: bool,
         metrics: Metrics,
         uses_fused_kernels: bool = True,
+        router_aux_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.build = build
@@ -66,7 +68,10 @@ class FinetuneModule(L.LightningModule):
         self.is_packed = is_packed
         self.metrics = metrics
         self.uses_fused_kernels = uses_fused_kernels
+        self.router_aux_loss = router_aux_loss
         self.model: Any = None
+        self.expert_load: ExpertLoad | None = None
+        self.balance: RouterBalance | None = None
         self.train_sums = DatasetSums(len(metrics.dataset_names))
         self.val_sums = DatasetSums(len(metrics.dataset_names))
         self.step_tokens = 0
@@ -92,6 +97,10 @@ class FinetuneModule(L.LightningModule):
         """Build the model once; Lightning calls this before every fit and validate."""
         if self.model is None:
             self.model = self.strategy.build_model(self.build)
+            self.expert_load = ExpertLoad(self.model)
+            self.metrics.add_experts(self.expert_load)
+            if self.router_aux_loss:
+                self.balance = RouterBalance(self.model, self.router_aux_loss)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Build optimizer and schedule, which advances once an optimizer step."""
@@ -160,13 +169,24 @@ class FinetuneModule(L.LightningModule):
         """Return a loss whose gradients, summed over all micro-batches, are those of the mean."""
         self.metrics.resume_clock()
         self.step_tokens += batch.num_tokens
-        loss = batch_loss(self.model, batch, self.backend, self.train_sums) / batch.step_weight
+        loss = self._loss(batch) / batch.step_weight
         if self.resume is None:  # else its gradients are dropped
             loss = inject(loss, self.trainer.global_step + 1, batch, self.train_sums)
         self.step_losses.append(loss.detach())
         loss = propagate_nonfinite(loss)
         # Lightning divides by the accumulation, DDP by the data ranks: both are undone here.
         return loss * self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """Return the sum of loss times weight, with the routers' own where they train."""
+        if self.expert_load is None:  # a model that was not made by `configure_model`
+            self.expert_load = ExpertLoad(self.model)
+        with self.expert_load.counting(batch):
+            if self.balance is None:
+                return batch_loss(self.model, batch, self.backend, self.train_sums)
+            with self.balance.recording():
+                loss = batch_loss(self.model, batch, self.backend, self.train_sums)
+                return loss + self.balance.loss(batch)
 
     def configure_gradient_clipping(
         self,
@@ -194,6 +214,7 @@ class FinetuneModule(L.LightningModule):
             losses=self.step_losses,
             rank=self.strategy.data_rank,
             num_ranks=self.strategy.num_data_ranks,
+            loads=self.expert_load.take() if self.expert_load is not None else None,
         )
         self.step_tokens, self.step_losses = 0, []
         self.metrics.add(record, self.sum_over_ranks)
@@ -242,6 +263,8 @@ class FinetuneModule(L.LightningModule):
     def reset_step(self) -> None:
         """Drop what is summed of the step so far."""
         self.train_sums.take()
+        if self.expert_load is not None:
+            self.expert_load.take()
         self.step_tokens, self.step_losses = 0, []
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -230,6 +230,8 @@ class Count(TorchDispatchMode):
             flops = self._attention_flops(name, given)
             if current_flash_attention_impl() == "FA4":
                 name += FLASH4
+        elif name == "_grouped_mm":
+            kind, flops = "product", _grouped_flops(*args[:2])
         elif formula is not None and "mm" in name:
             flops = float(formula(*args, **kwargs, out_val=output))
         num_bytes = _bytes_moved(func, name, args, kwargs, given, returned)
@@ -327,6 +329,11 @@ class Count(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _grouped_flops(left: Tensor, right: Tensor) -> float:
+    """Count a product of rows with their expert's matrix, or of rows with rows by expert."""
+    return 2.0 * left.numel() * right.shape[-1]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -106,8 +106,17 @@ def ideal_flops(counted: Counted) -> float:
     Two FLOPs a weight and token forward, two for the gradient of the input, two for the weight's
     own where it trains; the head only where a token is trained on.
     """
+    from app.model.experts import expert_modules
+
     head = counted.model.get_output_embeddings()
     total = 0.0
+    chosen = getattr(counted.model.config.get_text_config(), "num_experts_per_tok", 0)
+    for _, experts in expert_modules(counted.model):
+        for weight in experts.parameters(recurse=False):
+            if weight.ndim == 3:
+                passes = 3 if weight.requires_grad else 2
+                a_token = chosen * weight.shape[1] * weight.shape[2]
+                total += 2.0 * passes * counted.num_tokens * a_token
     for module in counted.model.modules():
         if "in_features" not in vars(module) or "weight" not in module._parameters:
             continue

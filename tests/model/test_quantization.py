@@ -214,21 +214,6 @@ def test_other_architectures_are_quantized_and_train(
     assert isinstance(base.get_input_embeddings(), torch.nn.Embedding)
 
 
-def test_a_model_of_which_little_is_quantized_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 4}
-    shape |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(vocab_size=64, **shape)
-    ).save_pretrained(tmp_path)
-    load(ModelConfig(path=str(tmp_path)), torch.float32, method="nf4")
-    assert "% of the weights (of a" in caplog.text
-    caplog.clear()
-    load(save_llama(tmp_path / "llama"), torch.float32, method="nf4")
-    assert "of the weights" not in caplog.text
-
-
 def step(model: Any, precision: str) -> dict[str, torch.Tensor]:
     """Gradients of one training step, by name; the step changes nothing."""
     ids = random_ids(2)

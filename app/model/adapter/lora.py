@@ -14,7 +14,7 @@ from app.model.adapter.rows import rows_to_train
 from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
 from app.model.adapter.wrap import wrap
-from app.model.patterns import is_inside, last_parts, shortest
+from app.model.patterns import is_inside, shortest
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -177,11 +177,11 @@ def apply_lora(
                 f"adapter.modules_to_save: {name} is quantized and cannot train; leave it out"
             )
     modules = {name: model.get_submodule(name) for name in found.matrices}
-    _log_left_out(model, config, found.thin)
+    _log_left_out(config, found)
     _check_init(config, modules)
     rows = rows_to_train(model, token_ids, whole)
     every = [name for name, _ in model.named_modules() if not is_inside(name, whole)]
-    log.info("lora: %s", _say_targets(config, modules))
+    log.info("lora: %s", _say_targets(config, modules, found.experts))
     adapted = wrap(
         model,
         peft.LoraConfig(
@@ -190,6 +190,7 @@ def apply_lora(
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
             target_modules=shortest(found.matrices, found.endings, every),
+            target_parameters=_experts_by_name(model, found) or None,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
             rank_pattern=dict(config.rank_pattern),
             alpha_pattern=dict(config.alpha_pattern),
@@ -211,18 +212,12 @@ def apply_lora(
     return adapted
 
 
-def _log_left_out(model: PreTrainedModel, config: LoraConfig, thin: list[str]) -> None:
+def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
     """Log what stays frozen with all-linear, although a matrix is what it is."""
-    if str(config.target_modules).lower() != "all-linear":
-        return
-    if thin:
-        log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(thin))
-    if stacked := [name for name, weight in model.named_parameters() if weight.ndim == 3]:
-        log.warning(
-            "lora: %d weights hold several matrices in one, as experts do, and stay frozen: %s",
-            len(stacked),
-            ", ".join(last_parts(stacked)),
-        )
+    if found.thin:
+        log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(found.thin))
+    if found.frozen_experts:
+        log.warning("lora: the experts stay frozen: %s", found.frozen_experts)
 
 
 def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -318,7 +313,19 @@ def _lora_layers(model: peft.PeftModel) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
 
 
-def _say_targets(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> str:
+def _experts_by_name(model: PreTrainedModel, found: targets.Targets) -> list[str]:
+    """Return the experts' parameters as shortly as is exact: a layer's name and the own one."""
+    endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
+    return shortest(found.experts, endings, targets.modules_of(model).experts)
+
+
+def _say_targets(
+    config: LoraConfig, modules: Mapping[str, torch.nn.Module], experts: Sequence[str]
+) -> str:
     counts = Counter(name.rpartition(".")[2] for name in modules)
     said = ", ".join(f"{ending} x {count}" for ending, count in counts.items())
-    return f"rank {config.r} on {len(modules)} matrices ({said})"
+    text = f"rank {config.r} on {len(modules)} matrices ({said})"
+    if experts:
+        counts = Counter(".".join(name.split(".")[-2:]) for name in experts)
+        text += ", and each expert of " + ", ".join(f"{e} x {n}" for e, n in counts.items())
+    return text

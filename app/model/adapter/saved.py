@@ -40,8 +40,10 @@ def load_adapter(
     this base's or changes nothing: peft itself says nothing when a file holds none of the
     adapter's tensors, and the model then answers like its base.
     """
+    from app.model.adapter.experts import config_here
+
     with reading(f"the adapter in {folder}", "save it again, or take another one"):
-        config = peft_config_of(folder)
+        config = config_here(peft_config_of(folder), model)
         _check_patterns(config, model, folder)
         _note_other_base(folder, config.base_model_name_or_path, model.name_or_path)
         config.base_model_name_or_path = model.name_or_path or None
@@ -102,8 +104,15 @@ def save_adapter(
 
     `weights` are the parameters that train, by name, where the model itself holds parts of them.
     """
-    put_in_order(model.peft_config["default"])
-    model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
+    from app.model.adapter.experts import stock_config
+
+    own = model.peft_config["default"]
+    put_in_order(own)
+    model.peft_config["default"] = stock_config(own, model.get_base_model())
+    try:
+        model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=weights)
+    finally:
+        model.peft_config["default"] = own
 
 
 def put_in_order(config: peft.PeftConfig) -> None:
@@ -181,10 +190,14 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torc
     """
     in_memory = probe_logits(model, probe)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    from app.model.adapter.experts import as_typed, config_here, showing_packed
+
     was_training = model.training
     in_fp32 = _is_fp32(folder)
-    config = peft_config_of(folder)
-    model.add_adapter("reopened", config, autocast_adapter_dtype=in_fp32)
+    base = model.get_base_model()
+    config = config_here(peft_config_of(folder), base)
+    with as_typed(), showing_packed(base):
+        model.add_adapter("reopened", config, autocast_adapter_dtype=in_fp32)
     try:
         _read_into(model, folder, "reopened", in_fp32=in_fp32)
         model.set_adapter("reopened")

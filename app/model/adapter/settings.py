@@ -67,6 +67,9 @@ class LoraConfig(AdapterConfig):
     """other ranks by module name ending or regular expression, as {down_proj: 32}"""
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     """other alphas by module name ending or regular expression"""
+    experts: str = setting("auto", choices=("auto", "lora", "frozen"))
+    """a mixture's fused experts: lora (matrices of rank r for each expert), frozen, or auto: lora
+    with all-linear where experts hold more than a third of the layers' weights"""
     layers: Any = "all"
     """decoder layers that get an adapter: all, `top 8` (the last eight), or a list of numbers"""
     init: str = setting("default", choices=INITS)

@@ -35,6 +35,8 @@ THIN = 64
 """a matrix this many times longer than wide does not limit the rank of all-linear"""
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
 """a mixture's router does not either; in most models it is not a linear module"""
+EXPERTS_SHARE = 1 / 3
+"""of the weights of the layers: where experts hold more, adapter.experts=auto adapts them"""
 KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
 """matrices of their own: most models, T5"""
 FUSED = {
@@ -66,6 +68,8 @@ class BaseModules:
     model_type: str | None = None
     linear: Mapping[str, tuple[int, ...]] | None = None
     """plain, quantized and GPT-2's transposed matrices: name -> shape of the weight"""
+    experts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """fused experts: full name of the parameter -> its shape, [experts, ...]"""
     weighted: Sequence[str] | None = None
     """those that hold weights, themselves or in modules inside"""
     layers: Sequence[str] | None = None
@@ -81,6 +85,10 @@ class Targets:
 
     matrices: list[str] = field(default_factory=list)
     """linear modules that get low-rank matrices (LoRA) or a vector (IA3)"""
+    experts: list[str] = field(default_factory=list)
+    """parameters of fused experts, each of which gets low-rank matrices"""
+    frozen_experts: str = ""
+    """why a mixture's experts get none"""
     endings: list[str] = field(default_factory=list)
     """the name endings that may stand for all of `matrices`"""
     scaled_inputs: list[str] = field(default_factory=list)
@@ -173,7 +181,7 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
     if base.linear is None or found.problems:
         return
     names = [name for name in names if not is_inside(name, found.whole)]
-    if str(config.target_modules).lower() == "all-linear":
+    if _is_all_linear(config):
         for name in names:
             short, long = min(base.linear[name]), max(base.linear[name])
             is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
@@ -195,7 +203,54 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
             "tokens"
         )
     if not found.problems:
-        found.problems += _check_ranks(config, base.linear, found.matrices)
+        _find_experts(config, base, found)
+        shapes = {**base.linear, **{name: base.experts[name][-2:] for name in found.experts}}
+        found.problems += _check_ranks(config, shapes, found.matrices + found.experts)
+
+
+def _find_experts(config: LoraConfig, base: BaseModules, found: Targets) -> None:
+    """Choose the experts that get low-rank matrices, or say why they get none."""
+    if not base.experts:
+        if config.experts == "lora":
+            found.problems.append(
+                f"adapter.experts=lora: {base.name} has no experts in one weight, which peft could "
+                "adapt; type adapter.experts=auto"
+            )
+        return
+    if config.experts == "frozen":
+        found.frozen_experts = "adapter.experts=frozen"
+        return
+    in_experts = sum(map(math.prod, base.experts.values()))
+    in_linear = sum(math.prod(s) for name, s in (base.linear or {}).items() if name != base.head)
+    share = in_experts / (in_experts + in_linear)
+    if reason := _why_peft_cannot(config):
+        if config.experts == "lora":
+            found.problems.append(f"adapter.experts=lora: {reason}")
+        else:
+            found.frozen_experts = reason
+    elif config.experts == "lora" or (_is_all_linear(config) and share > EXPERTS_SHARE):
+        layers = None if config.layers == "all" else _chosen_layers(config.layers, base, found)
+        found.experts = [n for n in base.experts if layers is None or is_inside(n, layers)]
+    elif not _is_all_linear(config):
+        found.frozen_experts = "not in adapter.target_modules; type adapter.experts=lora"
+    else:
+        found.frozen_experts = f"they hold {share:.0%} of the weights; type adapter.experts=lora"
+
+
+def _is_all_linear(config: LoraConfig) -> bool:
+    return str(config.target_modules).lower() == "all-linear"
+
+
+def _why_peft_cannot(config: LoraConfig) -> str | None:
+    """Return why peft (0.21) cannot put this LoRA on a parameter, and what to type."""
+    what = "peft's LoRA on the experts' fused weights"
+    if config.dropout:
+        return f"{what} has no dropout; type adapter.dropout=0"
+    if config.use_dora:
+        return f"{what} knows no DoRA; type adapter.use_dora=false"
+    if config.init in ("pissa", "olora"):
+        return f"{what} starts from nothing else; type adapter.init=default"
+    return None
 
 
 def _check_ranks(
@@ -344,6 +399,7 @@ def modules_of(model: PreTrainedModel) -> BaseModules:
 
     linear: dict[str, tuple[int, ...]] = {}
     weighted = []
+    experts: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Conv1D):
             linear[name] = (module.nx, module.nf)
@@ -351,15 +407,28 @@ def modules_of(model: PreTrainedModel) -> BaseModules:
             linear[name] = (module.out_features, module.in_features)
         if name and next(module.parameters(), None) is not None:
             weighted.append(name)
+        experts |= _experts_of(name, module)
     head = model.get_output_embeddings()
     return BaseModules(
         model_type=model.config.model_type,
         linear=linear,
+        experts=experts,
         weighted=weighted,
         layers=repeated_layers(model),
         embeddings=sharing_embedding(model),
         head=None if head is None else name_of(model, head),
     )
+
+
+def _experts_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:
+    """Return the parameters of a module that hold a matrix for each expert, by full name."""
+    from app.model.experts import packed_shapes
+
+    if "expert" not in f"{name} {type(module).__name__}".lower():
+        return {}
+    shapes = {own: tuple(each.shape) for own, each in module.named_parameters(recurse=False)}
+    shapes |= packed_shapes(module)
+    return {f"{name}.{own}": shape for own, shape in shapes.items() if len(shape) == 3}
 
 
 def sharing_embedding(model: PreTrainedModel) -> list[str]:

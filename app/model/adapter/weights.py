@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,10 +43,12 @@ def reached_weights(
     """Go over layers and what each reads past its owner's forward: strategies gather it for both.
 
     IA3's vectors and LoRA's of embeddings lie in mere containers, trained token rows are put into
-    the whole embedding, and DoRA measures what a matrix and its adapter come to.
+    the whole embedding, DoRA measures what a matrix and its adapter come to, and experts are given
+    their matrices.
     """
     import torch
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     containers = (torch.nn.ParameterDict, torch.nn.ParameterList)
@@ -58,6 +60,8 @@ def reached_weights(
             reached.append(layer.get_base_layer())
             if layer.tied_adapter is not None:
                 reached.append(layer.tied_adapter)
+        elif isinstance(layer, ParamWrapper):
+            reached += [*layer.lora_A.values(), *layer.lora_B.values()]
         elif isinstance(layer, LoraLayer) and len(layer.lora_magnitude_vector) > 0:
             reached += layer.children()
         for owner in reached:
@@ -99,11 +103,29 @@ class TrainedWeight:
 
 def trained_weights(model: torch.nn.Module) -> list[TrainedWeight]:
     """List the parameters that train, in the model's order; a tied one comes once."""
+    nested = _nested_parameters(model)
     return [
-        _described(name, parameter)
+        _described(_named_apart(name, nested), parameter)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
+
+
+def _nested_parameters(model: torch.nn.Module) -> dict[str, str]:
+    """Return the names of the modules that peft puts around experts, and the parameter of each."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return {
+        name: module.parameter_name
+        for name, module in model.named_modules()
+        if isinstance(module, ParamWrapper)
+    }
+
+
+def _named_apart(name: str, nested: Mapping[str, str]) -> str:
+    """Name an adapter's part by the parameter that it is for, where several are on one module."""
+    owner, _, part = name.partition(".lora_")
+    return f"{owner}.{nested[owner]}.lora_{part}" if owner in nested else name
 
 
 def adapter_matrices(model: torch.nn.Module) -> list[TrainedWeight]:

@@ -24,8 +24,12 @@ def wrap(
     """
     import peft
 
+    from app.model.adapter.experts import as_typed, fuse_experts, showing_packed
+
     declare_ties(model)
-    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+    with as_typed(), showing_packed(model):
+        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast_adapter_dtype)
+    fuse_experts(adapted)
     check_rows(adapted)
     for module in adapted.modules():
         if isinstance(module, peft.tuners.ia3.IA3Layer) and targets.is_quantized(module):

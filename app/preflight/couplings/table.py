@@ -184,6 +184,12 @@ def _of_adapter(config: TrainConfig) -> Iterator[Clash]:
             "trains them",
             "quantization=none, or adapter=lora",
         )
+    if model.router_aux_loss and adapter.name != "full":
+        yield Clash(
+            f"model.router_aux_loss={model.router_aux_loss:g} balances routers that train, and "
+            f"adapter={adapter.name} leaves them frozen",
+            "model.router_aux_loss=null, or adapter=full",
+        )
     if isinstance(adapter, Ia3Config) and model.added_tokens:
         yield Clash(
             f"model.added_tokens={model.added_tokens} need rows that train, and adapter=ia3 trains "

@@ -1,0 +1,171 @@
+"""How a mixture's tokens are routed: the load of its experts, and the loss that balances it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from app.model.experts import expert_modules
+from app.process.errors import UserError
+from data_modules import Batch
+
+NUMBER = re.compile(r"\.(\d+)\.")
+
+
+class ExpertLoad:
+    """Tokens that each expert is given in training, counted on the device; padding is left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        found = list(expert_modules(model))
+        widest = max((module.num_experts for _, module in found), default=0)
+        self.layers = [_layer_of(name) for name, _ in found]
+        self._shape = (len(found), widest)
+        self._counts: Tensor | None = None
+        self._is_token: Tensor | None = None
+        for place, (_, module) in enumerate(found):
+            module.register_forward_pre_hook(self._counter(place), with_kwargs=True)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the figures: the fullest expert's tokens over the mean, by layer."""
+        return [f"experts/load_max/{layer}" for layer in self.layers]
+
+    @contextmanager
+    def counting(self, batch: Batch) -> Iterator[None]:
+        """Count the forward pass inside; what recompute runs again comes later, and is not."""
+        if self.layers:
+            self._is_token = is_token(batch).flatten()
+        try:
+            yield
+        finally:
+            self._is_token = None
+
+    def take(self) -> Tensor | None:
+        """Return the tokens [layers x experts] since the last call; None without experts."""
+        counts, self._counts = self._counts, None
+        return None if counts is None else counts.flatten()
+
+    def figures(self, counts: Tensor) -> dict[str, float]:
+        """Return the figures of summed counts [layers x experts] on the host."""
+        by_layer = counts.view(self._shape)
+        largest, mean = by_layer.amax(1), by_layer.mean(1).clamp(min=1e-9)
+        return dict(zip(self.names, (largest / mean).tolist(), strict=True))
+
+    def _counter(self, place: int) -> Any:
+        def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._is_token is None:
+                return
+            chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
+            if self._counts is None:
+                self._counts = torch.zeros(self._shape, dtype=torch.float64, device=chosen.device)
+            counted = self._is_token.double().unsqueeze(1).expand_as(chosen)
+            self._counts[place].scatter_add_(0, chosen.flatten(), counted.flatten())
+
+        return count
+
+
+class RouterBalance:
+    """The auxiliary loss of a mixture's routers (Switch, arXiv 2101.03961, equations 4 to 6).
+
+    It is each document's own, as transformers computes it, weighted by what the document's loss
+    weighs: a sum over documents, the same however they are packed, padded or accumulated.
+    """
+
+    def __init__(self, model: Any, coefficient: float) -> None:
+        numbers = model.config.get_text_config()
+        self.coefficient = coefficient
+        self.num_chosen = int(numbers.num_experts_per_tok)
+        self._logits: list[Tensor] | None = None
+        found = routers(model)
+        if not found:
+            raise UserError(
+                f"model.router_aux_loss={coefficient:g}: {model.config.model_type} models do not "
+                "show what their routers give; type model.router_aux_loss=0"
+            )
+        for router, place in found:
+            router.register_forward_hook(self._recorder(place))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep what the routers give in the forward pass inside."""
+        self._logits = []
+        try:
+            yield
+        finally:
+            self._logits = None
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of the recorded pass, times the weights of the documents' own losses."""
+        assert self._logits is not None
+        return self.coefficient * balance_loss(self._logits, batch, self.num_chosen)
+
+    def _recorder(self, place: int) -> Any:
+        def record(module: Any, args: Any, output: Any) -> None:
+            if self._logits is not None:
+                self._logits.append(output[place] if isinstance(output, tuple) else output)
+
+        return record
+
+
+def balance_loss(logits: list[Tensor], batch: Batch, num_chosen: int) -> Tensor:
+    """Return the sum over documents of weight x experts x sum of share chosen x mean probability.
+
+    logits: of each layer [rows x tokens, experts].
+    """
+    is_real = is_token(batch).flatten()
+    num_documents = sum(map(len, batch.document_lengths))
+    starts = (batch.position_ids.flatten() == 0) & is_real
+    documents = starts.cumsum(0).sub(1).where(is_real, num_documents)  # padding is one more
+    num_experts = logits[0].shape[-1]
+    sizes = logits[0].new_zeros(num_documents + 1, dtype=torch.float32)
+    weights = torch.zeros_like(sizes).index_add_(0, documents, batch.loss_weights.flatten())
+    sizes.index_add_(0, documents, torch.ones_like(documents, dtype=torch.float32))
+    chosen_sum = sizes.new_zeros((num_documents + 1) * num_experts)
+    probability_sum = sizes.new_zeros(num_documents + 1, num_experts)
+    for each in logits:
+        probabilities = each.float().softmax(-1)
+        chosen = each.topk(num_chosen, dim=-1).indices + documents.unsqueeze(1) * num_experts
+        chosen_sum.index_add_(
+            0, chosen.flatten(), torch.ones_like(chosen, dtype=torch.float32).flatten()
+        )
+        probability_sum = probability_sum.index_add(0, documents, probabilities)
+    rows = (sizes * len(logits)).clamp(min=1).unsqueeze(1)
+    shares = chosen_sum.view(-1, num_experts) / rows
+    by_document = num_experts * (shares * (probability_sum / rows)).sum(1)
+    return (by_document * weights)[:num_documents].sum()
+
+
+def is_token(batch: Batch) -> Tensor:
+    """Return where a batch holds tokens and no padding: bool [rows, tokens], on its device."""
+    real = torch.ones_like(batch.input_ids, dtype=torch.bool)
+    for row, lengths in enumerate(batch.document_lengths):
+        if (end := sum(lengths)) < real.shape[1]:
+            real[row, end:] = False
+    return real
+
+
+def routers(model: Any) -> list[tuple[torch.nn.Module, int]]:
+    """Return a model's routers, and where in their output the logits are."""
+    from transformers import PreTrainedModel
+    from transformers.utils.output_capturing import OutputRecorder
+
+    found = []
+    for part in [module for module in model.modules() if isinstance(module, PreTrainedModel)]:
+        recorder = (part._can_record_outputs or {}).get("router_logits")
+        if isinstance(recorder, OutputRecorder):
+            found += [
+                (module, recorder.index)
+                for module in part.modules()
+                if isinstance(module, recorder.target_class)
+            ]
+    return list(dict.fromkeys(found))
+
+
+def _layer_of(name: str) -> str:
+    number = NUMBER.search(name)
+    return number[1] if number else name

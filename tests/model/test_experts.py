@@ -1,0 +1,311 @@
+"""LoRA on a mixture's fused experts: equal to LoRA on each expert's own matrices, kept for peft."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from app.model.adapter import (
+    LoraConfig,
+    apply_adapter,
+    find_targets,
+    load_adapter,
+    modules_of,
+    probe_logits,
+    save_adapter,
+    trained_weights,
+    verify_adapter,
+)
+from app.model.base import ModelConfig, load_base
+from app.model.experts import expert_modules, group_products
+from app.model.quantization import QuantizationConfig, storage_of, stored_4bit
+from app.preflight.adapters import check_saved_adapter
+from app.preflight.base_model import inspect_base, read_tensors
+from app.preflight.shapes import modules_of_files
+from app.process.errors import UserError
+from tests.tiny import tiny_llama
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+DEEPSEEK = LATENT | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": ROUTED | {"head_dim": 8},
+    "qwen2_moe": ROUTED | {"shared_expert_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": LATENT | {"head_dim": 8},
+    "granitemoe": {"num_local_experts": 4},
+}
+
+
+def tiny_mixture(kind: str, **numbers: Any) -> Any:
+    """A random mixture of two layers, in fp32."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES | MIXTURES[kind] | numbers))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for _, buffer in model.named_buffers():
+        if buffer.shape == (4,):  # the routing's biases, which a trained model has
+            buffer.copy_(torch.linspace(-0.2, 0.2, 4))
+    group_products(model)
+    return model
+
+
+def adapt(model: Any, **settings: Any) -> Any:
+    config = LoraConfig(r=2, alpha=6, **settings)
+    adapted = apply_adapter(model, config, half_precision=False)
+    torch.manual_seed(1)
+    for weight in trained_weights(adapted):
+        weight.parameter.data.normal_(std=0.2)
+    return adapted
+
+
+def row() -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    return {"input_ids": torch.randint(3, 64, (1, 24))}
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    ids = row()["input_ids"]
+    logits = model(ids, use_cache=False).logits[0, :-1]
+    return F.cross_entropy(logits, ids[0, 1:])
+
+
+def unfused_forward(experts: Any, layers: Any) -> Any:
+    """Each expert by itself, as linear modules W and their own A and B: a plain reference."""
+
+    def linear(x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+        weight = getattr(experts, name)[expert]
+        weight = weight.T if experts.is_transposed else weight
+        a, b, scale = layers[name]
+        output = x @ weight.T + scale * (x @ a[expert].T) @ b[expert].T
+        bias = experts._parameters.get(f"{name}_bias")
+        return output if bias is None else output + bias[expert]
+
+    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for x, ids, shares in zip(hidden, chosen, weights, strict=True):
+            parts = []
+            for expert, share in zip(ids.tolist(), shares, strict=True):
+                inner = experts._apply_gate(linear(x[None], "gate_up_proj", expert))
+                parts.append(share * linear(inner, "down_proj", expert)[0])
+            rows.append(torch.stack(parts).sum(0))
+        return torch.stack(rows)
+
+    return forward
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_lora_on_fused_experts_equals_lora_on_each_expert(kind: str) -> None:
+    adapted = adapt(tiny_mixture(kind))
+    loss = loss_of(adapted)
+    loss.backward()
+    ours = {one.name: one.parameter.grad.clone() for one in trained_weights(adapted)}
+    adapted.zero_grad()
+
+    reference = adapted.get_base_model()
+    own: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, experts in list(expert_modules(reference)):
+        plain = name.removesuffix(".base_layer.base_layer")
+        outer = reference.get_submodule(plain)
+        layers = {}
+        for wrapper in (outer, outer.base_layer):
+            a = wrapper.lora_A.default.weight.detach().view(4, 2, -1).clone().requires_grad_()
+            b = wrapper.lora_B.default.weight.detach()
+            b = b.view(len(b), 2, 4).permute(2, 0, 1).clone().requires_grad_()
+            layers[wrapper.parameter_name] = a, b, 3.0
+            own[f"{plain}.{wrapper.parameter_name}"] = a, b
+        outer.forward = unfused_forward(experts, layers)
+    plain_loss = loss_of(adapted)
+    plain_loss.backward()
+    assert loss.item() == pytest.approx(plain_loss.item(), abs=1e-5)
+    assert len(own) == sum(".mlp.experts." in n or "_moe.experts." in n for n in ours) / 2
+    for name, (a, b) in own.items():
+        assert a.grad is not None and b.grad is not None
+        torch.testing.assert_close(
+            ours[f"{name}.lora_A.weight"], a.grad.flatten(0, 1), atol=1e-5, rtol=1e-4
+        )
+        torch.testing.assert_close(
+            ours[f"{name}.lora_B.weight"], b.grad.permute(1, 2, 0).flatten(1), atol=1e-5, rtol=1e-4
+        )
+    for one in trained_weights(adapted):
+        if "experts" not in one.name or "shared" in one.name:
+            torch.testing.assert_close(ours[one.name], one.parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_stock_peft_loads_what_is_saved(kind: str, tmp_path: Path) -> None:
+    model = tiny_mixture(kind)
+    base = copy.deepcopy(model)
+    buffers = {name: buffer.clone() for name, buffer in base.named_buffers()}
+    adapted = adapt(model, rank_pattern={"experts.down_proj": 4, "o_proj": 3})
+    names = [one.name for one in trained_weights(adapted)]
+    assert len(set(names)) == len(names)
+    for name, module in base.named_modules():
+        if type(module) is torch.nn.Linear and name != "lm_head":
+            assert f"{name}.lora_A.weight" in names or name.endswith("shared_expert_gate"), name
+    expected = probe_logits(adapted, row())
+    save_adapter(adapted, tmp_path)
+    assert verify_adapter(adapted, tmp_path, row()) < 1e-5
+    ours = load_adapter(copy.deepcopy(base), tmp_path)
+    torch.testing.assert_close(probe_logits(ours, row()), expected, atol=1e-5, rtol=1e-5)
+    for name, buffer in ours.get_base_model().named_buffers():
+        name = name.replace(".base_layer", "")
+        torch.testing.assert_close(buffer, buffers[name], atol=0, rtol=0)
+
+    stock = tiny_mixture(kind)
+    for _, module in expert_modules(stock):
+        module.config._experts_implementation = "eager"
+    stock = peft.PeftModel.from_pretrained(stock, tmp_path)
+    torch.testing.assert_close(probe_logits(stock, row()), expected, atol=1e-4, rtol=1e-4)
+    merged = stock.merge_and_unload()
+    torch.testing.assert_close(probe_logits(merged, row()), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_headers_of_files_tell_what_the_model_has(kind: str, tmp_path: Path) -> None:
+    model = tiny_mixture(kind)
+    model.save_pretrained(tmp_path)
+    tensors, problems = read_tensors(tmp_path)
+    assert not problems
+    told = modules_of_files("", model.config.to_dict(), tensors)
+    known = modules_of(model)
+    assert told.experts == known.experts
+    assert not [name for name in told.linear or {} if ".experts." in name]
+    assert set(known.linear or {}) <= set(told.linear or {})
+    config = LoraConfig(r=2)
+    assert set(find_targets(config, told).experts) == set(known.experts) != set()
+
+
+def test_an_adapter_of_other_experts_is_refused(tmp_path: Path) -> None:
+    model = tiny_mixture("qwen3_moe")
+    save_adapter(adapt(model), tmp_path / "adapter")
+    other = tiny_mixture("qwen3_moe", moe_intermediate_size=40)
+    other.save_pretrained(tmp_path / "base")
+    config = ModelConfig(path=str(tmp_path / "base"))
+    base = inspect_base(config)
+    (problem,) = check_saved_adapter("adapter_path", tmp_path / "adapter", base, config)
+    assert "fits none of the experts' weights" in problem
+    with pytest.raises(ValueError, match="this base needs"):
+        load_adapter(other, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"experts": "frozen"}, "adapter.experts=frozen"),
+        ({"dropout": 0.1}, "has no dropout; type adapter.dropout=0"),
+        ({"use_dora": True}, "knows no DoRA; type adapter.use_dora=false"),
+        ({"init": "pissa"}, "type adapter.init=default"),
+        ({"target_modules": ["q_proj"]}, "not in adapter.target_modules; type adapter.experts="),
+    ],
+)
+def test_experts_that_stay_frozen_are_said_or_refused(settings: dict[str, Any], why: str) -> None:
+    modules = modules_of(tiny_mixture("qwen3_moe"))
+    found = find_targets(LoraConfig(r=2, **settings), modules)
+    assert not found.problems and not found.experts
+    assert why in found.frozen_experts
+    asked = find_targets(LoraConfig(**({"r": 2} | settings | {"experts": "lora"})), modules)
+    if "peft" in why or "type adapter.experts" in why or settings == {"experts": "frozen"}:
+        assert asked.experts and not asked.problems
+    else:
+        assert why in asked.problems[0]
+
+
+def test_a_base_without_experts_says_so() -> None:
+    (problem,) = find_targets(LoraConfig(experts="lora"), modules_of(tiny_llama())).problems
+    assert "has no experts in one weight" in problem
+
+
+def test_few_experts_stay_frozen_and_layers_choose_among_many() -> None:
+    modules = modules_of(tiny_mixture("qwen3_moe", moe_intermediate_size=3))
+    assert "they hold 27% of the weights" in find_targets(LoraConfig(r=2), modules).frozen_experts
+    modules = modules_of(tiny_mixture("qwen3_moe"))
+    (one, other) = find_targets(LoraConfig(r=2, layers="top 1"), modules).experts
+    assert one.startswith("model.layers.1.") and other.startswith("model.layers.1.")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_experts_in_4_bits_give_what_their_dequantized_weights_give(
+    kind: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 16} if kind != "deepseek_v3" else {"hidden_size": 64}
+    tiny_mixture(kind, **sizes).save_pretrained(tmp_path / "base")
+    config = ModelConfig(path=str(tmp_path / "base"))
+    nf4 = QuantizationConfig(method="nf4")
+    quantized = load_base(config, "eager", torch.float32, nf4)
+    weights = [storage_of(each) for each in quantized.parameters()]
+    packed = sum(one.num_weights for one in weights if one.dtype == "nf4")
+    assert packed > 0.8 * sum(one.num_weights for one in weights)
+
+    plain = load_base(config, "eager", torch.float32)
+    modules = dict(quantized.named_modules())
+    for name, weight in plain.named_parameters():
+        owner, _, own = name.rpartition(".")
+        layer = modules[owner]._modules.get(f"{own}_4bit")
+        if own == "weight":
+            layer = modules[owner]
+        if layer is not None and type(layer.weight).__name__ == "Params4bit":
+            stored, read = stored_4bit(layer)
+            assert not torch.equal(weight, read(stored))
+            weight.data.copy_(read(stored))
+    torch.testing.assert_close(
+        probe_logits(quantized, row()), probe_logits(plain, row()), atol=1e-4, rtol=1e-4
+    )
+    ours, theirs = adapt(quantized), adapt(plain)
+    for model in (ours, theirs):
+        loss_of(model.train()).backward()
+    for one, other in zip(trained_weights(ours), trained_weights(theirs), strict=True):
+        assert one.name == other.name
+        torch.testing.assert_close(
+            one.parameter.grad, other.parameter.grad, atol=1e-4, rtol=1e-3, msg=one.name
+        )
+    save_adapter(ours, tmp_path / "adapter")
+    assert verify_adapter(ours, tmp_path / "adapter", row()) < 1e-5
+    reopened = load_adapter(load_base(config, "eager", torch.float32, nf4), tmp_path / "adapter")
+    torch.testing.assert_close(
+        probe_logits(reopened, row()), probe_logits(ours, row()), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_experts_that_would_stay_unquantized_are_refused(tmp_path: Path) -> None:
+    tiny_mixture("qwen3_moe").save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"7\d% of the weights of this qwen3_moe.*type quantization=nf4"
+    ):
+        load_base(config, "eager", torch.float32, QuantizationConfig(method="int8"))

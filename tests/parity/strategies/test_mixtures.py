@@ -1,0 +1,74 @@
+"""A mixture of experts under LoRA, in full and in 4 bits: the same on two ranks as on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.model.test_experts import tiny_mixture
+from tests.parity.strategies.layouts import (
+    ADAPTERS,
+    LAYOUTS,
+    SHAPE,
+    SINGLE,
+    Runs,
+    check_alike,
+)
+from tests.runs import check_same_run
+from tests.tiny import save_with_tokenizer
+
+pytestmark = pytest.mark.slow
+
+BASES = {"qwen3_moe": {"head_dim": 16}, "deepseek_v3": {}}
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("mixtures")
+    return {
+        kind: save_with_tokenizer(
+            tiny_mixture(kind, **(SHAPE | numbers), dtype=torch.float32), folder / kind
+        )
+        for kind, numbers in BASES.items()
+    }
+
+
+def words_of(mixtures: dict[str, Path], kind: str, *words: str) -> tuple[str, ...]:
+    return (*ADAPTERS["lora"], f"model.path={mixtures[kind]}", "adapter.experts=lora", *words)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("kind", BASES)
+def test_lora_on_experts(kind: str, strategy: str, runs: Runs, mixtures: dict[str, Path]) -> None:
+    words = words_of(mixtures, kind)
+    check_alike(runs.of(LAYOUTS[strategy], *words), runs.of(SINGLE, *words))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_experts_in_four_bits(strategy: str, runs: Runs, mixtures: dict[str, Path]) -> None:
+    words = words_of(mixtures, "qwen3_moe", "quantization=nf4")
+    check_alike(runs.of(LAYOUTS[strategy], *words), runs.of(SINGLE, *words))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_layers_that_are_computed_twice(
+    recompute: str, runs: Runs, mixtures: dict[str, Path]
+) -> None:
+    words = words_of(mixtures, "qwen3_moe")
+    check_alike(runs.of(SINGLE, *words, f"recompute={recompute}"), runs.of(SINGLE, *words))
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3"])
+def test_a_killed_run_goes_on_bit_for_bit(
+    strategy: str, runs: Runs, mixtures: dict[str, Path]
+) -> None:
+    layout = SINGLE if strategy == "single" else LAYOUTS[strategy]
+    words = words_of(mixtures, "qwen3_moe")
+    whole = runs.of(layout, *words)
+    run = runs.new_folder(f"{strategy}-killed")
+    killed = runs.typed(layout, *words, "resume=auto", "faults=[rank_killed:0@6]")
+    runs.person.train_into(run, *killed, code=layout.code_of_a_kill)
+    runs.person.train_into(run, *killed)
+    check_same_run(run, whole)

@@ -1,0 +1,101 @@
+"""The routers' own loss against plain transformers, document by document; the load of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from app.model.attention import attention_implementation
+from app.training.objective import DatasetSums, batch_loss
+from app.training.routing import ExpertLoad, RouterBalance
+from data_modules import Batch
+from tests.model.test_experts import tiny_mixture
+
+LENGTHS = [[9, 5, 11], [7, 13]]
+"""documents of two rows; the second one ends in padding"""
+WIDTH, COEFFICIENT = 25, 0.05
+
+
+def documents() -> list[list[torch.Tensor]]:
+    torch.manual_seed(3)
+    return [[torch.randint(3, 64, (length,)) for length in row] for row in LENGTHS]
+
+
+def batch_of(rows: list[list[torch.Tensor]], step_weight: float) -> Batch:
+    shape = (len(rows), WIDTH)
+    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    labels, weights = torch.full(shape, -100), torch.zeros(shape)
+    for row, parts in enumerate(rows):
+        start = 0
+        for part in parts:
+            end = start + len(part)
+            ids[row, start:end], positions[row, start:end] = part, torch.arange(len(part))
+            labels[row, start : end - 1], weights[row, start : end - 1] = part[1:], 1.0
+            start = end
+    return Batch(
+        input_ids=ids,
+        position_ids=positions,
+        labels=labels,
+        loss_weights=weights,
+        dataset_ids=torch.zeros(shape, dtype=torch.long),
+        trained_columns=torch.arange(WIDTH),
+        document_lengths=[[len(part) for part in parts] for parts in rows],
+        step_weight=step_weight,
+        num_tokens=sum(len(part) for parts in rows for part in parts),
+    )
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_the_routers_loss_is_that_of_each_document(kind: str, accumulates: bool) -> None:
+    model = tiny_mixture(kind).train()
+    rows = documents()
+    num_trained = sum(length - 1 for row in LENGTHS for length in row)
+    expected = torch.tensor(0.0)
+    for part in (part for row in rows for part in row):
+        plain = model(part[None], labels=part[None], output_router_logits=True, use_cache=False)
+        mean = plain.loss - model.router_aux_loss_coef * plain.aux_loss
+        share = (len(part) - 1) / num_trained
+        loss = share * (mean + COEFFICIENT * plain.aux_loss)
+        loss.backward()
+        expected += loss.detach()
+    by_document = gradients(model)
+    model.zero_grad()
+
+    model.set_attn_implementation(attention_implementation("sdpa"))
+    balance, total = RouterBalance(model, COEFFICIENT), torch.tensor(0.0)
+    for micro in [[row] for row in rows] if accumulates else [rows]:
+        batch = batch_of(micro, num_trained)
+        with balance.recording():
+            loss = batch_loss(model, batch, "sdpa", DatasetSums(1)) + balance.loss(batch)
+        loss = loss / batch.step_weight
+        loss.backward()
+        total += loss.detach()
+    assert total.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert any("gate" in name and not name.endswith("_proj") for name in by_document)
+    for name, grad in gradients(model).items():
+        torch.testing.assert_close(grad, by_document[name], atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_the_load_of_experts_counts_tokens_and_no_padding() -> None:
+    model = tiny_mixture("qwen3_moe")
+    load = ExpertLoad(model)
+    batch = batch_of(documents(), 1.0)
+    with load.counting(batch):
+        batch_loss(model, batch, "sdpa", DatasetSums(1))
+    batch_loss(model, batch, "sdpa", DatasetSums(1))  # not counted: a validation's
+    counts = load.take()
+    assert counts is not None and load.take() is None
+    by_layer = counts.view(2, 4)
+    assert by_layer.sum(1).tolist() == [2 * batch.num_tokens] * 2
+    figures = load.figures(counts)
+    assert list(figures) == ["experts/load_max/0", "experts/load_max/1"]
+    assert figures["experts/load_max/1"] == pytest.approx(
+        float(by_layer[1].max()) / (2 * batch.num_tokens / 4)
+    )
