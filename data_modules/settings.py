@@ -122,7 +122,7 @@ class DataConfig:
     """what is compared before training, and which shares stop the run"""
     streaming: bool = setting(False, resume="fixed")
     """read while training, for data larger than the disk; needs trainer.max_steps"""
-    cache_dir: str = setting(default_factory=_cache_dir, resume="free")
+    cache_dir: str = setting(default_factory=_cache_dir, resume="per_start")
     """folder that keeps tokenized data sets for the next run"""
     num_proc: int | None = setting(None, ge=1, resume="free")
     """processes that tokenize large data sets; null = one per core"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -26,8 +27,9 @@ from app.process.errors import UserError
 from app.process.files import write_whole
 from app.run import find_run, find_run_to_resume
 from app.run.folder import CONFIG_FILE
-from data_modules import REDACTED, redacted, redacted_keys
+from data_modules import REDACTED, DataConfig, redacted, redacted_keys
 
+log = logging.getLogger(__name__)
 TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
 """what an evaluation takes over from its run's trainer; the rest is of training or of a machine"""
 
@@ -65,6 +67,7 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
     """
     own = PER_START if verb == "train" else {"run", "output"}
     of_run = dataclasses.asdict(without_trust(config))
+    _leave_cache(of_run["data"], typed)
     values = {
         field.name: of_run[field.name]
         for field in dataclasses.fields(VERBS[verb])
@@ -82,6 +85,14 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
     elif "trainer" in values:
         values["trainer"] = {name: values["trainer"][name] for name in TAKEN_FROM_TRAINER}
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
+
+
+def _leave_cache(data: dict[str, Any], typed: AbstractSet[str]) -> None:
+    """Put the default in the place of a run's cache folder, which would be written to."""
+    default, named = DataConfig().cache_dir, data["cache_dir"]
+    data["cache_dir"] = default
+    if named != default and not {"data", "data.cache_dir"} & typed:
+        log.warning("data.cache_dir=%s of the run is not taken over; type it to use it", named)
 
 
 def without_trust(config: TrainConfig) -> TrainConfig:

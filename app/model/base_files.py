@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from app.model.quantization import quantizable_layers
 from app.process.errors import UserError
-from app.process.launch import is_first_rank
+from app.process.launch import is_first_here, is_first_rank
 from app.process.untrusted import read_header
 
 if TYPE_CHECKING:
@@ -126,11 +126,12 @@ def _is_of_extra_layer(name: str, config: PretrainedConfig) -> bool:
 
 
 def check_finite(files: Iterable[Path], dtype: torch.dtype) -> None:
-    """Raise UserError for weights that are not finite, or would not be in `dtype`; on rank 0.
+    """Raise UserError for weights that are not finite, or would not be in `dtype`.
 
-    Reads each tensor once, from the page cache: transformers has just read it.
+    Each machine reads its own files: the first rank there checks them, each tensor once, from the
+    page cache, since transformers has just read it.
     """
-    if not is_first_rank():
+    if not is_first_here():
         return
     import torch
 

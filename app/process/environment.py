@@ -165,5 +165,5 @@ def quiet_libraries(*, offline: bool) -> None:
     )
     for handler in logging.getLogger().handlers:
         handler.setFormatter(CleanFormatter("%(message)s"))
-    for noisy in ("bitsandbytes", "httpx"):
+    for noisy in ("bitsandbytes", "httpx", "httpx2"):
         logging.getLogger(noisy).setLevel(logging.ERROR)

@@ -98,6 +98,8 @@ class Launch:
     detected_by: str | None = None
     """the variable by which the launcher was detected"""
     is_first: bool = True
+    is_first_here: bool = True
+    """whether it is the first rank of its machine"""
     num_ranks: int | None = None
     """ranks that were started; None where this program is to start them"""
     problems: tuple[str, ...] = ()
@@ -132,11 +134,13 @@ def read_launch() -> Launch:
         return Launch(has_parent=has_parent, is_child=is_child)
     problems = tuple(_problems_of(launcher))
     names, world_size = launcher.ranks, launcher.world_size
+    local = "SLURM_LOCALID" if launcher.detected_by == "SLURM_NTASKS" else "LOCAL_RANK"
     return Launch(
         has_parent=has_parent,
         is_child=is_child,
         detected_by=launcher.detected_by,
         is_first=bool(problems) or all(int(os.environ[name]) == 0 for name in names),
+        is_first_here=bool(problems) or os.environ.get(local, "0") == "0",
         num_ranks=None if problems or world_size is None else int(os.environ[world_size]),
         problems=problems,
     )
@@ -176,6 +180,11 @@ def _problems_of(launcher: Launcher) -> list[str]:
 def is_first_rank() -> bool:
     """Say whether this process speaks for the run; ranks above 0 do not."""
     return read_launch().is_first
+
+
+def is_first_here() -> bool:
+    """Say whether this process is the first rank of its machine."""
+    return read_launch().is_first_here
 
 
 def is_child() -> bool:

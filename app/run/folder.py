@@ -11,7 +11,9 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -254,6 +256,25 @@ def is_training(config: Path) -> bool:
     return "optimizer" in sections and "preview" not in sections
 
 
+def separate_files(folder: Path) -> None:
+    """Give a run a copy of each file that has another name elsewhere: a hard link.
+
+    Copies made by `cp -al` and some archives have them, and what a run writes must not change the
+    other one. Checkpoints are replaced whole and never written in place.
+    """
+    for file in sorted(folder.rglob("*")):
+        if file.relative_to(folder).parts[0] in ("checkpoints", LOCK_FILE):
+            continue
+        entry = file.lstat()
+        if stat.S_ISREG(entry.st_mode) and entry.st_nlink > 1:
+            copy = file.with_name(f".{file.name}.{os.getpid()}")
+            copy.unlink(missing_ok=True)
+            with into_folder(folder, file.name), contextlib.ExitStack() as stack:
+                stack.callback(copy.unlink, missing_ok=True)
+                shutil.copy2(file, copy)
+                os.replace(copy, file)
+
+
 _held: dict[Path, IO[str]] = {}
 """locks of this process, kept open: closing any file of a lock releases it"""
 
@@ -283,6 +304,9 @@ def hold_run(folder: Path) -> None:
         if error.errno not in NO_LOCKS:
             raise
         log.warning("%s: no locks here (%s): start one process a run", folder, error.strerror)
+    _held[file] = stream
+    if os.fstat(stream.fileno()).st_nlink > 1:  # another name of the file may be of another run
+        return
     stream.truncate(0)
     note = {
         "pid": os.getpid(),
@@ -291,7 +315,6 @@ def hold_run(folder: Path) -> None:
     }
     stream.write(json.dumps(note) + "\n")
     stream.flush()
-    _held[file] = stream
 
 
 def _who(stream: IO[str]) -> str:

@@ -27,6 +27,7 @@ from app.run.folder import (
     hold_run,
     make_run_dir,
     pass_to_ranks,
+    separate_files,
 )
 from app.run.manifest import check_own, identity_of, installed_versions, read_manifest
 from app.training.checkpoint.checkpoint import MARKER, Checkpoint, DamageError, load_checkpoint
@@ -184,6 +185,7 @@ def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:
         return Run(config=config, folder=folder, is_done=True, manifest=compared.manifest)
     if is_first_rank():
         hold_run(folder)
+        separate_files(folder)
     run = Run(
         config=config,
         folder=folder,

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from data_modules.messages import DataError, Origin, RemoteError, reason_of
 from data_modules.source.chunks import BadRow, Chunk, grouped, too_large
 from data_modules.source.limits import Limits
 from data_modules.source.locating import Part, rows_of, take
+from data_modules.source.remote import HubPace
 from data_modules.source.tables import BatchChunk
 from data_modules.types import Row
 
@@ -62,6 +64,7 @@ def read_hub(
     """
     import datasets
 
+    _limit_hub(limits.remote_seconds, limits.remote_bytes_per_second)
     try:
         builder = _builder_of(path, revision)
         if streaming:
@@ -75,12 +78,28 @@ def read_hub(
     except DataError:
         raise
     except _errors(ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
+        if slow := _given_up(e):
+            raise slow from e
         cause = e.__cause__ if isinstance(e, datasets.exceptions.DatasetGenerationError) else None
         requested = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
         raise DataError(
             f"{path}: no such file here, and the hub gave no data set of that name "
             f"({requested}): {reason_of(cause if isinstance(cause, Exception) else e)}"
         ) from e
+
+
+@cache
+def _limit_hub(seconds: float, bytes_per_second: int) -> None:
+    """Limit how slow the hub may be, once: another client would break streams that are read."""
+    limits = Limits(remote_seconds=seconds, remote_bytes_per_second=bytes_per_second)
+    HubPace(limits).limit()
+
+
+def _given_up(error: BaseException | None) -> RemoteError | None:
+    """Return the error by which the hub was given up, behind those that libraries made of it."""
+    while error is not None and not isinstance(error, RemoteError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _query_hub(path: str, revision: str | None) -> str | None:

@@ -5,13 +5,15 @@ Decides when a server is too slow or too silent. Knows no addresses and never lo
 
 from __future__ import annotations
 
+import importlib
 import io
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
@@ -110,6 +112,13 @@ def _wait(seconds: float, ask: Callable[[], Answer]) -> Answer:
     return answer
 
 
+def _too_slow(num_bytes: int, seconds: float, limits: Limits) -> str:
+    return (
+        f"{num_bytes:,} bytes came in {seconds:.0f} seconds; "
+        f"data.limits.remote_bytes_per_second is {limits.remote_bytes_per_second:,}; {_WHAT_TO_DO}"
+    )
+
+
 class RemoteStream(io.RawIOBase):
     """Read a remote file; raises TimeoutError where its server is too slow, OSError beyond a limit.
 
@@ -149,11 +158,7 @@ class RemoteStream(io.RawIOBase):
         try:
             data = _wait(max(0.0, allowed - self._waited), lambda: self._stream.read(size))
         except queue.Empty as error:
-            raise TimeoutError(
-                f"{self._block:,} bytes came in {allowed:.0f} seconds; "
-                f"data.limits.remote_bytes_per_second is {limits.remote_bytes_per_second:,}; "
-                f"{_WHAT_TO_DO}"
-            ) from error
+            raise TimeoutError(_too_slow(self._block, allowed, limits)) from error
         buffer[: len(data)] = data
         self._waited += time.monotonic() - started
         self._count(len(data))
@@ -230,6 +235,88 @@ def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
                 "network?); check the address, or give a local file"
             )
     return DataError(f"{url}: no such file")
+
+
+class HubPace:
+    """Give up the Hugging Face hub where it drips or is silent, whatever its library would retry.
+
+    What `hf_xet` fetches is not seen here.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._silent = 0.0
+        self._client: Any = None
+
+    def limit(self) -> None:
+        """Let huggingface_hub send its requests through here from now on."""
+        import huggingface_hub
+
+        self._client = huggingface_hub.get_session()
+        huggingface_hub.set_client_factory(self._build_client)
+
+    def _build_client(self) -> Any:
+        """Return a client as the library makes it, whose answers are timed."""
+        known = self._client
+        # httpx or httpx2, by the version of huggingface_hub.
+        library = importlib.import_module(type(known).__module__.partition(".")[0])
+        client = type(known)(event_hooks=known.event_hooks, follow_redirects=True, timeout=None)
+        send = client.send
+
+        class Timed(library.SyncByteStream):  # type: ignore[name-defined]
+            def __init__(self, stream: Any, url: Url, pace: HubPace) -> None:
+                self._stream, self._url, self._pace = stream, url, pace
+
+            def __iter__(self) -> Iterator[bytes]:
+                return self._pace.timed(self._stream, self._url, library.TimeoutException)
+
+            def close(self) -> None:
+                self._stream.close()
+
+        def send_timed(request: Any, *, stream: bool = False, **options: Any) -> Any:
+            url, started = Url(str(request.url)), time.monotonic()
+            try:
+                answer = partial(send, request, stream=True, **options)
+                response = answer_within(self._limits, answer)
+            except (library.TimeoutException, TimeoutError) as error:
+                self._count_silence(url, started, error)
+                raise
+            self._silent = 0.0
+            response.stream = Timed(response.stream, url, self)
+            if not stream:
+                response.read()
+            return response
+
+        client.send = send_timed
+        return client
+
+    def timed(self, stream: Any, url: Url, timeout: type[Exception]) -> Iterator[bytes]:
+        """Yield what comes; raises RemoteError where it is too slow."""
+        limits = self._limits
+        allowed = limits.remote_seconds + BLOCK_BYTES / limits.remote_bytes_per_second
+        block, waited, started = 0, 0.0, time.monotonic()
+        try:
+            for data in stream:
+                self._silent = 0.0
+                block, waited = block + len(data), waited + time.monotonic() - started
+                if waited > allowed:
+                    raise RemoteError(f"{url}: {_too_slow(block, waited, limits)}")
+                if block >= BLOCK_BYTES:
+                    block, waited = 0, 0.0
+                yield data
+                started = time.monotonic()  # what the reader took is not the hub's
+        except timeout as error:
+            self._count_silence(url, started, error)
+            raise
+
+    def _count_silence(self, url: Url, started: float, error: Exception) -> None:
+        self._silent += time.monotonic() - started
+        seconds = self._limits.remote_seconds
+        if self._silent >= seconds:
+            raise RemoteError(
+                f"{url}: no answer within {self._silent:.1f} seconds; data.limits.remote_seconds "
+                f"is {seconds:g}; {_WHAT_TO_DO}"
+            ) from error
 
 
 def list_urls(folder: Url, file_system: Any, places: Sequence[str]) -> list[Url]:

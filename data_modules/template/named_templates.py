@@ -7,6 +7,7 @@ renders: that is the renderer's.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,9 +69,7 @@ def named_template(name: str) -> str:
 
 def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> None:
     """Raise DataError when `tokenizer` lacks a token that the template `name` writes."""
-    known = tokenizer.get_added_vocab()
-    missing = [token for token in _NEEDED[name] if token not in known]
-    if missing:
+    if missing := _missing(tokenizer, name):
         raise DataError(
             f"data.chat_template={name} needs the tokens {' and '.join(missing)}, which this "
             "tokenizer does not have; use data.chat_template=plain"
@@ -80,6 +79,29 @@ def check_named(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> N
             f"the tokenizer has no eos token, so `{name}` cannot end an answer; set eos_token in "
             "its tokenizer_config.json"
         )
+
+
+def templates_alike(
+    tokenizer: transformers.PreTrainedTokenizerBase, renderer: Renderer
+) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each named template that renders small chats as `renderer` does.
+
+    Some begin with the BOS only in the text given here.
+    """
+    bos = tokenizer.bos_token
+    own = renderer.render(_PROBES[:3], False)
+    for name in TEMPLATE_NAMES:
+        if _missing(tokenizer, name):
+            continue
+        plain = named_template(name)
+        for text in (plain,) if bos is None else (plain, "{{ bos_token }}" + plain):
+            if Renderer(tokenizer, text).render(_PROBES[:3], False) == own:
+                yield name, text
+
+
+def _missing(tokenizer: transformers.PreTrainedTokenizerBase, name: str) -> list[str]:
+    known = tokenizer.get_added_vocab()
+    return [token for token in _NEEDED[name] if token not in known]
 
 
 def read_template(name: str) -> str:

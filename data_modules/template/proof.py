@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from data_modules.messages import Origin
-from data_modules.template.rendering import NO_MEMORY, RowRefusedError
+from data_modules.template.rendering import NO_MEMORY, RowRefusedError, TemplateRefusedError
 from data_modules.types import Conversation, ToolCall, Turn
 
 if TYPE_CHECKING:
@@ -68,11 +68,15 @@ class Traced(NamedTuple):
 
 @dataclass(slots=True)
 class Proof:
-    """Hold what the forms showed: how many are proven, why others are refused, and the faults."""
+    """Hold what the forms showed: how many are proven, why others are refused, and the faults.
+
+    `is_whole`: in all that the template renders, the answers can be told apart.
+    """
 
     num_proven: int = 0
     refused: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    is_whole: bool = True
 
 
 def prove(trace: Callable[[Conversation], Traced | RowRefusedError]) -> Proof:
@@ -86,12 +90,14 @@ def prove(trace: Callable[[Conversation], Traced | RowRefusedError]) -> Proof:
         traced = trace(chat)
         if isinstance(traced, RowRefusedError):
             proof.refused[name] = str(traced)
+            proof.is_whole &= isinstance(traced, TemplateRefusedError)
             if NO_MEMORY in str(traced):
                 raise MemoryError
             continue
         faults = list(faults_of(chat, traced))
         proof.faults += [f"in the form `{name}` {fault}" for fault in faults]
         proof.num_proven += not faults
+        proof.is_whole &= not faults
     return proof
 
 

@@ -41,6 +41,10 @@ class RowRefusedError(ValueError):
     """Say why a row cannot be encoded, without its place: the caller knows that."""
 
 
+class TemplateRefusedError(RowRefusedError):
+    """Say what the template raised for a row."""
+
+
 class Chat(NamedTuple):
     """Hold what the template is given of one row."""
 
@@ -66,10 +70,12 @@ class MessageFormat:
 
 
 class Renderer:
-    """Render chats through the template that the tokenizer holds."""
+    """Render chats through the template `text`, None = the one that the tokenizer holds."""
 
-    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, text: str | None = None
+    ) -> None:
+        self._tokenizer, self._text = tokenizer, text
         self._format: MessageFormat | None = None
 
     def given(self, chat: Conversation, reasoning: str) -> Chat:
@@ -114,6 +120,7 @@ class Renderer:
         texts: list[str] = self._tokenizer.apply_chat_template(
             [_messages(chat, written) for chat in chats],
             tools=tools,
+            chat_template=self._text,
             tokenize=False,
             add_generation_prompt=prompt,
         )
@@ -180,7 +187,7 @@ class Renderer:
                 roles = ", ".join(turn.role for turn in chat.turns)
                 why = NO_MEMORY if isinstance(error, MemoryError) else shown(str(error))
                 texts.append(
-                    RowRefusedError(
+                    TemplateRefusedError(
                         f"the chat template refuses this row (turns: {roles}): "
                         f"{why}; change the row, or set data.chat_template=plain"
                     )

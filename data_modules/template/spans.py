@@ -228,10 +228,25 @@ def _forms(value: str) -> Iterable[str]:
     yield json.dumps(value, ensure_ascii=False)[1:-1]  # results that are written as JSON strings
 
 
+def _same_text(
+    text: str | RowRefusedError, placed: RenderedChat | RowRefusedError
+) -> RenderedChat | RowRefusedError:
+    """Return the turns that the twin found, where its text is the row's own."""
+    if isinstance(text, RowRefusedError) or isinstance(placed, RowRefusedError):
+        return text if isinstance(text, RowRefusedError) else placed
+    if placed.text == text:
+        return placed
+    return RowRefusedError(
+        "the chat template writes this row otherwise than the named one by which its answers are "
+        "found, so they cannot be located; set data.chat_template=plain"
+    )
+
+
 class SpanFinder:
     """Render conversations and find their turns.
 
-    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS.
+    `specials` are the texts that can end a turn, `framing` the tokenizer's BOS and EOS. Once
+    `twin` is set, it finds the turns: in texts of another template, for rows that both write alike.
     """
 
     def __init__(
@@ -240,9 +255,13 @@ class SpanFinder:
         self._renderer = renderer
         self._bounds = BoundFinder(renderer, specials, framing)
         self._skeletons: dict[object, Skeleton | None] = {}
+        self.twin: SpanFinder | None = None
 
     def place(self, chats: Sequence[Chat]) -> list[RenderedChat | RowRefusedError]:
         """Render each chat once, and say where its turns stand."""
+        if self.twin is not None:
+            texts = self._renderer.render(chats, False)
+            return list(map(_same_text, texts, self.twin.place(chats)))
         placed: list[RenderedChat | RowRefusedError] = []
         for chat, text in zip(chats, self._renderer.render(chats, False), strict=True):
             if isinstance(text, RowRefusedError):

@@ -28,6 +28,7 @@ from data_modules.template.named_templates import (
     check_named,
     named_template,
     read_template,
+    templates_alike,
 )
 from data_modules.template.proof import FORMS, Traced, prove
 from data_modules.template.rendering import (
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 256
 _SMALL_CHAT = Chat((Turn("user", "a"), Turn("assistant", "b")))
-_proven: set[bytes] = set()
+_proven: dict[bytes, tuple[str, str] | None] = {}
+"""hash of a template that was proven -> name and text of its twin, None where it needs none"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,7 @@ class ChatTemplate:
         self.bos_token_id = self._added_bos()
         self.stop_texts = stop_texts(tokenizer)
         self._renderer = Renderer(tokenizer)
-        framing = filter(None, (tokenizer.bos_token, tokenizer.eos_token))
-        self._finder = SpanFinder(self._renderer, self.stop_texts, framing)
+        self._finder = self._build_finder(self._renderer)
         self._layout_builder = LayoutBuilder(
             self._renderer, self._finder, self._mask, control_texts(tokenizer)
         )
@@ -263,9 +264,10 @@ class ChatTemplate:
         whole = repr((name, self.text, backend, special_tokens, limits, renders_chats))
         key = hashlib.sha256(whole.encode()).digest()
         if key in _proven:
+            self._use_twin(_proven[key])
             return
         try:
-            faults = attempt(partial(self._prove, name, renders_chats), limits)
+            faults, twin = attempt(partial(self._prove, name, renders_chats), limits)
         except LimitError as error:
             raise DataError(
                 f"{name} does not render {len(FORMS)} small chats {error}: look for a loop or a "
@@ -274,10 +276,28 @@ class ChatTemplate:
             ) from error
         if faults:
             raise DataError(faults)
-        _proven.add(key)
+        _proven[key] = twin
+        self._use_twin(twin)
 
-    def _prove(self, name: str, renders_chats: bool) -> list[str]:
-        """Return what is wrong with the template; a form that it refuses is not."""
+    def _use_twin(self, twin: tuple[str, str] | None) -> None:
+        """Find answers by the template `twin` (name, text) from now on, None = by the own one."""
+        self._finder.twin = None
+        if twin is None:
+            return
+        name, text = twin
+        self._finder.twin = self._build_finder(Renderer(self._tokenizer, text))
+        said = f"; its answers are located by `{name}`, which renders the same text"
+        self.note = self.note.replace(said, "") + said
+
+    def _build_finder(self, renderer: Renderer) -> SpanFinder:
+        framing = filter(None, (self._tokenizer.bos_token, self._tokenizer.eos_token))
+        return SpanFinder(renderer, self.stop_texts, framing)
+
+    def _prove(self, name: str, renders_chats: bool) -> tuple[list[str], tuple[str, str] | None]:
+        """Return what is wrong with the template, and the twin by which nothing is.
+
+        A form that the template refuses is not wrong.
+        """
         import jinja2
 
         try:
@@ -286,19 +306,28 @@ class ChatTemplate:
             return [
                 f"{name} is not a valid template: line {error.lineno}: {shown(str(error.message))}"
                 "; mend it, or set data.chat_template=plain"
-            ]
+            ], None
         except MemoryError:
             raise
         except render_errors():
             pass  # A row that it refuses is named when that row is encoded.
         if self._pairs or not renders_chats:
-            return []
+            return [], None
         finder, controls = self._finder, control_texts(self._tokenizer)
         layout_builder = LayoutBuilder(self._renderer, finder, MaskConfig(), controls)
+        trace = partial(self._trace, layout_builder)
+        proof = prove(trace)
+        if proof.is_whole:
+            return [], None
+        for twin in templates_alike(self._tokenizer, self._renderer):
+            finder.twin = self._build_finder(Renderer(self._tokenizer, twin[1]))
+            if prove(trace).is_whole:
+                return [], twin
+        finder.twin = None
         return [
             f"{name}: {fault}, so its loss mask is wrong; set data.chat_template=plain"
-            for fault in prove(partial(self._trace, layout_builder)).faults
-        ]
+            for fault in proof.faults
+        ], None
 
     def _encode_chunk(self, items: Sequence[Item]) -> Iterator[Encoded | RowRefusedError]:
         texts = [item for item in items if not isinstance(item, Tokens)]

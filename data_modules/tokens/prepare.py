@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_modules import source
-from data_modules.messages import DataError, RemoteError, printable, redact
+from data_modules.messages import DataError, RemoteError, printable, reason_of, redact
 from data_modules.settings import DataConfig, DatasetConfig
 from data_modules.template import ChatTemplate
 from data_modules.tokens.encode import (
@@ -61,6 +62,7 @@ ROW_LIMITS = ("columns", "key_chars", "nesting")
 log = logging.getLogger(__name__)
 
 KEY_FILE = "key.json"
+_NAME_BYTES = 64
 _NO_ROOM = {
     errno.EACCES,
     errno.EDQUOT,
@@ -70,6 +72,8 @@ _NO_ROOM = {
     errno.EPERM,
     errno.EROFS,
 }
+_NO_LOCK = {errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV}
+"""what opening a lock ends with where something else is in its place"""
 _LABELS = {
     "data": "the data changed",
     "tokenizer": "the tokenizer changed",
@@ -136,11 +140,17 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
             raise DataError(f"{dataset.path}: changed while it was being read; start again")
 
     folder, how = open_or_make(Path(data.cache_dir).expanduser(), key, make)
-    note = json.loads((folder / COUNTS_FILE).read_text())
-    counts = Counts(**note["counts"])
+    try:
+        note, store = _read_note(folder / COUNTS_FILE), TokenStore(folder)
+        counts = Counts(**note["counts"])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{folder}: this entry of the cache cannot be read: {reason_of(error)}; remove it, and "
+            "it is made anew"
+        ) from error
     check_dropped(counts, dataset.path, data, spec.sequence_len)
     return Prepared(
-        store=TokenStore(folder),
+        store=store,
         counts=counts,
         format=note["format"],
         format_guessed=dataset.format is None,
@@ -338,7 +348,7 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
         with _locked(root / f"{key.name}.lock"):
             if _is_whole(folder):
                 return folder, "tokenized by another process"
-            reason = "the entry was damaged" if folder.exists() else _why_missing(root, key)
+            reason = "the entry was damaged" if os.path.lexists(folder) else _why_missing(root, key)
             _remove_left_over(root, key)
             unfinished = root / f"{key.name}.tmp-{os.getpid()}"
             unfinished.mkdir()
@@ -381,19 +391,40 @@ def _sync(path: Path) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Tell whether a folder holds all that was written into it."""
+    """Tell whether a folder holds all that was written into it: files, no links and no pipes."""
     try:
-        sizes = json.loads((folder / KEY_FILE).read_text())["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+        sizes = _read_note(folder / KEY_FILE)["sizes"]
+        entries = [((folder / name).lstat(), size) for name, size in sizes.items()]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
+    return all(stat.S_ISREG(entry.st_mode) and entry.st_size == size for entry, size in entries)
+
+
+def _read_note(file: Path) -> Any:
+    """Return the JSON in a file of the cache; raises DataError where a pipe is in its place."""
+    with source.open_regular(file) as stream:
+        return json.load(stream)
 
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
     import fcntl
 
-    with file.open("w") as stream:
+    # Neither waits for the other side of a pipe nor writes where a link leads.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(file, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a file")
+    except OSError as error:
+        if error.errno not in _NO_LOCK:
+            raise
+        raise DataError(
+            f"{file}: the cache needs a file to lock there, and finds a link, a folder, a pipe, a "
+            "socket or a device; remove it, or give another folder by data.cache_dir=FOLDER"
+        ) from error
+    with open(descriptor, "w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -406,12 +437,21 @@ def _locked(file: Path) -> Iterator[None]:
 def _remove_left_over(root: Path, key: Key) -> None:
     """Remove what is damaged, or left by a killed process; the lock says that none is at work."""
     for left in (root / key.name, *root.glob(f"{key.name}.tmp-*")):
-        shutil.rmtree(left, ignore_errors=True)
+        _remove(left)
+
+
+def _remove(left: Path) -> None:
+    with contextlib.suppress(OSError):
+        # Not by shutil alone: it waits for the other side of a pipe.
+        shutil.rmtree(left) if stat.S_ISDIR(left.lstat().st_mode) else left.unlink()
 
 
 def _note_newest(root: Path, key: Key) -> None:
     unfinished = root / f"{key.newest}.tmp-{os.getpid()}"
-    unfinished.write_text(key.name)
+    unfinished.unlink(missing_ok=True)
+    with unfinished.open("x") as stream:
+        stream.write(key.name)
+    _remove(root / key.newest)
     os.replace(unfinished, root / key.newest)
 
 
@@ -419,9 +459,10 @@ def _why_missing(root: Path, key: Key) -> str:
     """Say what changed since the newest entry of the same data."""
     try:
         # By its name: to look at every entry would take longer with each one that is kept.
-        newest = Path((root / key.newest).read_text()).name
-        before = json.loads((root / newest / KEY_FILE).read_text())["parts"]
-    except (OSError, ValueError, LookupError):
+        with source.open_regular(root / key.newest) as stream:
+            newest = Path(stream.read(_NAME_BYTES).decode()).name
+        before = dict(_read_note(root / newest / KEY_FILE)["parts"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "now cached"  # there was none, or it was removed
     changed = [part for part in key.parts if before.get(part) != key.parts[part]]
     return ", ".join(_in_words(part, before.get(part), key.parts[part]) for part in changed)

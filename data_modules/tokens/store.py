@@ -143,6 +143,8 @@ class TokenStore:
         numbers = range(reader.num_record_batches)
         named = [reader.get_batch_with_custom_metadata(number) for number in numbers]
         batches = [batch for batch, _ in named]
+        for batch in batches:
+            batch.validate()  # sizes that a damaged file claims would be read beyond its end
         self._parts = [_Part(batch, metadata[b"file"].decode()) for batch, metadata in named]
         sizes = [batch.num_rows for batch in batches]
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])

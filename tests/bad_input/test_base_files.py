@@ -11,6 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from app.model.base import ModelConfig, load_base
 from app.model.hub import check_hub, is_offline
 from app.process.errors import TrainingFault, UserError, exit_code
+from app.process.launch import read_launch
 from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
 from data_modules import DataConfig
 from tests.bad_input.opening import End, open_run, settings_for
@@ -249,6 +251,24 @@ def test_weights_that_are_not_finite(
         open_base(base, made),
         f"{base / WEIGHTS}: model.layers.1.mlp.up_proj.weight holds NaN or infinity",
     )
+
+
+@pytest.mark.parametrize("local", ["0", "1"])
+def test_each_machine_checks_its_own_copy(
+    local: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = load_file(base / WEIGHTS)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, base / WEIGHTS, {"format": "pt"})
+    rank = {"RANK": "8", "WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**rank, "LOCAL_RANK": local}.items():
+        monkeypatch.setenv(name, value)
+    read_launch.cache_clear()
+    try:
+        with pytest.raises(UserError) if local == "0" else nullcontext():
+            load_base(ModelConfig(path=str(base)), "eager", torch.float32)
+    finally:
+        read_launch.cache_clear()
 
 
 def test_weights_that_a_precision_cannot_hold(base: Path) -> None:

@@ -194,6 +194,45 @@ def test_a_link_to_the_folder_itself_is_followed(
     assert answer.code == 0, answer.said
 
 
+def test_a_file_with_another_name_elsewhere_is_not_written_to(
+    received: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hard links look like files of the run: the copy that it writes to is its own."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for file in [file for file in sorted(received.rglob("*")) if file.is_file()]:
+        os.link(file, outside / str(file.relative_to(received)).replace("/", " "))
+    before = contents(outside)
+    longer = ["trainer.max_steps=6", "resume_allow=[epochs]"]
+    code, said = run("train", f"resume={received}", *longer, capsys=capsys)
+    assert code == 0, said
+    assert contents(outside) == before
+
+
+def test_a_received_run_does_not_choose_where_the_cache_is_written(
+    received: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config, elsewhere = received / "config.yaml", tmp_path / "elsewhere"
+    text = config.read_text()
+    named = next(line for line in text.splitlines() if line.strip().startswith("cache_dir:"))
+    config.write_text(text.replace(named, f"  cache_dir: {elsewhere}"))
+    asked = {
+        "evaluate": [f"run={received}", f"output.dir={tmp_path / 'out'}"],
+        "train": [f"resume={received}", "trainer.max_steps=6", "resume_allow=[epochs]"],
+    }
+    for verb, typed in asked.items():
+        code, said = run(verb, *typed, capsys=capsys)
+        assert (code, elsewhere.exists()) == (0, False), said
+    assert f"data.cache_dir={elsewhere} of the run is not taken over" in caplog.text
+    (received / "metrics.json").unlink()
+    typed = [f"data.cache_dir={elsewhere}", "trainer.max_steps=8", "resume_allow=[epochs]"]
+    code, said = run("train", f"resume={received}", *typed, capsys=capsys)
+    assert (code, elsewhere.exists()) == (0, True), said
+
+
 @pytest.mark.parametrize("name", ["run.lock", "metrics.csv", "config.yaml"])
 def test_a_pipe_or_a_socket_in_a_files_place_is_refused(
     name: str, received: Path, capsys: pytest.CaptureFixture[str]

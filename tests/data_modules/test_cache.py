@@ -6,7 +6,9 @@ import dataclasses
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -148,3 +150,61 @@ def test_an_error_that_is_not_about_room_is_not_worded_so(tmp_path: Path) -> Non
 
     with pytest.raises(OSError, match="cannot fork"):
         open_or_make(tmp_path, KEY, fail)
+
+
+def put(kind: str, place: Path, victim: Path) -> None:
+    """Put something that is not a file in a file's place."""
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "link":
+        place.symlink_to(victim)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        here = os.getcwd()
+        os.chdir(place.parent)  # a socket's path is short
+        try:
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(place.name[:90])
+        finally:
+            os.chdir(here)
+
+
+KINDS = ("pipe", "link", "folder", "socket")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lock_that_is_not_a_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    put(kind, tmp_path / f"{KEY.name}.lock", victim)
+    with pytest.raises(DataError, match=r"lock: the cache needs a file to lock there"):
+        open_or_make(tmp_path, KEY, make)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tokens", "key.json", "newest", "entry"])
+def test_an_entry_of_other_things_than_files_is_made_again(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    folder, _ = open_or_make(tmp_path, KEY, make)
+    (victim := tmp_path / "victim").write_bytes((folder / "tokens").read_bytes())
+    known = {"newest": tmp_path / KEY.newest, "entry": folder}
+    place = known.get(name, folder / name)
+    shutil.rmtree(place) if name == "entry" else place.unlink()
+    put(kind, place, victim)
+    if name == "newest":
+        shutil.rmtree(folder)
+    again, how = open_or_make(tmp_path, KEY, make)
+    assert (again / "tokens").is_file() and not (again / "tokens").is_symlink()
+    assert how in ("tokenized (the entry was damaged)", "tokenized (now cached)")
+
+
+@pytest.mark.parametrize(
+    "note", ["[]", "{}", '{"sizes": 1}', '{"sizes": {"tokens": []}}', "[" * 9**5]
+)
+def test_a_note_of_another_form_is_made_again(note: str, tmp_path: Path) -> None:
+    folder, _ = open_or_make(tmp_path, KEY, make)
+    (folder / "key.json").write_text(note)
+    assert open_or_make(tmp_path, KEY, make) == (folder, "tokenized (the entry was damaged)")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -190,3 +195,72 @@ def test_a_sound_server_is_read_to_its_end(takes_ranges: bool) -> None:
     with serving(serve) as address:
         rows = [row for chunk in read_chunks(address) for row in chunk.rows()]
     assert [row.values["a"] for row in rows] == list(range(100_000))  # type: ignore[union-attr]
+
+
+SHA = b"a" * 40
+HUB_FILE = b'{"type": "file", "oid": "%s", "size": 9000, "path": "train.jsonl"}' % SHA
+HUB_SET = b'{"id": "some/rows", "sha": "%s", "siblings": [{"rfilename": "train.jsonl"}]}' % SHA
+READ_HUB = """
+import sys
+from data_modules.messages import RemoteError
+from data_modules.source import Limits, read_chunks
+limits = Limits(remote_seconds=1.5, remote_bytes_per_second=1 << 20)
+try:
+    for chunk in read_chunks("some/rows", streaming=sys.argv[1] == "streaming", limits=limits):
+        print(chunk.count())
+except RemoteError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["streaming", "downloading"])
+@pytest.mark.parametrize("name", ["stalls", "drips", "is sound"])
+def test_a_hub_that_stalls_or_drips_is_given_up(name: str, how: str, tmp_path: Path) -> None:
+    """A hub of one data set answers all questions at once, and sends its file by and by."""
+
+    def serve(connection: socket.socket, request: bytes) -> None:
+        path = request.split(b" ")[1]
+        if b"train.jsonl" in path:
+            head = OK + b'ETag: "%s"\r\nX-Repo-Commit: %s\r\n' % (SHA, SHA)
+            connection.sendall(head + b"Content-Length: 9000\r\n\r\n")
+            if request.startswith(b"HEAD"):
+                return
+            if name == "is sound":
+                connection.sendall(ROW * 1000)
+            else:
+                connection.sendall(ROW)
+                while name == "drips":
+                    connection.sendall(b" ")
+                    time.sleep(0.05)
+                time.sleep(60)
+        elif path.startswith(b"/api/"):
+            body = HUB_SET if b"/tree/" not in path else b"[" + HUB_FILE + b"]"
+            body = b"[]" if path.split(b"?")[0].endswith(b"/data") else body
+            kind = b"Content-Type: application/json\r\n"
+            connection.sendall(OK + kind + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        else:
+            why = b"X-Error-Code: EntryNotFound\r\nContent-Length: 0\r\n\r\n"
+            connection.sendall(b"HTTP/1.1 404 Not Found\r\n" + why)
+
+    with serving(serve) as address:
+        place = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{urlsplit(address).port}",
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_DOWNLOAD_TIMEOUT": "2",
+            "HF_HUB_OFFLINE": "0",
+        }
+        read = subprocess.run(
+            [sys.executable, "-c", READ_HUB, how],
+            env={**os.environ, **place},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    if name == "is sound":
+        assert read.returncode == 0, read.stderr
+        assert sum(map(int, read.stdout.split())) == 1000
+        return
+    assert read.returncode == ENVIRONMENT_ERROR, read.stderr
+    told = "no answer within" if name == "stalls" else "bytes came in"
+    assert "train.jsonl: " in read.stdout and told in read.stdout

@@ -269,6 +269,46 @@ def test_a_row_is_refused_by_the_number_of_its_turn_and_the_reason() -> None:
     assert problem(template, conversation("s u a u a")).startswith(f"proof:1 {told}")
 
 
+ASCII_ONLY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' "
+    "+ m.content.encode('ascii', 'ignore').decode() + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""renders what `chatml` does, but no mark that could show where an answer stands"""
+LOCATED = "its answers are located by `chatml`, which renders the same text"
+
+
+@pytest.mark.parametrize("bos", ["", "{{ bos_token }}"])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_a_named_template_that_renders_the_same_text_locates_the_answers(
+    bos: str, adds_bos: bool
+) -> None:
+    tokens = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = build_tokenizer(tokens, bos="<s>", eos="</s>", adds_bos=adds_bos)
+    tokenizer.chat_template = bos + ASCII_ONLY
+    template = ChatTemplate.resolve(tokenizer, None)
+    assert template.note.endswith(LOCATED)
+    chat = conversation("s u a u a")
+    assert runs(template, chat) == ["c2vq0<|im_end|>", "c4vq0<|im_end|>"]
+    assert template.stop_token_ids == {3}
+    messages = [{"role": turn.role, "content": turn.content} for turn in chat.turns]
+    whole = tokenizer.apply_chat_template(messages)["input_ids"]
+    encoded = encode(template, chat).input_ids.tolist()
+    assert encoded == whole[: len(encoded)]
+    assert (encoded[0] == 0) == bool(bos or adds_bos)
+    # A row that the two write otherwise is refused: the own template decides what is trained on.
+    other = Conversation((Turn("user", "wh\u00e4t?"), Turn("assistant", "one")), ORIGIN)
+    assert "otherwise than the named one" in problem(template, other)
+
+
+def test_no_named_template_takes_the_place_of_one_that_renders_another_text() -> None:
+    tokenizer = build_tokenizer(["</s>", "<|im_start|>", "<|im_end|>"], eos="</s>")
+    tokenizer.chat_template = ASCII_ONLY.replace("m.role", "m.role|upper")
+    template = ChatTemplate.resolve(tokenizer, None)
+    assert template.note == "chat template: the tokenizer's"
+    assert "so it cannot be located" in problem(template, conversation("u a"))
+
+
 def test_a_mask_that_lies_ends_the_run_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     place = SpanFinder.place
 
