@@ -16,6 +16,12 @@ from app.model.base_files import (
     read_shapes,
     weight_files,
 )
+from app.model.multimodal import (
+    language_model_class,
+    outermost,
+    remember_tower_files,
+    tower_modules,
+)
 from app.model.quantization import (
     QuantizationConfig,
     cast_unquantized,
@@ -114,6 +120,12 @@ def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
 def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Report errors of a model's first forward pass as errors of its config.json."""
     name = model.config.name_or_path or "model.architecture"
+    if towers := outermost(tower_modules(model)):
+        return reading(
+            f"{name}: its first forward pass fails on text alone, without {', '.join(towers)}",
+            f"{model.config.model_type} models may need images or sound: type "
+            "model.path=ANOTHER_BASE",
+        )
     return reading(
         f"{name}: its first forward pass fails",
         "its config.json may be of another model: download it again, or take another base; "
@@ -193,9 +205,11 @@ def _load_base(
             f"model.path={config.path}: there is an adapter_config.json beside the base, and "
             "transformers has applied that adapter; use a copy without it"
         )
+    files = weight_files(_folder_of(config))
+    remember_tower_files(model, files)
     if not stored:
         check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
-        check_finite(weight_files(_folder_of(config)), dtype)
+        check_finite(files, dtype)
     _untie_in_config(model)
     resize_embeddings(model, new_ids)
     if stored:
@@ -263,9 +277,13 @@ def _untie_in_config(model: PreTrainedModel) -> None:
 
 
 def model_class(architecture: PretrainedConfig) -> Any:
-    """Return the auto class that loads an architecture: encoder-decoder, or causal."""
+    """Return the class that loads an architecture: encoder-decoder, multimodal without its towers,
+    or causal.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+    if (language_model := language_model_class(architecture)) is not None:
+        return language_model
     return AutoModelForSeq2SeqLM if architecture.is_encoder_decoder else AutoModelForCausalLM
 
 
@@ -285,7 +303,15 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
 
     if config.from_scratch:
         numbers = dict(config.architecture)
-        return AutoConfig.for_model(numbers.pop("model_type"), **numbers)
+        architecture = AutoConfig.for_model(numbers.pop("model_type"), **numbers)
+        if language_model_class(architecture) is not None:
+            text = architecture.get_text_config().model_type
+            raise UserError(
+                f"model.from_scratch=true: {architecture.model_type} models are multimodal, and "
+                "text trains their language model alone; type its numbers, with "
+                f"model.architecture.model_type={text}"
+            )
+        return architecture
     numbers, _ = transformers.PreTrainedConfig.get_config_dict(
         config.path, revision=config.revision
     )
@@ -300,6 +326,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     )
     if (
         not config.trust_remote_code
+        and language_model_class(architecture) is None
         and model_class(architecture)._model_mapping.get(type(architecture), None) is None
     ):
         raise UserError(

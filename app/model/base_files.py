@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.model.multimodal import outermost, tower_modules
 from app.model.quantization import quantizable_layers
 from app.process.errors import UserError
 from app.process.launch import is_first_here, is_first_rank
@@ -106,7 +107,11 @@ def check_all_used(
             "the first: config.json describes a smaller model (the number of layers, as "
             "num_hidden_layers, or whether they have a bias); download config.json again"
         )
-    if apart and is_first_rank():
+    if not is_first_rank():
+        return
+    if towers := outermost(tower_modules(model)):
+        log.info("model: %s not loaded: text does not reach them", ", ".join(towers))
+    elif apart:
         log.info(
             "model: %d tensors in its files are of parts that a %s does not have, first %s",
             len(apart),
@@ -117,9 +122,10 @@ def check_all_used(
 
 def _is_of_extra_layer(name: str, config: PretrainedConfig) -> bool:
     """Return whether a tensor is of a multi-token prediction layer, after all others."""
-    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    text = config.get_text_config()
+    extra = getattr(text, "num_nextn_predict_layers", None) or 0
     number = DIGITS.search(name)
-    layers = getattr(config, "num_hidden_layers", None)
+    layers = getattr(text, "num_hidden_layers", None)
     if number is None or layers is None:
         return False
     return bool(layers <= int(number[0]) < layers + extra)

@@ -175,7 +175,8 @@ def _check_on_all(in_memory: torch.Tensor, now: torch.Tensor, folder: Path) -> f
 def _dtype_on_disk(model: PreTrainedModel, architecture: PretrainedConfig) -> torch.dtype:
     """Return the dtype of the base's files, or the model's widest where it started from scratch."""
     kept = (parameter.dtype for parameter in model.parameters())
-    dtype: torch.dtype = architecture.dtype or max(kept, key=lambda dtype: dtype.itemsize)
+    stored = architecture.dtype or architecture.get_text_config().dtype
+    dtype: torch.dtype = stored or max(kept, key=lambda dtype: dtype.itemsize)
     return dtype
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from app.model.multimodal import copy_processors, read_towers
 from app.process.collectives import all_gather_list, broadcast_from_rank0, is_first, run_on_rank0
 
 if TYPE_CHECKING:
@@ -188,24 +189,34 @@ class ModelFolder:
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write one file and read it back; ValueError where it differs."""
+        named = {name: t.contiguous() for name, t in self._named_as_on_disk(tensors).items()}
+        self._write_file(named)
+
+    def _write_file(self, named: Mapping[str, Tensor]) -> None:
         import torch
         from safetensors.torch import load_file, save_file
 
-        named = {name: t.contiguous() for name, t in self._named_as_on_disk(tensors).items()}
         file = self._file(len(self.written))
-        save_file(named, file, metadata={"format": "pt"})
+        save_file(dict(named), file, metadata={"format": "pt"})
         for name, tensor in load_file(file).items():
             if not torch.equal(tensor, named[name]):
                 raise ValueError(f"{file}: {name} is not finite, or differs when read back")
         self.written.append({name: t.to("meta") for name, t in named.items()})
 
     def end(self) -> None:
-        """Rename the files and write their index; ValueError where weights are missing."""
+        """Add what the base's files hold besides, rename the files and write their index.
+
+        ValueError where weights are missing.
+        """
         found = {name: tensor for file in self.written for name, tensor in file.items()}
         for name in sorted(found.keys() | self.on_disk.keys()):
             here, needed = (_described(of.get(name)) for of in (found, self.on_disk))
             if here != needed:
                 raise ValueError(f"{self.folder}: {name} was written as {here}, it is {needed}")
+        for towers in read_towers(self.model):
+            self._write_file(towers)
+            found |= self.written[-1]
+        copy_processors(self.model, self.folder)
         num_files = len(self.written)
         if num_files == 1:
             self._file(0).rename(self.folder / WEIGHTS)

@@ -21,6 +21,8 @@ from app.process.untrusted import check_kinds, read_header, read_json_object, re
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+LANGUAGE_MODEL = re.compile(r"(^|\.)(language|text)_model\.")
+"""stacks of a multimodal checkpoint's files that read text, where their names say so"""
 COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers")
 MAX_COUNT = 10_000
 """most layers or experts, each of which is a module to be made"""
@@ -80,7 +82,9 @@ def inspect_base(model: ModelConfig) -> BaseModel:
     if not problems:
         stored = numbers.get("quantization_config")
         is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
-        base.modules = modules_of_files(base.name, numbers, tensors, is_packed=bool(is_packed))
+        # Which modules of a multimodal model are its language model is known once it is built.
+        if text_numbers(numbers) is numbers:
+            base.modules = modules_of_files(base.name, numbers, tensors, is_packed=bool(is_packed))
     base.problems += [each for each in _check_tokenizer(model) if each not in base.problems]
     return base
 
@@ -160,8 +164,11 @@ def check_layers_of_files(
 
     Only where all layers stand in one stack; for others the loader lists the weights it left.
     """
-    key = next((key for key in NUM_LAYERS if type(numbers.get(key)) is int), None)
     layers = [found for name in tensors if (found := LAYER.match(name))]
+    if (text := text_numbers(numbers)) is not numbers:
+        numbers = text
+        layers = [found for found in layers if LANGUAGE_MODEL.search(found["stack"])]
+    key = next((key for key in NUM_LAYERS if type(numbers.get(key)) is int), None)
     if key is None or len({found["stack"] for found in layers}) != 1:
         return []
     # Layers that predict further tokens stand behind the others, and are not made.
@@ -176,6 +183,12 @@ def check_layers_of_files(
         f"{len(left)} tensors would not be used, {left[0]} is the first; write {key}={there}, or "
         "download config.json again"
     ]
+
+
+def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the numbers of a multimodal model's language model; any other's are its own."""
+    text = numbers.get("text_config")
+    return text if isinstance(text, dict) else numbers
 
 
 def _brief(value: Any) -> str:

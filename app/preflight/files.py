@@ -12,7 +12,13 @@ from app.model.layers import why_not_compiled
 from app.model.neftune import why_no_noise
 from app.model.quantization import find_stored_problem
 from app.preflight.adapters import check_same_settings, check_saved_adapter
-from app.preflight.base_model import BaseModel, inspect_base, inspect_tokenizer, seen_from
+from app.preflight.base_model import (
+    BaseModel,
+    inspect_base,
+    inspect_tokenizer,
+    seen_from,
+    text_numbers,
+)
 from app.preflight.couplings import is_evaluation, is_training, requested_devices
 from app.process.errors import UserError, nearest
 from app.process.untrusted import reading
@@ -134,7 +140,7 @@ def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:
 
 def check_sequence_len(sequence_len: int, base: BaseModel) -> list[str]:
     """Compare a typed length with the context that the base was trained for."""
-    numbers = base.numbers
+    numbers = text_numbers(base.numbers)
     context = numbers.get("max_position_embeddings", numbers.get("n_positions"))
     if "relative_attention_num_buckets" in numbers:
         context = None  # T5's relative positions have no end, whatever its n_positions says

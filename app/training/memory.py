@@ -154,7 +154,7 @@ def measure_model(
         width=text_config.hidden_size,
         inner_width=next(
             number
-            for name in ("intermediate_size", "ffn_hidden_size", "d_ff")
+            for name in ("intermediate_size", "ffn_hidden_size", "d_ff", "moe_intermediate_size")
             if (number := getattr(text_config, name, None))
         ),
         vocab_size=embedding.num_embeddings,

@@ -8,10 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
-from app.model.base import ModelConfig, load_architecture
+from app.model.base import (
+    ModelConfig,
+    load_architecture,
+    load_base,
+    reading_first_forward,
+)
+from app.model.multimodal import language_model_class
+from app.preflight.base_model import BaseModel, inspect_base
+from app.preflight.files import check_sequence_len
 from app.process.errors import UserError
+from tests.multimodal import tiny_multimodal
+from tests.parity.every_family import tiny_config
+from tests.tiny import save_with_tokenizer
 
 
 def said_of(folder: Path, **numbers: Any) -> str:
@@ -38,8 +50,57 @@ def test_a_model_type_that_no_version_is_known_of(version: Any, tmp_path: Path) 
     assert "'llama9'; take a newer transformers, or take another base" in said
 
 
-@pytest.mark.parametrize("model_type", ["vit", "clip_vision_model", "wav2vec2"])
+@pytest.mark.parametrize(
+    "model_type", ["vit", "clip", "clip_vision_model", "siglip", "siglip2", "wav2vec2"]
+)
 def test_a_model_that_reads_no_text(model_type: str, tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type=model_type)
     assert f"{model_type} models are not language models to train" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
+
+
+@pytest.mark.parametrize("model_type", ["blip-2", "instructblip"])
+def test_a_model_whose_forward_needs_images(model_type: str, tmp_path: Path) -> None:
+    said = said_of(tmp_path, model_type=model_type)
+    assert f"{model_type} models do not run on text alone" in said
+    assert "(their forward pass needs pixel_values" in said
+    assert said.endswith("type model.path=ANOTHER_BASE")
+
+
+def test_a_model_whose_tower_runs_on_text(tmp_path: Path) -> None:
+    """Qwen2-Audio asks its tower for its device: what it says is no fault of its files."""
+    model = language_model_class(config := tiny_config("qwen2_audio"))(config)
+    ids = {"input_ids": torch.arange(1, 9).unsqueeze(0)}
+    with pytest.raises(UserError) as error, reading_first_forward(model):
+        model(**ids)
+    assert "fails on text alone, without model.audio_tower" in str(error.value)
+    assert "qwen2_audio models may need images or sound" in str(error.value)
+
+
+def test_a_multimodal_model_from_scratch() -> None:
+    from_scratch = ModelConfig(from_scratch=True, architecture={"model_type": "gemma3"})
+    with pytest.raises(
+        UserError, match=r"type its numbers, with model\.architecture\.model_type=gemma3_text"
+    ):
+        load_architecture(from_scratch)
+
+
+def test_layers_of_a_language_model_that_would_be_left_out(tmp_path: Path) -> None:
+    base = save_with_tokenizer(tiny_multimodal("gemma3"), tmp_path / "base")
+    file = base / "config.json"
+    numbers = json.loads(file.read_text())
+    numbers["text_config"]["num_hidden_layers"] = 1
+    numbers["text_config"]["layer_types"] = numbers["text_config"]["layer_types"][:1]
+    file.write_text(json.dumps(numbers))
+    (problem,) = inspect_base(ModelConfig(path=str(base))).problems
+    assert f"{file}: num_hidden_layers=1, but the weights beside it are of 2 layers" in problem
+    with pytest.raises(
+        UserError, match=r"tensors in its files would not be used, .*language_model"
+    ):
+        load_base(ModelConfig(path=str(base)), "eager", torch.float32)
+
+
+def test_a_length_beyond_the_context_of_a_language_model(tmp_path: Path) -> None:
+    numbers = {"model_type": "gemma3", "text_config": {"max_position_embeddings": 128}}
+    (problem,) = check_sequence_len(129, BaseModel("base", numbers))
+    assert problem.endswith("type data.sequence_len=128")

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    MllamaForConditionalGeneration,
+)
 
 from app.model.adapter import LoraConfig, adapter_matrices, apply_adapter
 from app.model.patterns import pattern_without
@@ -18,6 +22,7 @@ from app.strategy.mixin import StrategyMixin
 from app.training.callbacks.gradient_check import GradientCheck
 from tests.conftest import TrainRun
 from tests.families import SHAPE, tiny_family
+from tests.parity.every_family import tiny_config
 from tests.tiny import save_with_tokenizer, small_run
 
 WITHOUT_VISION = (
@@ -146,9 +151,19 @@ def test_the_suggested_pattern_excludes_the_named_modules(
 
 
 def test_the_suggested_fix_trains(train_run: TrainRun, tmp_path: Path) -> None:
-    base = save_with_tokenizer(gemma3(vocab_size=768, max_position_embeddings=256), tmp_path / "b")
-    words = small_run(f"model.path={base}", "trainer.max_steps=2", "evaluation.exact_match=false")
+    """Llama 3.2 Vision: its cross-attention is a part of the language model, for images alone."""
+    config = tiny_config("mllama")
+    text = config.text_config
+    text.vocab_size, text.num_hidden_layers, text.cross_attention_layers = 768, 3, [1]
+    text.max_position_embeddings = 256
+    torch.manual_seed(0)
+    model = MllamaForConditionalGeneration(config)
+    base = save_with_tokenizer(model, tmp_path / "b")
+    words = small_run(
+        f"model.path={base}", "trainer.max_steps=2", "adapter.r=4", "evaluation.exact_match=false"
+    )
     with pytest.raises(UserError) as error:
         train_run(*words)
+    assert "model.language_model.layers.1.cross_attn." in str(error.value)
     typed = str(error.value).rpartition("type ")[2].replace("'", "")
     assert (train_run(*words, typed) / "adapter" / "adapter_model.safetensors").exists()

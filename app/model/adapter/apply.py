@@ -20,6 +20,7 @@ from app.model.adapter.settings import (
     continued_from,
 )
 from app.model.adapter.wrap import wrap
+from app.model.multimodal import tower_modules
 from app.model.patterns import by_ending, is_inside, shortest
 from app.process.errors import UserError
 
@@ -44,7 +45,7 @@ def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     if found.problems:
         raise UserError(found.problems)
     names, inner = found.matrices, found.scaled_inputs
-    every = [name for name, _ in model.named_modules()]
+    every = [*(name for name, _ in model.named_modules()), *tower_modules(model)]
     short = shortest(names, found.endings, every)
     short_inner = [one for one in short if by_ending(one, inner)]
     # peft wants feedforward_modules among target_modules, and compares them without a dot.

@@ -14,6 +14,7 @@ from app.model.adapter.rows import rows_to_train
 from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
 from app.model.adapter.wrap import wrap
+from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, shortest
 from app.process.errors import UserError
 
@@ -181,6 +182,7 @@ def apply_lora(
     _check_init(config, modules)
     rows = rows_to_train(model, token_ids, whole)
     every = [name for name, _ in model.named_modules() if not is_inside(name, whole)]
+    every += tower_modules(model)
     log.info("lora: %s", _say_targets(config, modules, found.experts))
     adapted = wrap(
         model,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter.settings import AdapterConfig, FreezeConfig, Ia3Config, LoraConfig
 from app.model.layers import layer_numbers, problem_of_layers, repeated_layers
+from app.model.multimodal import describe_language_model, language_model_name
 from app.model.patterns import (
     Rule,
     by_ending,
@@ -400,7 +401,11 @@ def modules_of(model: PreTrainedModel) -> BaseModules:
     linear: dict[str, tuple[int, ...]] = {}
     weighted = []
     experts: dict[str, tuple[int, ...]] = {}
+    head = model.get_output_embeddings()
+    language_model = language_model_name(model)
     for name, module in model.named_modules():
+        if language_model and module is not head and not is_inside(name, [language_model]):
+            continue
         if isinstance(module, Conv1D):
             linear[name] = (module.nx, module.nf)
         elif isinstance(module, torch.nn.Linear):  # whose weight may be packed to another shape
@@ -408,8 +413,8 @@ def modules_of(model: PreTrainedModel) -> BaseModules:
         if name and next(module.parameters(), None) is not None:
             weighted.append(name)
         experts |= _experts_of(name, module)
-    head = model.get_output_embeddings()
     return BaseModules(
+        name=describe_language_model(model),
         model_type=model.config.model_type,
         linear=linear,
         experts=experts,

@@ -16,6 +16,7 @@ from app.model.attention.backends import (
     SELECTED_TOKENS,
     AttentionConfig,
 )
+from app.model.multimodal import language_model_class
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -224,9 +225,11 @@ def _takes(backend: str, architecture: PretrainedConfig) -> bool:
 
 
 def _tower_without(backend: str, architecture: PretrainedConfig) -> str | None:
-    """Return a part of the model, as Gemma 4's audio tower, without this attention."""
+    """Return a part of the model without this attention; towers of multimodal ones do not run."""
     from transformers.models.auto import modeling_auto
 
+    if language_model_class(architecture) is not None:
+        return None
     flags = {"sdpa": "_supports_sdpa", "varlen": "_supports_sdpa", "flex": "_supports_flex_attn"}
     for name in architecture.sub_configs:
         tower = modeling_auto.MODEL_MAPPING.get(type(getattr(architecture, name, None)), None)
@@ -239,6 +242,8 @@ def _model_class(architecture: PretrainedConfig) -> Any:
     """Return the class that transformers has for an architecture, None for remote code."""
     from transformers.models.auto import modeling_auto
 
+    if (language_model := language_model_class(architecture)) is not None:
+        return language_model
     known = (
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
         if architecture.is_encoder_decoder
