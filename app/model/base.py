@@ -186,7 +186,7 @@ def _load_base(
         )
     if not stored:
         check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
-        check_finite(weight_files(_folder_of(config)), dtype)
+        check_finite(weight_files(folder_of(config)), dtype)
     _untie_in_config(model)
     resize_embeddings(model, new_ids)
     if stored:
@@ -197,7 +197,7 @@ def _load_base(
     return model
 
 
-def _folder_of(config: ModelConfig) -> Path:
+def folder_of(config: ModelConfig) -> Path:
     """Return the folder that a base was read from: its own, or one in the hub's cache."""
     from transformers.utils import cached_file
 
