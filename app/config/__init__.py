@@ -9,13 +9,23 @@ takes, `help` the page.
 from app.config.dispatch import check_before_start, run_verb
 from app.config.load import Config, compose, load_config, load_run_config, settings_of
 from app.config.run_config import save_config
-from app.config.verbs import EvaluateConfig, PreviewConfig, TrainConfig
+from app.config.verbs import (
+    ChatConfig,
+    EvaluateConfig,
+    MergeConfig,
+    PreviewConfig,
+    TrainConfig,
+    TunedConfig,
+)
 
 __all__ = [
+    "ChatConfig",
     "Config",
     "EvaluateConfig",
+    "MergeConfig",
     "PreviewConfig",
     "TrainConfig",
+    "TunedConfig",
     "check_before_start",
     "compose",
     "load_config",
