@@ -82,7 +82,9 @@ def render_card(facts: CardFacts) -> str:
             for one in facts.datasets
         ]
     shown = {
-        name: value for name, value in facts.metrics.items() if re.match("(base|tuned)/(val/loss|exact_match)", name)
+        name: value
+        for name, value in facts.metrics.items()
+        if re.match("(base|tuned)/(val/loss|exact_match)", name)
     }
     if shown:
         lines += ["", "## Measured on held-out rows", "", "| figure | value |", "|---|---|"]
