@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 CHECKED, AS_TRAINED = "base + adapter", "the quantized base + adapter, as trained"
 PROBE_ROWS, PROBE_TOKENS = 16, 128
-GREEDY_TOKENS = 16
-"""tokens that a GGUF file and the merged model go on with, side by side"""
+GREEDY_TOKENS, LEAST_SAME = 16, 0.9
+"""tokens that a GGUF file and the merged model go on with, and how many must be the same"""
 TEXT = (
     "The sea is calm tonight. The tide is full, the moon lies fair upon the straits.\n",
     "def add(a: int, b: int) -> int:\n    return a + b\n",
@@ -162,8 +162,13 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
     """Compare the greedy tokens of a GGUF file with those of the merged model, on the CPU."""
     import torch
 
+    why = None
     if find_spec("llama_cpp") is None:
-        print(f"{file.name}: written; not compared: no llama-cpp-python is installed")
+        why = "no llama-cpp-python is installed"
+    if tuned.base.architecture.is_encoder_decoder:
+        why = "llama-cpp-python does not generate with encoder-decoder models"
+    if why is not None:
+        print(f"{file.name}: written; not compared: {why}")
         return
     from app.evaluation.generation import decoding
     from app.model.base import model_class
@@ -185,4 +190,9 @@ def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> N
         for pair in zip(one, other, strict=True)
     ]
     same = sum(one == other for one, other in pairs) / len(pairs)
+    if same < LEAST_SAME:
+        raise TrainingFault(
+            f"{file}: llama.cpp goes on with other greedy tokens than the merged model: "
+            f"{same:.1%} of {len(pairs)} agree, expected {LEAST_SAME:.0%}"
+        )
     print(f"{file.name}: greedy tokens of llama.cpp agree on {same:.1%} of {len(pairs)}")

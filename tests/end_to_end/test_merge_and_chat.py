@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from app.config import load_config
 from tests.conftest import ROOT
+from tests.processes import LONGEST
 from tests.tiny import TINY_BASE, move
 
 QUESTION = "Sort: pear, apple, fig"
@@ -95,3 +98,89 @@ def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(
     assert "there is no adapter here" in screen and "the model's context is" in screen
     assert [turn["role"] for turn in row] == ["system", "user", "assistant"]
     assert json.loads((tmp_path / "mine.jsonl").read_text())["messages"] == row
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make train` leaves."""
+    folder = tmp_path_factory.mktemp("default") / "run"
+    run_verb("train", "+experiment=quickstart", f"output.dir={folder}")
+    return folder
+
+
+def run_verb(verb: str, *words: str, lines: str = "") -> str:
+    """Run a verb as a person does, with `lines` from a pipe; returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"app.{verb}", *words],
+        cwd=ROOT,
+        env=environment,
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def questions_of(run: Path) -> list[tuple[Any, ...]]:
+    """The turns before each held-out answer, in the order of predictions.jsonl."""
+    from app.assembly import build_datamodule, open_base
+    from app.model.adapter import LoraConfig
+    from app.training.trainer import resolve_single_device
+    from data_modules import BatchSpec
+
+    config: Any = load_config("evaluate", [f"run={run}"])
+    base = open_base(config, resolve_single_device("cpu", "fp32"), LoraConfig())
+    data = build_datamodule(config, base.tokenizer, base.spec, BatchSpec(micro_batch_size=1))
+    data.setup("validate")
+    asked = data._ready.prompt_items(config.evaluation.max_rows)
+    return [item.turns[:-1] for _, items in asked for item in items]
+
+
+def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
+    """What the chat's core answers to each conversation, piece by piece."""
+    from app.assembly import open_tuned
+    from app.evaluation.conversation import ConversationConfig, Responder
+    from app.training.trainer import resolve_single_device
+
+    config: Any = load_config("chat", list(words))
+    env = resolve_single_device("cpu", config.trainer.precision)
+    tuned = open_tuned(config, env)
+    responder = Responder(tuned.load(env), tuned.tokenizer, tuned.template, tuned.stop_ids)
+    how = ConversationConfig(max_new_tokens=64)
+    return ["".join(responder.stream(turns, how)) for turns in questions]
+
+
+@pytest.mark.slow
+def test_chat_and_the_merged_folder_answer_every_held_out_row_as_evaluate(
+    default_run: Path, tmp_path: Path
+) -> None:
+    lines = (default_run / "predictions.jsonl").read_text().splitlines()
+    measured = [json.loads(line)["tuned/answer"] for line in lines]
+    questions = questions_of(default_run)
+    assert len(questions) == len(measured) >= 150
+    merged = tmp_path / "merged"
+    said = run_verb("merge", f"run={default_run}", f"output.dir={merged}")
+    assert "merge verified" in said and "chat template verified" in said
+    for words in ([f"run={default_run}"], [f"model.path={merged}", "trainer.precision=fp32"]):
+        assert answers_of(questions, *words) == measured, words
+    # And typed into a pipe: those of one line after the commonest system prompt.
+    system = Counter(turns[0].content for turns in questions if len(turns) == 2).most_common()[0][0]
+    typed = {
+        turns[1].content: answer
+        for turns, answer in zip(questions, measured, strict=True)
+        if len(turns) == 2 and turns[0].content == system and "\n" not in turns[1].content
+    }
+    assert len(typed) >= 10
+    folder = tmp_path / "chat"
+    run_verb(
+        "chat",
+        *(f"run={default_run}", f"output.dir={folder}", f"chat.system='{system}'"),
+        lines="".join(f"{question}\n/reset\n" for question in typed),
+    )
+    rows = (folder / "conversations.jsonl").read_text().splitlines()
+    answers = [json.loads(row)["messages"][-1]["content"] for row in rows]
+    assert answers == list(typed.values())

@@ -1,4 +1,4 @@
-"""The tokens of a conversation: the same in training, in the chat, and as others load the folder."""
+"""The tokens of a conversation: the same in training, in chat, and as others load the folder."""
 
 from __future__ import annotations
 
