@@ -41,6 +41,12 @@ eval: $(STAMP)  ## base vs tuned of RUN=FOLDER, or of the newest run; trains the
 		|| $(BIN)/python -m app.train)
 	$(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN)) $(ARGS)
 
+merge: $(STAMP)  ## adapter into base of RUN=FOLDER, or of the newest run: a Hugging Face folder
+	$(BIN)/python -m app.merge $(if $(RUN),run=$(RUN)) $(ARGS)
+
+chat: $(STAMP)  ## talk to RUN=FOLDER, or to the newest run, in the terminal
+	$(BIN)/python -m app.chat $(if $(RUN),run=$(RUN)) $(ARGS)
+
 sweep: $(STAMP)  ## a small grid of runs, each in a process of its own, and a table by val/loss
 	$(BIN)/python -m app.train -m \
 		$(if $(ARGS),$(ARGS),+experiment=quickstart adapter.r=4$(comma)8 trainer.max_steps=20)
@@ -94,4 +100,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval sweep tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview eval merge chat sweep tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

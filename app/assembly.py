@@ -17,10 +17,25 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
-from app.config import EvaluateConfig, TrainConfig, save_config, settings_of
+from app.config import (
+    EvaluateConfig,
+    TrainConfig,
+    TunedConfig,
+    load_run_config,
+    save_config,
+    settings_of,
+)
 from app.evaluation.comparison import Evaluator
 from app.model.activation_memory import FP32, HALF, Kept, widths_of
-from app.model.adapter import AdapterConfig, LoraConfig, saves_whole_model
+from app.model.adapter import (
+    AdapterConfig,
+    FreezeConfig,
+    FullConfig,
+    LoraConfig,
+    apply_adapter,
+    is_adapter,
+    saves_whole_model,
+)
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
 from app.model.base import (
     ModelConfig,
@@ -36,6 +51,7 @@ from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
     num_rows,
+    saved_stop_ids,
     stop_token_ids,
     trained_token_ids,
     with_chat_template,
@@ -64,7 +80,7 @@ from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer
-from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
+from data_modules import BatchSpec, ChatTemplate, DataSpec, FinetuneDataModule, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -112,9 +128,7 @@ class Base:
         )
 
 
-def open_base(
-    config: TrainConfig | EvaluateConfig, env: Environment, adapter: AdapterConfig
-) -> Base:
+def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: AdapterConfig) -> Base:
     """Read config and tokenizer of the base, and choose its attention; no weight is read.
 
     UserError where they do not fit `config` or the environment.
@@ -137,6 +151,61 @@ def open_base(
         trained_ids=trained_token_ids(tokenizer, model.added_tokens, adapter),
         stop_ids=stop_token_ids(tokenizer, model.stop_tokens),
         description=describe_base(model),
+    )
+
+
+def adapter_of(config: TunedConfig) -> AdapterConfig:
+    """Return how the tuned model was trained, which decides the dtypes of its weights."""
+    if config.run is not None and config.adapter_path is None:
+        return load_run_config(Path(config.run)).adapter
+    is_lora = config.tuned_path is None or is_adapter(Path(config.tuned_path))
+    return LoraConfig() if is_lora else FullConfig()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """A base with what was trained on it, and how it was taught to talk."""
+
+    base: Base
+    adapter: AdapterConfig
+    folder: Path | None
+    """of an adapter or a whole model; None for the base alone"""
+    tokenizer: PreTrainedTokenizerBase
+    """the one that training has saved, with its chat template"""
+    template: ChatTemplate
+    stop_ids: set[int]
+    """token ids that end an answer"""
+
+    def load(self, env: Environment) -> torch.nn.Module:
+        """Load the tuned model as an evaluation measures it, on the device of `env`."""
+        model: Any = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
+        if isinstance(self.adapter, FreezeConfig):  # its layers have the dtypes of their training
+            half = env.precision == "bf16-pure"
+            model = apply_adapter(model, self.adapter, half_precision=half)
+        return model.to(env.torch_device).eval()
+
+
+def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
+    """Open a base and read how what was trained on it talks; no weight is read."""
+    adapter = adapter_of(config)
+    base = open_base(config, env, adapter)
+    folder = None if config.tuned_path is None else Path(config.tuned_path)
+    tokenizer, stop_ids = base.tokenizer, set(base.stop_ids)
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = build_tokenizer(ModelConfig(path=str(folder)))
+        stop_ids |= saved_stop_ids(folder)
+    template = ChatTemplate.resolve(
+        tokenizer,
+        None if tokenizer.chat_template else config.model.chat_template,
+        is_encoder_decoder=base.architecture.is_encoder_decoder,
+    )
+    return Tuned(
+        base=base,
+        adapter=adapter,
+        folder=folder,
+        tokenizer=tokenizer,
+        template=template,
+        stop_ids=stop_ids | template.stop_token_ids,
     )
 
 

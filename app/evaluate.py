@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from app.config import EvaluateConfig, load_run_config, run_verb, save_config
+from app.config import EvaluateConfig, run_verb, save_config
 from app.model.hub import is_offline
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
@@ -18,9 +18,6 @@ from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from data_modules import printable
 
-if TYPE_CHECKING:
-    from app.model.adapter import AdapterConfig
-
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Compare a tuned model with its base as `config` says; return what metrics.json holds."""
@@ -28,14 +25,14 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import build_datamodule, build_evaluator, open_base
+    from app.assembly import adapter_of, build_datamodule, build_evaluator, open_base
     from app.evaluation.comparison import print_comparison
     from app.model.adapter import FreezeConfig, apply_adapter
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-    adapter = _adapter_of(config)
+    adapter = adapter_of(config)
     base = open_base(config, env, adapter)
     batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size, row_multiple=env.row_multiple
@@ -65,16 +62,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     print_comparison(metrics, data.dataset_names)
     print(f"run: {printable(str(folder))}")
     return metrics
-
-
-def _adapter_of(config: EvaluateConfig) -> AdapterConfig:
-    """Return how the tuned model was trained, which decides the dtypes of its weights."""
-    from app.model.adapter import FullConfig, LoraConfig, is_adapter
-
-    if config.run is not None and config.adapter_path is None:
-        return load_run_config(Path(config.run)).adapter
-    is_lora = config.tuned_path is None or is_adapter(Path(config.tuned_path))
-    return LoraConfig() if is_lora else FullConfig()
 
 
 def nothing_to_measure(config: EvaluateConfig) -> str:

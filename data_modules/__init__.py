@@ -41,17 +41,22 @@ if TYPE_CHECKING:
     from data_modules.source import is_hub_id as is_hub_id
     from data_modules.source import open_regular as open_regular
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
+    from data_modules.template import ChatTemplate as ChatTemplate
     from data_modules.template import Prompt as Prompt
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
     from data_modules.types import BatchSpec as BatchSpec
+    from data_modules.types import Conversation as Conversation
     from data_modules.types import Example as Example
     from data_modules.types import ModelSpec as ModelSpec
+    from data_modules.types import Turn as Turn
 
 _HOMES = {
     "Audit": "audit",
     "BatchSpec": "types",
     "Batch": "collator",
+    "ChatTemplate": "template",
+    "Conversation": "types",
     "DataConfig": "settings",
     "DataError": "messages",
     "DataReport": "tokens.datasets",
@@ -70,6 +75,7 @@ _HOMES = {
     "ResumeRule": "facts",
     "StepRow": "datamodule",
     "TEMPLATE_NAMES": "template",
+    "Turn": "types",
     "check_datasets": "settings",
     "check_values": "facts",
     "describe_values": "facts",

@@ -9,14 +9,25 @@ takes, `help` the page.
 from app.config.dispatch import check_before_start, run_verb
 from app.config.load import Config, compose, load_config, load_run_config, settings_of
 from app.config.run_config import save_config
-from app.config.verbs import EvaluateConfig, PreviewConfig, SweepConfig, TrainConfig
+from app.config.verbs import (
+    ChatConfig,
+    EvaluateConfig,
+    MergeConfig,
+    PreviewConfig,
+    SweepConfig,
+    TrainConfig,
+    TunedConfig,
+)
 
 __all__ = [
+    "ChatConfig",
     "Config",
     "EvaluateConfig",
+    "MergeConfig",
     "PreviewConfig",
     "SweepConfig",
     "TrainConfig",
+    "TunedConfig",
     "check_before_start",
     "compose",
     "load_config",

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import CONF, groups
 from app.config.load import Config, compose, load_config, load_run_config
 from app.config.validation import print_note
-from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig
+from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig, TunedConfig
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
@@ -89,7 +89,7 @@ def check_before_start(config: Config) -> ExistingRun | None:
     """
     resumes = isinstance(config, TrainConfig) and config.resume != NEVER
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
-    if not config.data.cache_dir.strip():
+    if isinstance(config, (TrainConfig, EvaluateConfig)) and not config.data.cache_dir.strip():
         problems.append(f"data.cache_dir is empty; {UNSET}")
     if problems:
         raise UserError(problems)
@@ -136,7 +136,7 @@ def _print_settings(verb: str, words: list[str]) -> None:
 def _check_required(config: Config) -> list[str]:
     """List what has no default and was not given: a model, data."""
     problems = []
-    run = config.run if isinstance(config, EvaluateConfig) else None
+    run = config.run if isinstance(config, TunedConfig) else None
     if isinstance(config, PreviewConfig):
         if config.resume != NEVER:
             problems.append(f"resume={config.resume}: a preview trains nothing; leave it out")
@@ -151,6 +151,8 @@ def _check_required(config: Config) -> list[str]:
             f"no model: type model=NAME ({', '.join(groups(CONF)['model'])}), or "
             "model.path=FOLDER_OR_HUB_ID; +experiment=quickstart is a whole run"
         )
+    if not isinstance(config, (TrainConfig, EvaluateConfig)):
+        return problems
     tests_only = isinstance(config, EvaluateConfig) and config.data.test_datasets
     if not config.data.datasets and not tests_only:
         problems.append(

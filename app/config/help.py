@@ -20,6 +20,8 @@ WHAT = {
     "train": "fine-tune a language model; leaves a verified adapter in outputs/",
     "preview": "what a run would learn from: rows, loss mask, packs, audit; needs a tokenizer only",
     "evaluate": "loss per data set and exact match on held-out rows, base vs tuned",
+    "merge": "adapter into base, checked against the adapter: a Hugging Face folder, and GGUF",
+    "chat": "talk to a base with its adapter in the terminal",
 }
 USAGE = {
     "train": (
@@ -39,6 +41,16 @@ USAGE = {
         ("python -m app.evaluate", "the newest finished run under outputs/"),
         ("python -m app.evaluate run=FOLDER", ""),
         ("python -m app.evaluate model.path=DIR adapter_path=DIR data=NAME", ""),
+    ),
+    "merge": (
+        ("python -m app.merge", "the newest finished run under outputs/"),
+        ("python -m app.merge run=FOLDER merge.dtype=bf16", ""),
+        ("python -m app.merge model.path=DIR adapter_path=DIR output.dir=DIR", ""),
+    ),
+    "chat": (
+        ("python -m app.chat", "the newest finished run under outputs/"),
+        ("python -m app.chat run=FOLDER", ""),
+        ("python -m app.chat model.path=DIR [adapter_path=DIR]", ""),
     ),
 }
 MOST_OPTIONS = 40
@@ -85,19 +97,15 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     lines += ["", "most used settings: KEY=VALUE (default)"]
     shown = [one for one in settings if is_shown(one, verb)]
     lines += _two_columns({one.typed_key: describe(one) for one in shown}, width)
-    lines += [
-        "",
-        "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.test_datasets",
-    ]
     element = "data.datasets[]."
-    lines += _two_columns(
-        {
-            one.key.removeprefix(element): describe(one)
-            for one in settings
-            if one.key.startswith(element)
-        },
-        width,
-    )
+    of_datasets = {
+        one.key.removeprefix(element): describe(one)
+        for one in settings
+        if one.key.startswith(element)
+    }
+    if of_datasets:
+        each = "each data set: 'data.datasets=[{KEY: VALUE, ...}, ...]', also data.test_datasets"
+        lines += ["", each, *_two_columns(of_datasets, width)]
     names = ", ".join(one.key for one in settings if one.is_part and "." not in one.key)
     lines += ["", *textwrap.wrap(f"every setting: --help all, or --help and one of {names}", width)]
     return "\n".join([*lines, "", *ENDING.splitlines()])

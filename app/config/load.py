@@ -35,7 +35,9 @@ from app.config.verbs import (
     PARTS,
     VERBS,
     EvaluateConfig,
+    MergeConfig,
     TrainConfig,
+    TunedConfig,
 )
 from app.model.adapter import Ia3Config, LoraConfig
 from app.process.errors import ROOT, UserError
@@ -44,7 +46,7 @@ from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, expand_home
 from data_modules import TEMPLATE_NAMES, expected, wrong_values
 
-Config = TrainConfig | EvaluateConfig
+Config = TrainConfig | TunedConfig
 """the settings of a verb; those of a preview are a training's and more"""
 EXPERIMENT = "typed-experiment"
 """the name under which Hydra gets the experiment that was read here"""
@@ -105,7 +107,7 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     config.output.name = config.output.name or name
     if config.output.dir is not None and config.output.dir.strip():
         config.output.dir = str(expand_home("output.dir", config.output.dir))
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, TunedConfig):
         config.run = config.run if run is None else str(run)
         return config
     if run is None and verb == "train" and config.resume != NEVER:
@@ -292,10 +294,15 @@ def resolve_paths(config: Config) -> None:
     not exist stays as it was typed: a hub id, a template's name, or a mistake to be named.
     """
     paths: list[tuple[Any, str]] = [(config.model, "path"), (config.model, "tokenizer_path")]
-    if config.data.chat_template not in TEMPLATE_NAMES:
-        paths.append((config.data, "chat_template"))
-    paths += [(each, "path") for each in (*config.data.datasets, *config.data.test_datasets)]
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, (TrainConfig, EvaluateConfig)):
+        data = config.data
+        if data.chat_template not in TEMPLATE_NAMES:
+            paths.append((data, "chat_template"))
+        paths += [(each, "path") for each in (*data.datasets, *data.test_datasets)]
+    if isinstance(config, MergeConfig):
+        paths += [(each, "path") for each in config.merge.adapters]
+        paths.append((config.merge, "llama_cpp"))
+    if isinstance(config, TunedConfig):
         paths.append((config, "adapter_path"))
     elif isinstance(config.adapter, (LoraConfig, Ia3Config)):
         paths.append((config.adapter, "path"))

@@ -16,25 +16,26 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import ConfFile
 from app.config.schema import default_of
 from app.config.verbs import (
+    ON_A_RUN,
     PARTS,
     PER_START,
     TRUST_KEYS,
     VERBS,
-    EvaluateConfig,
     TrainConfig,
+    TunedConfig,
 )
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.run import find_run, find_run_to_resume
 from app.run.folder import CONFIG_FILE
-from data_modules import REDACTED, DataConfig, redacted, redacted_keys
+from data_modules import REDACTED, DataConfig, hints_of, redacted, redacted_keys
 
 log = logging.getLogger(__name__)
 TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
 """what an evaluation takes over from its run's trainer; the rest is of training or of a machine"""
 
 
-def save_config(config: TrainConfig | EvaluateConfig, path: Path) -> None:
+def save_config(config: TrainConfig | TunedConfig, path: Path) -> None:
     """Write settings as plain YAML, which `load_run_config` reads back, without secrets."""
     settings = redacted(dataclasses.asdict(config))
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
@@ -42,12 +43,13 @@ def save_config(config: TrainConfig | EvaluateConfig, path: Path) -> None:
 
 
 def find_run_of(verb: str, typed: Mapping[str, Any]) -> Path | None:
-    """Return the run whose settings a command means: one resumed or evaluated by its folder.
+    """Return the run whose settings a command means: one resumed, evaluated,
+    merged or talked to by its folder.
 
-    None where it is an evaluation of a model that was typed, or no run is to be resumed. What is
+    None where the model was typed, or no run is to be resumed. What is
     wrong with the words is found when they are checked.
     """
-    if verb == "evaluate":
+    if verb in ON_A_RUN:
         has_model = typed.get("model") is not None or typed.get("model.path") is not None
         if typed.get("run") is None and has_model:
             return None
@@ -83,7 +85,9 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
     if verb == "train":
         values["output"] = {"name": config.output.name, "dir": str(run)}
     elif "trainer" in values:
-        values["trainer"] = {name: values["trainer"][name] for name in TAKEN_FROM_TRAINER}
+        known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])["trainer"])}
+        taken = [name for name in TAKEN_FROM_TRAINER if name in known]
+        values["trainer"] = {name: values["trainer"][name] for name in taken}
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
 
 

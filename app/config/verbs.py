@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config.schema import list_settings
+from app.evaluation.conversation import ConversationConfig
 from app.evaluation.generation import EvaluationConfig
 from app.model.adapter import (
     AdapterConfig,
@@ -19,6 +20,7 @@ from app.model.adapter import (
 )
 from app.model.attention import AttentionConfig
 from app.model.base import ModelConfig
+from app.model.merging import MergingConfig
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.process.supervisor import SuperviseConfig
@@ -197,20 +199,26 @@ class PreviewConfig(TrainConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class EvaluateTrainerConfig:
-    """The trainer's settings that mean something without training; one process, one device."""
+class DeviceConfig:
+    """The trainer's settings that mean something without data; one process, one device."""
 
-    micro_batch_size: int = setting(1, ge=1)
-    """packs (rows when not packing) that run forward at once; memory"""
     precision: str = setting("auto", choices=PRECISIONS)
     """fp32, bf16 (autocast), bf16-pure (all bf16), fp16 (GPU); a run's own when there is a run"""
-    accelerator: str = setting("auto", choices=ACCELERATORS, shown=("evaluate",))
+    accelerator: str = setting("auto", choices=ACCELERATORS, shown=("evaluate", "merge", "chat"))
     """auto, cpu or gpu"""
 
 
 @dataclass(kw_only=True, slots=True)
-class EvaluateConfig:
-    """The settings of an evaluation."""
+class EvaluateTrainerConfig(DeviceConfig):
+    """The trainer's settings that mean something without training."""
+
+    micro_batch_size: int = setting(1, ge=1)
+    """packs (rows when not packing) that run forward at once; memory"""
+
+
+@dataclass(kw_only=True, slots=True)
+class TunedConfig:
+    """The settings of a verb that uses what a run has trained."""
 
     run: str | None = setting(None, shown=True)
     """folder of a finished run; null = the newest under outputs/, unless model.path is given"""
@@ -222,6 +230,23 @@ class EvaluateConfig:
     """the base in 4 or 8 bits"""
     attention: AttentionConfig = setting(default_factory=AttentionConfig)
     """how attention is computed"""
+    trainer: DeviceConfig = setting(default_factory=DeviceConfig)
+    """precision and device"""
+    output: OutputConfig = setting(default_factory=OutputConfig)
+    """the folder of the results"""
+
+    @property
+    def tuned_path(self) -> str | None:
+        """What was trained on the base: the typed adapter, else what the run has saved."""
+        if self.adapter_path is not None or self.run is None:
+            return self.adapter_path
+        return str(saved_folder(Path(self.run)))
+
+
+@dataclass(kw_only=True, slots=True)
+class EvaluateConfig(TunedConfig):
+    """The settings of an evaluation."""
+
     data: DataConfig = setting(default_factory=DataConfig)
     """the data"""
     packing: PackingConfig = setting(default_factory=PackingConfig)
@@ -230,24 +255,35 @@ class EvaluateConfig:
     """batches, precision and device"""
     evaluation: EvaluationConfig = setting(default_factory=EvaluationConfig)
     """what the models are asked"""
-    output: OutputConfig = setting(default_factory=OutputConfig)
-    """the folder of the results"""
     seed: int = setting(42, ge=0, le=2**32 - 1)
     """every random choice follows from it"""
 
-    @property
-    def tuned_path(self) -> str | None:
-        """What is compared with the base: the typed adapter, else what the run has saved."""
-        if self.adapter_path is not None or self.run is None:
-            return self.adapter_path
-        return str(saved_folder(Path(self.run)))
+
+@dataclass(kw_only=True, slots=True)
+class MergeConfig(TunedConfig):
+    """The settings of a merge."""
+
+    merge: MergingConfig = setting(default_factory=MergingConfig)
+    """what is merged, onto what, and how it is checked"""
+
+
+@dataclass(kw_only=True, slots=True)
+class ChatConfig(TunedConfig):
+    """The settings of a chat."""
+
+    chat: ConversationConfig = setting(default_factory=ConversationConfig)
+    """how the model answers"""
 
 
 VERBS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "preview": PreviewConfig,
+    "merge": MergeConfig,
+    "chat": ChatConfig,
 }
+ON_A_RUN = tuple(verb for verb, schema in VERBS.items() if issubclass(schema, TunedConfig))
+"""verbs that take a finished run, the newest where none is typed"""
 PARTS: dict[str, dict[str, type]] = {
     "adapter": {"lora": LoraConfig, "ia3": Ia3Config, "freeze": FreezeConfig, "full": FullConfig},
     "optimizer": {

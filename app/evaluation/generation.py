@@ -61,7 +61,11 @@ def answer_prompts(
     device = model.device if shards is None else shards.root_device
     pad = tokenizer.pad_token_id
     pairs = model.config.is_encoder_decoder
-    with torch.no_grad(), generation_attention(model), _greedy(model, stops, pad, config):
+    with (
+        torch.no_grad(),
+        generation_attention(model),
+        decoding(model, stops, pad, config.max_new_tokens),
+    ):
         for chosen in _batches(order, config.batch_size):
             ids = [prompts[i].input_ids for i in chosen]
             padded, mask = _pad(ids, pad, on_the_right=pairs)
@@ -104,10 +108,16 @@ def _pad(ids: list[list[int]], pad: int, *, on_the_right: bool) -> tuple[list[li
 
 
 @contextmanager
-def _greedy(
-    model: torch.nn.Module, stops: list[int], pad_token_id: int, config: EvaluationConfig
+def decoding(
+    model: torch.nn.Module,
+    stops: list[int],
+    pad_token_id: int,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> Iterator[None]:
-    """Make `model.generate` decode greedily, whatever the model's generation config says.
+    """Make `model.generate` decode so, whatever the model's generation config says; 0 is greedy.
 
     A base's own may sample, use beams, penalise repetition, or force an EOS.
     """
@@ -119,10 +129,13 @@ def _greedy(
     start = own.decoder_start_token_id
     if numbers.is_encoder_decoder and start is None:
         start = numbers.decoder_start_token_id
+    how: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        how |= {"temperature": temperature, "top_p": top_p, "top_k": 0}
     generator.generation_config = GenerationConfig(
-        max_new_tokens=config.max_new_tokens,
-        do_sample=False,
+        max_new_tokens=max_new_tokens,
         num_beams=1,
+        **how,
         eos_token_id=stops,
         pad_token_id=pad_token_id,
         decoder_start_token_id=start,

@@ -205,7 +205,7 @@ def _load_base(
             f"model.path={config.path}: there is an adapter_config.json beside the base, and "
             "transformers has applied that adapter; use a copy without it"
         )
-    files = weight_files(_folder_of(config))
+    files = weight_files(folder_of(config))
     remember_tower_files(model, files)
     if not stored:
         check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
@@ -225,7 +225,7 @@ def _load_base(
     return model
 
 
-def _folder_of(config: ModelConfig) -> Path:
+def folder_of(config: ModelConfig) -> Path:
     """Return the folder that a base was read from: its own, or one in the hub's cache."""
     from transformers.utils import cached_file
 

@@ -100,12 +100,12 @@ def _why_unreachable(host: str, port: int) -> str | None:
     return answers[0] if answers else f"no answer within {CONNECT_SECONDS:g} s"
 
 
-def is_offline(model: ModelConfig, data: DataConfig) -> bool:
+def is_offline(model: ModelConfig, data: DataConfig | None = None) -> bool:
     """Return whether all files of a run are on this machine, in folders or in the hub's cache.
 
     OSError where a base or tokenizer does not, and there is no network.
     """
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     ids = {key: path for key, path in paths.items() if path and not Path(path).is_dir()}
-    datasets = (*data.datasets, *data.test_datasets)
+    datasets = () if data is None else (*data.datasets, *data.test_datasets)
     return not check_hub(ids) and not any(is_hub_id(dataset.path) for dataset in datasets)

@@ -7,6 +7,7 @@ architecture (T5's `wo`).
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -222,6 +223,46 @@ def quantize_on_meta(
     quantizer.preprocess_model(model, device_map=None)
     quantizer.postprocess_model(model)
     quantize_experts(model, config)
+
+
+def quantized_layers(
+    model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
+) -> dict[str, bool]:
+    """Return the weights of a model on `meta` that the loader quantizes, by name.
+
+    True where it quantizes them transposed: GPT-2 keeps its matrices as [in, out].
+    """
+    import bitsandbytes
+
+    with quantizable_layers(model.config.model_type):
+        quantized = copy.deepcopy(model)
+        quantize_on_meta(quantized, config, dtype)
+    kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
+    return {
+        f"{name}.weight": type(model.get_submodule(name)).__name__ == "Conv1D"
+        for name, module in quantized.named_modules()
+        if isinstance(module, kinds)
+    }
+
+
+def dequantized(
+    weight: torch.Tensor, config: QuantizationConfig, *, is_transposed: bool = False
+) -> torch.Tensor:
+    """Return a weight [out, in] as its quantized form has it, in its own dtype."""
+    import torch
+    from bitsandbytes import functional
+
+    weight = weight.T.contiguous() if is_transposed else weight
+    if config.method == "int8":
+        packed, scales, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
+        whole = (packed * (scales.unsqueeze(1) / 127)).to(weight.dtype)
+    else:
+        whole = functional.dequantize_4bit(
+            *functional.quantize_4bit(
+                weight, compress_statistics=config.double_quant, quant_type=config.method
+            )
+        )
+    return whole.T.contiguous() if is_transposed else whole
 
 
 def stored_4bit(layer: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:

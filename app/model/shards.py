@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -93,6 +93,15 @@ def round_weights(model: torch.nn.Module, shards: Shards, dtype: torch.dtype) ->
 MAX_SHARD_BYTES = 5 * 10**9
 """largest file, unless one weight is larger"""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SAFETENSORS_DTYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 OF_A_LAYER = re.compile(r".*?\.\d+\.")
 """prefix of the names of a layer's weights"""
 
@@ -162,7 +171,7 @@ class ModelFolder:
         for name, buffer in model.named_buffers():
             if name in self.needed:  # buffers keep their dtype
                 self.needed[name] = self.needed[name].to(buffer.dtype)
-        self.on_disk = self._named_as_on_disk(self.needed)
+        self.on_disk = self.named_as_on_disk(self.needed)
         self.written: list[dict[str, Tensor]] = []
         """names, shapes and dtypes by file"""
 
@@ -189,7 +198,7 @@ class ModelFolder:
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write one file and read it back; ValueError where it differs."""
-        named = {name: t.contiguous() for name, t in self._named_as_on_disk(tensors).items()}
+        named = {name: t.contiguous() for name, t in self.named_as_on_disk(tensors).items()}
         self._write_file(named)
 
     def _write_file(self, named: Mapping[str, Tensor]) -> None:
@@ -202,6 +211,35 @@ class ModelFolder:
             if not torch.equal(tensor, named[name]):
                 raise ValueError(f"{file}: {name} is not finite, or differs when read back")
         self.written.append({name: t.to("meta") for name, t in named.items()})
+
+    def stream(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+        """Write one file of the weights `names`, as they are called on disk, one after another.
+
+        `read` gives each of them, so that only one is in memory. ValueError where one is not as the
+        model's config needs it.
+        """
+        import torch
+
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        place = 0
+        for name in names:
+            needed = self.on_disk[name]
+            ends = [place, place + needed.nbytes]
+            kind = SAFETENSORS_DTYPES[str(needed.dtype).removeprefix("torch.")]
+            header[name] = {"dtype": kind, "shape": list(needed.shape), "data_offsets": ends}
+            place = ends[1]
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with self._file(len(self.written)).open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                tensor, needed = read(name), self.on_disk[name]
+                if (here := _described(tensor)) != _described(needed):
+                    raise ValueError(f"{name} is {here}, and its model needs {_described(needed)}")
+                if tensor.is_floating_point() and not tensor.isfinite().all():
+                    raise ValueError(f"{name} is not finite once merged")
+                stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        self.written.append({name: self.on_disk[name] for name in names})
 
     def end(self) -> None:
         """Add what the base's files hold besides, rename the files and write their index.
@@ -235,7 +273,8 @@ class ModelFolder:
     def _file(self, index: int) -> Path:
         return self.folder / f"model-{index + 1:05}.safetensors"
 
-    def _named_as_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def named_as_on_disk(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights by their names on disk, in the layout that they have there."""
         from transformers.core_model_loading import revert_weight_conversion
 
         named: dict[str, Tensor] = revert_weight_conversion(self.model, dict(tensors))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,6 +208,45 @@ def resize_embeddings(model: PreTrainedModel, new_ids: Sequence[int]) -> None:
         _start_as_the_mean(model.final_logits_bias[0], made)
 
 
+@dataclass(frozen=True, slots=True)
+class MadeRows:
+    """The rows that a weight of a base gets for tokens without a trained one."""
+
+    num_rows: int
+    ids: list[int]
+
+    def grow(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `weight` [rows, ...], or a bias [1, rows], with these rows."""
+        is_flat = weight.ndim == 2 and len(weight) == 1
+        rows = weight.T if is_flat else weight
+        grown = rows.new_zeros(self.num_rows, *rows.shape[1:])
+        grown[: len(rows)] = rows
+        _start_as_the_mean(grown, self.ids)
+        return grown.T if is_flat else grown
+
+
+def made_rows(
+    model: PreTrainedModel, new_ids: Sequence[int], shapes: Mapping[str | None, tuple[int, ...]]
+) -> dict[str, MadeRows]:
+    """Return, by the weight's name, what `resize_embeddings` has made of embedding and head.
+
+    `model` is the base after it, `shapes` are those of its files by the same names.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    rows = shapes[names[id(embedding.weight)]][0]
+    made = list(range(rows, embedding.num_embeddings))
+    ids = sorted({*new_ids, *made})
+    if not ids:
+        return {}
+    found = {names[id(each.weight)]: ids for each in (embedding, head)}
+    if head.bias is not None:
+        found[names[id(head.bias)]] = made
+    if "final_logits_bias" in model._buffers:
+        found["final_logits_bias"] = made
+    return {name: MadeRows(rows + len(made), ids) for name, ids in found.items()}
+
+
 def _start_as_the_mean(weight: torch.Tensor, ids: list[int]) -> None:
     """Set the rows `ids` to the mean of the rows before the first of them, in place."""
     import torch
@@ -265,6 +304,16 @@ def save_stop_tokens(model: Any, folder: Path) -> None:
             pad_token_id=own.pad_token_id,
             bos_token_id=own.bos_token_id,
         ).save_pretrained(folder)
+
+
+def saved_stop_ids(folder: Path) -> set[int]:
+    """Return the stop tokens in the generation config of a folder; none where it has none."""
+    from transformers import GenerationConfig
+
+    if not (folder / "generation_config.json").is_file():
+        return set()
+    own = GenerationConfig.from_pretrained(folder).eos_token_id
+    return set() if own is None else {own} if isinstance(own, int) else set(own)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> set[int]:

@@ -19,14 +19,14 @@ from app.preflight.base_model import (
     seen_from,
     text_numbers,
 )
-from app.preflight.couplings import is_evaluation, is_training, requested_devices
+from app.preflight.couplings import has_data, is_on_tuned, is_training, requested_devices
 from app.process.errors import UserError, nearest
 from app.process.untrusted import reading
 from app.strategy.settings import tensor_parallel_size
 from data_modules import TEMPLATE_NAMES, check_datasets
 
 if TYPE_CHECKING:
-    from app.config.verbs import EvaluateConfig, TrainConfig
+    from app.config.verbs import TrainConfig, TunedConfig
 
 
 WITHOUT_PLAN = ("bart", "bloom", "falcon", "gpt2", "phi3", "t5")
@@ -62,7 +62,7 @@ def check_tensor_parallel(together: int, base: BaseModel) -> list[str]:
     ][:1]
 
 
-def check_files(config: TrainConfig | EvaluateConfig, *, needs_weights: bool = True) -> list[str]:
+def check_files(config: TrainConfig | TunedConfig, *, needs_weights: bool = True) -> list[str]:
     """List what is wrong with the files that a verb's settings name, and what does not fit them.
 
     Without `needs_weights`, a folder with a tokenizer is enough.
@@ -78,24 +78,28 @@ def check_files(config: TrainConfig | EvaluateConfig, *, needs_weights: bool = T
                 _check_model(config, problems, needs_weights=needs_weights)
         except UserError as error:
             problems = problems or error.problems  # the first problem is why the others came
-    for part, name in (("data", config.data.chat_template), ("model", model.chat_template)):
+    templates = [("model", model.chat_template)]
+    if has_data(config):
+        templates.insert(0, ("data", config.data.chat_template))
+    for part, name in templates:
         if name is not None and name not in TEMPLATE_NAMES and not Path(name).is_file():
             problems.append(
                 f"{part}.chat_template={name}: expected {' or '.join(TEMPLATE_NAMES)}, or a .jinja "
                 f"file (no such file, seen from {seen_from()}){nearest(name, TEMPLATE_NAMES)}"
             )
-    if config.data.datasets or config.data.test_datasets:
+    if has_data(config) and (config.data.datasets or config.data.test_datasets):
         problems += check_datasets(config.data)
     return problems
 
 
 def _check_model(
-    config: TrainConfig | EvaluateConfig, problems: list[str], *, needs_weights: bool
+    config: TrainConfig | TunedConfig, problems: list[str], *, needs_weights: bool
 ) -> None:
     """Add to `problems` what is wrong with a base, and with what is put on it."""
     base = inspect_base(config.model) if needs_weights else inspect_tokenizer(config.model)
     problems += base.problems
-    if (sequence_len := config.data.sequence_len) is not None:
+    sequence_len = config.data.sequence_len if has_data(config) else None
+    if sequence_len is not None:
         problems += check_sequence_len(sequence_len, base)
     problems += [
         f"model.added_tokens: {token!r} is not a token; expected text without spaces around it, as "
@@ -103,7 +107,7 @@ def _check_model(
         for token in config.model.added_tokens
         if not token or token != token.strip()
     ]
-    if reason := why_not_batched(base.numbers, config.data.sequence_len):
+    if reason := why_not_batched(base.numbers, sequence_len):
         problems.append(f"{base.name}: {reason}")
     stored = base.numbers.get("quantization_config")
     if stored and isinstance(stored, dict):
@@ -117,7 +121,7 @@ def _check_model(
         if needs_weights and (path := continued_from(config.adapter)):
             problems += check_same_settings(config.adapter, Path(path))
             problems += check_saved_adapter("adapter.path", Path(path), base, config.model)
-    elif is_evaluation(config) and (tuned := config.tuned_path) is not None:
+    elif is_on_tuned(config) and (tuned := config.tuned_path) is not None:
         key = "run" if config.adapter_path is None else "adapter_path"
         if key == "adapter_path" or is_adapter(Path(tuned)):
             problems += check_saved_adapter(key, Path(tuned), base, config.model)

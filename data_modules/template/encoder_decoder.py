@@ -63,7 +63,7 @@ class PairEncoder:
     def prompt_ids(self, item: Item) -> list[int]:
         """Return the encoder's ids of an item, none where it has not both sides."""
         (pair,) = self._pairs([item])
-        return self._source_ids([pair.source])[0] if isinstance(pair, Pair) else []
+        return self.source_ids([pair.source])[0] if isinstance(pair, Pair) else []
 
     def _pairs(self, items: Sequence[Item]) -> list[Pair | RowRefusedError]:
         """Return the texts of both sides of each item, all sources rendered together."""
@@ -111,7 +111,7 @@ class PairEncoder:
 
         if not pairs:
             return []
-        sources = self._source_ids([pair.source for pair in pairs])
+        sources = self.source_ids([pair.source for pair in pairs])
         targets = self._tokenizer(text_target=[pair.target for pair in pairs])
         eos = self._tokenizer.eos_token_id
         encoded = []
@@ -136,7 +136,8 @@ class PairEncoder:
             )
         return encoded
 
-    def _source_ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def source_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the encoder's ids of each text."""
         backend: Any = self._tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()

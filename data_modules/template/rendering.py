@@ -126,6 +126,10 @@ class Renderer:
         )
         return texts
 
+    def messages(self, chat: Chat) -> list[dict[str, Any]]:
+        """Return the turns of a chat as the template reads them."""
+        return _messages(chat, self.format)
+
     def _with_thought(self, turn: Turn, reasoning: str) -> Turn:
         if turn.role != "assistant" or (turn.reasoning is None and reasoning != "strip"):
             return turn

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from data_modules.messages import DataError, Origin, shown
 from data_modules.template.encoder_decoder import PairEncoder
@@ -216,6 +216,27 @@ class ChatTemplate:
         is_document = isinstance(item, Document)
         ids = (self._with_bos(prompt_ids) if is_document else prompt_ids).tolist()
         return Prompt(ids, _last_answer(item), item.origin) if ids else None
+
+    def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
+        """Return the tokens of a chat that waits for its answer: those of `apply_chat_template`.
+
+        An encoder's have the special tokens that its tokenizer adds. DataError where the template
+        refuses the chat.
+        """
+        (text,) = self._renderer.render([Chat(tuple(turns))], True)
+        if isinstance(text, RowRefusedError):
+            raise DataError(str(text))
+        if self._pairs:
+            return self._pairs.source_ids([text])[0]
+        (tokenized,) = self._text_tokenizer.tokenize([text], {})
+        if isinstance(tokenized, RowRefusedError):
+            raise DataError(str(tokenized))
+        ids: list[int] = tokenized.ids.tolist()
+        return ids
+
+    def messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        """Return a chat in the form in which this template reads it, OpenAI's."""
+        return self._renderer.messages(Chat(tuple(turns)))
 
     def trace(self, chat: Conversation) -> Traced | RowRefusedError:
         """Encode one conversation, and say which characters its tokens hold."""

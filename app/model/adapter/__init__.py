@@ -8,6 +8,7 @@ from app.model.adapter.lora import (
     save_converted,
     start_weights,
 )
+from app.model.adapter.merge import Change, load_weighted, read_changes
 from app.model.adapter.saved import (
     check_adapter_file,
     check_same_logits,
@@ -52,6 +53,7 @@ __all__ = [
     "ORIGIN_FILE",
     "AdapterConfig",
     "BaseModules",
+    "Change",
     "FreezeConfig",
     "FullConfig",
     "Ia3Config",
@@ -69,9 +71,11 @@ __all__ = [
     "group_adapters",
     "is_adapter",
     "load_adapter",
+    "load_weighted",
     "modules_of",
     "probe_logits",
     "reached_weights",
+    "read_changes",
     "remember_start",
     "reopen_converted",
     "report_trainable",

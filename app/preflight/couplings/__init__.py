@@ -12,7 +12,8 @@ from app.preflight.couplings.devices import (
     check_gpus,
     check_layout,
     count_gpus,
-    is_evaluation,
+    has_data,
+    is_on_tuned,
     is_training,
     requested_devices,
 )
@@ -25,7 +26,8 @@ __all__ = [
     "check_gpus",
     "check_layout",
     "count_gpus",
-    "is_evaluation",
+    "has_data",
+    "is_on_tuned",
     "is_training",
     "requested_devices",
 ]

@@ -11,7 +11,7 @@ from app.process.gpus import judge, num_device_files, num_visible, read_machine
 from app.strategy.settings import FsdpConfig, StrategyConfig, tensor_parallel_size
 
 if TYPE_CHECKING:
-    from app.config.verbs import EvaluateConfig, TrainConfig
+    from app.config.verbs import EvaluateConfig, TrainConfig, TunedConfig
     from app.training.trainer import TrainerConfig
 
 
@@ -32,7 +32,7 @@ class Devices:
         return "the CPU" if self.num_gpus else "the CPU (no GPU was found)"
 
 
-def requested_devices(config: TrainConfig | EvaluateConfig, num_gpus: int | None = None) -> Devices:
+def requested_devices(config: TrainConfig | TunedConfig, num_gpus: int | None = None) -> Devices:
     """Return what the settings ask for; GPUs of this machine are counted when not given."""
     num_gpus = count_gpus() if num_gpus is None else num_gpus
     accelerator = config.trainer.accelerator
@@ -50,14 +50,21 @@ def requested_devices(config: TrainConfig | EvaluateConfig, num_gpus: int | None
 # The classes themselves are above this room.
 
 
-def is_training(config: TrainConfig | EvaluateConfig) -> TypeGuard[TrainConfig]:
+def is_training(config: TrainConfig | TunedConfig) -> TypeGuard[TrainConfig]:
     """Return whether these are the settings of a training, or of its preview."""
     return "optimizer" in config.__dataclass_fields__
 
 
-def is_evaluation(config: TrainConfig | EvaluateConfig) -> TypeGuard[EvaluateConfig]:
-    """Return whether these are the settings of an evaluation."""
+def is_on_tuned(config: TrainConfig | TunedConfig) -> TypeGuard[TunedConfig]:
+    """Return whether these are the settings of a verb that uses what was trained."""
     return not is_training(config)
+
+
+def has_data(
+    config: TrainConfig | TunedConfig,
+) -> TypeGuard[TrainConfig | EvaluateConfig]:
+    """Return whether these are the settings of a verb that reads data."""
+    return "data" in config.__dataclass_fields__
 
 
 def count_gpus() -> int:
@@ -65,7 +72,7 @@ def count_gpus() -> int:
     return num_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), num_device_files())
 
 
-def check_gpus(config: TrainConfig | EvaluateConfig) -> None:
+def check_gpus(config: TrainConfig | TunedConfig) -> None:
     """Check that the GPUs serve which the settings ask for; DeviceError where they do not.
 
     Before any rank starts: each of them would fail, and none may train on the CPU instead.

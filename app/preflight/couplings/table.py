@@ -20,6 +20,7 @@ from app.preflight.couplings.devices import (
     check_devices,
     check_global_batch,
     check_layout,
+    has_data,
     is_training,
     requested_devices,
 )
@@ -28,7 +29,7 @@ from app.strategy.settings import FsdpConfig, ZeroConfig, is_sharding, tensor_pa
 from data_modules import check_values
 
 if TYPE_CHECKING:
-    from app.config.verbs import EvaluateConfig, TrainConfig
+    from app.config.verbs import EvaluateConfig, TrainConfig, TunedConfig
     from app.training.optimizers import ScheduleFreeConfig
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -58,7 +59,7 @@ class Clash:
 
 
 def check_compatibility(
-    config: TrainConfig | EvaluateConfig,
+    config: TrainConfig | TunedConfig,
     num_gpus: int | None = None,
     *,
     on_this_machine: bool = True,
@@ -71,7 +72,9 @@ def check_compatibility(
     if problems := check_values(config, skip=("data",)):  # check_datasets has those of the data
         return problems
     devices = requested_devices(config, num_gpus if on_this_machine else num_gpus or 0)
-    clashes = [*_of_device(config, devices), *_of_base(config), *_of_data(config)]
+    clashes = [*_of_device(config, devices), *_of_base(config)]
+    if has_data(config):
+        clashes += _of_data(config)
     if is_training(config):
         clashes += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
         clashes += _of_strategy(config, devices)
@@ -96,7 +99,7 @@ def check_compatibility(
     return problems
 
 
-def _of_device(config: TrainConfig | EvaluateConfig, devices: Devices) -> Iterator[Clash]:
+def _of_device(config: TrainConfig | TunedConfig, devices: Devices) -> Iterator[Clash]:
     trainer, backend = config.trainer, config.attention.backend
     if trainer.accelerator == "gpu" and devices.num_gpus == 0:
         yield Clash(
@@ -140,7 +143,7 @@ def is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _of_base(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
+def _of_base(config: TrainConfig | TunedConfig) -> Iterator[Clash]:
     model = config.model
     from_hub = [p for p in (model.path, model.tokenizer_path) if p and not Path(p).is_dir()]
     if model.trust_remote_code and from_hub and not COMMIT.fullmatch(model.revision or ""):

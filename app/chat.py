@@ -1,0 +1,177 @@
+"""Chat: talk to a base with its adapter in the terminal, or from a pipe.
+
+`python -m app.chat run=FOLDER`, or `model.path=... [adapter_path=...]`; `/help` lists the commands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.config import ChatConfig, run_verb, save_config
+from app.model.hub import is_offline
+from app.process.environment import keep_streams, quiet_libraries
+from app.process.errors import UserError
+from app.process.files import write_whole
+from app.process.signals import end_process, install_signal_handlers
+from app.run.folder import CONFIG_FILE, decide_run_dir
+from data_modules import DataError, Turn, printable
+
+if TYPE_CHECKING:
+    from app.assembly import Tuned
+    from app.evaluation.conversation import Responder
+    from app.training.trainer import Environment
+
+CONVERSATIONS_FILE = "conversations.jsonl"
+HELP = """\
+/reset           begin a new conversation
+/compare [TEXT]  base and tuned side by side: their answers to TEXT, or to the last question
+/save [FILE]     write the conversations as rows of training data (messages)
+/exit            end; so does the end of the input"""
+
+
+def chat(config: ChatConfig) -> None:
+    """Talk as `config` says until the input ends; the conversations are left in its folder."""
+    folder = decide_run_dir(config.output)
+    quiet_libraries(offline=is_offline(config.model))
+
+    # Imported here and not above: --help and a config error must not wait for torch.
+    from app.assembly import open_tuned
+    from app.training.trainer import resolve_single_device
+
+    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    tuned = open_tuned(config, env)
+    session = Session(config, tuned, env, folder)
+    save_config(config, folder / CONFIG_FILE)
+    print(f"{printable(str(tuned.folder or config.model.path))}: {tuned.template.note}; /help")
+    session.run()
+    session.save(folder / CONVERSATIONS_FILE)
+    print(f"run: {printable(str(folder))}")
+
+
+class Session:
+    """One sitting: conversations, one after another."""
+
+    def __init__(self, config: ChatConfig, tuned: Tuned, env: Environment, folder: Path) -> None:
+        self.config, self._tuned, self._env, self._folder = config, tuned, env, folder
+        self._finished: list[list[Turn]] = []
+        self._responder = self._make_responder(tuned.load(env))
+        self.turns = self._opening()
+
+    def run(self) -> None:
+        """Read line by line, and answer, until `/exit` or the end of the input."""
+        while (line := self._read()) is not None:
+            command, _, rest = line.strip().partition(" ")
+            try:
+                if command == "/exit":
+                    return
+                if command.startswith("/"):
+                    self._obey(command, rest.strip())
+                elif line.strip():
+                    self._answer(line)
+            except (UserError, DataError) as error:
+                print(printable(str(error), keep="\n"))
+            except KeyboardInterrupt:
+                print()  # ends an answer; at the prompt it ends the chat
+
+    def save(self, file: Path) -> None:
+        """Write every conversation as a row of `messages`."""
+        rows = [turns for turns in (*self._finished, self.turns) if len(turns) > 1]
+        lines = [
+            json.dumps({"messages": [{"role": t.role, "content": t.content} for t in turns]})
+            for turns in rows
+        ]
+        write_whole(file, "".join(f"{line}\n" for line in lines))
+
+    def _read(self) -> str | None:
+        try:
+            return input("> ") if sys.stdin.isatty() else input()
+        except EOFError:
+            return None
+
+    def _obey(self, command: str, rest: str) -> None:
+        if command == "/reset":
+            self._finished.append(self.turns)
+            self.turns = self._opening()
+            print("a new conversation")
+        elif command == "/save":
+            file = Path(rest).expanduser() if rest else self._folder / CONVERSATIONS_FILE
+            self.save(file)
+            print(f"saved: {printable(str(file))}")
+        elif command == "/compare":
+            self._compare(rest)
+        elif command == "/help":
+            print(HELP)
+        else:
+            print(f"no command {printable(command)}\n{HELP}")
+
+    def _answer(self, question: str) -> None:
+        asked = [*self.turns, Turn("user", question)]
+        pieces = []
+        for piece in self._responder.stream(asked, self.config.chat):
+            print(printable(piece, keep="\n\t"), end="", flush=True)
+            pieces.append(piece)
+        print()
+        self.turns = [*asked, Turn("assistant", "".join(pieces))]
+
+    def _compare(self, question: str) -> None:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        if self._tuned.folder is None:
+            raise UserError("/compare: there is no adapter here, only a base")
+        if question:
+            asked = [*self.turns, Turn("user", question)]
+        elif self.turns and self.turns[-1].role == "assistant":
+            asked = self.turns[:-1]
+        else:
+            raise UserError("/compare: there is no question yet; type /compare TEXT")
+        answers = {"base": self._ask_base(asked), "tuned": self._ask(self._responder, asked)}
+        table = Table(*answers, show_lines=False, expand=True)
+        table.add_row(*(Text(printable(text, keep="\n\t")) for text in answers.values()))
+        Console(highlight=False).print(table)
+        self.turns = [*asked, Turn("assistant", answers["tuned"])]
+
+    def _ask(self, responder: Responder, asked: list[Turn]) -> str:
+        return "".join(responder.stream(asked, self.config.chat))
+
+    def _ask_base(self, asked: list[Turn]) -> str:
+        from app.evaluation.comparison import adapter_switched_off
+        from app.model.adapter import is_adapter
+
+        model: Any = self._responder.model
+        is_adapted = is_adapter(self._tuned.folder or Path())
+        with adapter_switched_off(model) if is_adapted else nullcontext():
+            return self._ask(self._responder if is_adapted else self._base, asked)
+
+    @cached_property
+    def _base(self) -> Responder:
+        """The base beside a model that was trained whole, loaded when it is first asked."""
+        return self._make_responder(self._tuned.base.load().to(self._env.torch_device))
+
+    def _make_responder(self, model: Any) -> Responder:
+        from app.evaluation.conversation import Responder
+
+        return Responder(
+            model.eval(),
+            self._tuned.tokenizer,
+            self._tuned.template,
+            self._tuned.stop_ids,
+            context_len=self._tuned.base.spec.context_len,
+            autocast=self._env.autocast,
+        )
+
+    def _opening(self) -> list[Turn]:
+        system = self.config.chat.system
+        return [] if system is None else [Turn("system", system)]
+
+
+if __name__ == "__main__":
+    keep_streams()
+    install_signal_handlers()
+    end_process(run_verb("chat", chat))

@@ -1,0 +1,198 @@
+"""Is a merged model what it was made of: its logits, its tokens, and its GGUF file's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.evaluation.comparison import PREDICTIONS_FILE
+from app.model.gguf import greedy_tokens
+from app.process.errors import TrainingFault
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from app.assembly import Tuned
+    from app.config import MergeConfig
+    from app.model.merging import Difference
+    from app.training.trainer import Environment
+
+log = logging.getLogger(__name__)
+
+CHECKED, AS_TRAINED = "base + adapter", "the quantized base + adapter, as trained"
+PROBE_ROWS, PROBE_TOKENS = 16, 128
+GREEDY_TOKENS, LEAST_SAME = 16, 0.9
+"""tokens that a GGUF file and the merged model go on with, and how many must be the same"""
+TEXT = (
+    "The sea is calm tonight. The tide is full, the moon lies fair upon the straits.\n",
+    "def add(a: int, b: int) -> int:\n    return a + b\n",
+    '{"name": "loft", "numbers": [1, 2, 3], "is_true": true}\n',
+)
+"""what a model is asked where its run has left no predictions"""
+
+
+def check_tokens(tuned: Tuned, folder: Path) -> None:
+    """Compare the tokens of conversations in training, in a chat and as others load the folder."""
+    from transformers import AutoTokenizer
+
+    from app.evaluation.conversation import check_served_tokens
+
+    exported = AutoTokenizer.from_pretrained(folder)
+    if problems := check_served_tokens(tuned.template, exported):
+        for problem in problems:
+            log.warning("chat template: %s", problem)
+        return
+    print("chat template verified: the same tokens in training, in chat and by the folder itself")
+
+
+def verify(
+    config: MergeConfig,
+    tuned: Tuned,
+    env: Environment,
+    adapters: Sequence[tuple[Path, float]],
+    folder: Path,
+    dtype: torch.dtype,
+) -> dict[str, Difference]:
+    """Compare the merged model with what it was made of; TrainingFault above the bound.
+
+    One model at a time is in memory. With merge.onto=original, base + adapter is the unquantized
+    one, and the difference to the quantized one, with which the adapter was trained, is measured.
+    """
+    from app.model.merging import BOUNDS, measure_difference
+
+    rows = list(probe_rows(config, tuned))
+    merged = _logits(load_merged(tuned, folder, env), rows, env)
+    references = {CHECKED: config.merge.onto == "dequantized"}
+    if tuned.base.quantization.method != "none" and config.merge.onto == "original":
+        references[AS_TRAINED] = True
+    differences = {}
+    for name, is_quantized in references.items():
+        model = load_unmerged(tuned, adapters, env, is_quantized=is_quantized)
+        differences[name] = measure_difference(_logits(model, rows, env), merged)
+        del model
+        print(f"merged vs {name}: {differences[name]}")
+    bound = BOUNDS[str(dtype).removeprefix("torch.")]
+    if not differences[CHECKED].is_within(bound):
+        raise TrainingFault(
+            f"{folder}: the merged model is not what it was made of: {differences[CHECKED]}; "
+            f"{dtype} explains {bound}"
+        )
+    print(f"merge verified: within {bound}")
+    return differences
+
+
+def load_merged(tuned: Tuned, folder: Path, env: Environment) -> Any:
+    """Load the merged folder with stock transformers, in fp32."""
+    import torch
+
+    from app.model.base import model_class
+
+    kind = model_class(tuned.base.architecture)
+    return kind.from_pretrained(folder, dtype=torch.float32).to(env.torch_device).eval()
+
+
+def load_unmerged(
+    tuned: Tuned,
+    adapters: Sequence[tuple[Path, float]],
+    env: Environment,
+    *,
+    is_quantized: bool,
+) -> Any:
+    """Load base + adapters: in fp32, or quantized as in training."""
+    import torch
+
+    from app.model.adapter import load_weighted, rows_needed
+    from app.model.quantization import QuantizationConfig
+    from app.model.tokenizer import resize_embeddings
+
+    base = tuned.base
+    if not is_quantized or base.quantization.method == "none":
+        base = replace(base, dtype=torch.float32, quantization=QuantizationConfig())
+    model = base.load()
+    rows = model.get_input_embeddings().num_embeddings
+    needed = max(rows_needed(model, folder) for folder, _ in adapters)
+    resize_embeddings(model, range(rows, needed))
+    return load_weighted(model, adapters).to(env.torch_device)
+
+
+def _logits(model: Any, rows: Sequence[dict[str, list[int]]], env: Environment) -> list[Tensor]:
+    import torch
+
+    from app.model.adapter import probe_logits
+
+    # Whole weights compute in fp32; quantized ones as in training.
+    is_whole = all(weight.dtype == torch.float32 for weight in model.parameters())
+    found = []
+    with contextlib.nullcontext() if is_whole else env.autocast():
+        for row in rows:
+            inputs = {name: torch.tensor([ids], device=model.device) for name, ids in row.items()}
+            found.append(probe_logits(model, inputs).cpu())
+    return found
+
+
+def probe_rows(config: MergeConfig, tuned: Tuned) -> Iterator[dict[str, list[int]]]:
+    """Yield rows to compare models on: what the run has answered, or fixed texts."""
+    pairs = [(text, text) for text in TEXT]
+    predictions = None if config.run is None else Path(config.run) / PREDICTIONS_FILE
+    if predictions is not None and predictions.is_file():
+        lines = predictions.read_text(encoding="utf-8").splitlines()
+        few = [json.loads(line) for line in lines[:: max(1, len(lines) // PROBE_ROWS)]]
+        pairs = [(str(one["prompt"]), str(one["reference"])) for one in few[:PROBE_ROWS]]
+    start = tuned.base.spec.decoder_start_token_id
+    encode = tuned.tokenizer.encode
+    for prompt, answer in pairs:
+        if start is None:
+            ids = encode(prompt + answer, add_special_tokens=False)[:PROBE_TOKENS]
+            row = {"input_ids": ids}
+        else:
+            answered = [start, *encode(answer)][:PROBE_TOKENS]
+            row = {"input_ids": encode(prompt)[:PROBE_TOKENS], "decoder_input_ids": answered}
+        if row["input_ids"]:
+            yield row
+
+
+def check_gguf(config: MergeConfig, tuned: Tuned, folder: Path, file: Path) -> None:
+    """Compare the greedy tokens of a GGUF file with those of the merged model, on the CPU."""
+    import torch
+
+    why = None
+    if find_spec("llama_cpp") is None:
+        why = "no llama-cpp-python is installed"
+    if tuned.base.architecture.is_encoder_decoder:
+        why = "llama-cpp-python does not generate with encoder-decoder models"
+    if why is not None:
+        print(f"{file.name}: written; not compared: {why}")
+        return
+    from app.evaluation.generation import decoding
+    from app.model.base import model_class
+
+    kind = model_class(tuned.base.architecture)
+    model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [row["input_ids"][: PROBE_TOKENS // 2] for row in probe_rows(config, tuned)][:4]
+    ours = []
+    pad = tuned.tokenizer.pad_token_id
+    with torch.no_grad(), decoding(model, [], pad, GREEDY_TOKENS):
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
+            ours.append(answer[0, len(prompt) :].tolist())
+    theirs = greedy_tokens(file, prompts, GREEDY_TOKENS)
+    pairs = [
+        pair
+        for one, other in zip(ours, theirs, strict=True)
+        for pair in zip(one, other, strict=True)
+    ]
+    same = sum(one == other for one, other in pairs) / len(pairs)
+    if same < LEAST_SAME:
+        raise TrainingFault(
+            f"{file}: llama.cpp goes on with other greedy tokens than the merged model: "
+            f"{same:.1%} of {len(pairs)} agree, expected {LEAST_SAME:.0%}"
+        )
+    print(f"{file.name}: greedy tokens of llama.cpp agree on {same:.1%} of {len(pairs)}")

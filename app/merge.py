@@ -1,0 +1,94 @@
+"""Merge: adapter into base, checked against the adapter; a Hugging Face folder, and GGUF.
+
+`python -m app.merge run=FOLDER`, or `model.path=... adapter_path=... output.dir=...`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.config import MergeConfig, run_verb, save_config
+from app.model.adapter import is_adapter
+from app.model.gguf import convert, find_converter
+from app.model.hub import is_offline
+from app.process.environment import keep_streams, quiet_libraries
+from app.process.errors import UserError
+from app.process.files import write_whole
+from app.process.signals import end_process, install_signal_handlers
+from app.report.model_card import CARD_FILE, describe_merged, read_json, render_card
+from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
+from app.run.manifest import MANIFEST_FILE
+from data_modules import printable
+
+if TYPE_CHECKING:
+    from app.model.merging import Difference
+
+REPORT_FILE = "merge.json"
+
+
+def merge(config: MergeConfig) -> Difference | None:
+    """Merge as `config` says; return how far the merged model is from base + adapter."""
+    adapters = find_adapters(config)
+    converter = find_converter(config.merge.llama_cpp) if config.merge.gguf else None
+    folder = decide_run_dir(config.output)
+    quiet_libraries(offline=is_offline(config.model))
+
+    # Imported here and not above: --help and a config error must not wait for torch.
+    from app.assembly import open_tuned
+    from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
+    from app.model.merging import merge_weights, plan_merge
+    from app.model.tokenizer import keep_stop_tokens
+    from app.training.trainer import resolve_single_device
+
+    env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    tuned = open_tuned(config, env)
+    model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))
+    keep_stop_tokens(model, tuned.stop_ids)
+    merge_weights(model, plan, folder)
+    tuned.tokenizer.save_pretrained(folder)
+    check_tokens(tuned, folder)
+    differences = {}
+    if config.merge.verify:
+        differences = verify(config, tuned, env, adapters, folder, plan.dtype)
+    if converter is not None:
+        file = convert(converter, folder, str(plan.dtype).removeprefix("torch."))
+        check_gguf(config, tuned, folder, file)
+    run = Path(config.run) if config.run is not None else folder  # which has neither of the two
+    of_run = [read_json(run / name) for name in (MANIFEST_FILE, METRICS_FILE)]
+    facts = describe_merged(config, tuned, differences, plan.dtype, *of_run)
+    write_whole(folder / CARD_FILE, render_card(facts))
+    report = {name: asdict(difference) for name, difference in differences.items()}
+    write_whole(folder / REPORT_FILE, json.dumps(report, indent=2) + "\n")
+    save_config(config, folder / CONFIG_FILE)
+    print(f"run: {printable(str(folder))}")
+    return differences.get(CHECKED)
+
+
+def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
+    """Return the folders and weights of what is merged; UserError where there is no adapter."""
+    if config.tuned_path is None:
+        raise UserError("nothing to merge: type run=FOLDER, or adapter_path=FOLDER with model.path")
+    own = Path(config.tuned_path)
+    if config.run is not None and config.adapter_path is None and not is_adapter(own):
+        if (own / "config.json").is_file():
+            raise UserError(
+                f"run={config.run} has trained the weights themselves, so there is no adapter to "
+                f"merge: {own} is a model already"
+            )
+        raise UserError(f"run={config.run}: there is no adapter in {own.parent}")
+    further = [(Path(each.path), each.weight) for each in config.merge.adapters]
+    if missing := [folder for folder, _ in further if not is_adapter(folder)]:
+        raise UserError(
+            f"merge.adapters: {missing[0]} holds no adapter_config.json; type the folder that a "
+            "run calls adapter/"
+        )
+    return [(own, config.merge.weight), *further]
+
+
+if __name__ == "__main__":
+    keep_streams()
+    install_signal_handlers()
+    end_process(run_verb("merge", merge))

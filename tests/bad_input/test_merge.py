@@ -1,0 +1,118 @@
+"""What cannot be merged is refused in words, exit code 2, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import run_verb
+from app.config.load import load_config
+from app.config.run_config import save_config
+from app.merge import merge
+from tests.tiny import TINY_BASE
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run of the shipped base, whose adapter is of another one."""
+    folder = tmp_path / "run"
+    (folder / "adapter").mkdir(parents=True)
+    config = load_config("train", ["+experiment=quickstart"])
+    save_config(config, folder / "config.yaml")
+    (folder / "metrics.json").write_text("{}")
+    return folder
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What a merge says that ends with exit code 2."""
+    assert run_verb("merge", merge, words=list(words)) == 2
+    return capsys.readouterr().err
+
+
+def write_adapter(folder: Path, width: int = 8, **settings: Any) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]} | settings
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{name}.lora_A.weight": torch.ones(2, width),
+        f"{name}.lora_B.weight": torch.ones(width, 2),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def test_a_base_without_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing to merge" in refused(capsys, f"model.path={TINY_BASE}")
+
+
+def test_an_adapter_of_another_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_adapter(tmp_path / "adapter")
+    words = (f"model.path={TINY_BASE}", f"adapter_path={tmp_path / 'adapter'}")
+    said = refused(capsys, *words, f"output.dir={tmp_path / 'out'}")
+    assert "128" in said and not (tmp_path / "out").exists()
+    (tmp_path / "adapter" / "base.json").write_text(
+        json.dumps({"path": "elsewhere/base", "fingerprint": "0" * 64, "weights": "0" * 64})
+    )
+    assert "elsewhere/base" in refused(capsys, *words)
+
+
+def test_an_adapter_of_another_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(tmp_path / "adapter", 128, trainable_token_indices=[5000])
+    words = (f"model.path={TINY_BASE}", f"adapter_path={tmp_path / 'adapter'}")
+    assert "5000" in refused(capsys, *words).replace(",", "")
+
+
+def test_a_run_of_full_training_is_a_model_already(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "adapter").rmdir()
+    (run / "model").mkdir()
+    (run / "model" / "config.json").write_text("{}")
+    said = refused(capsys, f"run={run}")
+    assert "is a model already" in said and str(run / "model") in said
+
+
+def test_a_run_without_its_adapter(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no adapter in" in refused(capsys, f"run={run}")
+
+
+def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "metrics.json").unlink()
+    assert "not the folder of a finished training run" in refused(capsys, f"run={run}")
+
+
+def test_a_folder_with_foreign_files(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    said = refused(capsys, f"run={run}", f"output.dir={tmp_path / 'out'}")
+    assert "thesis.tex" in said
+
+
+def test_further_adapters_that_are_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(tmp_path / "adapter", 128)
+    words = (f"model.path={TINY_BASE}", f"adapter_path={tmp_path / 'adapter'}")
+    said = refused(capsys, *words, "merge.adapters=[{path: nowhere}]")
+    assert "merge.adapters: nowhere" in said
+    assert "expected" in refused(capsys, *words, "merge.adapters=[{path: x, weight: 99}]")
+
+
+def test_a_converter_that_is_not_there_is_named_with_how_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    write_adapter(tmp_path / "adapter", 128)
+    words = (f"model.path={TINY_BASE}", f"adapter_path={tmp_path / 'adapter'}")
+    said = refused(capsys, *words, "merge.gguf=true")
+    assert "pip download" in said and "merge.llama_cpp=" in said

@@ -1,0 +1,186 @@
+"""What was trained is merged, talked to and loaded by others, and answers as it was measured."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import load_config
+from tests.conftest import ROOT
+from tests.processes import LONGEST
+from tests.tiny import TINY_BASE, move
+
+QUESTION = "Sort: pear, apple, fig"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the shipped base that has learned something, and nothing useful."""
+    import torch
+
+    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
+    from app.model.base import ModelConfig, load_base
+
+    folder = tmp_path_factory.mktemp("adapter")
+    model = load_base(ModelConfig(path=str(TINY_BASE)), "sdpa", torch.float32)
+    adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
+    move(adapted, scale=0.02)
+    save_adapter(adapted, folder)
+    return folder
+
+
+def words_of(adapter: Path) -> list[str]:
+    return [f"model.path={TINY_BASE}", f"adapter_path={adapter}", "trainer.precision=fp32"]
+
+
+def merge_into(folder: Path, *words: str) -> Any:
+    from app.merge import merge
+
+    os.environ.pop("LOFT_RUN_DIR", None)
+    return merge(load_config("merge", [*words, f"output.dir={folder}"]))
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str, *words: str) -> list[Any]:
+    """Chat from a pipe; returns the conversations that were left, as messages."""
+    from app.chat import chat
+
+    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    chat(load_config("chat", [*words, f"output.dir={folder}"]))
+    monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+    rows = (folder / "conversations.jsonl").read_text().splitlines()
+    return [json.loads(row)["messages"] for row in rows]
+
+
+def test_merged_and_unmerged_give_the_same_answers(
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = merge_into(tmp_path / "merged", *words_of(adapter), "merge.dtype=fp32")
+    said = capsys.readouterr().out
+    assert found.agreement == 1 and "merge verified: within differences of 0.001" in said
+    assert "chat template verified" in said and said.endswith(f"run: {tmp_path / 'merged'}\n")
+    card = (tmp_path / "merged" / "README.md").read_text()
+    assert "library_name: transformers" in card and str(ROOT) not in card
+
+    lines = f"{QUESTION}\nAnd now?\n/reset\n/what\n{QUESTION}\n/compare\n/exit\nnever read\n"
+    short = "chat.max_new_tokens=12"
+    before = talk(monkeypatch, tmp_path / "a", lines, *words_of(adapter), short)
+    screen = capsys.readouterr().out
+    assert "no command /what" in screen and "base" in screen and "tuned" in screen
+    assert before[0][1]["content"] in screen
+    assert [[turn["role"] for turn in row] for row in before] == [
+        ["user", "assistant", "user", "assistant"],
+        ["user", "assistant"],
+    ]
+    assert before[0][:2] == before[1]
+    merged = [f"model.path={tmp_path / 'merged'}", "trainer.precision=fp32", short]
+    assert talk(monkeypatch, tmp_path / "b", lines.replace("/compare\n", ""), *merged) == before
+
+
+def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"model.path={TINY_BASE}", "chat.system=Be brief.", "chat.max_new_tokens=3"]
+    lines = f"/compare\n{'long ' * 3000}\nhi\n/save {tmp_path / 'mine.jsonl'}\n"
+    (row,) = talk(monkeypatch, tmp_path / "chat", lines, *words)
+    screen = capsys.readouterr().out
+    assert "there is no adapter here" in screen and "the model's context is" in screen
+    assert [turn["role"] for turn in row] == ["system", "user", "assistant"]
+    assert json.loads((tmp_path / "mine.jsonl").read_text())["messages"] == row
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make train` leaves."""
+    folder = tmp_path_factory.mktemp("default") / "run"
+    run_verb("train", "+experiment=quickstart", f"output.dir={folder}")
+    return folder
+
+
+def run_verb(verb: str, *words: str, lines: str = "") -> str:
+    """Run a verb as a person does, with `lines` from a pipe; returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"app.{verb}", *words],
+        cwd=ROOT,
+        env=environment,
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def questions_of(run: Path) -> list[tuple[Any, ...]]:
+    """The turns before each held-out answer, in the order of predictions.jsonl."""
+    from app.assembly import build_datamodule, open_base
+    from app.model.adapter import LoraConfig
+    from app.training.trainer import resolve_single_device
+    from data_modules import BatchSpec
+
+    config: Any = load_config("evaluate", [f"run={run}"])
+    base = open_base(config, resolve_single_device("cpu", "fp32"), LoraConfig())
+    data = build_datamodule(config, base.tokenizer, base.spec, BatchSpec(micro_batch_size=1))
+    data.setup("validate")
+    asked = data._ready.prompt_items(config.evaluation.max_rows)
+    return [item.turns[:-1] for _, items in asked for item in items]
+
+
+def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
+    """What the chat's core answers to each conversation, piece by piece."""
+    from app.assembly import open_tuned
+    from app.evaluation.conversation import ConversationConfig, Responder
+    from app.training.trainer import resolve_single_device
+
+    config: Any = load_config("chat", list(words))
+    env = resolve_single_device("cpu", config.trainer.precision)
+    tuned = open_tuned(config, env)
+    responder = Responder(tuned.load(env), tuned.tokenizer, tuned.template, tuned.stop_ids)
+    how = ConversationConfig(max_new_tokens=64)
+    return ["".join(responder.stream(turns, how)) for turns in questions]
+
+
+@pytest.mark.slow
+def test_chat_and_the_merged_folder_answer_every_held_out_row_as_evaluate(
+    default_run: Path, tmp_path: Path
+) -> None:
+    lines = (default_run / "predictions.jsonl").read_text().splitlines()
+    measured = [json.loads(line)["tuned/answer"] for line in lines]
+    questions = questions_of(default_run)
+    assert len(questions) == len(measured) >= 150
+    merged = tmp_path / "merged"
+    said = run_verb("merge", f"run={default_run}", f"output.dir={merged}")
+    assert "merge verified" in said and "chat template verified" in said
+    for words in ([f"run={default_run}"], [f"model.path={merged}", "trainer.precision=fp32"]):
+        assert answers_of(questions, *words) == measured, words
+    # And typed into a pipe: those of one line after the commonest system prompt.
+    system = Counter(turns[0].content for turns in questions if len(turns) == 2).most_common()[0][0]
+    typed = {
+        turns[1].content: answer
+        for turns, answer in zip(questions, measured, strict=True)
+        if len(turns) == 2 and turns[0].content == system and "\n" not in turns[1].content
+    }
+    assert len(typed) >= 10
+    folder = tmp_path / "chat"
+    run_verb(
+        "chat",
+        *(f"run={default_run}", f"output.dir={folder}", f"chat.system='{system}'"),
+        lines="".join(f"{question}\n/reset\n" for question in typed),
+    )
+    rows = (folder / "conversations.jsonl").read_text().splitlines()
+    answers = [json.loads(row)["messages"][-1]["content"] for row in rows]
+    assert answers == list(typed.values())

@@ -1,0 +1,197 @@
+"""A merged model is base + adapter: for every kind of adapter, read by stock transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MixtralConfig
+from transformers import MixtralForCausalLM as Mixtral
+
+from app.model.adapter import (
+    AdapterConfig,
+    Ia3Config,
+    LoraConfig,
+    apply_adapter,
+    load_adapter,
+    load_weighted,
+    probe_logits,
+    read_changes,
+    save_adapter,
+)
+from app.model.base import ModelConfig, load_base
+from app.model.base_files import weight_files
+from app.model.merging import BOUNDS, Difference, MergePlan, measure_difference, merge_weights
+from app.model.quantization import QuantizationConfig
+from app.process.errors import UserError
+from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+
+Model = Any
+
+
+def on_meta(base: Path) -> Model:
+    with torch.device("meta"):
+        return load_base(ModelConfig(path=str(base)), "sdpa", torch.float32, on_meta=True)
+
+
+def read_base(base: Path, **how: Any) -> Model:
+    return load_base(ModelConfig(path=str(base)), "sdpa", torch.float32, **how)
+
+
+def make_adapter(
+    base: Path, folder: Path, adapter: AdapterConfig, *, seed: int = 7, **how: Any
+) -> Model:
+    """Save an adapter that has learned something; returns base + adapter."""
+    adapted = apply_adapter(read_base(base), adapter, half_precision=False, **how)
+    move(adapted, seed=seed)
+    save_adapter(adapted, folder)
+    return adapted.eval()
+
+
+def merged(
+    base: Path, adapters: Sequence[tuple[Path, float]], folder: Path, dtype: Any, **how: Any
+) -> Model:
+    """Merge, and read what was written with stock transformers."""
+    changes = read_changes(lambda: on_meta(base), adapters)
+    plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=dtype, **how)
+    model = on_meta(base)
+    merge_weights(model, plan, folder)
+    kind = AutoModelForSeq2SeqLM if model.config.is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32)
+
+
+def difference(one: Model, other: Model) -> Difference:
+    rows = [probe_logits(model, probe_of(other)) for model in (one, other)]
+    return measure_difference(rows[:1], rows[1:])
+
+
+LORA, WHOLE_HEAD = LoraConfig(r=4), LoraConfig(r=4, modules_to_save=["lm_head"])
+DORA, RSLORA = LoraConfig(r=4, use_dora=True), LoraConfig(r=4, use_rslora=True)
+ROWS: dict[str, Any] = {"token_ids": [5, 7]}
+Case = tuple[Callable[..., Model], dict[str, Any], AdapterConfig, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "lora": (tiny_llama, {}, LORA, {}),
+    "rslora, rows": (tiny_llama, {"tie_word_embeddings": False}, RSLORA, ROWS),
+    "dora, transposed": (tiny_gpt2, {}, DORA, {}),
+    "dora": (tiny_llama, {}, DORA, {}),
+    "ia3": (tiny_llama, {"attention_bias": True}, Ia3Config(), {}),
+    "rows, tied": (tiny_llama, {}, LORA, ROWS),
+    "pair, rows": (tiny_t5, {}, LORA, ROWS),
+    "whole head": (tiny_llama, {"tie_word_embeddings": False}, WHOLE_HEAD, {}),
+}
+MORE: dict[str, Case] = {
+    "transposed": (tiny_gpt2, {}, LORA, {}),
+    "transposed ia3": (tiny_gpt2, {}, Ia3Config(), {}),
+    "pair ia3": (tiny_t5, {}, Ia3Config(), {}),
+    "pair, untied": (tiny_t5, {"tie_word_embeddings": False}, LORA, ROWS),
+    "bart": (tiny_bart, {}, LORA, ROWS),
+    "rank pattern": (
+        tiny_llama, {}, LoraConfig(r=4, rank_pattern={"q_proj": 2}, alpha_pattern={"k_proj": 3}), {}
+    ),
+}  # fmt: skip
+
+
+def check_case(case: Case, dtype: torch.dtype, folder: Path) -> None:
+    build, numbers, adapter, how = case
+    model = build(**numbers)
+    model.save_pretrained(folder / "base")
+    adapted = make_adapter(folder / "base", folder / "adapter", adapter, **how)
+    read = merged(folder / "base", [(folder / "adapter", 1.0)], folder / "merged", dtype)
+    found = difference(adapted, read)
+    assert found.is_within(BOUNDS[str(dtype).removeprefix("torch.")]), str(found)
+    assert not difference(read_base(folder / "base"), read).is_within(BOUNDS["bfloat16"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_merged_in_fp32_it_answers_as_the_adapter_does(name: str, tmp_path: Path) -> None:
+    check_case(CASES[name], torch.float32, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES | MORE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kind_of_adapter_merges_within_the_bound_of_its_dtype(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    check_case((CASES | MORE)[name], dtype, tmp_path)
+
+
+def test_a_head_that_alone_has_changed_is_no_longer_tied(tmp_path: Path) -> None:
+    import peft
+
+    base = tmp_path / "base"
+    tiny_llama().save_pretrained(base)
+    config = peft.LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"])
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    move(adapted)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
+    assert not read.config.tie_word_embeddings
+    assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
+
+
+def test_experts_saved_by_stock_peft_merge_into_the_files_of_each_expert(tmp_path: Path) -> None:
+    import peft
+
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    Mixtral(MixtralConfig(**shape, **heads, num_local_experts=4)).eval().save_pretrained(base)
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    move(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = probe_logits(adapted.eval(), probe_of(adapted.get_base_model()))
+    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
+    found = measure_difference([expected], [probe_logits(read, probe_of(read))])
+    assert found.is_within(BOUNDS["float32"]), str(found)
+    names = [file.name for file in weight_files(tmp_path / "merged")]
+    with (
+        safe_open(tmp_path / "merged" / names[0], "pt") as written,
+        safe_open(base / names[0], "pt") as before,
+    ):
+        assert set(written.keys()) == set(before.keys())
+
+
+def test_several_adapters_are_added_with_their_weights(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    tiny_llama().save_pretrained(base)
+    for name, seed in (("one", 7), ("two", 8)):
+        make_adapter(base, tmp_path / name, LoraConfig(r=4), seed=seed)
+    adapters = [(tmp_path / "one", 0.75), (tmp_path / "two", -0.5)]
+    read = merged(base, adapters, tmp_path / "merged", torch.float32)
+    served = load_weighted(read_base(base), adapters)
+    assert difference(served, read).is_within(BOUNDS["float32"])
+    alone = load_adapter(read_base(base), tmp_path / "one")
+    assert not difference(alone, read).is_within(BOUNDS["bfloat16"])
+    make_adapter(base, tmp_path / "dora", DORA)
+    with pytest.raises(UserError, match="only what LoRA adds can be weighted or summed"):
+        read_changes(lambda: on_meta(base), [*adapters, (tmp_path / "dora", 1.0)])
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+def test_onto_dequantized_weights_it_answers_as_the_quantized_base(
+    build: Callable[..., Model], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    shape: dict[str, Any] = {"vocab_size": 64}
+    build(**shape).save_pretrained(base)
+    nf4 = QuantizationConfig(method="nf4")
+    adapted = apply_adapter(read_base(base, quantization=nf4), LORA, half_precision=False)
+    move(adapted)
+    save_adapter(adapted, tmp_path / "adapter")
+    how = {"quantization": nf4, "quantized_from": torch.float32}
+    adapters = [(tmp_path / "adapter", 1.0)]
+    read = merged(base, adapters, tmp_path / "merged", torch.float32, **how)
+    assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
+    original = merged(base, adapters, tmp_path / "original", torch.float32)
+    assert not difference(adapted, original).is_within(BOUNDS["float32"])
