@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from transformers import CONFIG_MAPPING
 
-from app.model.base import ModelConfig, load_architecture
+from app.model.base import DRAFTS, ModelConfig, load_architecture, why_not_saved_whole
 from app.process.errors import UserError
 
 
@@ -38,8 +39,22 @@ def test_a_model_type_that_no_version_is_known_of(version: Any, tmp_path: Path) 
     assert "'llama9'; take a newer transformers, or take another base" in said
 
 
-@pytest.mark.parametrize("model_type", ["vit", "clip_vision_model", "wav2vec2"])
-def test_a_model_that_reads_no_text(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["vit", "wav2vec2", "voxtral", "whisper"])
+def test_a_model_that_does_not_write_text_for_text(model_type: str, tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type=model_type)
     assert f"{model_type} models are not language models to train" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
+
+
+@pytest.mark.parametrize("model_type", DRAFTS)
+def test_a_model_that_drafts_for_another(model_type: str, tmp_path: Path) -> None:
+    said = said_of(tmp_path, model_type=model_type)
+    assert f"{model_type} models draft for another model" in said
+    assert said.endswith("type model.path=ANOTHER_BASE")
+
+
+def test_a_model_that_could_not_be_opened_again_is_not_trained_whole() -> None:
+    reason = why_not_saved_whole(CONFIG_MAPPING["mllama"]())
+    assert reason is not None and reason.endswith("opens none of that type: type adapter=lora")
+    for model_type in ("llama", "gemma3", "t5"):
+        assert why_not_saved_whole(CONFIG_MAPPING[model_type]()) is None
