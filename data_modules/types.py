@@ -38,7 +38,8 @@ class Turn:
     """Hold one turn; `weight` None means that the role decides its weight.
 
     `role` is system, user, assistant or tool. `reasoning` is what an answer thinks before it
-    speaks; `name` and `tool_call_id` say which call a tool turn answers.
+    speaks; `name` and `tool_call_id` say which call a tool turn answers. `input_start` is where the
+    `input` of an alpaca row begins in `content`, 0 where it has none.
     """
 
     role: str
@@ -48,6 +49,7 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     name: str | None = None
     tool_call_id: str | None = None
+    input_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
+"""model types whose forward takes the hidden states of the model that they draft for (as of
+transformers 5.23)"""
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
@@ -321,6 +325,11 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
             f"model.path={config.path}: transformers {transformers.__version__} does not know "
             f"its model_type {model_type!r}; {_newer_transformers(numbers)}, or take another base"
         )
+    if model_type in DRAFTS:
+        raise UserError(
+            f"model.path={config.path}: {model_type} models draft for another model and go on from "
+            "its states, which a run does not have; type model.path=ANOTHER_BASE"
+        )
     architecture = AutoConfig.from_pretrained(
         config.path, revision=config.revision, trust_remote_code=config.trust_remote_code
     )
@@ -331,7 +340,7 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     ):
         raise UserError(
             f"model.path={config.path}: {model_type} models are not language models to train: "
-            "transformers has no causal and no encoder-decoder one of that type; "
+            f"transformers' {model_class(architecture).__name__} has none of that type; "
             "type model.path=ANOTHER_BASE"
         )
     if architecture.is_encoder_decoder and (
@@ -339,6 +348,22 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     ):
         architecture.decoder_start_token_id = _start_of_generation(config)
     return architecture
+
+
+def why_not_saved_whole(architecture: PretrainedConfig) -> str | None:
+    """Return why transformers cannot open a whole model that was saved; None where it can."""
+    if language_model_class(architecture) is not None:
+        return None
+    auto = model_class(architecture)
+    known = auto._model_mapping
+    part = known[type(architecture)].config_class if type(architecture) in known else None
+    if part is None or part in known:
+        return None
+    return (
+        f"{architecture.model_type} models are opened as their language model alone, which is "
+        f"saved as {part.model_type}, and transformers' {auto.__name__} opens none of that type: "
+        "type adapter=lora"
+    )
 
 
 def _newer_transformers(numbers: Mapping[str, Any]) -> str:

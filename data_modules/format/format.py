@@ -199,11 +199,16 @@ def _first(values: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any]:
 
 
 def _read_alpaca(values: Mapping[str, Any], origin: Origin) -> list[Item]:
-    question = read_text(values["instruction"], "instruction")
+    question, input_start = read_text(values["instruction"], "instruction"), 0
     if extra := read_optional_text(values, "input").strip():
-        question = f"{question}\n\n{extra}" if question else extra
+        question, input_start = (
+            (f"{question}\n\n{extra}", len(question) + 2) if question else (extra, 0)
+        )
     name, answer = _first(values, _ANSWERS)
-    turns = [Turn("user", question), Turn("assistant", read_answer(answer, name))]
+    turns = [
+        Turn("user", question, input_start=input_start),
+        Turn("assistant", read_answer(answer, name)),
+    ]
     if values.get("history"):
         turns = _read_history(values["history"]) + turns
     if system := read_optional_text(values, "system"):

@@ -26,7 +26,9 @@ _NEEDED = {
     "alpaca": (),
     "deepseek": ("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "gemma4": ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>"),
     "granite": ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    "harmony": ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"),
     "llama2": (),
     "llama3": _LLAMA3,
     "llama3_1": _LLAMA3,
@@ -42,7 +44,7 @@ _NEEDED = {
 }
 """the control tokens that each template writes; without any it ends answers with the EOS"""
 TEMPLATE_NAMES = tuple(_NEEDED)
-TEMPLATES_WITH_TOOLS = ("plain", "granite", "qwen3")
+TEMPLATES_WITH_TOOLS = ("plain", "gemma4", "granite", "qwen3")
 """those that write tools, the calls of an answer and what the tools gave back"""
 MAX_TEMPLATE_BYTES = 1 << 20
 _FOLDER = Path(__file__).parent / "named"

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 THOUGHT = re.compile(r"<think>(.*?)</think>\s*", re.DOTALL)
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+INPUT_HEADER = "\n\n### Input:\n"
+"""what alpaca's form writes between an instruction and its input; its preamble depends on it"""
 CALL_IDS = ("given", "nine", "named")
 # Private-use characters that no text and no template holds.
 _PROBE, _PROBE_ARGUMENT = "\ue0f1probe\ue0f2", "\ue0f1argument\ue0f2"
@@ -82,9 +84,12 @@ class Renderer:
         """Return what the template is given of `chat`.
 
         With `reasoning` "strip" no thought is left in it. Else `Turn.reasoning` stays for a
-        template that writes it, and stands in `<think>` tags before the content for all others.
+        template that writes it, and stands in `<think>` tags before the content for all others. An
+        input follows its header where the template looks for that.
         """
         turns = chat.turns
+        if turns and any(turn.input_start for turn in turns) and self._looks_for_inputs():
+            turns = tuple(_with_header(turn) for turn in turns)
         for turn in turns:
             if turn.reasoning is not None or (reasoning == "strip" and "</think>" in turn.content):
                 turns = tuple(self._with_thought(turn, reasoning) for turn in turns)
@@ -129,6 +134,10 @@ class Renderer:
     def messages(self, chat: Chat) -> list[dict[str, Any]]:
         """Return the turns of a chat as the template reads them."""
         return _messages(chat, self.format)
+
+
+    def _looks_for_inputs(self) -> bool:
+        return INPUT_HEADER.replace("\n", "\\n") in str(self._tokenizer.chat_template)
 
     def _with_thought(self, turn: Turn, reasoning: str) -> Turn:
         if turn.role != "assistant" or (turn.reasoning is None and reasoning != "strip"):
@@ -213,6 +222,13 @@ def render_errors() -> tuple[type[Exception], ...]:
         TypeError,
         ValueError,
     )
+
+
+def _with_header(turn: Turn) -> Turn:
+    if not turn.input_start:
+        return turn
+    instruction, given = turn.content[: turn.input_start - 2], turn.content[turn.input_start :]
+    return replace(turn, content=instruction + INPUT_HEADER + given, input_start=0)
 
 
 def _calling() -> Iterator[Chat]:

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
+from transformers import CONFIG_MAPPING
 
 from app.model.base import (
+    DRAFTS,
     ModelConfig,
     load_architecture,
     load_base,
     reading_first_forward,
+    why_not_saved_whole,
 )
 from app.model.multimodal import language_model_class
 from app.preflight.base_model import BaseModel, inspect_base
@@ -51,9 +54,10 @@ def test_a_model_type_that_no_version_is_known_of(version: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "model_type", ["vit", "clip", "clip_vision_model", "siglip", "siglip2", "wav2vec2"]
+    "model_type",
+    ["vit", "clip", "clip_vision_model", "siglip", "siglip2", "wav2vec2", "voxtral", "whisper"],
 )
-def test_a_model_that_reads_no_text(model_type: str, tmp_path: Path) -> None:
+def test_a_model_that_does_not_write_text_for_text(model_type: str, tmp_path: Path) -> None:
     said = said_of(tmp_path, model_type=model_type)
     assert f"{model_type} models are not language models to train" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
@@ -104,3 +108,17 @@ def test_a_length_beyond_the_context_of_a_language_model(tmp_path: Path) -> None
     numbers = {"model_type": "gemma3", "text_config": {"max_position_embeddings": 128}}
     (problem,) = check_sequence_len(129, BaseModel("base", numbers))
     assert problem.endswith("type data.sequence_len=128")
+
+
+@pytest.mark.parametrize("model_type", DRAFTS)
+def test_a_model_that_drafts_for_another(model_type: str, tmp_path: Path) -> None:
+    said = said_of(tmp_path, model_type=model_type)
+    assert f"{model_type} models draft for another model" in said
+    assert said.endswith("type model.path=ANOTHER_BASE")
+
+
+def test_a_model_that_could_not_be_opened_again_is_not_trained_whole() -> None:
+    reason = why_not_saved_whole(CONFIG_MAPPING["mllama"]())
+    assert reason is not None and reason.endswith("opens none of that type: type adapter=lora")
+    for model_type in ("llama", "gemma3", "t5"):
+        assert why_not_saved_whole(CONFIG_MAPPING[model_type]()) is None

@@ -31,7 +31,9 @@ SPECIALS = [
     *("<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|user|>", "<|system|>"),
     *("<|assistant|>", "<|end|>", "<|im_sep|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]"),
     *("[/SYSTEM_PROMPT]", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-    *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|turn>", "<turn|>"),
+    *("<|tool_call>", "<tool_call|>"),
+    *("<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"),
 ]
 TURNS = (
     "{% for m in messages %}{{ m.role + ':\n' + m.content }}{{ eos_token }}{% endfor %}"

@@ -335,7 +335,9 @@ def test_templates_with_tools_are_those_that_lose_nothing(name: str) -> None:
         *("<|end_header_id|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
         *("<|im_sep|>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
         *("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
-        *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        *("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|turn>", "<turn|>"),
+        *("<|tool_call>", "<tool_call|>"),
+        *("<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"),
     ]
     template = ChatTemplate.resolve(build_tokenizer(specials, eos="</s>"), name)
     (encoded,) = template.encode([calling("look")])

@@ -142,6 +142,7 @@ CONTROLS = [
     *("<think>", "</think>", "<|eot_id|>", "<|im_sep|>", "[INST]", "[/INST]"),
     *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<|start_of_role|>", "<|end_of_role|>"),
     *("<|end_of_text|>", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+    *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
 ]
 
 

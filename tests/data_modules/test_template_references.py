@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jinja2
 import pytest
 
+from data_modules.format import convert_row
+from data_modules.messages import Origin
+from data_modules.template import ChatTemplate
 from data_modules.template.named_templates import named_template
+from data_modules.types import Encoded, Row
 from tests.data_modules.conftest import build_tokenizer
 from tests.data_modules.published import published_templates
 
@@ -57,7 +62,44 @@ CALLED = {
     "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>R<｜tool▁output▁end｜>"
     "<｜tool▁outputs▁end｜>A<｜end▁of▁sentence｜>",
 }
-SAME_AS = {"gemma": "gemma3", "llama3_1": "llama3_1", "qwen3": "qwen3"}
+SAME_AS = {
+    "gemma": "gemma3",
+    "gemma4": "gemma4_v5",
+    "harmony": "gptoss",
+    "llama3_1": "llama3_1",
+    "qwen3": "qwen3",
+}
+TAKEN = {
+    "description": "What to take.",
+    "type": "object",
+    "properties": {
+        "what": {"type": "string", "description": "one", "enum": ["a", "b"], "default": "a"},
+        "many": {"type": "array", "items": {"type": "integer"}, "nullable": True},
+        "each": {"type": "array", "items": {"type": "object", "required": ["x"]}},
+        "from": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]},
+        "open": {"type": "object", "description": "any", "additionalProperties": False},
+        "last": {"type": "boolean", "default": True},
+        "kind": {"oneOf": [{"type": "string", "description": "s"}, {"type": "integer"}]},
+    },
+    "required": ["what"],
+}
+TAKE = {"type": "function", "function": {"name": "take", "description": "d", "parameters": TAKEN}}
+ARGUMENTS = {"what": "é<", "many": [1, True, None, 2.5], "from": {"x": {"b": "c"}}}
+TAKES = {
+    **CALLS,
+    "tool_calls": [{**CALL, "function": {"name": "take", "arguments": ARGUMENTS}}],
+}
+TOOLED = [
+    ([SYSTEM, USER], True),
+    ([USER, TAKES], False),
+    ([USER, TAKES, RESULT], True),
+    ([USER, {**TAKES, "content": "look"}, RESULT, CALLS, RESULT, ANSWER, AGAIN], True),
+    ([USER, {**TAKES, "reasoning": "r", "thinking": "r"}, RESULT, ANSWER], False),
+    ([USER, {**TAKES, "reasoning": "r", "thinking": "r"}, RESULT], True),
+    ([USER, {**ANSWER, "reasoning": "r", "thinking": "r"}], False),
+    ([SYSTEM, USER, {**ANSWER, "reasoning": "r", "thinking": "r"}, AGAIN, ANSWER], False),
+]
+"""chats with tools, and whether a generation prompt follows"""
 
 
 def rendered(text: str, messages: list[dict[str, Any]], **more: Any) -> str:
@@ -79,6 +121,31 @@ def test_calls_and_their_results(name: str) -> None:
     assert rendered(named_template(name), WITH_TOOLS, **tools) == CALLED[name]
 
 
+@pytest.mark.parametrize(
+    ("input_", "context", "asked"),
+    [
+        ("", "", "do it"),
+        ("1 2", ", paired with an input that provides further context", "do it\n\n### Input:\n1 2"),
+    ],
+)
+def test_alpaca_says_whether_an_input_is_given(input_: str, context: str, asked: str) -> None:
+    """The two prompts of stanford_alpaca's train.py, a line break behind the last header."""
+    row = {"instruction": "do it", "input": input_, "output": "done"}
+    items = convert_row(Row(row, Origin("rows.json", 7)), "alpaca", {})
+    template = ChatTemplate.resolve(build_tokenizer(["</s>"], eos="</s>"), "alpaca")
+    (encoded,) = template.encode(items)
+    assert isinstance(encoded, Encoded)
+    ids, trained = encoded.input_ids, encoded.weights > 0
+    assert template._tokenizer.decode(ids) == (
+        f"Below is an instruction that describes a task{context}. Write a response that "
+        f"appropriately completes the request.\n\n### Instruction:\n{asked}\n\n"
+        "### Response:\ndone</s>"
+    )
+    assert template._tokenizer.decode(ids[trained]) == "done</s>"
+    prompt = template.prompt(items[0])
+    assert prompt is not None and prompt.input_ids == ids[~trained].tolist()
+
+
 def test_granite_declares_its_tools() -> None:
     written = rendered(named_template("granite"), [SYSTEM, USER], tools=[TOOL])
     assert written.startswith(f"{ROLE}system{END}S\n\nYou are a helpful assistant with access to ")
@@ -95,3 +162,20 @@ def test_a_conversation_is_what_the_published_template_writes(name: str) -> None
             for text in (named_template(name), other)
         )
         assert ours == theirs
+
+
+@pytest.mark.skipif(not published_templates(), reason="needs trl's templates")
+@pytest.mark.parametrize("name", ["gemma4", "harmony"])
+def test_tools_and_thoughts_are_what_the_published_template_writes(name: str) -> None:
+    other = published_templates()[SAME_AS[name]]
+    for messages, prompt in TOOLED:
+        for tools in ([TOOL, TAKE], None):
+            more = {"tools": tools, "add_generation_prompt": prompt, "enable_thinking": prompt}
+            ours = rendered(named_template(name), messages, **more)
+            assert ours == rendered(other, messages, **more)
+
+
+def test_harmony_has_one_call_in_an_answer() -> None:
+    twice = {**CALLS, "tool_calls": [CALL, CALL]}
+    with pytest.raises(jinja2.TemplateError, match="one call in an answer"):
+        rendered(named_template("harmony"), [USER, twice])

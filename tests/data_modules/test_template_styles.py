@@ -59,6 +59,12 @@ STYLES = {
     "gemma": _named(
         "gemma", "<end_of_turn>", "<start_of_turn>", "<end_of_turn>", written=str.strip
     ),
+    "gemma4": _named(
+        "gemma4",
+        "<turn|>",
+        *("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>"),
+        written=str.strip,
+    ),
     "granite": _named(
         "granite",
         "<|end_of_text|>",
@@ -105,12 +111,15 @@ THINKING = {
     "qwen3": _named("qwen3", "<|im_end|>", *IM),
     "thinking, another": Style(QWEN3, "<|im_end|>", IM),
 }
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+OTHERS = THINKING | {"harmony": _named("harmony", "<|return|>", *HARMONY)}
+"""styles that write the last answer otherwise than those before it"""
 
 
 @cache
 def template_of(style: str, adds_bos: bool = False) -> ChatTemplate:
     """Build the template of a style, over a tokenizer that has its tokens."""
-    chosen = (STYLES | THINKING)[style]
+    chosen = (STYLES | OTHERS)[style]
     tokenizer = build_tokenizer(
         ["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>", adds_bos=adds_bos
     )
@@ -176,7 +185,7 @@ def test_answers_and_their_stop_tokens_are_learned(
     assert not learned[: max(num_before - 1, 0)].any()
 
 
-@pytest.mark.parametrize("style", [*STYLES, *THINKING])
+@pytest.mark.parametrize("style", [*STYLES, *OTHERS])
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations(), adds_bos=st.booleans())
 def test_ids_are_those_of_apply_chat_template(
@@ -195,7 +204,7 @@ def test_ids_are_those_of_apply_chat_template(
     assert not any(expected[len(ids) :].count(stop) for stop in template.stop_token_ids)
 
 
-@pytest.mark.parametrize("style", [*STYLES, *THINKING])
+@pytest.mark.parametrize("style", [*STYLES, *OTHERS])
 @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(chat=conversations())
 def test_scaffold_and_prefixes_find_the_same_turns(style: str, chat: Conversation) -> None:
@@ -326,13 +335,13 @@ def test_generation_blocks_change_nothing() -> None:
 
 
 def test_every_named_template_is_proven_here() -> None:
-    assert set(TEMPLATE_NAMES) <= set(STYLES) | set(THINKING)
+    assert set(TEMPLATE_NAMES) <= set(STYLES) | set(OTHERS)
     assert TEMPLATE_NAMES[:2] == ("plain", "chatml")
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_named_templates_resolve_or_name_what_is_missing(name: str) -> None:
-    chosen = (STYLES | THINKING)[name]
+    chosen = (STYLES | OTHERS)[name]
     whole = build_tokenizer(["<s>", "</s>", *chosen.specials], bos="<s>", eos="</s>")
     template = ChatTemplate.resolve(whole, name, MaskConfig())
     assert template.note == f"chat template: {name}"

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from app.model.attention import attend, attention_implementation, generation_attention
 from app.model.attention.documents import group_documents
+from app.model.attention.inputs import _has_attention
 from tests.tiny import random_ids, tiny_llama
 
 LENGTHS = [[5, 9, 3, 30, 7, 20], [40, 1, 2]]
@@ -41,3 +46,11 @@ def test_a_variant_that_it_cannot_compute_is_refused() -> None:
     part = torch.zeros(1, 4, 6, 8)
     with pytest.raises(ValueError, match="attention=eager"):
         attend.attend_by_document(torch.nn.Identity(), part, part, part, None, softcap=50.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("gpt2", True), ("dots3_note_text", True), ("mamba2", False)]
+)
+def test_heads_by_any_name_and_by_layer_are_attention(family: str, expected: bool) -> None:
+    model: Any = SimpleNamespace(config=CONFIG_MAPPING[family]())
+    assert _has_attention(model) is expected

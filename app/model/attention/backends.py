@@ -71,9 +71,11 @@ ALIBI = ("bloom", "mpt")
 """model types that compute their ALiBi bias from the mask of a whole row"""
 SEES_PADDING = ("encoder-decoder", "prophetnet")
 """model types of which no mask hides all padding"""
+HASHES_ROWS = ("reformer",)
+"""model types whose queries see the keys of their bucket, and buckets hold tokens of a whole row"""
 SHARED_EXPERTS = ("nllb-moe",)
 """model types whose experts drop tokens beyond a capacity that the whole batch shares"""
-SELECTED_TOKENS = ("index_topk", "keep_window_size")
+SELECTED_TOKENS = ("index_topk", "keep_window_size", "indexer_budget")
 """names in config.json of how many keys each query selects by score"""
 COMPRESSED_TOKENS = {"deepseek_v4": 4}
 """by model type, how many tokens each selected key stands for, where it is more than one"""
@@ -168,6 +170,11 @@ def why_not_batched(numbers: Mapping[str, Any], longest: int | None = None) -> s
     model_type = numbers.get("model_type")
     if model_type in SEES_PADDING:
         reason = "let documents see the padding after them, and each other in a pack"
+    elif model_type in HASHES_ROWS:
+        reason = (
+            "sort the tokens of a whole row into buckets, so that the logits of a document depend "
+            "on its padding and its neighbours"
+        )
     elif model_type in SHARED_EXPERTS:
         reason = (
             "drop tokens beyond an expert_capacity that all documents of a batch share, so that "

@@ -37,7 +37,9 @@ def attention_inputs(
 def _has_attention(model: PreTrainedModel) -> bool:
     """Return whether a model has any attention, as Mamba has none: no mask is for its mixers."""
     text = model.config.get_text_config()
-    return getattr(text, "num_attention_heads", None) is not None
+    # Not the attribute: it is an error where the number differs by layer.
+    name = text.attribute_map.get("num_attention_heads", "num_attention_heads")
+    return text.__dict__.get(name) is not None
 
 
 def _inputs_of_attention(

@@ -290,10 +290,12 @@ def check_causal(model: PreTrainedModel, device: torch.device | None = None) -> 
     # The median token: one or two may get another expert by rounding.
     moved = (logits - others).std(-1).median()
     if moved > SEEN * logits.std(-1).mean():
+        kind, fields = model.config.model_type, ("is_decoder", "causal")
+        causal = next((one for one in fields if getattr(model.config, one, None) is False), None)
+        other = f'; one is causal where its config.json says "{causal}": true' if causal else ""
         raise UserError(
-            f"{model.config.model_type} models let a token see those after it, so that this one "
-            "would see the answers that it is trained on: type model.path=ANOTHER_BASE; "
-            'a BERT is causal where its config.json says "is_decoder": true'
+            f"{kind} models let a token see those after it, so that this one would see the answers "
+            f"that it is trained on: type model.path=ANOTHER_BASE{other}"
         )
 
 
