@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-import warnings
 from pathlib import Path
 
-from benchmarks.fake_device.device import NoFakeDevice, install
+from benchmarks.fake_device.device import start
 from benchmarks.fake_device.trace import Job, Numbers, architecture_of, trace
 from benchmarks.gpu_ops import FULL_PACKS, real_lengths, words_of
 
@@ -77,20 +75,6 @@ def known_program() -> dict[str, object]:
     }
 
 
-def main() -> int:
-    warnings.simplefilter("ignore")
-    try:
-        install()
-    except NoFakeDevice as reason:
-        print(reason, file=sys.stderr)
-        return 3
-    from benchmarks.fake_device.kernels import install_liger
-
-    install_liger()
-    found = {"known": known_program(), "traced": traced(), "graphs": graphs()}
-    print(json.dumps(found))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    start()
+    print(json.dumps({"known": known_program(), "traced": traced(), "graphs": graphs()}))
