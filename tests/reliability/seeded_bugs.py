@@ -20,7 +20,17 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-PARTS = ("app", "conf", "data_modules", "docs", "tests", "tools", "pyproject.toml", "Makefile")
+PARTS = (
+    "app",
+    "benchmarks",
+    "conf",
+    "data_modules",
+    "docs",
+    "tests",
+    "tools",
+    "pyproject.toml",
+    "Makefile",
+)
 """of the tree, as far as the tests need it"""
 PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5
 """pytest's exit codes"""
