@@ -52,6 +52,16 @@ def _cache_of_these_tests(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["LOFT_DATA_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _compositions_are_kept() -> Iterator[None]:
+    """Compose the shipped files of the same options once a process."""
+    from tests.composing import keep_compositions
+
+    with pytest.MonkeyPatch.context() as patch:
+        keep_compositions(patch)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_run_folder_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A verb hands its folder to child ranks by environment; the next test is no child.

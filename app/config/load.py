@@ -251,10 +251,8 @@ def _give_types(
 
     if (refusal := refuse("", values)) is not None:
         raise UserError(refusal)
-    node = OmegaConf.structured(schema)
+    node = _node_of(schema, parts)
     try:
-        for group, part in parts.items():
-            node[group] = OmegaConf.structured(part)
         config: Any = OmegaConf.to_object(OmegaConf.merge(node, values))
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
@@ -267,6 +265,16 @@ def _give_types(
         if (named := getattr(config, group).name) != name:
             raise UserError(f"{group}.name={named}: expected {name}")
     return config
+
+
+def _node_of(schema: type, parts: Mapping[str, type]) -> Any:
+    """Make what OmegaConf checks values against; merging copies it."""
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.structured(schema)
+    for group, part in parts.items():
+        node[group] = OmegaConf.structured(part)
+    return node
 
 
 def _read_run(folder: Path) -> TrainConfig:

@@ -9,24 +9,16 @@ import json
 import logging
 import sys
 import traceback
-import warnings
 
-from benchmarks.fake_device.device import NoFakeDevice, install
+from benchmarks.fake_device.device import start
 
 
-def main() -> int:
+def main() -> None:
     """Trace; exit code 3 with the reason where there can be no fake device."""
     jobs = json.load(sys.stdin)
-    warnings.simplefilter("ignore")
-    try:
-        install()
-    except NoFakeDevice as reason:
-        print(reason, file=sys.stderr)
-        return 3
-    from benchmarks.fake_device.kernels import install_kernels
+    start()
     from benchmarks.fake_device.trace import Job, trace
 
-    install_kernels()
     logging.getLogger().setLevel(logging.ERROR)
     for job in jobs:
         try:
@@ -36,8 +28,7 @@ def main() -> int:
             found = {"error": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
         print(json.dumps({"name": job["name"], "num_layers": job["num_layers"], **found}))
         sys.stdout.flush()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

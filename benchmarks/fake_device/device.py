@@ -11,7 +11,9 @@ import functools
 import importlib.util
 import shutil
 import subprocess
+import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,19 @@ def install() -> None:
     _teach_fakes(torch)
     # Else it would leave out what it does with real tensors, as reading whether a mask is needed.
     transformers.utils.import_utils.is_fake_tensor = lambda _: False
+
+
+def start() -> None:
+    """Let a program believe in the device, with the kernels of a GPU; exit code 3 where it cannot."""
+    warnings.simplefilter("ignore")
+    try:
+        install()
+    except NoFakeDevice as reason:
+        print(reason, file=sys.stderr)
+        sys.exit(3)
+    from benchmarks.fake_device.kernels import install_kernels
+
+    install_kernels()
 
 
 def _load_guard() -> None:

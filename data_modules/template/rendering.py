@@ -135,7 +135,6 @@ class Renderer:
         """Return the turns of a chat as the template reads them."""
         return _messages(chat, self.format)
 
-
     def _looks_for_inputs(self) -> bool:
         return INPUT_HEADER.replace("\n", "\\n") in str(self._tokenizer.chat_template)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-import warnings
 from pathlib import Path
 
-from benchmarks.fake_device.device import NoFakeDevice, install
+from benchmarks.fake_device.device import start
 from benchmarks.fake_device.trace import Job, Numbers, architecture_of, trace
 from benchmarks.gpu_ops import FULL_PACKS, real_lengths, words_of
 
@@ -81,23 +79,14 @@ def known_program() -> dict[str, object]:
     }
 
 
-def main() -> int:
-    warnings.simplefilter("ignore")
-    try:
-        install()
-    except NoFakeDevice as reason:
-        print(reason, file=sys.stderr)
-        return 3
-    from benchmarks.fake_device.kernels import install_kernels
-
-    install_kernels()
+def main() -> None:
+    start()
     from torch.nn.attention import current_flash_attention_impl
 
     found: dict[str, object] = {"known": known_program(), "traced": traced()}
     found |= {"attention": current_flash_attention_impl(), "graphs": graphs()}
     print(json.dumps(found))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,12 +8,20 @@ from app.config import compose, conf_files, load_config
 from app.config.overrides import ADDED_GROUPS
 from app.config.schema import list_settings
 from app.config.verbs import PARTS, VERBS
+from app.model.base import ModelConfig
 from app.sweep.words import read_words
 from data_modules import hints_of
 
 GROUPS = conf_files.groups(conf_files.CONF)
+FAST_MODELS = ("llama8b", "qwen3_30b_a3b", "t5_small", "tiny")
+"""of each kind of file one; their other keys are looked at without composing"""
 OPTIONS = [
-    (group, option)
+    pytest.param(
+        group,
+        option,
+        id=f"{group}={option}",
+        marks=() if group != "model" or option in FAST_MODELS else pytest.mark.slow,
+    )
     for group, options in GROUPS.items()
     if group not in ADDED_GROUPS
     for option in options
@@ -26,13 +34,20 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{g}={o}" for g, o in OPTIONS])
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str) -> None:
     words = {"model": "model=tiny", "data": "data=skills", group: f"{group}={option}"}
     config = load_config("train", list(words.values()))
     assert isinstance(config, VERBS["train"])
     if group in PARTS:
         assert type(getattr(config, group)) is PARTS[group][option]
+
+
+def test_every_model_file_has_keys_of_a_model() -> None:
+    for option in GROUPS["model"]:
+        file = conf_files.find_option(conf_files.CONF, "model", option)
+        model = ModelConfig(**conf_files.read_conf_file(file, package="model").values)
+        assert not model.architecture or model.architecture["model_type"], option
 
 
 @pytest.mark.parametrize("name", GROUPS["experiment"])

@@ -75,12 +75,6 @@ BAD_WORDS = [
         ["zeropp; type strategy=zero3_offload"],
         ["strategy=zero3_offload"],
     ),
-    (["strategy=full_shard"], ["type strategy=fsdp"], ["strategy=fsdp"]),
-    (
-        ["strategy=pp"],
-        ["type strategy=fsdp (there is no pipeline parallelism yet)"],
-        ["strategy=fsdp"],
-    ),
     (
         ["strategy=ddp", "strategy.stage=2"],
         ["strategy.stage: a setting of strategy=zero1, but here strategy=ddp"],

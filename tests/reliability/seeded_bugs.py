@@ -20,7 +20,17 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-PARTS = ("app", "conf", "data_modules", "docs", "tests", "tools", "pyproject.toml", "Makefile")
+PARTS = (
+    "app",
+    "benchmarks",
+    "conf",
+    "data_modules",
+    "docs",
+    "tests",
+    "tools",
+    "pyproject.toml",
+    "Makefile",
+)
 """of the tree, as far as the tests need it"""
 PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5
 """pytest's exit codes"""
@@ -360,6 +370,45 @@ BUGS = [
         right='        text = _USER_INFO.sub(f"{REDACTED}@", text)\n',
         wrong="        pass\n",
         test="tests/data_modules/test_redaction.py::test_a_secret_is_left_out",
+    ),
+    Bug(
+        name="rows of tokens decay in every step",
+        file="app/training/parameter_groups.py",
+        right='if weight.is_vector or weight.kind == "token rows":',
+        wrong="if weight.is_vector:",
+        test="tests/training/test_optimizer.py"
+        "::test_magnitudes_and_token_rows_do_not_decay_and_matrices_saved_whole_do",
+    ),
+    Bug(
+        name="a pattern's ratio is not applied",
+        file="app/training/parameter_groups.py",
+        right='"lr": lr * ratio,',
+        wrong='"lr": lr,',
+        test="tests/training/test_parameter_groups.py"
+        "::test_the_first_pattern_that_fits_a_whole_name_decides",
+    ),
+    Bug(
+        name="an experiment's setting wins over another word for it that was typed",
+        file="app/config/load.py",
+        right="            values[group].pop(name, None)\n",
+        wrong="            pass\n",
+        test="tests/config/test_sources.py"
+        "::test_one_of_two_ways_to_say_a_thing_wins_over_the_experiments_other_one",
+    ),
+    Bug(
+        name="of several processes that tokenize only the largest count stays",
+        file="data_modules/tokens/encode.py",
+        right="getattr(self, name) + getattr(other, name)",
+        wrong="max(getattr(self, name), getattr(other, name))",
+        test="tests/data_modules/test_prepare.py"
+        "::test_many_rows_come_the_same_from_several_processes",
+    ),
+    Bug(
+        name="tokens that were trained on are those of the last step",
+        file="app/training/metrics.py",
+        right="                before + now\n",
+        wrong="                now\n",
+        test="tests/training/test_curves.py::test_trained_tokens_are_those_of_the_plan",
     ),
 ]
 

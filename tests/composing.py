@@ -1,0 +1,77 @@
+"""The shipped files of the same options are read and merged once a process.
+
+Composing takes a tenth of a second, and tests compose a thousand times. What is kept is what Hydra
+itself made of conf/ for these options and this experiment, and OmegaConf of the same schemas; the
+words of each test that set values go through both every time. Files of its own are read every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
+
+from app.config import load
+from app.config.conf_files import CONF
+from app.config.load import EXPERIMENT
+
+
+def keep_compositions(patch: pytest.MonkeyPatch) -> None:
+    """Keep what is chosen by options alone: the list of files, their merged values, the schema."""
+    find_defaults: Callable[..., Any] = config_loader_impl.create_defaults_list
+    merge_files: Callable[..., Any] = ConfigLoaderImpl._compose_config_from_defaults_list
+    make_node: Callable[..., Any] = load._node_of
+    found: dict[Any, Any] = {}
+    merged: dict[Any, bytes] = {}
+
+    def find_once(repo: Any, overrides_list: Sequence[Override], **rest: Any) -> Any:
+        values = [one for one in overrides_list if not repo.group_exists(one.key_or_group)]
+        chosen = [one.input_line for one in overrides_list if one not in values]
+        key = (_files(repo), *chosen, *rest.items())
+        if key[0] is None or any(isinstance(one.value(), dict) for one in overrides_list):
+            return find_defaults(repo=repo, overrides_list=overrides_list, **rest)
+        if key not in found:
+            found[key] = find_defaults(repo=repo, overrides_list=overrides_list, **rest)
+        return config_loader_impl.DefaultsList(
+            defaults=found[key].defaults,
+            config_overrides=values,
+            defaults_tree=found[key].defaults_tree,
+            overrides=found[key].overrides,
+        )
+
+    def merge_once(loader: Any, defaults: Sequence[Any], repo: Any) -> Any:
+        files = _files(repo)
+        if files is None:
+            return merge_files(loader, defaults=defaults, repo=repo)
+        key = (files, *map(repr, defaults))
+        if key not in merged:
+            merged[key] = pickle.dumps(merge_files(loader, defaults=defaults, repo=repo))
+        return pickle.loads(merged[key])  # noqa: S301
+
+    @functools.lru_cache(maxsize=32)
+    def make_node_of(schema: type, parts: tuple[Any, ...], cache: str | None) -> Any:
+        return make_node(schema, dict(parts))
+
+    def make_node_once(schema: type, parts: Mapping[str, type]) -> Any:
+        # One default is what the environment says.
+        return make_node_of(schema, tuple(parts.items()), os.environ.get("LOFT_DATA_CACHE"))
+
+    patch.setattr(load, "_node_of", make_node_once)
+    patch.setattr(config_loader_impl, "create_defaults_list", find_once)
+    patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
+
+
+def _files(repo: Any) -> str | None:
+    """What is composed from, as a key: the experiment as it was read; None beside other files."""
+    if not any(source.path == str(CONF.resolve()) for source in repo.get_sources()):
+        return None
+    stored = ConfigStore.instance().repo.get("experiment", {}).get(f"{EXPERIMENT}.yaml")
+    return "" if stored is None else str(stored.node)
