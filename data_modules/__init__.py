@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from data_modules.facts import is_optional as is_optional
     from data_modules.facts import setting as setting
     from data_modules.facts import takes as takes
-    from data_modules.facts import wrong_values as wrong_values
     from data_modules.messages import REDACTED as REDACTED
     from data_modules.messages import DataError as DataError
     from data_modules.messages import Origin as Origin
@@ -92,7 +91,6 @@ _HOMES = {
     "redacted_keys": "messages",
     "setting": "facts",
     "takes": "facts",
-    "wrong_values": "facts",
 }
 
 __all__ = list(_HOMES)

@@ -165,16 +165,10 @@ def check_values(config: Any, prefix: str = "", *, skip: Collection[str] = ()) -
 
     `prefix` is the key of `config` itself; the fields named in `skip` are left out.
     """
-    return [
-        f"{key}={value}: expected {expected(facts, hint)}"
-        for key, value, facts, hint in wrong_values(config, prefix, skip=skip)
-    ]
+    return list(_problems(config, prefix, skip))
 
 
-def wrong_values(
-    config: Any, prefix: str = "", *, skip: Collection[str] = ()
-) -> Iterator[tuple[str, Any, Facts, Any]]:
-    """Yield full key, value, facts and type of every value that its field does not take."""
+def _problems(config: Any, prefix: str, skip: Collection[str] = ()) -> Iterator[str]:
     schema: type = type(config)
     hints = hints_of(schema)
     for field in dataclasses.fields(config):
@@ -183,9 +177,9 @@ def wrong_values(
         key = f"{prefix}.{field.name}" if prefix else field.name
         value, facts = getattr(config, field.name), facts_of(field)
         if dataclasses.is_dataclass(value):
-            yield from wrong_values(value, key)
+            yield from _problems(value, key)
         elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
             for index, part in enumerate(value):
-                yield from wrong_values(part, f"{key}[{index}]")
+                yield from _problems(part, f"{key}[{index}]")
         elif not takes(facts, hints[field.name], value):
-            yield key, value, facts, hints[field.name]
+            yield f"{key}={value}: expected {expected(facts, hints[field.name])}"

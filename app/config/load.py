@@ -44,7 +44,7 @@ from app.process.errors import ROOT, UserError
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, expand_home
-from data_modules import TEMPLATE_NAMES, expected, wrong_values
+from data_modules import TEMPLATE_NAMES
 
 Config = TrainConfig | TunedConfig
 """the settings of a verb; those of a preview are a training's and more"""
@@ -258,9 +258,8 @@ def _give_types(
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'settings'}: {first_line(error)}") from error
-    for key, value, facts, hint in wrong_values(config):
-        if not facts.bounds:
-            raise UserError(f"{key}={value}: expected {expected(facts, hint)}")
+    if (problem := _find_wrong_choice(config)) is not None:
+        raise UserError(problem)
     for group, name in names.items():
         if (named := getattr(config, group).name) != name:
             raise UserError(f"{group}.name={named}: expected {name}")
@@ -275,6 +274,19 @@ def _node_of(schema: type, parts: Mapping[str, type]) -> Any:
     for group, part in parts.items():
         node[group] = OmegaConf.structured(part)
     return node
+
+
+def _find_wrong_choice(part: Any) -> str | None:
+    """Return what is wrong with the first setting that has a value beside its choices, or None."""
+    for field in dataclasses.fields(part):
+        value, facts = getattr(part, field.name), field.metadata.get("facts")
+        for one in value if isinstance(value, list) else [value]:
+            if dataclasses.is_dataclass(one):
+                if (problem := _find_wrong_choice(one)) is not None:
+                    return problem
+            elif facts and facts.choices and one not in (None, *facts.choices) and not facts.bounds:
+                return f"{field.name}={one}: expected one of {facts.choices}"
+    return None
 
 
 def _read_run(folder: Path) -> TrainConfig:

@@ -59,7 +59,7 @@ def install() -> None:
 
 
 def start() -> None:
-    """Let a program believe in the device, with the kernels of a GPU; exit code 3 where it cannot."""
+    """Let a program believe in the device and its kernels; exit code 3 where it cannot."""
     warnings.simplefilter("ignore")
     try:
         install()
