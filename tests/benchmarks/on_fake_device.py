@@ -33,6 +33,23 @@ def traced() -> dict[str, Numbers]:
     return found
 
 
+def mixtures() -> dict[str, Numbers]:
+    """A layer of a mixture of experts, by method."""
+    model = "qwen3_30b_a3b"
+    return {
+        method: trace(
+            Job(
+                name=method,
+                model=model,
+                num_layers=1,
+                words=[*words_of(method), f"model={model}", "recompute=none"],
+                lengths=FULL_PACKS,
+            )
+        )
+        for method in ("lora", "qlora", "full")
+    }
+
+
 def graphs() -> list[int]:
     """Graphs after each of three batches of other documents."""
     from benchmarks.fake_device import ours
@@ -87,6 +104,9 @@ def main() -> int:
     from benchmarks.fake_device.kernels import install_liger
 
     install_liger()
+    if "mixtures" in sys.argv:
+        print(json.dumps(mixtures()))
+        return 0
     found = {"known": known_program(), "traced": traced(), "graphs": graphs()}
     print(json.dumps(found))
     return 0
