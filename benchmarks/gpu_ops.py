@@ -85,6 +85,11 @@ CASES = [
         for is_real in (False, True)
     ),
     Case("llama8b", ["+experiment=llama8b", "trainer.max_steps=1"]),
+    Case(
+        "mixture",
+        [*words_of("lora"), "model=qwen3_30b_a3b", "adapter.r=8", "recompute=full"],
+        model="qwen3_30b_a3b",
+    ),
     *(
         Case(method, [*words, *how], system="plain")
         for method, words in (("lora", ["lora"]), ("qlora", ["lora", "nf4"]), ("full", []))

@@ -35,6 +35,23 @@ def traced() -> dict[str, Numbers]:
     return found
 
 
+def mixtures() -> dict[str, Numbers]:
+    """A layer of a mixture of experts, by method."""
+    model = "qwen3_30b_a3b"
+    return {
+        method: trace(
+            Job(
+                name=method,
+                model=model,
+                num_layers=1,
+                words=[*words_of(method), f"model={model}", "recompute=none"],
+                lengths=FULL_PACKS,
+            )
+        )
+        for method in ("lora", "qlora", "full")
+    }
+
+
 def graphs() -> list[int]:
     """Graphs after each of three batches of other documents."""
     from benchmarks.fake_device import ours
@@ -83,6 +100,9 @@ def main() -> None:
     start()
     from torch.nn.attention import current_flash_attention_impl
 
+    if "mixtures" in sys.argv:
+        print(json.dumps(mixtures()))
+        return
     found: dict[str, object] = {"known": known_program(), "traced": traced()}
     found |= {"attention": current_flash_attention_impl(), "graphs": graphs()}
     print(json.dumps(found))

@@ -21,10 +21,14 @@ BUDGETS_GIB = {"lora": 6.0, "qlora": 3.7, "full": 5.0, "selective": 2.3}
 @pytest.fixture(scope="module")
 def found() -> Any:
     """What `on_fake_device` prints; one process, for it believes in a GPU to its end."""
+    return printed()
+
+
+def printed(*words: str) -> Any:
     if obstacle := find_obstacle():
         pytest.skip(obstacle)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.on_fake_device"],
+        [sys.executable, "-m", "tests.benchmarks.on_fake_device", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -58,6 +62,15 @@ def test_a_micro_batch_and_its_step_wait_for_nothing(found: Any, method: str) ->
     numbers = found["traced"][method]
     assert numbers["launches"] > 100
     assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_waits_for_nothing_and_computes_nothing_twice() -> None:
+    for method, numbers in printed("mixtures").items():
+        waits = (numbers["syncs"], numbers["to_host"], numbers["pageable"])
+        assert waits == (0, 0, 0), method
+        if method != "qlora":  # whose experts the ideal does not count
+            assert 0.9 < numbers["product_flops"] / numbers["ideal_flops"] < 1.01, method
 
 
 @pytest.mark.parametrize("method", METHODS)

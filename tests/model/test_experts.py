@@ -272,7 +272,10 @@ def test_experts_in_4_bits_give_what_their_dequantized_weights_give(
     packed = sum(one.num_weights for one in weights if one.dtype == "nf4")
     assert packed > 0.8 * sum(one.num_weights for one in weights)
 
+    on_meta = load_base(config, "eager", torch.float32, nf4, on_meta=True)
     plain = load_base(config, "eager", torch.float32)
+    assert modules_of(on_meta).experts == modules_of(quantized).experts
+    assert modules_of(quantized).experts == modules_of(plain).experts
     modules = dict(quantized.named_modules())
     for name, weight in plain.named_parameters():
         owner, _, own = name.rpartition(".")

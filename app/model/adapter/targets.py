@@ -427,9 +427,12 @@ def modules_of(model: PreTrainedModel) -> BaseModules:
 
 def _experts_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:
     """Return the parameters of a module that hold a matrix for each expert, by full name."""
-    from app.model.experts import packed_shapes
+    from app.model.experts import PackedExperts, packed_shapes
 
-    if "expert" not in f"{name} {type(module).__name__}".lower():
+    if (
+        isinstance(module, PackedExperts)
+        or "expert" not in f"{name} {type(module).__name__}".lower()
+    ):
         return {}
     shapes = {own: tuple(each.shape) for own, each in module.named_parameters(recurse=False)}
     shapes |= packed_shapes(module)
