@@ -28,11 +28,10 @@ from app.training.memory import measure_model
 from tests.multimodal import tiny_multimodal, whole_class
 from tests.tiny import move, probe, save_with_tokenizer
 
-SLOW = ("gemma4", "llama4", "llava_next", "qwen3_5_moe", "qwen3_vl", "voxtral")
+SLOW = ("gemma4", "llama4", "llava_next", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "voxtral")
 FAMILIES = [
     "gemma3",
     "mistral3",
-    "qwen3_5",
     *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW),
 ]
 
