@@ -96,9 +96,9 @@ class TrainerConfig:
     """compile the layers with torch.compile: a minute or more at the start, faster steps on a GPU;
     nothing gained on a CPU"""
     kernels: str = setting("auto", choices=("auto", "torch"), resume="rounding")
-    """auto: Liger's for norms, gates and rope on a GPU where it is installed, our own for norms on
-    a CPU, where proven equal (faster, less memory; left to the compiler with `compile`); torch:
-    the model's own"""
+    """auto: on a GPU Liger's for norms, gates and rope, one for the loss, and FlashAttention 4 for
+    `varlen`, where installed, our own for norms on a CPU, where proven equal (faster, less memory;
+    left to the compiler with `compile`); torch: the model's own"""
     accelerator: str = setting("auto", choices=ACCELERATORS, resume="rounding")
     """auto, cpu or gpu"""
     devices: int | str = setting(
