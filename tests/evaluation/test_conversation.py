@@ -13,7 +13,7 @@ from data_modules import TEMPLATE_NAMES, ChatTemplate
 from data_modules.template.named_templates import _NEEDED
 from tests.tiny import TINY_BASE
 
-EVERY_DAY = ("chatml", "llama3_1", "t5")
+EVERY_DAY = ("chatml", "t5")
 
 
 def exported(name: str, folder: Path, **how: Any) -> tuple[ChatTemplate, Any]:
