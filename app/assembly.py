@@ -271,6 +271,28 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
     return data
 
 
+def build_evaluator(
+    config: TrainConfig | EvaluateConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    shards: StrategyMixin | None = None,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Evaluator:
+    """Build what measures base and tuned model on the held-out rows of `data`.
+
+    `shards` and `sum_over_ranks` as for `Evaluator`.
+    """
+    return Evaluator(
+        config.evaluation,
+        data,
+        base.tokenizer,
+        base.stop_ids | data.stop_token_ids,
+        base.backend,
+        shards=shards,
+        sum_over_ranks=sum_over_ranks,
+    )
+
+
 def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> StrategyConfig:
     """Return the strategy of `config`, with `auto` chosen by the size of the model."""
     if config.strategy.name != "auto":
@@ -456,28 +478,6 @@ def build_module(
         metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
         router_aux_loss=_router_aux_loss(config, base),
-    )
-
-
-def build_evaluator(
-    config: TrainConfig | EvaluateConfig,
-    base: Base,
-    data: FinetuneDataModule,
-    shards: StrategyMixin | None = None,
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> Evaluator:
-    """Build what measures base and tuned model on the held-out rows of `data`.
-
-    `shards` and `sum_over_ranks` as for `Evaluator`.
-    """
-    return Evaluator(
-        config.evaluation,
-        data,
-        base.tokenizer,
-        base.stop_ids | data.stop_token_ids,
-        base.backend,
-        shards=shards,
-        sum_over_ranks=sum_over_ranks,
     )
 
 

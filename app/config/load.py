@@ -276,19 +276,6 @@ def _node_of(schema: type, parts: Mapping[str, type]) -> Any:
     return node
 
 
-def _find_wrong_choice(part: Any) -> str | None:
-    """Return what is wrong with the first setting that has a value beside its choices, or None."""
-    for field in dataclasses.fields(part):
-        value, facts = getattr(part, field.name), field.metadata.get("facts")
-        for one in value if isinstance(value, list) else [value]:
-            if dataclasses.is_dataclass(one):
-                if (problem := _find_wrong_choice(one)) is not None:
-                    return problem
-            elif facts and facts.choices and one not in (None, *facts.choices) and not facts.bounds:
-                return f"{field.name}={one}: expected one of {facts.choices}"
-    return None
-
-
 def _read_run(folder: Path) -> TrainConfig:
     """Read a run's settings, with the trust that they ask for; once while its file is the same."""
     file = folder / CONFIG_FILE
@@ -335,6 +322,19 @@ def resolve_paths(config: Config) -> None:
             setattr(part, name, os.path.abspath(there[0]))
         elif path.startswith("~"):
             setattr(part, name, str(Path(path).expanduser()))
+
+
+def _find_wrong_choice(part: Any) -> str | None:
+    """Return what is wrong with the first setting that has a value beside its choices, or None."""
+    for field in dataclasses.fields(part):
+        value, facts = getattr(part, field.name), field.metadata.get("facts")
+        for one in value if isinstance(value, list) else [value]:
+            if dataclasses.is_dataclass(one):
+                if (problem := _find_wrong_choice(one)) is not None:
+                    return problem
+            elif facts and facts.choices and one not in (None, *facts.choices) and not facts.bounds:
+                return f"{field.name}={one}: expected one of {facts.choices}"
+    return None
 
 
 def first_line(error: Exception) -> str:
