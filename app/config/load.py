@@ -317,11 +317,12 @@ def resolve_paths(config: Config) -> None:
         path = getattr(part, name)
         if not path or "\0" in path:
             continue
-        there = [each for each in (Path(path).expanduser(), ROOT / path) if each.exists()]
+        home = expand_home(name, path)
+        there = [each for each in (home, ROOT / path) if each.exists()]
         if there:
             setattr(part, name, os.path.abspath(there[0]))
         elif path.startswith("~"):
-            setattr(part, name, str(Path(path).expanduser()))
+            setattr(part, name, str(home))
 
 
 def _find_wrong_choice(part: Any) -> str | None:

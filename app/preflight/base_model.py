@@ -24,6 +24,7 @@ NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 LANGUAGE_MODEL = re.compile(r"(^|\.)(language|text)_model\.")
 """stacks of a multimodal checkpoint's files that read text, where their names say so"""
 COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers")
+DROPOUT = re.compile(r"\w*(?:dropout|_pdrop|drop_rate)")
 MAX_COUNT = 10_000
 """most layers or experts, each of which is a module to be made"""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -145,6 +146,8 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     parts += [(f"{key}.", part) for key, part in numbers.items() if isinstance(part, dict)]
     for prefix, part in parts:
         for key, count in part.items():
+            if (bounds := _why_out_of_bounds(key, count)) is not None:
+                problems.append(f"{where}: {prefix}{key}={_brief(count)}: expected {bounds}")
             if not COUNTS.fullmatch(key) or not isinstance(count, (int, float)):
                 continue
             if isinstance(count, float) or not 0 <= count <= MAX_COUNT:
@@ -155,6 +158,19 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
     if not isinstance(numbers.get("quantization_config") or {}, dict):
         problems.append(f"{where}: quantization_config is not an object; remove it")
     return problems
+
+
+def _why_out_of_bounds(key: str, value: Any) -> str | None:
+    """Return what a number of a config.json must be, where it is another; None where it is not."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if value != value:  # some have an infinity where others have a bound
+        return "a number"
+    if key == "rope_theta" and value <= 0:
+        return "a number above 0"
+    if DROPOUT.fullmatch(key) and not 0 <= value <= 1:
+        return "a share from 0 to 1"
+    return None
 
 
 def check_layers_of_files(

@@ -381,6 +381,8 @@ def test_a_tilde_is_the_home_folder(
     assert answer.config.output.dir == str(home / "done")
     answer = ask(*words, "output.dir=~nobody-of-that-name/run")
     assert (answer.code, "no home folder" in answer.said) == (2, True)
+    answer = ask("model.path=~nobody-of-that-name/base", *words[1:])
+    assert (answer.code, "no home folder" in answer.said) == (2, True)
     assert list(here.iterdir()) == []
 
 
