@@ -90,6 +90,8 @@ CLASHES = [
      ["adapter.init=olora takes its start", "strategy=ddp"]),
     (0, "adapter.init=olora quantization.method=nf4", "adapter.init=olora",
      ["adapter.init=olora takes its start", "quantization=nf4", "or quantization=none"]),
+    (0, "model.router_aux_loss=0.01", "model.router_aux_loss=0.01 adapter=full",
+     ["adapter=lora leaves them frozen", "type model.router_aux_loss=null, or adapter=full"]),
     (0, "adapter=ia3 'model.added_tokens=[<|new|>]'", "adapter=lora 'model.added_tokens=[<|new|>]'",
      ["adapter=ia3 trains vectors only", "type adapter=lora or adapter=full"]),
     (0, "trainer.global_batch_size=4 trainer.gradient_accumulation_steps=4",

@@ -16,7 +16,7 @@ import peft
 import torch
 from torch import Tensor
 
-from app.model.experts import LowRank, expert_modules, packed_name
+from app.model.experts import LowRank, expert_modules, group_products, packed_name
 from app.model.patterns import by_ending
 
 WEIGHT = ".weight"
@@ -54,6 +54,7 @@ class ParamWrapper(peft.tuners.lora.layer.ParamWrapper):
 
 def fuse_experts(model: torch.nn.Module) -> None:
     """Let LoRA on fused experts compute beside their weights, where these compute grouped."""
+    group_products(model)  # other implementations would not look at A and B
     experts = {id(module) for _, module in expert_modules(model)}
     for module in model.modules():
         is_plain = type(module) is peft.tuners.lora.layer.ParamWrapper
