@@ -43,7 +43,6 @@ from app.model.base import (
     decoder_start_token_id,
     load_architecture,
     load_base,
-    why_not_saved_whole,
 )
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig, has_experts, stored_settings
@@ -136,8 +135,6 @@ def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: Adap
     """
     model = config.model
     architecture = load_architecture(model)
-    if saves_whole_model(adapter) and (reason := why_not_saved_whole(architecture)):
-        raise UserError(f"adapter={adapter.name}: {reason}")
     attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
     log.info("device: %s, attention %s", env, attention)
     tokenizer = build_tokenizer(model)

@@ -350,22 +350,6 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     return architecture
 
 
-def why_not_saved_whole(architecture: PretrainedConfig) -> str | None:
-    """Return why transformers cannot open a whole model that was saved; None where it can."""
-    if language_model_class(architecture) is not None:
-        return None
-    auto = model_class(architecture)
-    known = auto._model_mapping
-    part = known[type(architecture)].config_class if type(architecture) in known else None
-    if part is None or part in known:
-        return None
-    return (
-        f"{architecture.model_type} models are opened as their language model alone, which is "
-        f"saved as {part.model_type}, and transformers' {auto.__name__} opens none of that type: "
-        "type adapter=lora"
-    )
-
-
 def _newer_transformers(numbers: Mapping[str, Any]) -> str:
     """Return what to install for a model_type that this transformers does not know."""
     import transformers

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from packaging.requirements import Requirement
-from transformers import CONFIG_MAPPING
 
 from app.model.base import (
     DRAFTS,
@@ -18,7 +17,6 @@ from app.model.base import (
     load_architecture,
     load_base,
     reading_first_forward,
-    why_not_saved_whole,
 )
 from app.model.multimodal import language_model_class
 from app.preflight.base_model import BaseModel, inspect_base
@@ -115,10 +113,3 @@ def test_a_model_that_drafts_for_another(model_type: str, tmp_path: Path) -> Non
     said = said_of(tmp_path, model_type=model_type)
     assert f"{model_type} models draft for another model" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
-
-
-def test_a_model_that_could_not_be_opened_again_is_not_trained_whole() -> None:
-    reason = why_not_saved_whole(CONFIG_MAPPING["mllama"]())
-    assert reason is not None and reason.endswith("opens none of that type: type adapter=lora")
-    for model_type in ("llama", "gemma3", "t5"):
-        assert why_not_saved_whole(CONFIG_MAPPING[model_type]()) is None

@@ -307,9 +307,6 @@ def outcome(family: str, folder: Path) -> str:
             said = str(error).replace(str(folder), "BASE")
             found[packing] = re.sub(r" \([^()]*\d\.?\d*[^()]*\)", "", said)  # measured numbers
             _try_advice(found[packing], folder, plain, packing)
-    if reason := _why_not_whole(folder):
-        assert set(found.values()) == {"equal"}
-        return f"equal with an adapter; adapter=full is refused: {reason}"
     if found["multipack"] == "equal":
         first_step.check_two_steps(folder)
         reason = _why_padded(folder)
@@ -356,12 +353,6 @@ def save_tiny(family: str, folder: Path) -> None:
             weight.data = weight.nan_to_num() + 0.1 * torch.randn_like(weight)
     model.save_pretrained(folder)
     config.save_pretrained(folder)  # the family's own, where the class has that of a part
-
-
-def _why_not_whole(folder: Path) -> str | None:
-    from app.model.base import ModelConfig, load_architecture, why_not_saved_whole
-
-    return why_not_saved_whole(load_architecture(ModelConfig(path=str(folder))))
 
 
 def _why_padded(folder: Path) -> str | None:
@@ -446,7 +437,6 @@ def write_table(found: dict[str, str]) -> None:
         "equal to plain transformers, packed": sum(row == "equal" for row in found.values()),
         "equal, in padded rows": sum(row.startswith("equal,") for row in found.values()),
         "equal with packing=none": sum(row.startswith("equal with pack") for row in found.values()),
-        "equal with an adapter": sum(row.startswith("equal with an") for row in found.values()),
         "refused": sum(row.startswith("refused") for row in found.values()),
         "not tried": sum(row.startswith("not tried") for row in found.values()),
     }
