@@ -373,7 +373,7 @@ BUGS = [
     ),
     Bug(
         name="rows of tokens decay in every step",
-        file="app/training/parameter_groups.py",
+        file="app/training/optimizers.py",
         right='if weight.is_vector or weight.kind == "token rows":',
         wrong="if weight.is_vector:",
         test="tests/training/test_optimizer.py"
@@ -381,7 +381,7 @@ BUGS = [
     ),
     Bug(
         name="a pattern's ratio is not applied",
-        file="app/training/parameter_groups.py",
+        file="app/training/optimizers.py",
         right='"lr": lr * ratio,',
         wrong='"lr": lr,',
         test="tests/training/test_parameter_groups.py"
