@@ -52,6 +52,9 @@ sweep: $(STAMP)  ## a small grid of runs, each in a process of its own, and a ta
 		$(if $(ARGS),$(ARGS),+experiment=quickstart adapter.r=4$(comma)8 trainer.max_steps=20)
 comma := ,
 
+sweep-lr: $(STAMP)  ## a learning rate by short runs: `+sweep=find_lr`; ARGS="+experiment=..."
+	$(BIN)/python -m app.train -m $(if $(ARGS),$(ARGS),+experiment=quickstart) +sweep=find_lr
+
 tiny-base: $(STAMP)  ## make the shipped base again: train from random weights, probe, install
 	$(BIN)/python -m tools.tiny_base.write
 	$(BIN)/python -m app.train +experiment=tiny_base output.dir=outputs/tiny_base/newest
@@ -100,4 +103,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval merge chat sweep tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview eval merge chat sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -48,6 +49,7 @@ def run_sweep(words: list[str]) -> int:
     """
     swept, folder = _open(words)
     config, typed = _check(swept)
+    slots = _gpu_slots(config)
     if folder is None:
         folder = _make_folder(config.output.name or "train", config.output.dir)
         write_whole(folder / WORDS_FILE, redact(yaml.safe_dump({"words": words})))
@@ -55,7 +57,7 @@ def run_sweep(words: list[str]) -> int:
     search = _build_search(swept, config, folder, [one.number for one in ended])
     print(f"{search.total} trials in {printable(str(folder))}:", end=" ")
     print("; ".join(f"{one.key} {one}" for one in varied(swept)), flush=True)
-    runs = _Trials(search, typed, folder, _gpu_slots(config), ended)
+    runs = _Trials(search, typed, folder, slots, ended)
     code = runs.run()
     keys = [one.key for one in varied(swept)]
     show_results(runs.ended, keys, typed)
@@ -173,8 +175,13 @@ def _as_they_stand(swept: Sequence[Swept]) -> dict[str, Any]:
 
 def _make_folder(name: str, folder: str | None) -> Path:
     """Make outputs/<name>/sweep-<time>, or the folder that was typed."""
-    started = time.strftime("%Y-%m-%d_%H-%M-%S")
-    path = Path(folder) if folder else OUTPUTS / name / f"sweep-{started}"
+    if folder is None:
+        started = OUTPUTS / name / f"sweep-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
+        tries = (started.with_name(f"{started.name}-{number}") for number in itertools.count(2))
+        path = next(one for one in itertools.chain([started], tries) if not one.exists())
+        path.mkdir(parents=True)
+        return path
+    path = Path(folder)
     if (path / WORDS_FILE).exists():
         raise UserError(
             f"output.dir={path} holds another sweep; type another folder, or -m resume={path} "

@@ -179,7 +179,7 @@ def test_a_sweep_file_lists_values(tmp_path: Path) -> None:
     file.write_text(f"{start}    param:\n      adapter.r: 4,8\n")
     with pytest.raises(UserError, match="params"):
         read_words(["+sweep=mine"], tmp_path)
-    with pytest.raises(UserError, match="there are lora_rank"):
+    with pytest.raises(UserError, match="there are find_lr, lora_rank"):
         read_words(["+sweep=mine"], conf_files.CONF)
 
 
