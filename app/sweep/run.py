@@ -26,7 +26,7 @@ from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.files import write_whole
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.run import NEVER
-from app.run.folder import OUTPUTS, expand_home
+from app.run.folder import OUTPUTS, expand_home, hold_run
 from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.trials import OBJECTIVE, RunningTrial, Trial, read_curve
 from app.sweep.words import Swept, as_words, read_words, varied
@@ -53,6 +53,7 @@ def run_sweep(words: list[str]) -> int:
     if folder is None:
         folder = _make_folder(config.output.name or "train", config.output.dir)
         write_whole(folder / WORDS_FILE, redact(yaml.safe_dump({"words": words})))
+    hold_run(folder)
     ended = read_results(folder)
     search = _build_search(swept, config, folder, [one.number for one in ended])
     print(f"{search.total} trials in {printable(str(folder))}:", end=" ")

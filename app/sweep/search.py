@@ -97,6 +97,8 @@ class OptunaSearch:
         self._parallel = settings.parallel > 1
         self.total = settings.trials or DEFAULT_TRIALS
         self._num_random = min(MAX_RANDOM, max(MIN_RANDOM, self.total // 4))
+        # Of a sweep that was killed while it wrote: nobody else writes, since the folder is locked.
+        (folder / f"{JOURNAL}.lock").unlink(missing_ok=True)
         storage = optuna.storages.JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
         self.study = optuna.create_study(
             storage=storage,

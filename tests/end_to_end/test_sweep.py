@@ -33,5 +33,6 @@ def test_two_by_two_trials_of_two_ranks_each(tmp_path: Path) -> None:
     left = {path.name for path in (tmp_path / "sweep").iterdir()}
     numbers = {str(number) for number in range(4)}
     logs = {f"{number}.log" for number in range(4)}
-    assert left == numbers | logs | {"sweep.json", "sweep.csv", "sweep.html", "sweep.yaml"}
+    files = {"sweep.json", "sweep.csv", "sweep.html", "sweep.yaml", "run.lock"}
+    assert left == numbers | logs | files
     assert done.stdout.strip().splitlines()[-1] == "run: sweep"
