@@ -90,12 +90,11 @@ def resolve_recompute(
 
     A part's own words are not read here: it is 8B in bf16, alone on its device.
     """
-    from app.training.footprint import gather_memory, measure_footprint
-
     from app.model.activation_memory import HALF, Kept, widths_of
     from app.model.quantization import QuantizationConfig
     from app.model.recompute import choose_recompute
     from app.strategy.settings import StrategyConfig
+    from app.training.model_states import gather_memory, measure_footprint
 
     if env.accelerator == "cpu":
         return "none"
