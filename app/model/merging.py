@@ -15,6 +15,7 @@ from app.model.adapter import read_changes, rows_needed
 from app.model.attention import attention_implementation
 from app.model.base import folder_of, load_base
 from app.model.base_files import read_shapes, weight_files
+from app.model.multimodal import remember_tower_files
 from app.model.quantization import (
     QuantizationConfig,
     dequantized,
@@ -153,6 +154,7 @@ def merge_weights(model: PreTrainedModel, plan: MergePlan, folder: Path) -> None
     """
     tied = _aliases(model)
     untie_changed(model, plan.changes)
+    remember_tower_files(model, plan.base_files)
     files = ModelFolder(model, folder, plan.dtype)
     merger = _Merger(files, plan, tied)
     files.begin()
@@ -208,8 +210,6 @@ class _Merger:
             for name in others
             if name in plan.changes
         }
-        self.parts = self._parts_on_disk()
-        """name on disk -> name in the model of the changed weight that it is a part of"""
         shapes = {file: read_shapes([file]) for file in plan.base_files}
         prefix = f"{model.base_model_prefix}."
         of_name = {name: names for names in tied.values() for name in names}
@@ -222,6 +222,9 @@ class _Merger:
         self.rounded: Mapping[str, bool] = {}
         if plan.quantized_from is not None:
             self.rounded = quantized_layers(model, plan.quantization, plan.quantized_from)
+        self.parts = self._parts_on_disk()
+        """name on disk -> name in the model of the changed or rounded weight that it is a part of
+        """
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def shards(self) -> Iterator[list[str]]:
@@ -245,23 +248,30 @@ class _Merger:
         if in_model in self.made:
             weight = self.made[in_model].grow(weight)
         if in_model in self.rounded:
-            weight = dequantized(
-                weight.to(self.plan.quantized_from),
-                self.plan.quantization,
-                is_transposed=self.rounded[in_model],
-            )
+            weight = self._rounded(in_model, weight)
         if in_model in self.changes:
             weight = self.changes[in_model].apply(weight)
         elif name in self.parts:
-            weight = weight.float() + self._parts_of(self.parts[name])[name]
+            whole = self.parts[name]
+            part = self._parts_of(whole)[name]
+            weight = part if whole in self.rounded else weight.float() + part
         return weight.to(dtype)
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+        return dequantized(
+            weight.to(self.plan.quantized_from),
+            self.plan.quantization,
+            is_transposed=self.rounded[name],
+        )
 
     def _parts_on_disk(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        for name in self.changes.keys() - self.names.values():
+        touched = self.changes.keys() | self.rounded.keys()
+        for name in sorted(touched.difference(self.names.values())):
             weight = self.files.needed[name]
             parts = self.files.named_as_on_disk({name: weight})
-            if not self.changes[name].deltas or not parts.keys() <= self.files.on_disk.keys():
+            is_sum = name not in self.changes or self.changes[name].deltas
+            if not is_sum or not parts.keys() <= self.files.on_disk.keys():
                 raise UserError(
                     f"{name}: the adapter changes it, and the base's files keep it in another form "
                     "that takes other weights as well: it cannot be merged"
@@ -270,10 +280,30 @@ class _Merger:
         return found
 
     def _parts_of(self, name: str) -> dict[str, Tensor]:
-        """Return what is added to each part of a weight on disk; those of the last one are kept."""
+        """Return what is added to each part of a weight on disk; of a rounded one, what it becomes.
+
+        Those of the last one are kept.
+        """
         if self._last[0] != name:
-            self._last = name, self.files.named_as_on_disk({name: self.changes[name].delta()})
+            if name not in self.rounded:
+                value = self.changes[name].delta()
+            else:  # scales are those of the whole
+                value = self._rounded(name, self._read_whole(name))
+                value = self.changes[name].apply(value) if name in self.changes else value
+            self._last = name, self.files.named_as_on_disk({name: value})
         return self._last[1]
+
+    def _read_whole(self, name: str) -> Tensor:
+        """Return a weight of the base that its files keep in parts."""
+        import torch
+
+        shape = self.files.needed[name].shape
+        # Which numbers a part holds is known to transformers alone: it takes the whole apart.
+        places = self.files.named_as_on_disk({name: torch.arange(shape.numel()).view(shape)})
+        whole = torch.empty(shape.numel(), dtype=self.plan.quantized_from)
+        for part, place in places.items():
+            whole[place.flatten()] = self._read_base(part).to(whole.dtype).flatten()
+        return whole.view(shape)
 
     def _read_base(self, name: str) -> Tensor:
         from safetensors import safe_open

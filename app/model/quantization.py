@@ -228,17 +228,24 @@ def quantize_on_meta(
 def quantized_layers(
     model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
 ) -> dict[str, bool]:
-    """Return the weights of a model on `meta` that the loader quantizes, by name.
+    """Return the weights of a model on `meta` that are quantized once it is loaded, by name.
 
     True where it quantizes them transposed: GPT-2 keeps its matrices as [in, out].
     """
     import bitsandbytes
 
+    from app.model.experts import packed_shapes
+
     with quantizable_layers(model.config.model_type):
         quantized = copy.deepcopy(model)
         quantize_on_meta(quantized, config, dtype)
+    experts = {
+        f"{name}.{weight}": False
+        for name, module in quantized.named_modules()
+        for weight in packed_shapes(module)
+    }
     kinds = (bitsandbytes.nn.Linear4bit, bitsandbytes.nn.Linear8bitLt)
-    return {
+    return experts | {
         f"{name}.weight": type(model.get_submodule(name)).__name__ == "Conv1D"
         for name, module in quantized.named_modules()
         if isinstance(module, kinds)
@@ -248,7 +255,7 @@ def quantized_layers(
 def dequantized(
     weight: torch.Tensor, config: QuantizationConfig, *, is_transposed: bool = False
 ) -> torch.Tensor:
-    """Return a weight [out, in] as its quantized form has it, in its own dtype."""
+    """Return a weight [out, in], or experts', as its quantized form has it, in its own dtype."""
     import torch
     from bitsandbytes import functional
 

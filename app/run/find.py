@@ -162,7 +162,13 @@ def find_run(run: str | None, name: str | None = None) -> Path:
             raise UserError(f"run={run}: no such folder{_known_runs(name)}")
         if (folder / CONFIG_FILE).exists():
             refuse_odd_entries(folder)
-        if not (folder / METRICS_FILE).exists() or not is_training(folder / CONFIG_FILE):
+        is_finished = (folder / METRICS_FILE).exists()
+        if not is_finished and is_training(folder / CONFIG_FILE) and has_checkpoints(folder):
+            raise UserError(
+                f"run={run}: the run is not finished (no metrics.json); finish it from its newest "
+                f"checkpoint with python -m app.train resume={run}{_known_runs(name)}"
+            )
+        if not is_finished or not is_training(folder / CONFIG_FILE):
             raise UserError(
                 f"run={run}: not the folder of a finished training run (metrics.json and its "
                 f"config.yaml){_known_runs(name)}"

@@ -87,6 +87,9 @@ def test_a_run_without_its_adapter(run: Path, capsys: pytest.CaptureFixture[str]
 def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "metrics.json").unlink()
     assert "not the folder of a finished training run" in refused(capsys, f"run={run}")
+    (run / "checkpoints" / "step-4").mkdir(parents=True)
+    said = refused(capsys, f"run={run}")
+    assert "the run is not finished" in said and f"app.train resume={run}" in said
 
 
 def test_a_folder_with_foreign_files(

@@ -15,8 +15,10 @@ import pytest
 
 from app.config import load_config
 from tests.conftest import ROOT
+from tests.model.test_experts import tiny_mixture
+from tests.multimodal import tiny_multimodal
 from tests.processes import LONGEST
-from tests.tiny import TINY_BASE, move
+from tests.tiny import TINY_BASE, move, save_with_tokenizer, tiny_t5
 
 QUESTION = "Sort: pear, apple, fig"
 
@@ -86,6 +88,44 @@ def test_merged_and_unmerged_give_the_same_answers(
     assert before[0][:2] == before[1]
     merged = [f"model.path={tmp_path / 'merged'}", "trainer.precision=fp32", short]
     assert talk(monkeypatch, tmp_path / "b", lines.replace("/compare\n", ""), *merged) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pair", "multimodal", "mixture"])
+def test_two_weighted_adapters_of_other_kinds_of_bases_are_merged_and_talked_to(
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import torch
+
+    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
+    from app.model.base import ModelConfig, load_base
+
+    numbers = {"vocab_size": 768}
+    makers = {
+        "pair": lambda: tiny_t5(**numbers),
+        "multimodal": lambda: tiny_multimodal("gemma3"),
+        "mixture": lambda: tiny_mixture("qwen3_moe", **numbers),
+    }
+    base = save_with_tokenizer(makers[kind](), tmp_path / "base")
+    for seed, name in enumerate(("one", "two")):
+        model = load_base(ModelConfig(path=str(base)), "eager", torch.float32)
+        adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
+        move(adapted, seed=seed)
+        save_adapter(adapted, tmp_path / name)
+    words = [f"model.path={base}", "trainer.precision=fp32"]
+    found = merge_into(
+        tmp_path / "merged",
+        *(*words, f"adapter_path={tmp_path / 'one'}", "merge.weight=0.75"),
+        f"merge.adapters=[{{path: {tmp_path / 'two'}, weight: -0.5}}]",
+    )
+    assert found.agreement == 1 and "merge verified" in capsys.readouterr().out
+    short = "chat.max_new_tokens=8"
+    words[0] = f"model.path={tmp_path / 'merged'}"
+    (row,) = talk(monkeypatch, tmp_path / "chat", f"{QUESTION}\n", *words, short)
+    assert [turn["role"] for turn in row] == ["user", "assistant"]
 
 
 def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    MixtralConfig,
+)
 from transformers import MixtralForCausalLM as Mixtral
 
 from app.model.adapter import (
@@ -24,22 +29,33 @@ from app.model.adapter import (
     save_adapter,
 )
 from app.model.base import ModelConfig, load_base
-from app.model.base_files import weight_files
+from app.model.base_files import read_shapes, weight_files
 from app.model.merging import BOUNDS, Difference, MergePlan, measure_difference, merge_weights
 from app.model.quantization import QuantizationConfig
 from app.process.errors import UserError
-from tests.tiny import move, probe_of, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5
+from tests.model.test_experts import tiny_mixture
+from tests.multimodal import llava_of_the_tiny_base, tiny_multimodal
+from tests.tiny import (
+    move,
+    probe,
+    probe_of,
+    save_with_tokenizer,
+    tiny_bart,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_t5,
+)
 
 Model = Any
 
 
 def on_meta(base: Path) -> Model:
     with torch.device("meta"):
-        return load_base(ModelConfig(path=str(base)), "sdpa", torch.float32, on_meta=True)
+        return load_base(ModelConfig(path=str(base)), "eager", torch.float32, on_meta=True)
 
 
 def read_base(base: Path, **how: Any) -> Model:
-    return load_base(ModelConfig(path=str(base)), "sdpa", torch.float32, **how)
+    return load_base(ModelConfig(path=str(base)), "eager", torch.float32, **how)
 
 
 def make_adapter(
@@ -71,6 +87,8 @@ def difference(one: Model, other: Model) -> Difference:
 
 LORA, WHOLE_HEAD = LoraConfig(r=4), LoraConfig(r=4, modules_to_save=["lm_head"])
 DORA, RSLORA = LoraConfig(r=4, use_dora=True), LoraConfig(r=4, use_rslora=True)
+EXPERTS = LoraConfig(r=4, experts="lora", rank_pattern={"experts.down_proj": 2, "o_proj": 3})
+DENSE = LoraConfig(r=4, experts="lora", alpha_pattern={"gate_proj": 3})
 ROWS: dict[str, Any] = {"token_ids": [5, 7]}
 Case = tuple[Callable[..., Model], dict[str, Any], AdapterConfig, dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -94,6 +112,17 @@ MORE: dict[str, Case] = {
     ),
 }  # fmt: skip
 
+MIXTURES: dict[str, Case] = {
+    "dense layers and experts": (tiny_mixture, {"kind": "deepseek_v3"}, DENSE, {}),
+    "frozen experts, dora": (tiny_mixture, {"kind": "deepseek_v3"}, DORA, {}),
+    "qwen3_moe": (tiny_mixture, {"kind": "qwen3_moe"}, EXPERTS, {}),
+    "mixtral": (tiny_mixture, {"kind": "mixtral"}, EXPERTS, {}),
+    "gpt_oss": (tiny_mixture, {"kind": "gpt_oss"}, EXPERTS, {}),
+    "granitemoe": (tiny_mixture, {"kind": "granitemoe"}, EXPERTS, {}),
+}
+"""whose routers choose others after the smallest rounding: compared in fp32"""
+FEW = ("dense layers and experts", "frozen experts, dora")
+
 
 def check_case(case: Case, dtype: torch.dtype, folder: Path) -> None:
     build, numbers, adapter, how = case
@@ -103,12 +132,17 @@ def check_case(case: Case, dtype: torch.dtype, folder: Path) -> None:
     read = merged(folder / "base", [(folder / "adapter", 1.0)], folder / "merged", dtype)
     found = difference(adapted, read)
     assert found.is_within(BOUNDS[str(dtype).removeprefix("torch.")]), str(found)
+    before, written = (read_shapes(weight_files(folder / name)) for name in ("base", "merged"))
+    assert written == before
     assert not difference(read_base(folder / "base"), read).is_within(BOUNDS["bfloat16"])
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = (pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES if name not in FEW)
+
+
+@pytest.mark.parametrize("name", [*CASES, *FEW, *SLOW])
 def test_merged_in_fp32_it_answers_as_the_adapter_does(name: str, tmp_path: Path) -> None:
-    check_case(CASES[name], torch.float32, tmp_path)
+    check_case((CASES | MIXTURES)[name], torch.float32, tmp_path)
 
 
 @pytest.mark.slow
@@ -162,9 +196,19 @@ def test_experts_saved_by_stock_peft_merge_into_the_files_of_each_expert(tmp_pat
         assert set(written.keys()) == set(before.keys())
 
 
-def test_several_adapters_are_added_with_their_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("build", "numbers"),
+    [
+        (tiny_llama, {}),
+        (tiny_mixture, {"kind": "deepseek_v3"}),
+        pytest.param(tiny_mixture, {"kind": "gpt_oss"}, marks=pytest.mark.slow),
+    ],
+)
+def test_several_adapters_are_added_with_their_weights(
+    build: Callable[..., Model], numbers: dict[str, Any], tmp_path: Path
+) -> None:
     base = tmp_path / "base"
-    tiny_llama().save_pretrained(base)
+    build(**numbers).save_pretrained(base)
     for name, seed in (("one", 7), ("two", 8)):
         make_adapter(base, tmp_path / name, LoraConfig(r=4), seed=seed)
     adapters = [(tmp_path / "one", 0.75), (tmp_path / "two", -0.5)]
@@ -178,13 +222,26 @@ def test_several_adapters_are_added_with_their_weights(tmp_path: Path) -> None:
         read_changes(lambda: on_meta(base), [*adapters, (tmp_path / "dora", 1.0)])
 
 
-@pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.slow)])
+WIDE = {"hidden_size": 64, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("build", "numbers"),
+    [
+        (tiny_llama, {}),
+        (tiny_mixture, {"kind": "qwen3_moe"} | WIDE),
+        pytest.param(tiny_gpt2, {}, marks=pytest.mark.slow),
+        pytest.param(tiny_mixture, {"kind": "gpt_oss"} | WIDE, marks=pytest.mark.slow),
+        pytest.param(
+            tiny_mixture, {"kind": "granitemoe", "hidden_size": 64}, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_onto_dequantized_weights_it_answers_as_the_quantized_base(
-    build: Callable[..., Model], tmp_path: Path
+    build: Callable[..., Model], numbers: dict[str, Any], tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
-    shape: dict[str, Any] = {"vocab_size": 64}
-    build(**shape).save_pretrained(base)
+    build(**numbers).save_pretrained(base)
     nf4 = QuantizationConfig(method="nf4")
     adapted = apply_adapter(read_base(base, quantization=nf4), LORA, half_precision=False)
     move(adapted)
@@ -195,3 +252,30 @@ def test_onto_dequantized_weights_it_answers_as_the_quantized_base(
     assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
     original = merged(base, adapters, tmp_path / "original", torch.float32)
     assert not difference(adapted, original).is_within(BOUNDS["float32"])
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("llava", marks=pytest.mark.slow)])
+def test_a_multimodal_base_is_merged_whole(family: str, tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "merged"
+    if family == "llava":
+        llava_of_the_tiny_base(base)
+    else:
+        save_with_tokenizer(tiny_multimodal(family), base)
+    (base / "preprocessor_config.json").write_text('{"do_resize": true}')
+    adapted = make_adapter(base, tmp_path / "adapter", LORA)
+    changes = read_changes(lambda: on_meta(base), [(tmp_path / "adapter", 1.0)])
+    plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=torch.float32)
+    merge_weights(on_meta(base), plan, folder)
+    copied = folder / "preprocessor_config.json"
+    assert copied.read_text() == (base / copied.name).read_text()
+    whole, loading = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    found = measure_difference(
+        [probe_logits(adapted, probe())], [probe_logits(whole.float(), probe())]
+    )
+    assert found.is_within(BOUNDS["float32"]), str(found)
+    before = AutoModelForImageTextToText.from_pretrained(base).state_dict()
+    towers = {name for name in before if "vision_tower" in name or "projector" in name}
+    assert towers
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, before[name]) or (name not in towers and name in changes), name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import peft
@@ -29,13 +29,14 @@ class ParamWrapper(peft.tuners.lora.layer.ParamWrapper):
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the experts make of x; peft's own way where adapters are merged or many."""
-        name = self.active_adapters[0] if len(self.active_adapters) == 1 else ""
-        if self.merged or self.disable_adapters or name not in self.lora_A:
+        """Return what the experts make of x; peft's own way where adapters are merged."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if self.merged or self.disable_adapters or not names:
             output: Tensor = super().forward(x, *args, **kwargs)
             return output
         low_rank = vars(self.get_base_layer()).setdefault("low_rank", {})
-        low_rank[self.parameter_name] = self._low_rank(name)
+        parts = [self._low_rank(name) for name in names]
+        low_rank[self.parameter_name] = parts[0] if len(parts) == 1 else _stacked(parts)
         try:
             output = self.base_layer(x, *args, **kwargs)
         finally:
@@ -50,6 +51,12 @@ class ParamWrapper(peft.tuners.lora.layer.ParamWrapper):
             b.view(len(b), -1, self.num_experts).permute(2, 0, 1),
             self.scaling[name],
         )
+
+
+def _stacked(parts: Sequence[LowRank]) -> LowRank:
+    """Return the sum of several adapters as one of all their ranks."""
+    b = [part.b * part.scale for part in parts]
+    return LowRank(torch.cat([part.a for part in parts], 1), torch.cat(b, 2), 1.0)
 
 
 def fuse_experts(model: torch.nn.Module) -> None:

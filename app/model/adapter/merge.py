@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter.saved import check_adapter_file, load_adapter
+from app.model.adapter.saved import add_saved_adapter, check_adapter_file, load_adapter
 from app.model.adapter.saved_config import CONFIG_FILE, peft_config_of
 from app.model.adapter.settings import ADAPTER_FILE
 from app.model.adapter.wrap import unfuse_adapters, wrap
@@ -79,7 +79,9 @@ def read_changes(
 
 
 def _read_one(model: PreTrainedModel, folder: Path, factor: float) -> dict[str, Change]:
-    config = peft_config_of(folder)
+    from app.model.adapter.experts import config_here
+
+    config = config_here(peft_config_of(folder), model)
     if getattr(config, "init_lora_weights", None) in ("pissa", "olora"):
         raise UserError(
             f"{folder / CONFIG_FILE}: init_lora_weights={config.init_lora_weights} changes the "
@@ -247,8 +249,7 @@ def load_weighted(model: PreTrainedModel, adapters: Sequence[tuple[Path, float]]
     names = {FIRST: weight}
     for number, (folder, factor) in enumerate(others, start=1):
         names[f"adapter{number}"] = factor
-        with reading(f"the adapter in {folder}", "save it again, or take another one"):
-            adapted.load_adapter(str(folder), f"adapter{number}", autocast_adapter_dtype=False)
+        add_saved_adapter(adapted, folder, f"adapter{number}")
     if names == {FIRST: 1.0}:
         return adapted
     unfuse_adapters(adapted)

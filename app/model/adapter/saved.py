@@ -190,16 +190,10 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torc
     """
     in_memory = probe_logits(model, probe)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    from app.model.adapter.experts import as_typed, config_here, showing_packed
-
     was_training = model.training
-    in_fp32 = _is_fp32(folder)
-    base = model.get_base_model()
-    config = config_here(peft_config_of(folder), base)
-    with as_typed(), showing_packed(base):
-        model.add_adapter("reopened", config, autocast_adapter_dtype=in_fp32)
+    _add_empty(model, folder, "reopened")
     try:
-        _read_into(model, folder, "reopened", in_fp32=in_fp32)
+        _read_into(model, folder, "reopened", in_fp32=_is_fp32(folder))
         model.set_adapter("reopened")
         reopened = probe_logits(model, probe)
     finally:
@@ -209,6 +203,28 @@ def verify_adapter(model: peft.PeftModel, folder: Path, probe: Mapping[str, torc
             parameter.requires_grad_(True)
         model.train(was_training)
     return check_same_logits(in_memory, reopened, folder)
+
+
+def add_saved_adapter(model: peft.PeftModel, folder: Path, name: str) -> None:
+    """Put a further saved adapter beside those of a model, for use; `name` is not active yet.
+
+    UserError where it is not this base's.
+    """
+    from app.model.adapter.experts import fuse_experts
+
+    with reading(f"the adapter in {folder}", "save it again, or take another one"):
+        _add_empty(model, folder, name)
+        _read_into(model, folder, name, in_fp32=_is_fp32(folder))
+    fuse_experts(model)
+
+
+def _add_empty(model: peft.PeftModel, folder: Path, name: str) -> None:
+    from app.model.adapter.experts import as_typed, config_here, showing_packed
+
+    base = model.get_base_model()
+    config = config_here(peft_config_of(folder), base)
+    with as_typed(), showing_packed(base):
+        model.add_adapter(name, config, autocast_adapter_dtype=_is_fp32(folder))
 
 
 def _read_into(model: peft.PeftModel, folder: Path, adapter_name: str, *, in_fp32: bool) -> None:
