@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.attention import check_implementation
 from app.model.base_files import (
     check_all_used,
+    check_dtypes,
     check_finite,
     check_shapes,
     read_shapes,
@@ -212,6 +213,8 @@ def _load_base(
     files = weight_files(folder_of(config))
     remember_tower_files(model, files)
     if not stored:
+        if problems := check_dtypes(files):
+            raise UserError(problems)
         check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
         check_finite(files, dtype)
     _untie_in_config(model)

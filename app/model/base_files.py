@@ -18,7 +18,7 @@ from app.model.multimodal import outermost, tower_modules
 from app.model.quantization import quantizable_layers
 from app.process.errors import UserError
 from app.process.launch import is_first_here, is_first_rank
-from app.process.untrusted import read_header
+from app.process.untrusted import FLOATS, odd_dtypes, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = {"F64", "F32", "F16", "BF16"}
-"""dtypes that may hold NaN, of weights that are not quantized"""
+WEIGHT = re.compile(r"(^|\.)weight$")
+"""names of tensors that are numbers to compute with; others may be masks or positions"""
 DIGITS = re.compile(r"\d+")
 
 
@@ -49,6 +49,18 @@ def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
             raise UserError(problems)
         shapes |= header
     return shapes
+
+
+def check_dtypes(files: Iterable[Path]) -> list[str]:
+    """Return which weights are not floats, in files whose config.json says of no quantization."""
+    for file in files:
+        if odd := odd_dtypes(file, WEIGHT):
+            return [
+                f"{file}: {odd[0]}, and config.json has no quantization_config that says how to "
+                "read it; expected F32, BF16, F16 or F64: download config.json and the weights "
+                "again, or take another base"
+            ]
+    return []
 
 
 def check_shapes(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import AdapterConfig, LoraConfig
 from app.process.errors import UserError
-from app.process.untrusted import brief, reading
+from app.process.untrusted import brief, read_json_object, reading
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +35,7 @@ def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     UserError if it cannot be read or cannot end an answer.
     """
     path, tokenizer = _path(config), _load(config)
+    _note_unknown_class(Path(path) / _CONFIG)
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer in {path} has no eos_token, so no answer could ever end: "
@@ -98,6 +99,22 @@ def _load(config: ModelConfig) -> PreTrainedTokenizerBase:
             _blame_file(Path(path), error)
             raise
     return tokenizer
+
+
+def _note_unknown_class(file: Path) -> None:
+    """Say so where transformers falls back to tokenizer.json as it stands, as it does silently."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    named = read_json_object(file)[0].get("tokenizer_class")
+    if not named or not (file.parent / "tokenizer.json").is_file():
+        return
+    if not any(map(tokenizer_class_from_name, (named, named.removesuffix("Fast")))):
+        log.info(
+            "tokenizer: %s: tokenizer_class=%r is not known here, tokens are cut as tokenizer.json "
+            "says",
+            file,
+            named,
+        )
 
 
 def _try(tokenizer: PreTrainedTokenizerBase, path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from app.preflight.base_model import BaseModel, seen_from
 from app.preflight.fingerprint import describe_base, same_form
 from app.preflight.shapes import Shapes
 from app.process.launch import is_first_rank
-from app.process.untrusted import check_kinds, read_header, read_json_object, reading
+from app.process.untrusted import check_kinds, odd_dtypes, read_header, read_json_object, reading
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ SETTINGS = {
     "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save",
 }
+ANY_NAME = re.compile("")
 UNNAMED = ("layers", "init", "trainable_tokens", "experts")
 """settings that peft's file does not keep as they are typed"""
 
@@ -74,6 +76,11 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
         )
     elif not shapes and not problems:
         problems.append(f"{file}: holds no tensors; save the adapter again")
+    elif not problems and (odd := odd_dtypes(file, ANY_NAME)):
+        problems.append(
+            f"{file}: {odd[0]}, and an adapter's weights are F32, BF16, F16 or F64 "
+            f"({len(odd)} of {len(shapes)} tensors are not); save the adapter again"
+        )
     if problems:
         return problems
     return _check_base(what, folder, shapes, base, model) + _check_tokens(what, folder, model)

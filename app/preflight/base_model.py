@@ -14,6 +14,7 @@ from typing import Any
 
 from app.model.adapter import BaseModules
 from app.model.base import ModelConfig
+from app.model.base_files import check_dtypes, weight_files
 from app.model.hub import problem_offline
 from app.model.quantization import stored_method
 from app.preflight.shapes import LAYER, Shapes, modules_of_architecture, modules_of_files
@@ -24,6 +25,7 @@ NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 LANGUAGE_MODEL = re.compile(r"(^|\.)(language|text)_model\.")
 """stacks of a multimodal checkpoint's files that read text, where their names say so"""
 COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers")
+CONTEXT = ("max_position_embeddings", "n_positions")
 DROPOUT = re.compile(r"\w*(?:dropout|_pdrop|drop_rate)")
 MAX_COUNT = 10_000
 """most layers or experts, each of which is a module to be made"""
@@ -36,6 +38,7 @@ TOKENIZER_JSON = (
     "added_tokens.json",
     "vocab.json",
 )
+STOP_IDS = ("eos_token_id", "decoder_start_token_id")
 TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 
 
@@ -70,8 +73,8 @@ def inspect_base(model: ModelConfig) -> BaseModel:
             "to a folder of their own (adapter.path=FOLDER continues its training), or remove them"
         )
     if (generation := folder / "generation_config.json").exists():
-        problem = read_json_object(generation)[1]
-        base.problems += [problem] if problem else []
+        ids, problem = read_json_object(generation)
+        base.problems += [problem] if problem else _check_stop_ids(generation, ids, numbers)
     base.problems += [
         f"{config}: {key} is private to transformers and can name code; remove it"
         for key in numbers
@@ -80,6 +83,9 @@ def inspect_base(model: ModelConfig) -> BaseModel:
     base.problems += _check_code("model.path", folder, model)
     tensors, problems = read_tensors(folder)
     base.problems += problems or check_layers_of_files(config, numbers, tensors)
+    parts = (numbers, text_numbers(numbers))
+    if not problems and not any(part.get("quantization_config") for part in parts):
+        base.problems += check_dtypes(weight_files(folder))
     if not problems:
         stored = numbers.get("quantization_config")
         is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
@@ -155,6 +161,12 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
                     f"{where}: {prefix}{key}={_brief(count)}: expected a whole number of at most "
                     f"{MAX_COUNT:,}"
                 )
+    classes = numbers.get("architectures")
+    if not (classes is None or (isinstance(classes, list) and all(map(_is_text, classes)))):
+        problems.append(
+            f"{where}: architectures={_brief(classes)}: expected a list of class names; download "
+            "config.json again, or remove the key"
+        )
     if not isinstance(numbers.get("quantization_config") or {}, dict):
         problems.append(f"{where}: quantization_config is not an object; remove it")
     return problems
@@ -166,6 +178,8 @@ def _why_out_of_bounds(key: str, value: Any) -> str | None:
         return None
     if value != value:  # some have an infinity where others have a bound
         return "a number"
+    if key in CONTEXT and (type(value) is not int or value < 1):
+        return "a number of tokens from 1 up, or null for no limit; download config.json again"
     if key == "rope_theta" and value <= 0:
         return "a number above 0"
     if DROPOUT.fullmatch(key) and not 0 <= value <= 1:
@@ -205,6 +219,28 @@ def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the numbers of a multimodal model's language model; any other's are its own."""
     text = numbers.get("text_config")
     return text if isinstance(text, dict) else numbers
+
+
+def _check_stop_ids(file: Path, ids: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[str]:
+    """List the ids of a generation_config.json that no row of the embedding has."""
+    rows = text_numbers(numbers).get("vocab_size")
+    if type(rows) is not int:
+        return []
+    problems = []
+    for key in STOP_IDS:
+        named = ids.get(key)
+        odd = [n for n in (named if isinstance(named, list) else [named]) if type(n) is int]
+        if odd := [number for number in odd if not 0 <= number < rows]:
+            problems.append(
+                f"{file}: {key}={_brief(named)}: {odd[0]} is not a token of this base, whose "
+                f"vocab_size is {rows:,}; write the id that ends its answers, or download "
+                f"{file.name} again"
+            )
+    return problems
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _brief(value: Any) -> str:
@@ -286,7 +322,19 @@ def _check_tokenizer(model: ModelConfig) -> list[str]:
             read = read_json_object(file) if name in TOKENIZER_JSON else read_text(file, "json_mib")
             if (problem := read[1]) is not None:
                 return [problem, *code]
-    return code
+    return _check_max_length(folder / "tokenizer_config.json") + code
+
+
+def _check_max_length(file: Path) -> list[str]:
+    if not file.exists():
+        return []
+    longest = read_json_object(file)[0].get("model_max_length")
+    if longest is None or (type(longest) in (int, float) and longest >= 1):
+        return []
+    return [
+        f"{file}: model_max_length={_brief(longest)}: expected a number of tokens from 1 up; "
+        "remove the key, or download the file again"
+    ]
 
 
 def read_tensors(folder: Path) -> tuple[Shapes, list[str]]:

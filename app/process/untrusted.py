@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
@@ -51,6 +52,9 @@ ITEM_BITS = {
     "F6_E3M2": 6,
 }
 """safetensors' name of a dtype -> bits of a number"""
+
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""dtypes of weights that are not quantized, which may hold NaN"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,7 +280,13 @@ def read_header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     header, problem = parse_json(text, file) if text.startswith(b"{") else (None, "no object")
     if problem is not None or not isinstance(header, dict):
         return {}, [f"{file}: its safetensors header is damaged ({problem}); download it again"]
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
+    form = metadata.get("format") if isinstance(metadata, dict) else None
+    if form in ("tf", "flax"):
+        return {}, [
+            f"{file}: its header's format={form}: weights of TensorFlow or Flax lie the other way "
+            "round; export the model as PyTorch's (format=pt)"
+        ]
     shapes: dict[str, tuple[int, ...]] = {}
     places: list[tuple[int, int, str]] = []
     for name, tensor in header.items():
@@ -302,6 +312,21 @@ def read_header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
             f"{'cut off' if size < end else 'damaged'}; download it again"
         ]
     return shapes, []
+
+
+def odd_dtypes(file: Path, names: re.Pattern[str]) -> list[str]:
+    """List a file's tensors with `names` that are not floats, as `NAME is DTYPE`.
+
+    Only for a file whose header `read_header` has found sound.
+    """
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    header.pop("__metadata__", None)
+    return sorted(
+        f"{name[:80]!r} is {tensor['dtype']}"
+        for name, tensor in header.items()
+        if tensor["dtype"] not in FLOATS and names.search(name)
+    )
 
 
 def _place_of(tensor: Any) -> tuple[tuple[int, ...], int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -26,15 +25,16 @@ from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.files import write_whole
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.run import NEVER
-from app.run.folder import OUTPUTS, expand_home, hold_run
+from app.run.folder import OUTPUTS, UNSET, expand_home, hold_run
 from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.trials import OBJECTIVE, RunningTrial, Trial, read_curve
 from app.sweep.words import Swept, as_words, read_words, varied
-from data_modules import printable, redact, redacted
+from data_modules import REDACTED, printable, redact, redacted
 
 WORDS_FILE = "sweep.yaml"
 """in a sweep's folder: its words, with which it goes on"""
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
+ALONE = "a sweep goes on with its own words; type it alone"
 RESUME = re.compile(r"\+*resume=(?P<value>.+)")
 OWN = ("sweep.", "output.", "resume")
 """beginnings of keys that are the sweep's and not its trials'"""
@@ -52,12 +52,12 @@ def run_sweep(words: list[str]) -> int:
     slots = _gpu_slots(config)
     if folder is None:
         folder = _make_folder(config.output.name or "train", config.output.dir)
-        write_whole(folder / WORDS_FILE, redact(yaml.safe_dump({"words": words})))
+        write_whole(folder / WORDS_FILE, yaml.safe_dump({"words": redacted(words)}))
     hold_run(folder)
     ended = read_results(folder)
     search = _build_search(swept, config, folder, [one.number for one in ended])
     print(f"{search.total} trials in {printable(str(folder))}:", end=" ")
-    print("; ".join(f"{one.key} {one}" for one in varied(swept)), flush=True)
+    print(redact("; ".join(f"{one.key} {one}" for one in varied(swept))), flush=True)
     runs = _Trials(search, typed, folder, slots, ended)
     code = runs.run()
     keys = [one.key for one in varied(swept)]
@@ -75,17 +75,42 @@ def _open(words: Sequence[str]) -> tuple[list[Swept], Path | None]:
     if not found or found[0] == NEVER:
         return read_words(words), None
     where = found[0]
-    if len(words) > 1:
-        raise UserError(f"resume={where}: a sweep goes on with its own words; type it alone")
     folder = expand_home("resume", where)
     file = folder / WORDS_FILE
     if not file.is_file():
-        raise UserError(f"resume={where}: expected the folder of a sweep, with {WORDS_FILE}")
+        raise UserError(
+            f"resume={where}: expected the folder of a sweep, with {WORDS_FILE}; {ALONE}"
+        )
     read = yaml.safe_load(file.read_text(encoding="utf-8"))
     kept = read.get("words") if isinstance(read, dict) else None
     if not isinstance(kept, list) or not all(isinstance(word, str) for word in kept):
         raise UserError(f"{file}: expected `words:`, a list; copy the sweep's folder again")
-    return read_words(kept), folder
+    typed = read_words(word for word in words if RESUME.fullmatch(word) is None)
+    return _with_secrets(read_words(kept), typed, where), folder
+
+
+def _with_secrets(kept: Sequence[Swept], typed: Sequence[Swept], where: str) -> list[Swept]:
+    """Return the words of a sweep that goes on, with the secrets that its file left out."""
+    left_out = {one.key: one for one in kept if any(REDACTED in value for value in one.values)}
+    again = {one.key: one for one in typed}
+    problems = [
+        f"{key}: {ALONE}" + (f", with {', '.join(left_out)}" if left_out else "")
+        for key in again.keys() - left_out.keys()
+    ]
+    for key, one in left_out.items():
+        if key not in again:
+            problems.append(
+                f"resume={where}: a secret was left out of {key}; type it again, beside "
+                f"resume={where}: {key}={','.join(one.values)}"
+            )
+        elif redacted(again[key].values) != list(one.values):
+            problems.append(
+                f"{key}: expected what the sweep was started with, its secrets in their place: "
+                f"{key}={','.join(one.values)}"
+            )
+    if problems:
+        raise UserError(problems)
+    return [again.get(one.key, one) for one in kept]
 
 
 def _check(swept: Sequence[Swept]) -> tuple[TrainConfig, dict[str, str]]:
@@ -136,7 +161,14 @@ def _check_search(settings: SweepConfig, swept: Sequence[Swept]) -> list[str]:
                 f"sweep.prune={settings.prune}: a grid shows every trial whole; type "
                 "sweep.search=optuna, or leave it out"
             )
-    elif not varied(swept):
+        return problems
+    problems += [
+        f"{one.key}: its values hold secrets, which Optuna writes into its journal; type "
+        "sweep.search=grid, or name data that needs no secret"
+        for one in varied(swept)
+        if redacted(one.values) != list(one.values)
+    ]
+    if not varied(swept):
         problems.append(
             "sweep.search=optuna: nothing is searched; type a range, as "
             "'optimizer.lr=interval(1e-5,1e-3)' or 'adapter.r=choice(8,16,32)'"
@@ -176,12 +208,10 @@ def _as_they_stand(swept: Sequence[Swept]) -> dict[str, Any]:
 
 def _make_folder(name: str, folder: str | None) -> Path:
     """Make outputs/<name>/sweep-<time>, or the folder that was typed."""
+    if folder is not None and not folder.strip():
+        raise UserError(f"output.dir is empty; {UNSET}")
     if folder is None:
-        started = OUTPUTS / name / f"sweep-{time.strftime('%Y-%m-%d_%H-%M-%S')}"
-        tries = (started.with_name(f"{started.name}-{number}") for number in itertools.count(2))
-        path = next(one for one in itertools.chain([started], tries) if not one.exists())
-        path.mkdir(parents=True)
-        return path
+        return _make_new_folder(OUTPUTS / name)
     path = Path(folder)
     if (path / WORDS_FILE).exists():
         raise UserError(
@@ -191,6 +221,17 @@ def _make_folder(name: str, folder: str | None) -> Path:
     if path.is_dir() and any(path.iterdir()):
         raise UserError(f"output.dir={path} is not empty; type another folder")
     path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _make_new_folder(parent: Path) -> Path:
+    started = time.strftime("%Y-%m-%d_%H-%M-%S")
+    parent.mkdir(parents=True, exist_ok=True)
+    path, number = parent / f"sweep-{started}", 1
+    while path.exists():  # another sweep of this second
+        number += 1
+        path = parent / f"sweep-{started}-{number}"
+    path.mkdir()
     return path
 
 
@@ -284,7 +325,8 @@ class _Trials:
         print(printable(self._line(trial)), flush=True)
 
     def _line(self, trial: Trial) -> str:
-        what = " ".join(word for word in trial.overrides if word not in as_words(self.typed))
+        shared = redacted(as_words(self.typed))
+        what = " ".join(word for word in trial.overrides if word not in shared)
         count = f"{len(self.ended)}/{self.search.total}"
         return f"[{count}] trial {trial.number}: {what}: {outcome_of(trial)}, {trial.seconds:.0f} s"
 
@@ -368,7 +410,7 @@ def show_results(trials: Sequence[Trial], keys: Sequence[str], typed: Mapping[st
     Console().print(table)
     whole = [one for one in best_first if one.exit_code == DONE and one.objective is not None]
     if whole:
-        shared = set(as_words(dict(typed)))
+        shared = redacted(as_words(dict(typed)))
         best = " ".join(word for word in whole[0].overrides if word not in shared)
         print(printable(f"best: {best} -> {whole[0].folder}"))
         print(printable(f"  python -m app.train {' '.join(whole[0].overrides)}"))

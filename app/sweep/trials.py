@@ -18,6 +18,7 @@ from app.config.overrides import quote_value
 from app.process.errors import DONE, TERMINATED
 from app.process.launch import PARENT_VARIABLE, VARIABLES_OF_A_RANK
 from app.run.folder import CONFIG_FILE, METRICS_FILE
+from data_modules import redacted
 
 OBJECTIVE = "val/loss"
 CURVE_FILE = "metrics.csv"
@@ -31,6 +32,7 @@ class Trial:
 
     number: int
     overrides: list[str]
+    """what it was started with, without secrets"""
     folder: str
     exit_code: int
     seconds: float
@@ -114,7 +116,7 @@ class RunningTrial:
             error = None if code == DONE else _error_in(self.log) or f"exit code {code}"
         return Trial(
             number=self.number,
-            overrides=self.words,
+            overrides=redacted(self.words),
             folder=str(self.folder),
             exit_code=code,
             seconds=round(time.monotonic() - self._started, 1),

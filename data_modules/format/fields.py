@@ -53,8 +53,14 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
 
 
 def misnamed(name: str, found: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return "; 'x' is near: did you mean 'name'?" for the name in `found` nearest to `name`."""
-    close = difflib.get_close_matches(name, list(found), 1, cutoff)
+    """Return "; 'x' is near: did you mean 'name'?" for the name in `found` nearest to `name`.
+
+    Where `name` itself is there, its value is what cannot be used.
+    """
+    keys = list(found)
+    if name in keys:
+        return f"; '{name}' is empty or not a text"
+    close = difflib.get_close_matches(name, keys, 1, cutoff)
     return f"; '{close[0]}' is near: did you mean '{name}'?" if close else ""
 
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from app.model.base import ModelConfig, load_base
 from app.model.hub import check_hub, is_offline
+from app.model.tokenizer import build_tokenizer
 from app.process.errors import TrainingFault, UserError, exit_code
 from app.process.launch import read_launch
 from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
@@ -98,6 +99,8 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 1.0,
       "short_factor": [1.0], "long_factor": [1.0, 2.0]}}, ["first forward pass"]),
     ({"self": 1}, ["self"]),
+    ({"architectures": 7}, ["architectures=7: expected a list of class names"]),
+    ({"max_position_embeddings": -1}, ["max_position_embeddings=-1", "tokens from 1 up"]),
 ]  # fmt: skip
 
 
@@ -125,13 +128,17 @@ TEXTS: list[tuple[str, bytes, list[str]]] = [
     ("generation_config.json", b'{"max_new_tokens": "x"}', ["generation_config.json"]),
     ("generation_config.json", b'{"self": 1}', ["generation_config.json"]),
     ("generation_config.json", b"{", ["generation_config.json:1:2 invalid JSON"]),
+    ("generation_config.json", b'{"eos_token_id": [2, 1000000000]}',
+     ["eos_token_id=[2, 1000000000]: 1000000000 is not a token", "vocab_size is 768"]),
+    ("tokenizer_config.json", b'{"model_max_length": -5}',
+     ["tokenizer_config.json: model_max_length=-5: expected a number of tokens from 1 up"]),
     ("tokenizer.json", b'{"model": 3}', ["tokenizer.json cannot be read"]),
     ("tokenizer.json", b"{}", ["tokenizer.json cannot be read"]),
     ("tokenizer_config.json", b'{"eos_token": 3}', ["tokenizer_config.json cannot be read"]),
     ("tokenizer_config.json", b'{"tokenizer_class": []}', ["tokenizer_config.json"]),
     ("special_tokens_map.json", b"\xff", ["special_tokens_map.json: not UTF-8"]),
     ("chat_template.jinja", b"\xff", ["chat_template.jinja: not UTF-8"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "content", "fragments"), TEXTS)
@@ -173,6 +180,28 @@ def test_headers_that_safetensors_would_refuse(
     refused(end, f"{base / WEIGHTS}: its safetensors header is damaged", "download it again")
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.float8_e4m3fn])
+def test_weights_that_are_not_floats(base: Path, made: Path, dtype: torch.dtype) -> None:
+    tensors = load_file(base / WEIGHTS)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    save_file(tensors, base / WEIGHTS, {"format": "pt"})
+    refused(open_base(base, made), f"{base / WEIGHTS}: 'model.norm.weight' is ", "expected F32")
+    with pytest.raises(UserError, match="no quantization_config"):
+        load_base(ModelConfig(path=str(base)), "eager", torch.float32)
+
+
+def test_weights_of_an_adapter_that_are_not_floats(adapter: Path, made: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
+    refused(open_adapter(adapter, made), f"{file}: ", "is I8, and an adapter's weights are F32")
+
+
+@pytest.mark.parametrize("form", ["tf", "flax"])
+def test_weights_of_another_framework(base: Path, made: Path, form: str) -> None:
+    save_file(load_file(base / WEIGHTS), base / WEIGHTS, {"format": form})
+    refused(open_base(base, made), f"{base / WEIGHTS}: its header's format={form}")
+
+
 def test_a_header_beyond_the_limit(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOFT_LIMITS", "header_mib=1")
     file = base / WEIGHTS
@@ -189,6 +218,20 @@ def test_an_index_names_files(base: Path, made: Path, name: Any) -> None:
     index = base / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     refused(open_base(base, made), str(index))
+
+
+def test_an_unknown_class_of_tokenizer_is_said(
+    base: Path, made: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Harmless: transformers then reads tokenizer.json as it stands."""
+    caplog.set_level("INFO", "app.model.tokenizer")
+    file = base / "tokenizer_config.json"
+    known = build_tokenizer(ModelConfig(path=str(base)))
+    assert "tokenizer_class" not in caplog.text
+    change(file, tokenizer_class="Nope")
+    other = build_tokenizer(ModelConfig(path=str(base)))
+    assert f"{file}: tokenizer_class='Nope' is not known here" in caplog.text
+    assert other("Say 1 word.")["input_ids"] == known("Say 1 word.")["input_ids"]
 
 
 def test_layers_that_would_be_left_out(base: Path, made: Path) -> None:
@@ -319,10 +362,11 @@ ADAPTERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"lora_alpha": 0}, ["lora_alpha=0: expected a number above 0"]),
     ({"lora_alpha": -8}, ["lora_alpha=-8: expected a number above 0"]),
     ({"lora_alpha": float("nan")}, ["lora_alpha=nan"]),
-    ({"r": 0}, ["r=0: expected a rank of 1 or more"]),
+    ({"r": 0}, ["r=0: expected a rank from 1 to 65,536"]),
     ({"r": True}, ["r=True"]),
-    ({"r": 10**12}, ["r=1000000000000"]),
+    ({"r": 10**7}, ["r=10000000: expected a rank from 1 to 65,536"]),
     ({"r": 8}, ["has shape [4, 32]"]),
+    ({"task_type": "SEQ_CLS"}, ["task_type='SEQ_CLS': expected CAUSAL_LM, SEQ_2_SEQ_LM or null"]),
     ({"lora_dropout": 5}, ["lora_dropout=5: expected a share from 0 to below 1"]),
     ({"bias": "nope"}, ["bias='nope': expected none, all or lora_only"]),
     ({"target_modules": 3}, ["target_modules=3"]),

@@ -92,6 +92,11 @@ CASES = {
     "D10 no role": Case(
         chat({"rol": "user", "content": "q"}, SAY), r":3 messages\[0\] has no role; .*'rol'", GOOD
     ),
+    "D10 role null": Case(
+        chat({"role": None, "content": "q"}, SAY),
+        r":3 messages\[0\] has no role; found \['role', 'content'\]; 'role' is empty or not",
+        GOOD,
+    ),
     "D11 answer first": Case(
         chat(SAY, ASK, SAY), ":3 messages: an assistant turn comes before any user turn", GOOD
     ),

@@ -206,6 +206,9 @@ def test_the_page_of_a_sweep_holds_text_and_no_markup_of_others() -> None:
     assert "nan" not in page
 
 
+URL = "http://me:Zq7password@127.0.0.1:9/{}.jsonl?token=Zq7token0planted"
+
+
 def test_settings_of_a_sweep_mean_nothing_in_one_run() -> None:
     answer = ask("+experiment=quickstart", "sweep.trials=3")
     assert answer.code == 2
@@ -223,6 +226,10 @@ def test_settings_of_a_sweep_mean_nothing_in_one_run() -> None:
         (["adapter.r=2,4", "sweep.search=optua"], "did you mean optuna?"),
         (["adapter.r=interval(1,8)", "sweep.search=optuna"], "adapter.r=1.0: expected"),
         (["resume=nowhere"], "type it alone"),
+        (
+            [f"data.datasets=choice([{{path: '{URL}'}}],[{{path: 'b'}}])", "sweep.search=optuna"],
+            "which Optuna writes into its journal; type sweep.search=grid",
+        ),
     ],
 )
 def test_a_search_that_cannot_be_is_refused(
@@ -231,6 +238,54 @@ def test_a_search_that_cannot_be_is_refused(
     answer = sweep(*words, *typed)
     assert answer.code == 2
     assert said in answer.said
+    assert commands == []
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]], ids=["shared", "swept"])
+def test_secrets_of_a_sweep_are_nowhere_in_its_folder(
+    words: list[str], commands: list[list[str]], names: list[str]
+) -> None:
+    lists = [f"[{{path: '{URL.format(name)}', format: alpaca}}]" for name in names]
+    data = (
+        f"data.datasets=choice({','.join(lists)})"
+        if len(lists) > 1
+        else (f"data.datasets={lists[0]}")
+    )
+    own = ["adapter.r=2,4", "output.dir=grid"]
+    answer = sweep(*words[:2], data, *own)
+    assert answer.code == 0, answer.said
+    assert "Zq7" not in answer.printed
+    assert "Zq7token" in " ".join(commands[0])
+    for file in Path("grid").iterdir():
+        assert file.is_dir() or "Zq7" not in file.read_text(), file
+
+    Path("grid/sweep.json").unlink()
+    answer = sweep("-m", "resume=grid")
+    assert (answer.code, "type it again, beside resume=grid: data" in answer.said) == (2, True)
+    answer = sweep("-m", "resume=grid", data.replace("alpaca", "chat"))
+    assert (answer.code, "expected what the sweep was started with" in answer.said) == (2, True)
+    answer = sweep("-m", "resume=grid", data, "seed=3")
+    assert (answer.code, "seed: a sweep goes on with its own words" in answer.said) == (2, True)
+    answer = sweep("-m", "resume=grid", data)
+    assert answer.code == 0, answer.said
+    half = len(commands) // 2
+    assert [word[:3] for word in commands[:half]] == [word[:3] for word in commands[half:]]
+
+
+def test_sweeps_of_one_second_have_folders_of_their_own(
+    words: list[str], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.sweep.run.time.strftime", lambda _: "now")
+    for name in ("sweep-now", "sweep-now-2"):
+        answer = sweep(*words, "adapter.r=2,4")
+        assert answer.code == 0, answer.said
+        assert answer.printed.endswith(f"run: outputs/train/{name}\n")
+
+
+def test_an_empty_folder_of_a_sweep_is_refused(words: list[str], commands: list[list[str]]) -> None:
+    for typed in ("output.dir=", "output.dir=' '"):
+        answer = sweep(*words, "adapter.r=2,4", typed)
+        assert (answer.code, "output.dir is empty" in answer.said) == (2, True)
     assert commands == []
 
 

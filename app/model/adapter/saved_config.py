@@ -99,7 +99,11 @@ NAMES_OR_NULL: Rule = (_is_null_or(_is_names, _is_list_of(_is_name)), "a list of
 SHARED: dict[str, Rule] = {
     "base_model_name_or_path": TEXT,
     "revision": TEXT,
-    "task_type": TEXT,
+    "task_type": (
+        lambda value: value in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"),
+        "CAUSAL_LM, SEQ_2_SEQ_LM or null (others were trained with another head than a language "
+        "model's: take an adapter of a language model)",
+    ),
     "inference_mode": FLAG,
     "target_modules": NAMES,
     "exclude_modules": NAMES_OR_NULL,
@@ -109,7 +113,7 @@ SHARED: dict[str, Rule] = {
 RULES: dict[str, dict[str, Rule]] = {
     "LORA": SHARED
     | {
-        "r": (_is_rank, "a rank of 1 or more"),
+        "r": (_is_rank, f"a rank from 1 to {MAX_RANK:,}"),
         "lora_alpha": (_is_scale, "a number above 0"),
         "lora_dropout": (_is_share, "a share from 0 to below 1"),
         "bias": (lambda value: value in ("none", "all", "lora_only"), "none, all or lora_only"),
@@ -117,7 +121,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "use_rslora": FLAG,
         "lora_bias": FLAG,
         "ensure_weight_tying": FLAG,
-        "rank_pattern": (_is_pattern_of(_is_rank), "ranks of 1 or more by module name"),
+        "rank_pattern": (_is_pattern_of(_is_rank), f"ranks from 1 to {MAX_RANK:,} by module name"),
         "alpha_pattern": (_is_pattern_of(_is_scale), "numbers above 0 by module name"),
         "layers_to_transform": (
             _is_null_or(_is_count, _is_list_of(_is_count)),
