@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import yaml  # type: ignore[import-untyped]
 
 from app.config.conf_files import CONF, groups
-from app.config.load import Config, compose, load_config, load_run_config
+from app.config.load import Config, check_empty, compose, load_config, load_run_config
 from app.config.validation import print_note
 from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig, TunedConfig
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
@@ -91,6 +91,7 @@ def check_before_start(config: Config) -> ExistingRun | None:
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
     if isinstance(config, (TrainConfig, EvaluateConfig)) and not config.data.cache_dir.strip():
         problems.append(f"data.cache_dir is empty; {UNSET}")
+    problems += check_empty(config)
     if problems:
         raise UserError(problems)
     existing = num_ranks = None

@@ -300,20 +300,7 @@ def resolve_paths(config: Config) -> None:
     Expands `~`, and lets relative paths of the shipped YAML files work from any folder. What does
     not exist stays as it was typed: a hub id, a template's name, or a mistake to be named.
     """
-    paths: list[tuple[Any, str]] = [(config.model, "path"), (config.model, "tokenizer_path")]
-    if isinstance(config, (TrainConfig, EvaluateConfig)):
-        data = config.data
-        if data.chat_template not in TEMPLATE_NAMES:
-            paths.append((data, "chat_template"))
-        paths += [(each, "path") for each in (*data.datasets, *data.test_datasets)]
-    if isinstance(config, MergeConfig):
-        paths += [(each, "path") for each in config.merge.adapters]
-        paths.append((config.merge, "llama_cpp"))
-    if isinstance(config, TunedConfig):
-        paths.append((config, "adapter_path"))
-    elif isinstance(config.adapter, (LoraConfig, Ia3Config)):
-        paths.append((config.adapter, "path"))
-    for part, name in paths:
+    for _, part, name in _paths_of(config):
         path = getattr(part, name)
         if not path or "\0" in path:
             continue
@@ -323,6 +310,43 @@ def resolve_paths(config: Config) -> None:
             setattr(part, name, os.path.abspath(there[0]))
         elif path.startswith("~"):
             setattr(part, name, str(home))
+
+
+def check_empty(config: Config) -> list[str]:
+    """List the paths and the revision that are empty: each would be read as if it were left out."""
+    places = [*_paths_of(config), ("model", config.model, "revision")]
+    values = [(f"{key}.{name}".lstrip("."), getattr(part, name)) for key, part, name in places]
+    return [
+        f"{key} is empty; is it a variable that is not set? type its value, or leave it out"
+        for key, value in values
+        if value is not None and not value.strip()
+    ]
+
+
+def _paths_of(config: Config) -> list[tuple[str, Any, str]]:
+    """Return the full key of each part of the settings that holds a path, the part, and its name.
+
+    Names of templates are no paths.
+    """
+    paths: list[tuple[str, Any, str]] = [
+        ("model", config.model, "path"),
+        ("model", config.model, "tokenizer_path"),
+    ]
+    if isinstance(config, (TrainConfig, EvaluateConfig)):
+        data = config.data
+        if data.chat_template not in TEMPLATE_NAMES:
+            paths.append(("data", data, "chat_template"))
+        for kind, listed in (("datasets", data.datasets), ("test_datasets", data.test_datasets)):
+            paths += [(f"data.{kind}[{i}]", each, "path") for i, each in enumerate(listed)]
+    if isinstance(config, MergeConfig):
+        adapters = enumerate(config.merge.adapters)
+        paths += [(f"merge.adapters[{i}]", each, "path") for i, each in adapters]
+        paths.append(("merge", config.merge, "llama_cpp"))
+    if isinstance(config, TunedConfig):
+        paths.append(("", config, "adapter_path"))
+    elif isinstance(config.adapter, (LoraConfig, Ia3Config)):
+        paths.append(("adapter", config.adapter, "path"))
+    return paths
 
 
 def _find_wrong_choice(part: Any) -> str | None:

@@ -58,6 +58,13 @@ def new_token_ids(
     They are new to the tokenizer, or have no row among the `vocab_size` of the base's embedding.
     UserError when rows would be needed for other tokens as well.
     """
+    end = tokenizer.eos_token
+    if tokenizer.eos_token_id >= vocab_size and end not in config.added_tokens:
+        raise UserError(
+            f"the tokenizer in {_path(config)}: its eos_token {end!r} has id "
+            f"{tokenizer.eos_token_id:,}, the model's embedding has {vocab_size:,} rows; "
+            f"{_how_to_end(_path(config), tokenizer)}, or type 'model.added_tokens=[{end}]'"
+        )
     if not config.added_tokens:
         return []
     ids, known = tokenizer.get_vocab(), _load(config).get_vocab()

@@ -26,6 +26,7 @@ LANGUAGE_MODEL = re.compile(r"(^|\.)(language|text)_model\.")
 """stacks of a multimodal checkpoint's files that read text, where their names say so"""
 COUNTS = re.compile(r"(num|n)_(\w+_)?(layers?|experts|blocks)|(en|de)coder_layers")
 CONTEXT = ("max_position_embeddings", "n_positions")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon")
 DROPOUT = re.compile(r"\w*(?:dropout|_pdrop|drop_rate)")
 MAX_COUNT = 10_000
 """most layers or experts, each of which is a module to be made"""
@@ -150,6 +151,14 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
         problems.append(f"{where}: model_type={_brief(numbers['model_type'])}: expected a name")
     parts = [("", numbers)]
     parts += [(f"{key}.", part) for key, part in numbers.items() if isinstance(part, dict)]
+    for name in ("rope_parameters", "rope_scaling"):
+        scaled = numbers.get(name)
+        factor = scaled.get("factor") if isinstance(scaled, dict) else None
+        if isinstance(factor, (int, float)) and not factor >= 1:
+            problems.append(
+                f"{where}: {name}.factor={_brief(factor)}: expected a number from 1 up; download "
+                "config.json again"
+            )
     for prefix, part in parts:
         for key, count in part.items():
             if (bounds := _why_out_of_bounds(key, count)) is not None:
@@ -180,6 +189,8 @@ def _why_out_of_bounds(key: str, value: Any) -> str | None:
         return "a number"
     if key in CONTEXT and (type(value) is not int or value < 1):
         return "a number of tokens from 1 up, or null for no limit; download config.json again"
+    if key in EPSILONS and not 0 <= value < 1:
+        return "a number from 0 to below 1, as 1e-06"
     if key == "rope_theta" and value <= 0:
         return "a number above 0"
     if DROPOUT.fullmatch(key) and not 0 <= value <= 1:
@@ -229,10 +240,10 @@ def _check_stop_ids(file: Path, ids: Mapping[str, Any], numbers: Mapping[str, An
     problems = []
     for key in STOP_IDS:
         named = ids.get(key)
-        odd = [n for n in (named if isinstance(named, list) else [named]) if type(n) is int]
-        if odd := [number for number in odd if not 0 <= number < rows]:
+        listed = named if isinstance(named, list) else [] if named is None else [named]
+        if odd := [one for one in listed if type(one) is not int or not 0 <= one < rows]:
             problems.append(
-                f"{file}: {key}={_brief(named)}: {odd[0]} is not a token of this base, whose "
+                f"{file}: {key}={_brief(named)}: {odd[0]!r:.80} is not a token of this base, whose "
                 f"vocab_size is {rows:,}; write the id that ends its answers, or download "
                 f"{file.name} again"
             )

@@ -25,7 +25,7 @@ from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.files import write_whole
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.run import NEVER
-from app.run.folder import OUTPUTS, UNSET, expand_home, hold_run
+from app.run.folder import OUTPUTS, UNSET, expand_home, hold_run, into_folder
 from app.sweep.search import Grid, OptunaSearch, Search
 from app.sweep.trials import OBJECTIVE, RunningTrial, Trial, read_curve
 from app.sweep.words import Swept, as_words, read_words, varied
@@ -220,7 +220,10 @@ def _make_folder(name: str, folder: str | None) -> Path:
         )
     if path.is_dir() and any(path.iterdir()):
         raise UserError(f"output.dir={path} is not empty; type another folder")
-    path.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_dir():
+        raise UserError(f"output.dir={path}: this is a file; type a folder's name")
+    with into_folder(path):
+        path.mkdir(parents=True, exist_ok=True)
     return path
 
 

@@ -365,6 +365,20 @@ def test_an_empty_folder_name_is_refused(
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "key", ["adapter.path", "model.path", "model.tokenizer_path", "model.revision", "adapter_path"]
+)
+def test_an_empty_path_is_not_taken_for_one_that_was_left_out(key: str, words: list[str]) -> None:
+    answer = ask(*words[:2], f"{key}=", verb="evaluate" if key == "adapter_path" else "train")
+    assert answer.code == 2, answer.config
+    assert f"{key} is empty; is it a variable that is not set?" in answer.said
+
+
+def test_an_empty_path_of_a_data_set_is_refused(words: list[str]) -> None:
+    answer = ask(*words, "data.test_datasets=[{path: ''}]")
+    assert (answer.code, "data.test_datasets[0].path is empty" in answer.said) == (2, True)
+
+
 def test_a_tilde_is_the_home_folder(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

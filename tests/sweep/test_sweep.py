@@ -297,6 +297,12 @@ def test_a_folder_with_anything_in_it_is_refused(
     answer = sweep(*words, "adapter.r=2,4", "output.dir=full")
     assert answer.code == 2
     assert "is not empty" in answer.said
+    for where, code, said in (
+        ("full/notes.txt", 2, "full/notes.txt: this is a file; type a folder's name"),
+        ("full/notes.txt/x", 3, "output.dir=full/notes.txt/x: cannot be written"),
+    ):
+        answer = sweep(*words, "adapter.r=2,4", f"output.dir={where}")
+        assert (answer.code, said in answer.said) == (code, True)
     assert sweep(*words, "adapter.r=2,4", "output.dir=new").code == 0
     answer = sweep(*words, "adapter.r=2,4", "output.dir=new")
     assert answer.code == 2

@@ -189,7 +189,8 @@ def unusable(folder: Path, problems: Iterable[str]) -> UserError:
     listed = [f"{folder}: {problem}" for problem in problems[:MAX_LISTED]]
     if (more := len(problems) - MAX_LISTED) > 0:
         listed[-1] += f"; and {more:,} more"
-    return UserError([*listed[:-1], f"{listed[-1]}; {_fix(folder)}"])
+    fix = _fix(folder)
+    return UserError([*listed[:-1], listed[-1] if fix in listed[-1] else f"{listed[-1]}; {fix}"])
 
 
 def _fix(folder: Path) -> str:

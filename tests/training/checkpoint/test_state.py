@@ -15,6 +15,7 @@ from app.config.verbs import PARTS
 from app.model.adapter import FullConfig, LoraConfig, apply_adapter
 from app.process.errors import UserError
 from app.training.algorithms import use_averaged_weights, use_training_weights
+from app.training.checkpoint.documents import unusable
 from app.training.checkpoint.optimizer_state import optimizer_state, restore_optimizer
 from app.training.checkpoint.state import (
     model_state,
@@ -186,15 +187,18 @@ def test_every_generator_goes_on_where_it_was() -> None:
     assert draw() == expected
 
 
-def test_another_model_s_checkpoint_is_refused_by_name() -> None:
+def test_another_model_s_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     saved = model_state(Training(AdamWConfig(), LoraConfig(r=4)).model)
     with pytest.raises(UserError, match=r"q_proj.lora_A.weight is float32 \[4, 32\] in"):
         restore_model(Training(AdamWConfig(), LoraConfig(r=8)).model, saved)
     with pytest.raises(UserError, match=r"model.embed_tokens.weight is missing .* more"):
         restore_model(Training(AdamWConfig(), FullConfig()).model, saved)
     one = LoraConfig(r=4, target_modules=["q_proj"])
-    with pytest.raises(UserError, match="and this run does not train it"):
+    with pytest.raises(UserError, match="and this run does not train it") as caught:
         restore_model(Training(AdamWConfig(), one).model, saved)
+    (tmp_path / "step-2").mkdir()
+    said = str(unusable(tmp_path / "step-2", caught.value.problems))  # as a resume says it
+    assert said.count("start anew with resume=never") == 1
 
 
 def test_another_optimizer_s_state_is_refused() -> None:
