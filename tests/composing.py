@@ -7,10 +7,10 @@ words of each test that set values go through both every time. Files of its own 
 
 from __future__ import annotations
 
-import functools
+import copy
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
 
-from app.config import load
 from app.config.conf_files import CONF
 from app.config.load import EXPERIMENT
 
@@ -28,9 +28,10 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
     """Keep what is chosen by options alone: the list of files, their merged values, the schema."""
     find_defaults: Callable[..., Any] = config_loader_impl.create_defaults_list
     merge_files: Callable[..., Any] = ConfigLoaderImpl._compose_config_from_defaults_list
-    make_node: Callable[..., Any] = load._node_of
+    make_node: Callable[..., Any] = OmegaConf.structured
     found: dict[Any, Any] = {}
     merged: dict[Any, bytes] = {}
+    nodes: dict[Any, Any] = {}
 
     def find_once(repo: Any, overrides_list: Sequence[Override], **rest: Any) -> Any:
         values = [one for one in overrides_list if not repo.group_exists(one.key_or_group)]
@@ -56,15 +57,16 @@ def keep_compositions(patch: pytest.MonkeyPatch) -> None:
             merged[key] = pickle.dumps(merge_files(loader, defaults=defaults, repo=repo))
         return pickle.loads(merged[key])  # noqa: S301
 
-    @functools.lru_cache(maxsize=32)
-    def make_node_of(schema: type, parts: tuple[Any, ...], cache: str | None) -> Any:
-        return make_node(schema, dict(parts))
-
-    def make_node_once(schema: type, parts: Mapping[str, type]) -> Any:
+    def make_node_once(schema: Any, parent: Any = None, flags: Any = None) -> Any:
         # One default is what the environment says.
-        return make_node_of(schema, tuple(parts.items()), os.environ.get("LOFT_DATA_CACHE"))
+        key = (schema, os.environ.get("LOFT_DATA_CACHE"))
+        if not isinstance(schema, type) or parent is not None or flags is not None:
+            return make_node(schema, parent, flags)
+        if key not in nodes:
+            nodes[key] = make_node(schema)
+        return copy.deepcopy(nodes[key])
 
-    patch.setattr(load, "_node_of", make_node_once)
+    patch.setattr(OmegaConf, "structured", staticmethod(make_node_once))
     patch.setattr(config_loader_impl, "create_defaults_list", find_once)
     patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
 

@@ -251,29 +251,30 @@ def _give_types(
 
     if (refusal := refuse("", values)) is not None:
         raise UserError(refusal)
-    node = _node_of(schema, parts)
+    node = OmegaConf.structured(schema)
     try:
+        for group, part in parts.items():
+            node[group] = OmegaConf.structured(part)
         config: Any = OmegaConf.to_object(OmegaConf.merge(node, values))
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
         raise UserError(f"{error.full_key or 'settings'}: {first_line(error)}") from error
-    if (problem := _find_wrong_choice(config)) is not None:
-        raise UserError(problem)
+    unchecked = [config]
+    while unchecked:
+        one = unchecked.pop()
+        for field in dataclasses.fields(one):
+            value, facts = getattr(one, field.name), field.metadata.get("facts")
+            several = value if isinstance(value, list) else [value]
+            unchecked += [part for part in several if dataclasses.is_dataclass(part)]
+            choices = facts.choices if facts else ()
+            odd = [each for each in several if choices and each not in (None, *choices)]
+            if facts and odd and not facts.bounds:
+                raise UserError(f"{field.name}={odd[0]}: expected one of {choices}")
     for group, name in names.items():
         if (named := getattr(config, group).name) != name:
             raise UserError(f"{group}.name={named}: expected {name}")
     return config
-
-
-def _node_of(schema: type, parts: Mapping[str, type]) -> Any:
-    """Make what OmegaConf checks values against; merging copies it."""
-    from omegaconf import OmegaConf
-
-    node = OmegaConf.structured(schema)
-    for group, part in parts.items():
-        node[group] = OmegaConf.structured(part)
-    return node
 
 
 def _read_run(folder: Path) -> TrainConfig:
@@ -304,12 +305,12 @@ def resolve_paths(config: Config) -> None:
         path = getattr(part, name)
         if not path or "\0" in path:
             continue
-        home = expand_home(name, path)
-        there = [each for each in (home, ROOT / path) if each.exists()]
+        if path.startswith("~"):
+            path = str(expand_home(name, path))
+            setattr(part, name, path)
+        there = [each for each in (Path(path), ROOT / path) if each.exists()]
         if there:
             setattr(part, name, os.path.abspath(there[0]))
-        elif path.startswith("~"):
-            setattr(part, name, str(home))
 
 
 def check_empty(config: Config) -> list[str]:
@@ -347,19 +348,6 @@ def _paths_of(config: Config) -> list[tuple[str, Any, str]]:
     elif isinstance(config.adapter, (LoraConfig, Ia3Config)):
         paths.append(("adapter", config.adapter, "path"))
     return paths
-
-
-def _find_wrong_choice(part: Any) -> str | None:
-    """Return what is wrong with the first setting that has a value beside its choices, or None."""
-    for field in dataclasses.fields(part):
-        value, facts = getattr(part, field.name), field.metadata.get("facts")
-        for one in value if isinstance(value, list) else [value]:
-            if dataclasses.is_dataclass(one):
-                if (problem := _find_wrong_choice(one)) is not None:
-                    return problem
-            elif facts and facts.choices and one not in (None, *facts.choices) and not facts.bounds:
-                return f"{field.name}={one}: expected one of {facts.choices}"
-    return None
 
 
 def first_line(error: Exception) -> str:
