@@ -321,12 +321,15 @@ def _why_not_opened(family: str, folder: Path) -> str | None:
     from transformers import CONFIG_MAPPING
 
     from app.model.base import DRAFTS, ModelConfig, load_architecture, model_class
+    from app.model.multimodal import language_model_class
     from app.process.errors import UserError
 
     if family in DRAFTS:
         (folder / "config.json").write_text(json.dumps({"model_type": family}))
     else:
         config = CONFIG_MAPPING[family]()
+        if language_model_class(config) is not None:
+            return None
         if type(config) in model_class(config)._model_mapping:
             return None
         config.save_pretrained(folder)
