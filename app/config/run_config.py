@@ -84,7 +84,9 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
     ]
     if verb == "train":
         values["output"] = {"name": config.output.name, "dir": str(run)}
-    elif "trainer" in values:
+    else:
+        values["output"] = {"name": f"{config.output.name or 'run'}-{verb}"}
+    if verb != "train" and "trainer" in values:
         known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])["trainer"])}
         taken = [name for name in TAKEN_FROM_TRAINER if name in known]
         values["trainer"] = {name: values["trainer"][name] for name in taken}

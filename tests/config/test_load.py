@@ -462,6 +462,8 @@ def test_evaluate_starts_from_the_newest_run(finished: Path) -> None:
     assert answer.code == 0, answer.said
     config = answer.config
     assert (config.seed, config.evaluation.max_rows) == (7, 3)
+    assert config.output.name == "train-evaluate"  # outputs/<name of the run>-<verb>
+    assert ask("output.name=mine", verb="evaluate").config.output.name == "mine"
     assert (config.trainer.micro_batch_size, config.trainer.precision) == (3, "fp32")
     assert Path(config.tuned_path).resolve() == finished / "adapter"
 
