@@ -14,7 +14,7 @@ from app.config import MergeConfig, run_verb, save_config
 from app.model.adapter import is_adapter
 from app.model.gguf import convert, find_converter
 from app.model.hub import is_offline
-from app.process.environment import keep_streams, quiet_libraries
+from app.process.environment import keep_streams, quiet_libraries, return_memory
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
@@ -90,5 +90,6 @@ def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
 
 if __name__ == "__main__":
     keep_streams()
+    return_memory()
     install_signal_handlers()
     end_process(run_verb("merge", merge))

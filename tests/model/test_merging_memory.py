@@ -20,7 +20,9 @@ from app.model.adapter import read_changes
 from app.model.base import ModelConfig, load_base
 from app.model.base_files import weight_files
 from app.model.merging import MergePlan, merge_weights
+from app.process.environment import return_memory
 
+return_memory()  # as the verb does
 base, adapter, folder = map(Path, sys.argv[1:])
 
 def build():
