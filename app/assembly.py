@@ -178,11 +178,16 @@ class Tuned:
 
     def load(self, env: Environment) -> torch.nn.Module:
         """Load the tuned model as an evaluation measures it, on the device of `env`."""
-        model: Any = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
-        if isinstance(self.adapter, FreezeConfig):  # its layers have the dtypes of their training
-            half = env.precision == "bf16-pure"
-            model = apply_adapter(model, self.adapter, half_precision=half)
-        return model.to(env.torch_device).eval()
+        model = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
+        return place_as_trained(model, self.adapter, env).eval()
+
+
+def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> torch.nn.Module:
+    """Give a loaded model the dtypes that its training had, and move it to the device of `env`."""
+    if isinstance(adapter, FreezeConfig):  # its layers have the dtypes of their training
+        model = apply_adapter(model, adapter, half_precision=env.precision == "bf16-pure")
+    placed: torch.nn.Module = model.to(env.torch_device)
+    return placed
 
 
 def open_tuned(config: TunedConfig, env: Environment) -> Tuned:

@@ -25,9 +25,14 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import adapter_of, build_datamodule, build_evaluator, open_base
+    from app.assembly import (
+        adapter_of,
+        build_datamodule,
+        build_evaluator,
+        open_base,
+        place_as_trained,
+    )
     from app.evaluation.comparison import print_comparison
-    from app.model.adapter import FreezeConfig, apply_adapter
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
@@ -44,11 +49,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         raise UserError(nothing_to_measure(config))
 
     def measure(who: str, model: Any) -> dict[str, float]:
-        if isinstance(adapter, FreezeConfig):  # its layers have the dtypes of their training
-            model = apply_adapter(model, adapter, half_precision=env.precision == "bf16-pure")
-        model.to(env.torch_device)
+        placed = place_as_trained(model, adapter, env)
         with env.autocast():
-            return evaluator.measure(who, model)
+            return evaluator.measure(who, placed)
 
     # One model in memory at a time.
     metrics: dict[str, float] = {}

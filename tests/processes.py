@@ -98,3 +98,20 @@ def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:
         assert time.monotonic() - began < seconds, f"{left} are left of {folder}"
         time.sleep(0.05)
     return time.monotonic() - began
+
+
+def run_verb(verb: str, *words: str, lines: str = "") -> str:
+    """Run a verb as a person does, with `lines` from a pipe; returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"app.{verb}", *words],
+        cwd=ROOT,
+        env=environment,
+        input=lines,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,12 +1,11 @@
-"""A sweep from its words to its table: what is searched, the trials, and the best of them."""
+"""A sweep from its words to its end: what is searched, and trials that keep every slot busy."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -17,27 +16,36 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from app.config import SweepConfig, TrainConfig, check_before_start, compose, load_config
+from app.config import TrainConfig, check_before_start, compose, load_config
 from app.config.overrides import quote_value
 from app.model.adapter import DEFAULT_LR
 from app.preflight import requested_devices
 from app.process.errors import DONE, INTERRUPTED, TERMINATED, UserError
 from app.process.files import write_whole
-from app.report.sweep_page import TrialView, render_sweep_page
 from app.run import NEVER
 from app.run.folder import OUTPUTS, UNSET, expand_home, hold_run, into_folder
+from app.sweep.results import (
+    PAGE_FILE,
+    RESULTS_FILE,
+    TABLE_FILE,
+    outcome_of,
+    read_results,
+    save_results,
+    show_results,
+    write_page,
+)
 from app.sweep.search import Grid, OptunaSearch, Search
-from app.sweep.trials import OBJECTIVE, RunningTrial, Trial, read_curve
+from app.sweep.trials import RunningTrial, Trial
 from app.sweep.words import Swept, as_words, read_words, varied
 from data_modules import REDACTED, printable, redact, redacted
 
 WORDS_FILE = "sweep.yaml"
 """in a sweep's folder: its words, with which it goes on"""
-RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
 ALONE = "a sweep goes on with its own words; type it alone"
 RESUME = re.compile(r"\+*resume=(?P<value>.+)")
 OWN = ("sweep.", "output.", "resume")
 """beginnings of keys that are the sweep's and not its trials'"""
+EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 POLL_SECONDS = 0.2
 
 
@@ -133,7 +141,7 @@ def _check(swept: Sequence[Swept]) -> tuple[TrainConfig, dict[str, str]]:
         assert isinstance(config, TrainConfig)
         own = dataclasses.replace(config.output, dir=None)  # each trial has a folder of its own
         check_before_start(dataclasses.replace(config, output=own))
-        problems += _check_search(config.sweep, swept)
+        problems += _check_search(config.sweep.search, swept)
     except UserError as error:
         problems = error.problems + problems
     if problems or not isinstance(config, TrainConfig):
@@ -142,25 +150,16 @@ def _check(swept: Sequence[Swept]) -> tuple[TrainConfig, dict[str, str]]:
     return config, {key: value for key, value in shared.items() if not key.startswith(OWN)}
 
 
-def _check_search(settings: SweepConfig, swept: Sequence[Swept]) -> list[str]:
+def _check_search(search: str, swept: Sequence[Swept]) -> list[str]:
+    """List what is wrong with the values that are searched."""
     problems = []
     intervals = [one for one in swept if one.interval is not None]
-    if settings.search == "grid":
+    if search == "grid":
         problems += [
             f"{one.key}=interval(...): a grid tries listed values; type sweep.search=optuna, or "
             f"{one.key}={one.values[0]},{one.values[1]}"
             for one in intervals
         ]
-        if settings.trials is not None:
-            problems.append(
-                f"sweep.trials={settings.trials}: a grid runs every combination; type "
-                "sweep.search=optuna, or leave it out"
-            )
-        if settings.prune != "none":
-            problems.append(
-                f"sweep.prune={settings.prune}: a grid shows every trial whole; type "
-                "sweep.search=optuna, or leave it out"
-            )
         return problems
     problems += [
         f"{one.key}: its values hold secrets, which Optuna writes into its journal; type "
@@ -293,7 +292,8 @@ class _Trials:
                 f"interrupted after {len(self.ended)} of {self.search.total} trials",
                 file=sys.stderr,
             )
-            print(f"  python -m app.train -m resume={self.folder}   # goes on", file=sys.stderr)
+            where = shlex.quote(f"resume={self.folder}")
+            print(f"  python -m app.train -m {where}   # goes on", file=sys.stderr)
         return EXIT_CODES[self._signal] if self._signal else DONE
 
     def _note(self, signum: int, _: FrameType | None) -> None:
@@ -332,96 +332,3 @@ class _Trials:
         what = " ".join(word for word in trial.overrides if word not in shared)
         count = f"{len(self.ended)}/{self.search.total}"
         return f"[{count}] trial {trial.number}: {what}: {outcome_of(trial)}, {trial.seconds:.0f} s"
-
-
-EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
-
-
-def outcome_of(trial: Trial) -> str:
-    """Return how a trial ended, in words."""
-    if trial.error is not None:
-        return f"{trial.error[:200]} (exit {trial.exit_code}; {trial.number}.log)"
-    loss = "no validation loss" if trial.objective is None else f"{trial.objective:.4f}"
-    stopped = "" if trial.stopped_at is None else f", stopped at step {trial.stopped_at}"
-    return f"{OBJECTIVE} {loss}{stopped}"
-
-
-def write_page(trials: Sequence[Trial], folder: Path, keys: Sequence[str]) -> None:
-    """Write sweep.html: all trials by their settings, and their curves."""
-    views = []
-    for trial in sorted(trials, key=lambda one: one.rank):
-        values = dict(word.split("=", 1) for word in trial.overrides)
-        views.append(
-            TrialView(
-                number=trial.number,
-                values={key: printable(values[key]) for key in keys},
-                curve=read_curve(Path(trial.folder)),
-                objective=trial.objective,
-                outcome=printable(redact(outcome_of(trial))),
-            )
-        )
-    page = render_sweep_page(printable(str(folder)), views, OBJECTIVE)
-    write_whole(folder / PAGE_FILE, page)
-
-
-def save_results(trials: Sequence[Trial], folder: Path) -> None:
-    """Write sweep.json and sweep.csv, best trials first."""
-    best_first = [dataclasses.asdict(one) for one in sorted(trials, key=lambda one: one.rank)]
-    rows: list[dict[str, Any]] = redacted(best_first)
-    write_whole(folder / RESULTS_FILE, json.dumps(rows, indent=2) + "\n")
-    with (folder / TABLE_FILE).open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Trial)])
-        writer.writeheader()
-        writer.writerows(row | {"overrides": " ".join(row["overrides"])} for row in rows)
-
-
-def read_results(folder: Path) -> list[Trial]:
-    """Return the trials of a sweep that have ended, in their order; UserError if unreadable."""
-    file = folder / RESULTS_FILE
-    if not file.exists():
-        return []
-    try:
-        trials = [Trial(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{file}: {error}; copy the sweep's folder again") from error
-    return sorted(trials, key=lambda one: one.number)
-
-
-def show_results(trials: Sequence[Trial], keys: Sequence[str], typed: Mapping[str, str]) -> None:
-    """Print the trials, best first, and the command that trains the best one again."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    best_first = sorted(trials, key=lambda one: one.rank)
-    table = Table(title=f"{len(trials)} trials by {OBJECTIVE}", title_justify="left")
-    shown_error = ["error"] if any(trial.error for trial in trials) else []
-    for column in ("trial", *keys, OBJECTIVE, "seconds", "exit", *shown_error):
-        table.add_column(column, justify="right" if column in (OBJECTIVE, "seconds") else "left")
-    for trial in best_first:
-        values = dict(word.split("=", 1) for word in trial.overrides)
-        objective = "-" if trial.objective is None else f"{trial.objective:.4f}"
-        stopped = trial.stopped_at is not None
-        table.add_row(
-            str(trial.number),
-            *(escape(_short(values[key])) for key in keys),
-            objective,
-            f"{trial.seconds:.0f}",
-            f"stopped at {trial.stopped_at}" if stopped else str(trial.exit_code),
-            *[escape((trial.error or "")[:100])] * len(shown_error),
-        )
-    Console().print(table)
-    whole = [one for one in best_first if one.exit_code == DONE and one.objective is not None]
-    if whole:
-        shared = redacted(as_words(dict(typed)))
-        best = " ".join(word for word in whole[0].overrides if word not in shared)
-        print(printable(f"best: {best} -> {whole[0].folder}"))
-        print(printable(f"  python -m app.train {' '.join(whole[0].overrides)}"))
-
-
-def _short(value: str) -> str:
-    """Return a number with four digits, anything else as it is."""
-    try:
-        return value if value.lstrip("-").isdigit() else f"{float(value):.4g}"
-    except ValueError:
-        return value

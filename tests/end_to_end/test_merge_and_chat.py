@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from app.config import load_config
 from tests.conftest import ROOT
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
-from tests.processes import LONGEST
+from tests.processes import run_verb
 from tests.tiny import TINY_BASE, move, save_with_tokenizer, tiny_t5
 
 QUESTION = "Sort: pear, apple, fig"
@@ -146,23 +145,6 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("default") / "run"
     run_verb("train", "+experiment=quickstart", f"output.dir={folder}")
     return folder
-
-
-def run_verb(verb: str, *words: str, lines: str = "") -> str:
-    """Run a verb as a person does, with `lines` from a pipe; returns what it printed."""
-    environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"app.{verb}", *words],
-        cwd=ROOT,
-        env=environment,
-        input=lines,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def questions_of(run: Path) -> list[tuple[Any, ...]]:

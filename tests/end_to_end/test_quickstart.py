@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.processes import LONGEST
+from tests.processes import run_verb
 
 TASKS = ("lists", "orders", "people")
-
-
-def run_verb(verb: str, *words: str) -> str:
-    """Run a verb as a person does, from the project's folder; returns what it printed."""
-    environment = {name: value for name, value in os.environ.items() if name != "LOFT_RUN_DIR"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"app.{verb}", *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -54,6 +54,10 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CLASHES = [
     # GPUs, what was typed, what is right, what must be said
+    (0, "sweep.trials=3", "sweep.trials=3 sweep.search=optuna",
+     ["sweep.trials=3", "a grid runs every combination"]),
+    (0, "sweep.prune=median", "sweep.prune=median sweep.search=optuna",
+     ["sweep.prune=median", "a grid shows every trial whole"]),
     (0, "trainer.precision=fp16", "trainer.precision=bf16", ["fp16 needs a GPU", "the CPU",
      "type trainer.precision=fp32"]),
     (2, "trainer.precision=fp16 trainer.accelerator=cpu", "trainer.precision=fp16",

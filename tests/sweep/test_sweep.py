@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,6 +61,8 @@ def test_every_combination_is_a_process_and_a_row(
     assert {Path(trial["folder"]).name for trial in summary} == {"0", "1", "2", "3"}
     for fragment in ("adapter.r", "optimizer.lr", "val/loss", "0.2500"):
         assert fragment in answer.printed
+    (best,) = re.findall("^best: .*\n  python -m app.train (.*)$", answer.printed, re.MULTILINE)
+    assert shlex.split(best) == summary[0]["overrides"]  # a shell takes it as it was meant
 
 
 def test_a_failed_trial_does_not_stop_the_others(

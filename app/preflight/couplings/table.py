@@ -77,6 +77,7 @@ def check_compatibility(
         clashes += _of_data(config)
     if is_training(config):
         clashes += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
+        clashes += _of_sweep(config)
         clashes += _of_strategy(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             clashes += _of_fsdp(config, config.strategy, devices)
@@ -269,6 +270,20 @@ def _of_trainer(config: TrainConfig) -> Iterator[Clash]:
             f"schedule.warmup_ratio={warmup_ratio:g} and schedule.decay_ratio={decay_ratio:g} are "
             "more than all steps",
             f"schedule.decay_ratio={1 - warmup_ratio:g}",
+        )
+
+
+def _of_sweep(config: TrainConfig) -> Iterator[Clash]:
+    sweep = config.sweep
+    if sweep.search == "grid" and sweep.trials is not None:
+        yield Clash(
+            f"sweep.trials={sweep.trials}, and a grid runs every combination",
+            "sweep.search=optuna, or leave it out",
+        )
+    if sweep.search == "grid" and sweep.prune != "none":
+        yield Clash(
+            f"sweep.prune={sweep.prune}, and a grid shows every trial whole",
+            "sweep.search=optuna, or leave it out",
         )
 
 
