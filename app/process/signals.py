@@ -121,17 +121,24 @@ def exit_after_grace() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with `code`; after a signal without finalizing the interpreter.
+    """End this process with `code`; after a signal or a rank's error without finalizing Python.
 
-    That takes seconds, in which no thread runs any more that could enforce the deadline.
+    That takes seconds, in which no thread runs any more that could enforce the deadline. A rank
+    that stops with an error still has its process group, whose other ranks are ending, too:
+    finalizing was seen to abort, by which the exit code is lost (torch 2.13, gloo).
     """
-    if _state is None or _state.signum is None:
+    if _state is None or (_state.signum is None and not (code and _has_process_group())):
         sys.exit(code)
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")  # imported by what has made a group
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def signal_received() -> int | None:

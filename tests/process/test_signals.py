@@ -283,3 +283,17 @@ def test_a_process_that_received_no_signal_itself_ends_where_all_is_saved() -> N
         "signals.exit_after_grace()", 'say("ready")', "signal.pthread_sigmask", "time.sleep(30)"
     )
     assert process.process.wait(timeout=LONGEST) == 128 + signal.SIGTERM
+
+
+def test_a_rank_that_stops_with_an_error_is_not_finalized_under_its_process_group() -> None:
+    aborts = """
+class Group:
+    def __del__(self, abort=os.abort):
+        abort()
+from types import SimpleNamespace
+group = Group()
+sys.modules["torch.distributed"] = SimpleNamespace(
+    is_available=lambda: True, is_initialized=lambda: True, group=group
+)
+"""
+    assert Process(aborts, 'say("ready")', "signals.end_process(2)").end() == (2, "")

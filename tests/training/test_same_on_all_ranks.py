@@ -109,7 +109,8 @@ def start_apart(folder: Path, *typed: list[str]) -> str:
         for rank, words in enumerate(typed)
     ]
     said = [rank.communicate(timeout=LONGEST)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [USER_ERROR, USER_ERROR], said
+    print(*said, sep="\n")  # whole, where the next line fails
+    assert [rank.returncode for rank in ranks] == [USER_ERROR, USER_ERROR]
     assert not list((folder / "run").glob("checkpoints/*"))
     return "".join(said)
 
