@@ -8,7 +8,7 @@ import peft
 import torch
 from torch import Tensor
 
-from app.model.adapter.fused import Group, Read, fused_dtype, run_fused
+from app.model.adapter.fused import LoraGroup, Read, fused_dtype, run_fused
 from app.model.quantization import stored_4bit
 
 
@@ -19,7 +19,7 @@ class FusedLora4bit(peft.tuners.lora.Linear4bit):
     matrix's own.
     """
 
-    group: Group | None = None
+    group: LoraGroup | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the matrix's output with the adapter's added; in every other case peft's own."""

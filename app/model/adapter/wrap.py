@@ -128,7 +128,7 @@ def group_adapters(model: torch.nn.Module, run: Callable[[], Any]) -> int:
 
     `run` runs the model once, which shows what each layer reads.
     """
-    from app.model.adapter.grouped import LoraGroup
+    from app.model.adapter.fused import LoraGroup
 
     seen = _inputs_seen(model, run)
     count = 0
