@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.report.preview import DatasetView, PackView, Preview
-from app.report.token_text import Passage, Piece
+from app.report.preview import DatasetView, PackView, Passage, Piece, Preview
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,9 +19,16 @@ from transformers import AutoTokenizer
 
 from app.config import load_config
 from app.preview import preview
-from app.report.preview import PackedDocument, PackView
+from app.report.preview import (
+    MAX_TOKENS,
+    PackedDocument,
+    PackView,
+    Passage,
+    Piece,
+    TokenRenderer,
+    visible,
+)
 from app.report.render import render_passage
-from app.report.token_text import MAX_TOKENS, Passage, Piece, TokenRenderer, visible
 from data_modules import DataError
 from tests.conftest import SHARED
 from tests.data_modules.conftest import build_tokenizer
