@@ -82,7 +82,7 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     record = Path(request["record"])
     if request["num_processes"]:
-        from app.process import ranks as starter
+        from app.process import supervisor as starter
 
         waiting = [WaitingRank(record) for _ in range(request["num_processes"])]
         starter.subprocess = SimpleNamespace(  # type: ignore[assignment]
