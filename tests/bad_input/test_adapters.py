@@ -13,7 +13,7 @@ import pytest
 from app.model.adapter import LoraConfig, write_origin
 from app.model.base import ModelConfig
 from app.preflight import describe_base
-from app.preflight.adapters import check_same_settings
+from app.preflight.files import check_same_settings
 from tests.door import Answer, ask, make_adapter, make_data, make_model, write_safetensors
 
 

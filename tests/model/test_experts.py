@@ -26,8 +26,8 @@ from app.model.adapter import (
 from app.model.base import ModelConfig, load_base
 from app.model.experts import expert_modules, group_products
 from app.model.quantization import QuantizationConfig, storage_of, stored_4bit
-from app.preflight.adapters import check_saved_adapter
 from app.preflight.base_model import inspect_base, read_tensors
+from app.preflight.files import check_saved_adapter
 from app.preflight.shapes import modules_of_files
 from app.process.errors import UserError
 from tests.tiny import tiny_llama
