@@ -14,7 +14,7 @@ from data_modules import source
 from data_modules.audit import AuditConfig
 from data_modules.facts import check_values, setting
 from data_modules.messages import DataError
-from data_modules.packing.mixture import MixtureConfig, check_mixture
+from data_modules.packing.mixture import MixtureConfig
 from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format, read_chunk
 
 CHECKED_BYTES = 16 << 20
@@ -164,6 +164,22 @@ def _check_settings(config: DataConfig) -> list[str]:
             "data.roles_to_train=[assistant]"
         )
     return problems + check_mixture(config.mixture)
+
+
+def check_mixture(config: MixtureConfig) -> list[str]:
+    """List the settings that do not go together, one line a problem."""
+    problems = []
+    if config.weights == "epochs":
+        for name, value, plain in (
+            ("temperature", config.temperature, None),
+            ("stop", config.stop, "all"),
+        ):
+            if value != plain:
+                problems.append(
+                    f"data.mixture.{name} is {value}, but with data.mixture.weights=epochs there "
+                    "are no shares; set data.mixture.weights=tokens or rows"
+                )
+    return problems
 
 
 def _check_stream(config: DataConfig) -> list[str]:

@@ -42,22 +42,6 @@ class MixtureConfig:
     when the first one is used up (first: of the others a part is seen, a new one in each epoch)"""
 
 
-def check_mixture(config: MixtureConfig) -> list[str]:
-    """List the settings that do not go together, one line a problem."""
-    problems = []
-    if config.weights == "epochs":
-        for name, value, plain in (
-            ("temperature", config.temperature, None),
-            ("stop", config.stop, "all"),
-        ):
-            if value != plain:
-                problems.append(
-                    f"data.mixture.{name} is {value}, but with data.mixture.weights=epochs there "
-                    "are no shares; set data.mixture.weights=tokens or rows"
-                )
-    return problems
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureRow:
     """Say what one data set gives to an epoch.

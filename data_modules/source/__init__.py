@@ -1,6 +1,5 @@
 """Read rows from files, folders, URLs, the hub and the samples; each keeps file and line."""
 
-from data_modules.source.chunks import MAX_RAW, BadRow, Chunk
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
     Part,
@@ -11,7 +10,7 @@ from data_modules.source.locating import (
     is_url,
     name_of,
 )
-from data_modules.source.opening import Budget, open_regular
+from data_modules.source.opening import MAX_RAW, BadRow, Budget, Chunk, open_regular
 from data_modules.source.source import (
     find_files,
     fingerprint,

@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any
 
 from data_modules.messages import DataError, Origin, RemoteError, reason_of
-from data_modules.source.chunks import BadRow, Chunk, grouped, too_large
 from data_modules.source.limits import Limits
 from data_modules.source.locating import Part, rows_of, take
+from data_modules.source.opening import BadRow, Chunk, grouped, too_large
 from data_modules.source.remote import HubPace
 from data_modules.source.tables import BatchChunk
 from data_modules.types import Row

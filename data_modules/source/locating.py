@@ -14,10 +14,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from data_modules.messages import DataError, Problems, reason_of
-from data_modules.source.chunks import Chunk, ReadOptions
 from data_modules.source.corpus import CORPORA, SAMPLES
 from data_modules.source.limits import Limits
-from data_modules.source.opening import File, special_file, stem_of, suffix_of
+from data_modules.source.opening import Chunk, File, ReadOptions, special_file, stem_of, suffix_of
 from data_modules.source.remote import REMOTE_MARKS, Url, fresh_info, list_urls, query_remote
 from data_modules.source.tables import read_arrow, read_csv, read_parquet, read_tsv
 from data_modules.source.text import read_json, read_jsonl, read_txt

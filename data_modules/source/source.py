@@ -24,7 +24,6 @@ from data_modules.messages import (
     unreadable,
 )
 from data_modules.source import corpus
-from data_modules.source.chunks import Chunk, ReadOptions, grouped
 from data_modules.source.corpus import CORPORA, WORDS_FILE, read_corpus
 from data_modules.source.hub import commit_of, read_hub
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
@@ -43,7 +42,15 @@ from data_modules.source.locating import (
     stamp_of,
     take,
 )
-from data_modules.source.opening import Budget, File, open_stored, suffix_of
+from data_modules.source.opening import (
+    Budget,
+    Chunk,
+    File,
+    ReadOptions,
+    grouped,
+    open_stored,
+    suffix_of,
+)
 from data_modules.source.remote import Url
 from data_modules.source.tables import count_parquet_rows
 from data_modules.types import Row

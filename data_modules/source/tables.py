@@ -16,17 +16,21 @@ from typing import Any
 
 from data_modules.messages import MAX_SHOWN, DataError, Origin, listed, reason_of, shown
 from data_modules.source import opening
-from data_modules.source.chunks import (
+from data_modules.source.limits import Limits, too_deep, why_names, why_nested
+from data_modules.source.opening import (
     MAX_RAW,
     BadRow,
     Chunk,
+    Content,
+    File,
     ReadOptions,
+    check_expansion,
     grouped,
     not_utf8,
+    open_seekable,
+    open_text,
     too_large,
 )
-from data_modules.source.limits import Limits, too_deep, why_names, why_nested
-from data_modules.source.opening import Content, File, check_expansion, open_seekable, open_text
 from data_modules.types import Row
 
 _MOST_ROWS = 4000

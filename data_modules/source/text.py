@@ -15,18 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data_modules.messages import DataError, Origin, shown
-from data_modules.source.chunks import (
+from data_modules.source.limits import Limits, too_deep, why_names, why_nested
+from data_modules.source.opening import (
     MAX_RAW,
     BadRow,
+    Budget,
     Chunk,
+    Content,
+    File,
     ReadOptions,
     RowChunk,
     grouped,
     not_utf8,
+    open_text,
     too_large,
 )
-from data_modules.source.limits import Limits, too_deep, why_names, why_nested
-from data_modules.source.opening import Budget, Content, File, open_text
 from data_modules.types import Row
 
 _BLANKS = " \t\r\n\v\f"  # what bytes.strip takes away

@@ -15,10 +15,10 @@ from data_modules.packing.mixture import (
     Mixture,
     MixtureConfig,
     Split,
-    check_mixture,
     describe_mixture,
     hold_out,
 )
+from data_modules.settings import check_mixture
 
 GROUPS = [np.arange(10), np.arange(10, 31)]
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=5)

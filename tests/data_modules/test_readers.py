@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from data_modules.messages import DataError
 from data_modules.source import opening
-from data_modules.source.chunks import BadRow, Chunk
-from data_modules.source.opening import Budget
+from data_modules.source.opening import BadRow, Budget, Chunk
 from data_modules.source.source import count_rows, read_file
 from data_modules.source.tables import _arrow_errors
 from data_modules.types import Row
