@@ -14,6 +14,7 @@ from app.model.base_files import (
     check_dtypes,
     check_finite,
     check_shapes,
+    read_headers,
     read_shapes,
     weight_files,
 )
@@ -213,7 +214,7 @@ def _load_base(
     files = weight_files(folder_of(config))
     remember_tower_files(model, files)
     if not stored:
-        if problems := check_dtypes(files):
+        if problems := check_dtypes(read_headers(files)):
             raise UserError(problems)
         check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
         check_finite(files, dtype)

@@ -18,7 +18,7 @@ from app.model.multimodal import outermost, tower_modules
 from app.model.quantization import quantizable_layers
 from app.process.errors import UserError
 from app.process.launch import is_first_here, is_first_rank
-from app.process.untrusted import FLOATS, odd_dtypes, read_header
+from app.process.untrusted import FLOATS, Header, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -40,21 +40,26 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted({folder / name for name in weight_map.values()})
 
 
-def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor in `files`; UserError for a damaged header."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def read_headers(files: Iterable[Path]) -> dict[Path, Header]:
+    """Return the header of each file; UserError for a damaged one."""
+    headers = {}
     for file in files:
-        header, problems = read_header(file)
+        headers[file], problems = read_header(file)
         if problems:
             raise UserError(problems)
-        shapes |= header
-    return shapes
+    return headers
 
 
-def check_dtypes(files: Iterable[Path]) -> list[str]:
+def read_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor in `files`; UserError for a damaged header."""
+    headers = read_headers(files).values()
+    return {name: shape for header in headers for name, shape in header.shapes.items()}
+
+
+def check_dtypes(headers: Mapping[Path, Header]) -> list[str]:
     """Return which weights are not floats, in files whose config.json says of no quantization."""
-    for file in files:
-        if odd := odd_dtypes(file, WEIGHT):
+    for file, header in headers.items():
+        if odd := header.odd_dtypes(WEIGHT):
             return [
                 f"{file}: {odd[0]}, and config.json has no quantization_config that says how to "
                 "read it; expected F32, BF16, F16 or F64: download config.json and the weights "

@@ -14,11 +14,11 @@ from typing import Any
 
 from app.model.adapter import BaseModules
 from app.model.base import ModelConfig
-from app.model.base_files import check_dtypes, weight_files
+from app.model.base_files import INDEX, WEIGHTS, check_dtypes
 from app.model.hub import problem_offline
 from app.model.quantization import stored_method
-from app.preflight.shapes import LAYER, Shapes, modules_of_architecture, modules_of_files
-from app.process.untrusted import check_kinds, read_header, read_json_object, read_text
+from app.preflight.shapes import LAYER, modules_of_architecture, modules_of_files
+from app.process.untrusted import Header, check_kinds, read_header, read_json_object, read_text
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
@@ -54,16 +54,32 @@ class BaseModel:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Folder:
+    """The folder of a base or a tokenizer, of which each file is read once for all checks."""
+
+    path: Path
+    _files: dict[str, tuple[dict[str, Any], str | None]] = dataclasses.field(default_factory=dict)
+
+    def read(self, name: str) -> tuple[dict[str, Any], str | None]:
+        """Return the object in a JSON file, and the file's problem; empty where it is missing."""
+        if name not in self._files:
+            file = self.path / name
+            self._files[name] = read_json_object(file) if file.exists() else ({}, None)
+        return self._files[name]
+
+
 def inspect_base(model: ModelConfig) -> BaseModel:
     """Read what the files of a base say, and what is wrong with them."""
     if model.from_scratch or model.path is None or not Path(model.path).is_dir():
         return _inspect_architecture(model)
-    folder = Path(model.path)
+    files = Folder(Path(model.path))
+    folder = files.path
     base, config = BaseModel(str(folder)), folder / "config.json"
     if not config.exists():
         base.problems.append(_why_no_model_folder(folder))
         return base
-    numbers, problem = read_json_object(config)
+    numbers, problem = files.read(config.name)
     base.numbers = numbers
     base.problems += [problem] if problem else check_config(str(config), numbers)
     base.problems += check_kinds(folder)
@@ -73,42 +89,43 @@ def inspect_base(model: ModelConfig) -> BaseModel:
             "whenever the base is loaded; move adapter_config.json and adapter_model.safetensors "
             "to a folder of their own (adapter.path=FOLDER continues its training), or remove them"
         )
-    if (generation := folder / "generation_config.json").exists():
-        ids, problem = read_json_object(generation)
-        base.problems += [problem] if problem else _check_stop_ids(generation, ids, numbers)
+    ids, problem = files.read("generation_config.json")
+    base.problems += (
+        [problem] if problem else _check_stop_ids(folder / "generation_config.json", ids, numbers)
+    )
     base.problems += [
         f"{config}: {key} is private to transformers and can name code; remove it"
         for key in numbers
         if key.startswith("_attn")
     ]
-    base.problems += _check_code("model.path", folder, model)
-    tensors, problems = read_tensors(folder)
+    base.problems += _check_code("model.path", files, model)
+    headers, problems = read_headers(folder)
+    tensors = {name: shape for each in headers.values() for name, shape in each.shapes.items()}
     base.problems += problems or check_layers_of_files(config, numbers, tensors)
     parts = (numbers, text_numbers(numbers))
     if not problems and not any(part.get("quantization_config") for part in parts):
-        base.problems += check_dtypes(weight_files(folder))
+        base.problems += check_dtypes(headers)
     if not problems:
         stored = numbers.get("quantization_config")
         is_packed = isinstance(stored, dict) and stored and stored_method(stored) != "int8"
         # Which modules of a multimodal model are its language model is known once it is built.
         if text_numbers(numbers) is numbers:
             base.modules = modules_of_files(base.name, numbers, tensors, is_packed=bool(is_packed))
-    base.problems += [each for each in _check_tokenizer(model) if each not in base.problems]
+    base.problems += [each for each in _check_tokenizer(model, files) if each not in base.problems]
     return base
 
 
 def inspect_tokenizer(model: ModelConfig) -> BaseModel:
     """Read what a preview needs of a base: its tokenizer's files, and config.json where it is."""
-    if model.path is None or not (folder := Path(model.path)).is_dir():
-        base = BaseModel(model.path or "model.architecture", model.architecture)
+    if model.path is None or not Path(model.path).is_dir():
+        base, files = BaseModel(model.path or "model.architecture", model.architecture), None
         base.problems += _check_missing("model.path", model.path) if model.path else []
     else:
-        base = BaseModel(model.path)
-        if (folder / "config.json").exists():
-            base.numbers, problem = read_json_object(folder / "config.json")
-            base.problems += [problem] if problem else []
-        base.problems += _check_code("model.path", folder, model)
-    base.problems += _check_tokenizer(model)
+        base, files = BaseModel(model.path), Folder(Path(model.path))
+        base.numbers, problem = files.read("config.json")
+        base.problems += [problem] if problem else []
+        base.problems += _check_code("model.path", files, model)
+    base.problems += _check_tokenizer(model, files)
     return base
 
 
@@ -171,7 +188,10 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
                     f"{MAX_COUNT:,}"
                 )
     classes = numbers.get("architectures")
-    if not (classes is None or (isinstance(classes, list) and all(map(_is_text, classes)))):
+    if not (
+        classes is None
+        or (isinstance(classes, list) and all(type(name) is str for name in classes))
+    ):
         problems.append(
             f"{where}: architectures={_brief(classes)}: expected a list of class names; download "
             "config.json again, or remove the key"
@@ -250,10 +270,6 @@ def _check_stop_ids(file: Path, ids: Mapping[str, Any], numbers: Mapping[str, An
     return problems
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _brief(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -294,32 +310,34 @@ def _why_no_model_folder(folder: Path) -> str:
     return f"model.path={folder}: no config.json there, found {', '.join(found) or 'nothing'}{hint}"
 
 
-def _check_code(key: str, folder: Path, model: ModelConfig) -> list[str]:
+def _check_code(key: str, folder: Folder, model: ModelConfig) -> list[str]:
     """Refuse a folder that brings Python, unless it is trusted."""
     if model.trust_remote_code:
         return []
-    brings = [file.name for file in sorted(folder.glob("*.py"))]
+    brings = [file.name for file in sorted(folder.path.glob("*.py"))]
     for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).exists() and "auto_map" in read_json_object(folder / name)[0]:
+        if "auto_map" in folder.read(name)[0]:
             brings.append(f"auto_map in {name}")
     if not brings:
         return []
     return [
-        f"{key}={folder} brings its own Python ({', '.join(brings)}); read it, then type "
+        f"{key}={folder.path} brings its own Python ({', '.join(brings)}); read it, then type "
         "model.trust_remote_code=true"
     ]
 
 
-def _check_tokenizer(model: ModelConfig) -> list[str]:
-    """Look at the tokenizer's files, in the base's folder or in model.tokenizer_path."""
+def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str]:
+    """Look at the tokenizer's files: in model.tokenizer_path, else in the folder of the `base`."""
     key = "model.path" if model.tokenizer_path is None else "model.tokenizer_path"
     path = model.path if model.tokenizer_path is None else model.tokenizer_path
     if path is None:
         return []
-    folder, is_own = Path(path), model.tokenizer_path not in (None, model.path)
+    is_own = model.tokenizer_path not in (None, model.path)
+    files = Folder(Path(path)) if base is None or is_own else base
+    folder = files.path
     if not folder.is_dir():
         return _check_missing(key, path) if is_own else []
-    code = _check_code(key, folder, model) if is_own else []
+    code = _check_code(key, files, model) if is_own else []
     if problems := check_kinds(folder):
         return problems
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
@@ -328,49 +346,45 @@ def _check_tokenizer(model: ModelConfig) -> list[str]:
             "type model.tokenizer_path=FOLDER_OR_HUB_ID",
             *code,
         ]
-    for name in (*TOKENIZER_JSON, *TOKENIZER_TEXTS):
-        if (file := folder / name).exists():
-            read = read_json_object(file) if name in TOKENIZER_JSON else read_text(file, "json_mib")
-            if (problem := read[1]) is not None:
-                return [problem, *code]
-    return _check_max_length(folder / "tokenizer_config.json") + code
-
-
-def _check_max_length(file: Path) -> list[str]:
-    if not file.exists():
-        return []
-    longest = read_json_object(file)[0].get("model_max_length")
+    for name in TOKENIZER_JSON:
+        if (problem := files.read(name)[1]) is not None:
+            return [problem, *code]
+    for file in (folder / name for name in TOKENIZER_TEXTS):
+        if file.exists() and (problem := read_text(file, "json_mib")[1]) is not None:
+            return [problem, *code]
+    longest = files.read("tokenizer_config.json")[0].get("model_max_length")
     if longest is None or (type(longest) in (int, float) and longest >= 1):
-        return []
+        return code
     return [
-        f"{file}: model_max_length={_brief(longest)}: expected a number of tokens from 1 up; "
-        "remove the key, or download the file again"
+        f"{folder / 'tokenizer_config.json'}: model_max_length={_brief(longest)}: expected a "
+        "number of tokens from 1 up; remove the key, or download the file again",
+        *code,
     ]
 
 
-def read_tensors(folder: Path) -> tuple[Shapes, list[str]]:
-    """Read the shape of every tensor of a folder's safetensors, and what is wrong with them."""
-    index = folder / "model.safetensors.index.json"
+def read_headers(folder: Path) -> tuple[dict[Path, Header], list[str]]:
+    """Read the header of each of a folder's safetensors, and what is wrong with them."""
+    index = folder / INDEX
     if index.exists():
         weight_map, problems = _read_index(index)
         files = [folder / name for name in sorted(set(weight_map.values()))]
     else:
         weight_map, problems = {}, []
-        files = [folder / "model.safetensors"]
+        files = [folder / WEIGHTS]
         if not files[0].exists():
             return {}, [_why_no_weights(folder)]
-    shapes: Shapes = {}
+    headers: dict[Path, Header] = {}
     for file in files:
-        header, wrong = read_header(file)
-        shapes |= header
+        headers[file], wrong = read_header(file)
         problems += wrong
-    missing = sorted(set(weight_map) - set(shapes)) if not problems else []
+    there = {name for header in headers.values() for name in header.shapes}
+    missing = sorted(weight_map.keys() - there) if not problems else []
     if missing:
         problems.append(
             f"{index}: {len(missing)} tensors are in no file, {missing[0]} is the first; "
             "download the model again"
         )
-    return shapes, problems
+    return headers, problems
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:

@@ -38,7 +38,7 @@ from app.preflight.fingerprint import describe_base, same_form
 from app.preflight.shapes import Shapes
 from app.process.errors import UserError, nearest
 from app.process.launch import is_first_rank
-from app.process.untrusted import check_kinds, odd_dtypes, read_header, read_json_object, reading
+from app.process.untrusted import check_kinds, read_header, read_json_object, reading
 from app.strategy.settings import tensor_parallel_size
 from data_modules import TEMPLATE_NAMES, check_datasets
 
@@ -221,7 +221,8 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
         return problems
     if problems := check_kinds(folder) or read_adapter_config(folder)[1]:
         return problems
-    shapes, problems = read_header(file)
+    header, problems = read_header(file)
+    shapes = header.shapes
     if empty := sorted(name for name, shape in shapes.items() if 0 in shape):
         problems.append(
             f"{file}: {len(empty)} of {len(shapes)} tensors are empty, {empty[0]} is the first, as "
@@ -229,7 +230,7 @@ def check_saved_adapter(key: str, folder: Path, base: BaseModel, model: ModelCon
         )
     elif not shapes and not problems:
         problems.append(f"{file}: holds no tensors; save the adapter again")
-    elif not problems and (odd := odd_dtypes(file, ANY_NAME)):
+    elif not problems and (odd := header.odd_dtypes(ANY_NAME)):
         problems.append(
             f"{file}: {odd[0]}, and an adapter's weights are F32, BF16, F16 or F64 "
             f"({len(odd)} of {len(shapes)} tensors are not); save the adapter again"

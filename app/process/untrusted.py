@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def limits() -> Limits:
 
 @cache
 def _read_limits(words: str) -> Limits:
-    known = [field.name for field in fields(Limits)]
+    known = [each.name for each in fields(Limits)]
     given: dict[str, int] = {}
     for word in filter(None, words.split(",")):
         name, _, number = word.strip().partition("=")
@@ -256,77 +256,83 @@ def _values(holder: dict[str, Any] | list[Any]) -> Iterable[Any]:
     return holder.values() if type(holder) is dict else holder
 
 
-def read_header(file: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Read names and shapes from one safetensors header, and compare it with the file's size.
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a safetensors file, by the names of its tensors; empty for a damaged file."""
 
-    Returns them, and the file's problems: everything for which safetensors would refuse it.
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+
+    def odd_dtypes(self, names: re.Pattern[str]) -> list[str]:
+        """List the tensors with `names` that are not floats, as `NAME is DTYPE`."""
+        return sorted(
+            f"{name[:80]!r} is {dtype}"
+            for name, dtype in self.dtypes.items()
+            if dtype not in FLOATS and names.search(name)
+        )
+
+
+def read_header(file: Path) -> tuple[Header, list[str]]:
+    """Read one safetensors header, and compare it with the file's size.
+
+    Returns it, and the file's problems: everything for which safetensors would refuse it.
     """
     if not file.exists():
-        return {}, [f"{file} is missing, though the index names it; download the model again"]
+        return Header(), [f"{file} is missing, though the index names it; download the model again"]
     if (problem := problem_of_kind(file)) is not None:
-        return {}, [problem]
+        return Header(), [problem]
     size, most = file.stat().st_size, limits().header_mib << 20
     with file.open("rb") as stream:
         start = stream.read(len(LFS_MARK))
         if start == LFS_MARK:
-            return {}, [f"{file} is a git-lfs pointer of {size} bytes; fetch it with git lfs pull"]
+            return Header(), [
+                f"{file} is a git-lfs pointer of {size} bytes; fetch it with git lfs pull"
+            ]
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or length > size - 8:
-            return {}, [f"{file} ({size} bytes) has no safetensors header; download it again"]
+            return Header(), [f"{file} ({size} bytes) has no safetensors header; download it again"]
         if length > most:
-            return {}, [over_limit(file, f"a header of {length:,} bytes", "header_mib")]
+            return Header(), [over_limit(file, f"a header of {length:,} bytes", "header_mib")]
         stream.seek(8)
         text = stream.read(length)
     header, problem = parse_json(text, file) if text.startswith(b"{") else (None, "no object")
     if problem is not None or not isinstance(header, dict):
-        return {}, [f"{file}: its safetensors header is damaged ({problem}); download it again"]
+        return Header(), [
+            f"{file}: its safetensors header is damaged ({problem}); download it again"
+        ]
     metadata = header.pop("__metadata__", None)
     form = metadata.get("format") if isinstance(metadata, dict) else None
     if form in ("tf", "flax"):
-        return {}, [
+        return Header(), [
             f"{file}: its header's format={form}: weights of TensorFlow or Flax lie the other way "
             "round; export the model as PyTorch's (format=pt)"
         ]
-    shapes: dict[str, tuple[int, ...]] = {}
+    read = Header()
     places: list[tuple[int, int, str]] = []
     for name, tensor in header.items():
         try:
-            shapes[name], begin, end = _place_of(tensor)
+            read.shapes[name], begin, end = _place_of(tensor)
         except (ValueError, KeyError, TypeError) as error:
-            return {}, [
+            return Header(), [
                 f"{file}: its safetensors header is damaged: {name[:80]!r}: {brief(error)}; "
                 "download it again"
             ]
+        read.dtypes[name] = tensor["dtype"]
         places.append((begin, end, name))
     reached = 0
     for begin, end, name in sorted(places):
         if begin != reached:
-            return {}, [
+            return Header(), [
                 f"{file}: its safetensors header is damaged: {name[:80]!r} begins at byte {begin}, "
                 f"expected {reached}; download it again"
             ]
         reached = end
     if size != (end := 8 + length + reached):
-        return {}, [
+        return Header(), [
             f"{file} has {size} bytes, but its header describes {end}: "
             f"{'cut off' if size < end else 'damaged'}; download it again"
         ]
-    return shapes, []
-
-
-def odd_dtypes(file: Path, names: re.Pattern[str]) -> list[str]:
-    """List a file's tensors with `names` that are not floats, as `NAME is DTYPE`.
-
-    Only for a file whose header `read_header` has found sound.
-    """
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    header.pop("__metadata__", None)
-    return sorted(
-        f"{name[:80]!r} is {tensor['dtype']}"
-        for name, tensor in header.items()
-        if tensor["dtype"] not in FLOATS and names.search(name)
-    )
+    return read, []
 
 
 def _place_of(tensor: Any) -> tuple[tuple[int, ...], int, int]:
