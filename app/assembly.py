@@ -45,7 +45,8 @@ from app.model.base import (
     load_base,
 )
 from app.model.build import build_model, load_tuned, weight_dtype
-from app.model.quantization import QuantizationConfig, has_experts, stored_settings
+from app.model.experts import has_experts
+from app.model.quantization import QuantizationConfig, stored_settings
 from app.model.recompute import choose_recompute
 from app.model.tokenizer import (
     build_tokenizer,

@@ -28,7 +28,6 @@ from app.model.quantization import (
     QuantizationConfig,
     cast_unquantized,
     find_stored_problem,
-    has_experts,
     prepare_quantized,
     quantizable_layers,
     quantization_settings,
@@ -98,17 +97,38 @@ def load_base(
     device, nothing is read; `device`: where files are read to; `on_host`: all on the CPU, though
     quantized on `device`. UserError where the files are inconsistent, or weights are not finite.
     """
+    from transformers.utils import logging as transformers_logging
+
+    from app.model.experts import group_products
+    from app.model.head import fuse_head
+
+    transformers_logging.disable_progress_bar()  # one bar per file is noise beside our one line
     with reading_base(config):
-        return _load_base(
-            config,
-            implementation,
-            dtype,
-            quantization,
-            new_ids,
-            on_meta=on_meta,
-            on_host=on_host,
-            device=device,
-        )
+        architecture = load_architecture(config)
+        if config.from_scratch:
+            model = model_class(architecture).from_config(
+                architecture, attn_implementation=implementation, dtype=dtype
+            )
+            check_implementation(model, implementation)
+            resize_embeddings(model, new_ids)
+        elif on_meta:
+            model = _build_on_meta(
+                config, architecture, implementation, dtype, quantization, new_ids
+            )
+        else:
+            model = _read_weights(
+                config,
+                architecture,
+                implementation,
+                dtype,
+                quantization or QuantizationConfig(),
+                new_ids,
+                on_host=on_host,
+                device=device,
+            )
+        fuse_head(model)
+        group_products(model)
+        return model
 
 
 def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
@@ -139,37 +159,20 @@ def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None
     )
 
 
-def _load_base(
+def _read_weights(
     config: ModelConfig,
+    architecture: PretrainedConfig,
     implementation: str,
     dtype: torch.dtype,
-    quantization: QuantizationConfig | None,
+    quantization: QuantizationConfig,
     new_ids: Sequence[int],
     *,
-    on_meta: bool,
     on_host: bool,
     device: torch.device | None,
 ) -> PreTrainedModel:
-    from transformers.utils import logging as transformers_logging
+    """Read weights in the dtype of their training, quantized while they are read."""
+    from app.model.experts import has_experts
 
-    from app.model.experts import group_products
-    from app.model.head import fuse_head
-
-    transformers_logging.disable_progress_bar()  # one bar per file is noise beside our one line
-    architecture = load_architecture(config)
-    auto_class = model_class(architecture)
-    if config.from_scratch:
-        model = auto_class.from_config(
-            architecture, attn_implementation=implementation, dtype=dtype
-        )
-        check_implementation(model, implementation)
-        resize_embeddings(model, new_ids)
-        fuse_head(model)
-        group_products(model)
-        return model
-    if on_meta:
-        return _build_on_meta(config, architecture, implementation, dtype, quantization, new_ids)
-    quantization = quantization or QuantizationConfig()
     stored = stored_settings(architecture)
     if stored and (problem := find_stored_problem(stored, quantization, config.path)):
         raise UserError(problem)
@@ -188,7 +191,7 @@ def _load_base(
         check_shapes(architecture, shapes, folder, trust_remote_code=config.trust_remote_code)
     aside = device if on_host or is_staged else None
     with quantizable_layers(architecture.model_type), quantizing_on(aside):
-        model, loading = auto_class.from_pretrained(
+        model, loading = model_class(architecture).from_pretrained(
             config.path,
             revision=config.revision,
             trust_remote_code=config.trust_remote_code,
@@ -199,6 +202,28 @@ def _load_base(
             **how,
         )
     check_implementation(model, implementation)
+    _check_loaded(config, model, loading, shapes, None if stored else dtype)
+    _untie_in_config(model)
+    resize_embeddings(model, new_ids)
+    if stored:
+        cast_unquantized(model, dtype)
+    else:
+        quantize_experts(model, quantization, device)
+    if stored or quantization.method != "none":
+        prepare_quantized(model, dtype)
+    if is_staged and not on_host and device is not None:
+        model.to(device)
+    return model
+
+
+def _check_loaded(
+    config: ModelConfig,
+    model: PreTrainedModel,
+    loading: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype | None,
+) -> None:
+    """Compare a model with the files that it was read from; `dtype` is None for quantized ones."""
     # transformers initializes missing tensors at random and only warns.
     for problem in ("missing_keys", "mismatched_keys"):
         if names := sorted(map(str, loading[problem])):
@@ -213,24 +238,11 @@ def _load_base(
         )
     files = weight_files(folder_of(config))
     remember_tower_files(model, files)
-    if not stored:
+    if dtype is not None:
         if problems := check_dtypes(read_headers(files)):
             raise UserError(problems)
         check_all_used(model, loading["unexpected_keys"], shapes, str(config.path))
         check_finite(files, dtype)
-    _untie_in_config(model)
-    resize_embeddings(model, new_ids)
-    if stored:
-        cast_unquantized(model, dtype)
-    if not stored:
-        quantize_experts(model, quantization, device)
-    if stored or quantization.method != "none":
-        prepare_quantized(model, dtype)
-    if is_staged and not on_host and device is not None:
-        model.to(device)
-    fuse_head(model)
-    group_products(model)
-    return model
 
 
 def folder_of(config: ModelConfig) -> Path:
@@ -249,9 +261,6 @@ def _build_on_meta(
     new_ids: Sequence[int],
 ) -> PreTrainedModel:
     """Build the model that `from_pretrained` builds, without reading weights."""
-    from app.model.experts import group_products
-    from app.model.head import fuse_head
-
     if stored_settings(architecture):
         raise UserError(
             f"model.path={config.path} is stored quantized (config.json), which cannot be sharded; "
@@ -270,8 +279,6 @@ def _build_on_meta(
     if quantization is not None and quantization.method != "none":
         quantize_on_meta(model, quantization, dtype)
         prepare_quantized(model, dtype)
-    fuse_head(model)
-    group_products(model)
     return model
 
 

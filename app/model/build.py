@@ -71,13 +71,7 @@ def build_model(
             device=device,
         )
         _name_layers(model, config.wrap_class)
-        stored, trains_base = stored_settings(model.config), saves_whole_model(adapter)
-        if stored and (
-            problem := find_stored_problem(
-                stored, quantization, config.path, trains_base=trains_base
-            )
-        ):
-            raise UserError(problem)
+        _check_stored(model, config, quantization, adapter)
         # 3. Recompute before the adapter: it is a switch of the base's layers, which peft wraps.
         apply_recompute(model, recompute)
         # 4. The adapter last: it freezes the base and adds trainable parameters.
@@ -108,6 +102,21 @@ def _name_layers(model: PreTrainedModel, wrap_class: str | None) -> None:
             f"of that class; type model.wrap_class={known}"
         )
     model._no_split_modules = [wrap_class]
+
+
+def _check_stored(
+    model: PreTrainedModel,
+    config: ModelConfig,
+    quantization: QuantizationConfig,
+    adapter: AdapterConfig,
+) -> None:
+    """Raise UserError where a base that is stored quantized does not go with the settings."""
+    stored = stored_settings(model.config)
+    trains_base = saves_whole_model(adapter)
+    if stored and (
+        problem := find_stored_problem(stored, quantization, config.path, trains_base=trains_base)
+    ):
+        raise UserError(problem)
 
 
 def weight_dtype(precision: str, adapter: AdapterConfig) -> torch.dtype:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 IMPLEMENTATION = "loft_grouped"
 """the name by which transformers' experts find `run_experts`"""
@@ -32,6 +35,13 @@ class LowRank:
     b: Tensor
     """[experts, outputs, rank]"""
     scale: float
+
+
+def has_experts(architecture: PretrainedConfig) -> bool:
+    """Return whether a model is a mixture of experts, as far as its config tells."""
+    numbers = architecture.get_text_config().to_dict()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((numbers.get(name) or 0) > 1 for name in names)
 
 
 def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -206,13 +206,6 @@ def quantize_experts(
         pack_experts(model, pack)
 
 
-def has_experts(architecture: transformers.PretrainedConfig) -> bool:
-    """Return whether a model is a mixture of experts, as far as its config tells."""
-    numbers = architecture.get_text_config().to_dict()
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any((numbers.get(name) or 0) > 1 for name in names)
-
-
 def quantize_on_meta(
     model: PreTrainedModel, config: QuantizationConfig, dtype: torch.dtype
 ) -> None:

@@ -285,9 +285,8 @@ def read_header(file: Path) -> tuple[Header, list[str]]:
     with file.open("rb") as stream:
         start = stream.read(len(LFS_MARK))
         if start == LFS_MARK:
-            return Header(), [
-                f"{file} is a git-lfs pointer of {size} bytes; fetch it with git lfs pull"
-            ]
+            problem = f"{file} is a git-lfs pointer of {size} bytes; fetch it with git lfs pull"
+            return Header(), [problem]
         length = int.from_bytes(start[:8], "little")
         if len(start) < 8 or length > size - 8:
             return Header(), [f"{file} ({size} bytes) has no safetensors header; download it again"]
@@ -297,9 +296,8 @@ def read_header(file: Path) -> tuple[Header, list[str]]:
         text = stream.read(length)
     header, problem = parse_json(text, file) if text.startswith(b"{") else (None, "no object")
     if problem is not None or not isinstance(header, dict):
-        return Header(), [
-            f"{file}: its safetensors header is damaged ({problem}); download it again"
-        ]
+        problem = f"{file}: its safetensors header is damaged ({problem}); download it again"
+        return Header(), [problem]
     metadata = header.pop("__metadata__", None)
     form = metadata.get("format") if isinstance(metadata, dict) else None
     if form in ("tf", "flax"):
