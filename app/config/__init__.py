@@ -12,6 +12,7 @@ from app.config.run_config import save_config
 from app.config.verbs import (
     ChatConfig,
     EvaluateConfig,
+    LauncherConfig,
     MergeConfig,
     PreviewConfig,
     SweepConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "ChatConfig",
     "Config",
     "EvaluateConfig",
+    "LauncherConfig",
     "MergeConfig",
     "PreviewConfig",
     "SweepConfig",

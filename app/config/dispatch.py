@@ -67,7 +67,8 @@ def _dispatch(
         if shows_settings:
             raise UserError("--cfg job shows one run: leave -m and the lists of values out")
         return sweep(words)
-    if of_sweep := [word for word in words if word.lstrip("+").startswith("sweep.")]:
+    of_a_sweep = ("sweep.", "launcher=", "launcher.")
+    if of_sweep := [word for word in words if word.lstrip("+").startswith(of_a_sweep)]:
         raise UserError(f"{of_sweep[0]}: a sweep's settings mean nothing in one run; add -m")
     if shows_settings:
         _print_settings(verb, words)
@@ -106,10 +107,12 @@ def check_before_start(config: Config) -> ExistingRun | None:
         problems += [] if existing is None else existing.problems
     if existing is None or not existing.is_done or problems:
         # A run that is done needs neither its data nor its model.
-        problems += check_launch(num_ranks)
-        problems += check_compatibility(config, on_this_machine=not is_preview)
+        is_elsewhere = isinstance(config, TrainConfig) and config.launcher.name != "local"
+        is_here = not is_preview and not is_elsewhere
+        problems += check_launch(num_ranks) if not is_elsewhere else []
+        problems += check_compatibility(config, on_this_machine=is_here)
         problems += check_files(config, needs_weights=not is_preview)
-        if not problems and not is_preview:
+        if not problems and is_here:
             check_gpus(config)
     if problems:
         raise UserError(problems)

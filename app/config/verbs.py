@@ -57,7 +57,27 @@ class SweepConfig:
     """stops a trial of a search whose validation loss is worse than the median of the others at the
     same step, or not among their best (successive halving); it keeps its curve"""
     parallel: int = setting(1, ge=1, le=1024)
-    """trials at a time, each with trainer.devices GPUs of its own"""
+    """trials at a time, each with trainer.devices GPUs of its own; jobs in the queue at a time"""
+
+
+@dataclass(kw_only=True, slots=True)
+class LauncherConfig:
+    """Choose where the trials of a sweep run: here, or each as a job of SLURM."""
+
+    name: str = setting("local", choices=("local", "slurm"))
+    """local = processes of this machine; slurm = jobs of one node each, submitted by submitit"""
+    partition: str | None = None
+    """of a job; null = the cluster's default"""
+    account: str | None = None
+    """that a job is billed to; null = the cluster's default"""
+    minutes: int = setting(1440, ge=10)
+    """of a job; at their end a trial saves itself and is put back into the queue, three times"""
+    gpus: int | None = setting(None, ge=0, le=64)
+    """of a job; null = trainer.devices where that is a number, 1 otherwise"""
+    cpus: int | None = setting(None, ge=1)
+    """of a job; null = the cluster's default"""
+    memory_gib: int | None = setting(None, ge=1)
+    """of a job; null = the cluster's default"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -173,6 +193,8 @@ class TrainConfig:
     """what happens when a run dies or hangs"""
     sweep: SweepConfig = setting(default_factory=SweepConfig, resume="per_start")
     """the trials of a sweep, with -m"""
+    launcher: LauncherConfig = setting(default_factory=LauncherConfig, resume="per_start")
+    """where the trials of a sweep run"""
     seed: int = setting(42, ge=0, le=2**32 - 1, resume="fixed", shown=("train", "preview"))
     """every random choice follows from it: weights, order of the data, dropout"""
     resume: str = setting(

@@ -11,6 +11,14 @@ from typing import Any
 
 FP32, HALF = 4, 2
 """bytes of a number"""
+LOGITS_PER_CHUNK = 2**25
+"""logits in memory at once: 128 MiB in fp32, enough for products at full speed"""
+CPU_LOGITS, CPU_ROWS = 2**21, 256
+"""logits of a chunk that stay in a CPU's cache, and its least rows for fast products"""
+GPU_ROWS = 1024
+"""least positions of a chunk on a GPU: with fewer, reading the weight dominates"""
+GPU_TILE = 128
+"""rows of a tile of a GPU's products"""
 LOSS_BYTES = 12
 """of each logit of a chunk: half precision, fp32, and their temporary copies"""
 
@@ -137,3 +145,15 @@ def estimate_activations(widths: Widths, kept: Kept, mode: str, every: int = 1) 
     if mode == "offload":
         a_token += 2 * kept.residual * widths.hidden  # the layer's own input, and the next one's
     return a_token * kept.tokens
+
+
+def rows_per_chunk(vocabulary: int, device: str) -> int:
+    """Return the number of positions whose logits are in memory at once."""
+    rows = max(1, LOGITS_PER_CHUNK // vocabulary)
+    if device == "cpu":
+        from app.model.cpu.fp32 import ROWS
+
+        rows = min(rows, max(CPU_LOGITS // vocabulary, CPU_ROWS))
+        return rows - rows % ROWS or rows
+    rows = max(rows, GPU_ROWS)
+    return rows - rows % GPU_TILE

@@ -10,17 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from app.model.activation_memory import rows_per_chunk
 from app.model.attention import attention_inputs, pair_inputs
 from app.model.cpu import fp32 as onednn
 
-LOGITS_PER_CHUNK = 2**25
-"""logits in memory at once: 128 MiB in fp32, enough for products at full speed"""
-CPU_LOGITS, CPU_ROWS = 2**21, 256
-"""logits of a chunk that stay in a CPU's cache, and its least rows for fast products"""
-GPU_ROWS = 1024
-"""least positions of a chunk on a GPU: with fewer, reading the weight dominates"""
-GPU_TILE = 128
-"""rows of a tile of a GPU's products"""
 FUSED_CHUNKS, TRAINED_CHUNKS = 2, 4
 """how much longer chunks are by one kernel, which needs no logits in fp32; and of a head that
 trains, to whose gradient each chunk adds over all of it"""
@@ -57,16 +50,6 @@ def linear_cross_entropy(
     with torch.autocast(device, enabled=False):
         total, losses = _LinearCrossEntropy.apply(*arguments)
     return total, losses[:num_positions]
-
-
-def rows_per_chunk(vocabulary: int, device: str) -> int:
-    """Return the number of positions whose logits are in memory at once."""
-    rows = max(1, LOGITS_PER_CHUNK // vocabulary)
-    if device == "cpu":
-        rows = min(rows, max(CPU_LOGITS // vocabulary, CPU_ROWS))
-        return rows - rows % onednn.ROWS or rows
-    rows = max(rows, GPU_ROWS)
-    return rows - rows % GPU_TILE
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

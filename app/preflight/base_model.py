@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -39,7 +40,13 @@ TOKENIZER_JSON = (
     "added_tokens.json",
     "vocab.json",
 )
-STOP_IDS = ("eos_token_id", "decoder_start_token_id")
+TOKEN_IDS = {
+    "eos_token_id": "the id that ends its answers",
+    "decoder_start_token_id": "the id that its decoder starts with",
+    "bos_token_id": "the id that its texts begin with, or null for none",
+    "pad_token_id": "the id that fills rows, or null for none",
+}
+VOCAB_SIZES = ("vocab_size", "decoder_vocab_size")
 TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 
 
@@ -89,10 +96,9 @@ def inspect_base(model: ModelConfig) -> BaseModel:
             "whenever the base is loaded; move adapter_config.json and adapter_model.safetensors "
             "to a folder of their own (adapter.path=FOLDER continues its training), or remove them"
         )
-    ids, problem = files.read("generation_config.json")
-    base.problems += (
-        [problem] if problem else _check_stop_ids(folder / "generation_config.json", ids, numbers)
-    )
+    if (generation := folder / "generation_config.json").exists():
+        ids, problem = files.read(generation.name)
+        base.problems += [problem] if problem else _check_ids(str(generation), "", ids, numbers)
     base.problems += [
         f"{config}: {key} is private to transformers and can name code; remove it"
         for key in numbers
@@ -187,11 +193,12 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
                     f"{where}: {prefix}{key}={_brief(count)}: expected a whole number of at most "
                     f"{MAX_COUNT:,}"
                 )
+    problems += _check_ids(where, "", numbers, numbers)
+    if (text := text_numbers(numbers)) is not numbers:
+        problems += _check_ids(where, "text_config.", text, numbers)
     classes = numbers.get("architectures")
-    if not (
-        classes is None
-        or (isinstance(classes, list) and all(type(name) is str for name in classes))
-    ):
+    are_names = isinstance(classes, list) and all(type(name) is str for name in classes)
+    if classes is not None and not are_names:
         problems.append(
             f"{where}: architectures={_brief(classes)}: expected a list of class names; download "
             "config.json again, or remove the key"
@@ -252,20 +259,27 @@ def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else numbers
 
 
-def _check_stop_ids(file: Path, ids: Mapping[str, Any], numbers: Mapping[str, Any]) -> list[str]:
-    """List the ids of a generation_config.json that no row of the embedding has."""
-    rows = text_numbers(numbers).get("vocab_size")
-    if type(rows) is not int:
-        return []
+def _check_ids(
+    where: str, prefix: str, ids: Mapping[str, Any], numbers: Mapping[str, Any]
+) -> list[str]:
+    """List the token ids of a config.json or generation_config.json that are no row's.
+
+    `numbers` say how many rows the embedding has; where they do not, only kinds are checked.
+    """
+    text = text_numbers(numbers)
+    rows = max((text[key] for key in VOCAB_SIZES if type(text.get(key)) is int), default=None)
     problems = []
-    for key in STOP_IDS:
+    for key, means in TOKEN_IDS.items():
         named = ids.get(key)
-        listed = named if isinstance(named, list) else [] if named is None else [named]
-        if odd := [one for one in listed if type(one) is not int or not 0 <= one < rows]:
+        listed = [] if named is None else [named]
+        if isinstance(named, list) and key != "pad_token_id":  # answers end in several ways
+            listed = named
+        odd = [one for one in listed if type(one) is not int or not 0 <= one < (rows or math.inf)]
+        if odd:
+            size = "" if rows is None else f", whose vocab_size is {rows:,}"
             problems.append(
-                f"{file}: {key}={_brief(named)}: {odd[0]!r:.80} is not a token of this base, whose "
-                f"vocab_size is {rows:,}; write the id that ends its answers, or download "
-                f"{file.name} again"
+                f"{where}: {prefix}{key}={_brief(named)}: {odd[0]!r:.80} is not a token of this "
+                f"base{size}; write {means}, or download the file again"
             )
     return problems
 

@@ -40,13 +40,10 @@ from app.strategy.mixin import (
     clips_in_step,
 )
 from app.strategy.rendezvous import meet_on_loopback
-from app.strategy.settings import TIMEOUT, FsdpConfig
+from app.strategy.settings import MAX_UNSHARDED_SHARE, TIMEOUT, FsdpConfig
 from app.strategy.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
-
-MAX_UNSHARDED_SHARE = 0.1
-"""trainable share of a model up to which gradients stay unsharded between micro-batches"""
 
 
 def build_sharded(config: FsdpConfig, *, accelerator: str, num_ranks: int) -> StrategyMixin:

@@ -14,6 +14,8 @@ TIMEOUT = timedelta(minutes=30)
 """that ranks wait for each other in one collective, under every strategy: longer than one of them
 reads or writes a large model, while the others wait. A run that hangs in training is found earlier,
 by supervise.hang_minutes"""
+MAX_UNSHARDED_SHARE = 0.1
+"""trainable share of a model up to which FSDP's gradients stay unsharded between micro-batches"""
 
 
 @dataclass(kw_only=True, slots=True)

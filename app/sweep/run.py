@@ -35,7 +35,8 @@ from app.sweep.results import (
     write_page,
 )
 from app.sweep.search import Grid, OptunaSearch, Search
-from app.sweep.trials import RunningTrial, Trial
+from app.sweep.slurm import Slurm, check_slurm
+from app.sweep.trials import Launcher, Local, RunningTrial, Trial
 from app.sweep.words import Swept, as_words, read_words, varied
 from data_modules import REDACTED, printable, redact, redacted
 
@@ -43,10 +44,9 @@ WORDS_FILE = "sweep.yaml"
 """in a sweep's folder: its words, with which it goes on"""
 ALONE = "a sweep goes on with its own words; type it alone"
 RESUME = re.compile(r"\+*resume=(?P<value>.+)")
-OWN = ("sweep.", "output.", "resume")
+OWN = ("sweep.", "launcher", "output.", "resume")
 """beginnings of keys that are the sweep's and not its trials'"""
 EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
-POLL_SECONDS = 0.2
 
 
 def run_sweep(words: list[str]) -> int:
@@ -58,6 +58,8 @@ def run_sweep(words: list[str]) -> int:
     swept, folder = _open(words)
     config, typed = _check(swept)
     slots = _gpu_slots(config)
+    if config.launcher.name == "slurm":
+        check_slurm()
     if folder is None:
         folder = _make_folder(config.output.name or "train", config.output.dir)
         write_whole(folder / WORDS_FILE, yaml.safe_dump({"words": redacted(words)}))
@@ -66,7 +68,10 @@ def run_sweep(words: list[str]) -> int:
     search = _build_search(swept, config, folder, [one.number for one in ended])
     print(f"{search.total} trials in {printable(str(folder))}:", end=" ")
     print(redact("; ".join(f"{one.key} {one}" for one in varied(swept))), flush=True)
-    runs = _Trials(search, typed, folder, slots, ended)
+    launcher: Launcher = Local(slots)
+    if config.launcher.name == "slurm":
+        launcher = Slurm(config.launcher, config.trainer.devices, folder, config.sweep.parallel)
+    runs = _Trials(search, typed, folder, launcher, ended)
     code = runs.run()
     keys = [one.key for one in varied(swept)]
     show_results(runs.ended, keys, typed)
@@ -142,6 +147,13 @@ def _check(swept: Sequence[Swept]) -> tuple[TrainConfig, dict[str, str]]:
         own = dataclasses.replace(config.output, dir=None)  # each trial has a folder of its own
         check_before_start(dataclasses.replace(config, output=own))
         problems += _check_search(config.sweep.search, swept)
+        if config.launcher.name == "slurm":
+            problems += [
+                f"{one.key}: holds a secret, and submitit writes a job's settings into a file; "
+                "type launcher=local, or name data that needs no secret"
+                for one in swept
+                if redacted(one.values) != list(one.values)
+            ]
     except UserError as error:
         problems = error.problems + problems
     if problems or not isinstance(config, TrainConfig):
@@ -241,7 +253,7 @@ def _gpu_slots(config: TrainConfig) -> list[str | None]:
     """Return CUDA_VISIBLE_DEVICES of each trial that runs at a time, None where all may see all."""
     parallel = config.sweep.parallel
     devices = requested_devices(config)
-    if parallel == 1 or not devices.on_gpu:
+    if parallel == 1 or not devices.on_gpu or config.launcher.name != "local":
         return [None] * parallel
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(devices.num_gpus)]
@@ -264,12 +276,12 @@ class _Trials:
         search: Search,
         typed: Mapping[str, str],
         folder: Path,
-        slots: Sequence[str | None],
+        launcher: Launcher,
         ended: Sequence[Trial],
     ) -> None:
         self.search, self.typed, self.folder = search, dict(typed), folder
         self.ended = list(ended)
-        self._slots = slots
+        self._launcher = launcher
         self._running: dict[int, RunningTrial] = {}
         self._signal: signal.Signals | None = None
 
@@ -278,9 +290,11 @@ class _Trials:
         handlers = {signum: signal.signal(signum, self._note) for signum in EXIT_CODES}
         try:
             while self._fill() or self._running:
-                time.sleep(POLL_SECONDS)
+                time.sleep(self._launcher.poll_seconds)
                 for slot in list(self._running):
                     self._watch(slot)
+                if self._signal and self._launcher.outlives_sweep:
+                    break
                 if self._signal:
                     for trial in self._running.values():
                         trial.end_by(self._signal)  # and saves itself
@@ -292,6 +306,9 @@ class _Trials:
                 f"interrupted after {len(self.ended)} of {self.search.total} trials",
                 file=sys.stderr,
             )
+            if self._running:
+                ids = " ".join(str(trial.job.id) for trial in self._running.values())
+                print(f"  scancel {ids}   # ends the jobs, which go on otherwise", file=sys.stderr)
             where = shlex.quote(f"resume={self.folder}")
             print(f"  python -m app.train -m {where}   # goes on", file=sys.stderr)
         return EXIT_CODES[self._signal] if self._signal else DONE
@@ -302,12 +319,12 @@ class _Trials:
     def _fill(self) -> bool:
         """Start a trial in each free slot; returns whether any was started."""
         started = False
-        for slot, gpus in enumerate(self._slots):
+        for slot in range(self._launcher.num_slots):
             if slot in self._running or self._signal or (next_one := self.search.ask()) is None:
                 continue
             number, values = next_one
             words = as_words(self.typed | values)
-            self._running[slot] = RunningTrial(number, words, self.folder, gpus)
+            self._running[slot] = RunningTrial(number, words, self.folder, slot, self._launcher)
             started = True
         return started
 

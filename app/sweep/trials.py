@@ -1,4 +1,4 @@
-"""The trials of a sweep as processes: started in slots, watched, and read when they end."""
+"""The trials of a sweep: started in slots, watched, and read when they end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 from app.config.overrides import quote_value
 from app.process.errors import DONE, TERMINATED
@@ -22,6 +23,8 @@ from data_modules import redacted
 
 OBJECTIVE = "val/loss"
 CURVE_FILE = "metrics.csv"
+TRAIN = ("-m", "app.train")
+"""what a trial runs, as arguments of Python"""
 MAX_ERROR_LINES = 200
 """last lines of a trial's output among which its error is looked for"""
 
@@ -55,38 +58,128 @@ class Trial:
         return self.exit_code != DONE and self.stopped_at is None
 
 
+class Job(Protocol):
+    """What runs a trial: a process of this machine, or a job of a cluster."""
+
+    id: str
+    """of the process, or the job"""
+    problem: str | None
+    """why it ended, where the trial itself could not say"""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it ran."""
+
+    def poll(self) -> int | None:
+        """Return the trial's exit code; None while it runs, or waits to."""
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Pass a signal on to the trial."""
+
+
+def start_process(
+    command: Sequence[str], folder: Path, output: int, **environment: str
+) -> subprocess.Popen[bytes]:
+    """Start the training of a trial, or go on with it; `environment` is added to this one's.
+
+    In a session of its own: a signal to this process's group is this process's to pass on.
+    """
+    where = [f"output.dir={quote_value(str(folder))}"]
+    if (folder / CONFIG_FILE).exists():  # begun before the sweep was killed
+        where.append("resume=auto")
+    own = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
+    own[PARENT_VARIABLE] = str(os.getpid())  # it ends with this process
+    return subprocess.Popen(
+        [*command, *where],
+        env=own | environment,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+class LocalJob:
+    """A trial's process; `gpus` are its CUDA_VISIBLE_DEVICES."""
+
+    problem: str | None = None
+
+    def __init__(self, command: Sequence[str], folder: Path, log: Path, gpus: str | None) -> None:
+        self._started = time.monotonic()
+        own = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        with log.open("ab") as output:
+            self._process = start_process(command, folder, output.fileno(), **own)
+        self.id = str(self._process.pid)
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it has run."""
+        return time.monotonic() - self._started
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+        return self._process.poll()
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Pass a signal on."""
+        self._process.send_signal(signum)
+
+
+class Launcher(Protocol):
+    """Where trials run."""
+
+    num_slots: int
+    """trials at a time"""
+    poll_seconds: float
+    """between two looks at what runs"""
+    outlives_sweep: bool
+    """whether what runs goes on without the sweep"""
+
+    def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> Job:
+        """Start a trial in a free slot."""
+
+
+class Local:
+    """Runs trials as processes of this machine.
+
+    Args:
+        slots: indices for CUDA_VISIBLE_DEVICES, None where trials do not share GPUs out.
+    """
+
+    poll_seconds = 0.2
+    outlives_sweep = False
+
+    def __init__(self, slots: Sequence[str | None]) -> None:
+        self._slots = slots
+        self.num_slots = len(slots)
+
+    def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> LocalJob:
+        """Start a process that sees the GPUs of its slot."""
+        return LocalJob(command, folder, log, self._slots[slot])
+
+
 class RunningTrial:
-    """A trial's process; its output goes to a file beside its folder.
+    """A trial that runs; its output goes to a file beside its folder.
 
     Args:
         words: what it runs with, besides its folder.
-        gpus: indices for CUDA_VISIBLE_DEVICES, None where trials do not share GPUs out.
+        folder: the sweep's.
     """
 
-    def __init__(self, number: int, words: list[str], folder: Path, gpus: str | None) -> None:
+    def __init__(
+        self, number: int, words: list[str], folder: Path, slot: int, launcher: Launcher
+    ) -> None:
         self.number, self.words = number, words
         self.folder = folder / str(number)
         self.log = folder / f"{number}.log"
         self.stopped_at: int | None = None
         self._is_told = False
-        environment = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
-        environment[PARENT_VARIABLE] = str(os.getpid())  # a trial ends with its sweep
-        if gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus
-        where = [f"output.dir={quote_value(str(self.folder))}"]
-        if (self.folder / CONFIG_FILE).exists():  # begun before the sweep was killed
-            where.append("resume=auto")
-        command = [sys.executable, "-m", "app.train", *words, *where]
-        self._started = time.monotonic()
-        self._output: IO[bytes] = self.log.open("ab")
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=self._output, stderr=subprocess.STDOUT
-        )
+        command = [sys.executable, *TRAIN, *words]
+        self.job = launcher.start(slot, command, self.folder, self.log)
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has ended."""
-        return self.process.poll() is not None
+        """Whether it has ended."""
+        return self.job.poll() is not None
 
     def curve(self) -> dict[int, float]:
         """Return the validation losses so far by step, without that of the untrained model."""
@@ -101,25 +194,26 @@ class RunningTrial:
         """Pass a signal on, once: a second one would not let it save itself."""
         if not self._is_told:
             self._is_told = True
-            self.process.send_signal(signum)
+            self.job.send_signal(signum)
 
     def result(self) -> Trial:
-        """Wait for its end and return what became of it."""
-        code = self.process.wait()
-        self._output.close()
+        """Return what became of it when it has ended."""
+        code = self.job.poll()
+        assert code is not None, "it has ended"
         code = code if code >= 0 else 128 - code
         if self.stopped_at is not None and code in (DONE, TERMINATED):
             objective = min(self.curve().values(), default=None)
             error = None
         else:
             objective = read_objective(self.folder) if code == DONE else None
-            error = None if code == DONE else _error_in(self.log) or f"exit code {code}"
+            known = self.job.problem or _error_in(self.log) or f"exit code {code}"
+            error = None if code == DONE else known
         return Trial(
             number=self.number,
             overrides=redacted(self.words),
             folder=str(self.folder),
             exit_code=code,
-            seconds=round(time.monotonic() - self._started, 1),
+            seconds=round(self.job.seconds, 1),
             objective=objective,
             error=error,
             stopped_at=self.stopped_at,
@@ -148,6 +242,8 @@ def read_objective(folder: Path) -> float | None:
 
 def _error_in(log: Path) -> str | None:
     """Return the first line of a message that a trial ended with, else its last line."""
+    if not log.exists():  # of a job that never began
+        return None
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-MAX_ERROR_LINES:]
     errors = [line.strip() for line in lines if line.startswith("error")]
     return errors[-1] if errors else next((one for one in reversed(lines) if one.strip()), None)

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from app.process.files import open_no_follow
+from app.process.files import open_no_follow, write_whole
 from app.training.checkpoint.disk import NO_ROOM, SaveError, format_bytes, free_bytes
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class CsvLogger(Logger):
         super().__init__()
         self.path = path
         self.columns = columns(dataset_names)
+        self._is_joined = False
 
     @rank_zero_only
     def clear(self) -> None:
@@ -77,11 +78,30 @@ class CsvLogger(Logger):
         try:
             if not self.path.exists() or not self.path.stat().st_size:
                 writer.writeheader()
+            elif not self._is_joined:
+                writer.fieldnames = self.columns = self._join_columns()
+            self._is_joined = True
             writer.writerow({"step": step} | metrics)
             with open_no_follow(self.path, "a", newline="") as file:
                 file.write(text.getvalue())
         except OSError as error:
             raise SaveError(self._describe(error, text.tell())) from error
+
+    def _join_columns(self) -> list[str]:
+        """Return the columns of the file and those that only this run has, added to the file.
+
+        An earlier version of the program began the run with fewer.
+        """
+        with open_no_follow(self.path, "r", newline="") as file:
+            header, *rows = csv.reader(file)
+        missing = [name for name in self.columns if name not in header]
+        if missing:
+            text = io.StringIO(newline="")
+            csv.writer(text).writerows(
+                [header + missing, *(row + [""] * len(missing) for row in rows)]
+            )
+            write_whole(self.path, text.getvalue())
+        return header + missing
 
     @rank_zero_only
     def save(self) -> None:

@@ -7,13 +7,21 @@ does so, and activations are a rule of thumb.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.model.activation_memory import rows_per_chunk
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
-from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, tensor_parallel_size
+from app.strategy.settings import (
+    MAX_UNSHARDED_SHARE,
+    FsdpConfig,
+    StrategyConfig,
+    ZeroConfig,
+    tensor_parallel_size,
+)
+from app.strategy.tensor_plan import layer_plan, split_dim
 from app.training.model_states import EIGHT_BIT_STATES, STATES, bytes_per_weight
 
 if TYPE_CHECKING:
@@ -87,6 +95,48 @@ class RankMemory:
         return f"{self.total / 2**30:.1f} GiB ({parts})"
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What decides the bytes of a weight on a rank."""
+
+    precision: str
+    quantization: QuantizationConfig | None = None
+    shares: int = 1
+    """that rows are divided into"""
+    tensor_size: int = 1
+    ends: frozenset[int] = frozenset()
+    """ids of the weights of embedding and head, which are not quantized"""
+
+
+def add_up_weights(weights: Mapping[str, Any], sharing: Sharing, plan: Mapping[str, str]) -> Part:
+    """Add up weights that FSDP gathers together, split as the tensor parallel `plan` says.
+
+    They are parameters, or have their shape, element_size(), numel() and requires_grad.
+    """
+    part = Part()
+    in_bf16 = sharing.precision == "bf16" and all(w.element_size() == 4 for w in weights.values())
+    for name, weight in weights.items():
+        dim = split_dim(plan, name)
+        share = 1.0 if dim is None else 1 / sharing.tensor_size
+        size = num_bytes = float(weight.element_size())
+        if not weight.requires_grad and weight.ndim >= 2 and id(weight) not in sharing.ends:
+            num_bytes = bytes_per_weight(weight, sharing.quantization)
+        number = weight.numel() * share
+        trains = weight.requires_grad
+        # A LoRA of rank 16 gives each of 16 ranks a row, and the others nothing.
+        rows = weight.shape[0] / (sharing.tensor_size if dim == 0 else 1)
+        held = number * num_bytes * math.ceil(rows / sharing.shares) / rows
+        part += Part(
+            frozen=0.0 if trains else number * num_bytes,
+            trained=number * size if trains else 0.0,
+            gathered=number * (2.0 if in_bf16 else num_bytes),
+            num_trained=number if trains else 0.0,
+            held=held,
+            held_trained=held if trains else 0.0,
+        )
+    return part
+
+
 def measure_model(
     model: Any,
     precision: str,
@@ -100,40 +150,17 @@ def measure_model(
 
     For one rank of those of `strategy`, which must be resolved.
     """
-    from app.strategy.tensor_parallel import layer_plan, split_dim
-
     strategy = strategy or StrategyConfig(name="single")
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
-    shares, _, _ = _num_shares(strategy, num_ranks, num_nodes)
+    shares, _, _ = num_shares(strategy, num_ranks, num_nodes)
     plan = layer_plan(model) if tensor_size > 1 else {}
     names = decoder_layers(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {id(weight) for end in (embedding, head) for weight in end.parameters()}
+    shared = Sharing(precision, quantization, shares, tensor_size, frozenset(ends))
 
     def add_up(named: Iterable[tuple[str, torch.nn.Parameter]]) -> Part:
-        part = Part()
-        weights = dict(named)
-        in_bf16 = precision == "bf16" and all(w.element_size() == 4 for w in weights.values())
-        for name, weight in weights.items():
-            dim = split_dim(plan, name)
-            share = 1.0 if dim is None else 1 / tensor_size
-            size = num_bytes = float(weight.element_size())
-            if not weight.requires_grad and weight.ndim >= 2 and id(weight) not in ends:
-                num_bytes = bytes_per_weight(weight, quantization)
-            number = weight.numel() * share
-            trains = weight.requires_grad
-            # A LoRA of rank 16 gives each of 16 ranks a row, and the others nothing.
-            rows = weight.shape[0] / (tensor_size if dim == 0 else 1)
-            held = number * num_bytes * math.ceil(rows / shares) / rows
-            part += Part(
-                frozen=0.0 if trains else number * num_bytes,
-                trained=number * size if trains else 0.0,
-                gathered=number * (2.0 if in_bf16 else num_bytes),
-                num_trained=number if trains else 0.0,
-                held=held,
-                held_trained=held if trains else 0.0,
-            )
-        return part
+        return add_up_weights(dict(named), shared, plan)
 
     layers = [add_up(model.get_submodule(name).named_parameters()) for name in names]
     others = {
@@ -191,9 +218,7 @@ def estimate_memory(
 
     `strategy` must be resolved, and `size` measured for it and its ranks.
     """
-    from app.strategy.fsdp import MAX_UNSHARDED_SHARE
-
-    of_weights, of_gradients, of_states = _num_shares(strategy, num_ranks, num_nodes)
+    of_weights, of_gradients, of_states = num_shares(strategy, num_ranks, num_nodes)
     whole = size.whole
     held = (whole.frozen + whole.trained) / of_weights
     gradients = whole.trained / of_gradients
@@ -235,7 +260,7 @@ def _num_weights(part: Part) -> float:
     return part.num_trained + part.frozen / 2
 
 
-def _num_shares(strategy: StrategyConfig, num_ranks: int, num_nodes: int) -> tuple[int, int, int]:
+def num_shares(strategy: StrategyConfig, num_ranks: int, num_nodes: int) -> tuple[int, int, int]:
     """Return into how many shares weights, gradients and optimizer states are divided."""
     if isinstance(strategy, FsdpConfig):
         groups = num_ranks // tensor_parallel_size(strategy, num_ranks // num_nodes)
@@ -267,8 +292,6 @@ def _gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> float:
 
 
 def _activations(size: ModelSize, strategy: StrategyConfig, tokens: int, recompute: str) -> float:
-    from app.model.head import rows_per_chunk
-
     number = size.hidden_bytes
     if isinstance(strategy, FsdpConfig) and strategy.shards_data_parallel:
         number = 2

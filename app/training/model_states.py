@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import FP32, HALF, LOSS_BYTES, Kept, Widths
+from app.model.activation_memory import FP32, HALF, LOSS_BYTES, Kept, Widths, rows_per_chunk
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import Memory
 from app.strategy.build import STORED, Facts
@@ -104,8 +104,6 @@ def gather_memory(
 ) -> Memory:
     """Return what recompute is chosen by; `footprint` is None where the files are quantized."""
     import torch
-
-    from app.model.head import rows_per_chunk
 
     vocabulary, hidden, layers, matrices = 0, 0, 1, 0
     if widths is not None:

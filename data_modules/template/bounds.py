@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -214,6 +215,11 @@ class BoundFinder:
         turns = chat.turns[: number + 1]
         closed = self._tails(Chat(turns, chat.tools), number)
         goes_on = self._tails(Chat((*turns, *_following(turns[-1])), chat.tools), number)
+        written = [{what for what, _ in one} for one in (closed, goes_on)]
+        if goes_on and ("c", 0) in written[0] - written[1]:
+            # Some write its words behind the results: without results they hide how a call ends.
+            silent = replace(turns[-1], content="")
+            closed = self._tails(Chat((*turns[:-1], silent), chat.tools), number) or closed
         own: Tails = [(mark.what, tail) for mark, tail in zip(run.marks, tails, strict=True)]
         known = _in_all([other for other in (own, closed, goes_on) if other])
         shared = _shared(*([what for what, _ in one] for one in known))

@@ -37,6 +37,7 @@ FORMS = {
     "calls in two rounds": "T u c t a u c t a",
     "a call, then talk": "T u c t a u a",
     "ends with a call": "T u c",
+    "ends with a call after words": "T u ac",
     "ends with a result": "T u c t",
     "thoughts": "u ra",
     "thoughts in two answers": "u ra u ra",

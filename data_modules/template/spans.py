@@ -318,7 +318,7 @@ class SpanFinder:
             )
             for span in self._with_others(wrapped, rendered, marks, bounds)
         ]
-        lost = _lost(wrapped, marks)
+        lost = _lost(wrapped, marks, bounds)
         if chat.tools and self._renderer.render([Chat(chat.turns)], False) == [text]:
             lost = ("lost_tools", *lost)
         return RenderedChat(*with_suffix(text, spans, bounds.suffix), lost)
@@ -363,7 +363,7 @@ class SpanFinder:
         if layout is None:
             return None
         spans = self._with_others(chat, text, marks, bounds)
-        lost = _lost(chat, marks)
+        lost = _lost(chat, marks, bounds)
         if chat.tools and not any(mark.turn == TOOLS for mark in marks):
             lost = ("lost_tools", *lost)
         skeleton = Skeleton(layout, bounds._replace(spans=spans), lost)
@@ -388,9 +388,17 @@ class SpanFinder:
         return sorted([*bounds.spans, *spans.values()])
 
 
-def _lost(chat: Chat, marks: Sequence[Mark]) -> tuple[str, ...]:
-    """Return what of a marked chat is not in its text, its tools aside."""
-    held = {mark[:3] for mark in marks}
+def _lost(chat: Chat, marks: Sequence[Mark], bounds: Bounds) -> tuple[str, ...]:
+    """Return what of a marked chat is not in its text, or in no span of its turn; no tools."""
+    spans: dict[int, list[TurnSpan]] = {}
+    for span in bounds.spans:
+        spans.setdefault(span.turn, []).append(span)
+    held = {
+        mark[:3]
+        for mark in marks
+        if mark.turn not in spans
+        or any(span.start <= mark.start < span.stop_end for span in spans[mark.turn])
+    }
     lost = []
     for number, turn in enumerate(chat.turns):
         if holds_content(turn.content) and (number, "c", 0) not in held:

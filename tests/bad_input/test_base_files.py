@@ -104,6 +104,15 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
      ["rope_parameters.factor=-2: expected a number from 1 up"]),
     ({"architectures": 7}, ["architectures=7: expected a list of class names"]),
     ({"max_position_embeddings": -1}, ["max_position_embeddings=-1", "tokens from 1 up"]),
+    ({"eos_token_id": 10**9},
+     ["config.json: eos_token_id=1000000000: 1000000000 is not a token of this base, whose "
+      "vocab_size is 768; write the id that ends its answers"]),
+    ({"eos_token_id": [2, 768]}, ["eos_token_id=[2, 768]: 768 is not a token"]),
+    ({"eos_token_id": ["2"]}, ["eos_token_id=['2']: '2' is not a token"]),
+    ({"pad_token_id": -1}, ["pad_token_id=-1: -1 is not a token", "or null for none"]),
+    ({"pad_token_id": [0, 2]}, ["pad_token_id=[0, 2]: [0, 2] is not a token"]),
+    ({"pad_token_id": "<pad>"}, ["pad_token_id=<pad>: '<pad>' is not a token"]),
+    ({"bos_token_id": 1.5}, ["bos_token_id=1.5: 1.5 is not a token"]),
 ]  # fmt: skip
 
 
@@ -134,6 +143,9 @@ TEXTS: list[tuple[str, bytes, list[str]]] = [
     ("generation_config.json", b'{"eos_token_id": [2, 1000000000]}',
      ["eos_token_id=[2, 1000000000]: 1000000000 is not a token", "vocab_size is 768"]),
     ("generation_config.json", b'{"eos_token_id": "2"}', ["eos_token_id=2: '2' is not a token"]),
+    ("generation_config.json", b'{"pad_token_id": -1}',
+     ["generation_config.json: pad_token_id=-1: -1 is not a token", "or null for none"]),
+    ("generation_config.json", b'{"pad_token_id": [0]}', ["pad_token_id=[0]: [0] is not a token"]),
     ("tokenizer_config.json", b'{"model_max_length": -5}',
      ["tokenizer_config.json: model_max_length=-5: expected a number of tokens from 1 up"]),
     ("tokenizer.json", b'{"model": 3}', ["tokenizer.json cannot be read"]),

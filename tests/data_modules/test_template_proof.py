@@ -83,6 +83,18 @@ BEHAVIOURS = {
     "{% endfor %}{% else %}{{ '<turn|>\n' }}{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}"
     "{% endif %}",
+    "words behind the results": "{% for m in messages %}{% if m.role != 'tool' %}"
+    "{% set before = messages[loop.index0 - 1].role if loop.index0 else '' %}"
+    "{% if before != 'tool' %}{{ '<|turn>' + m.role + '\n' }}{% endif %}"
+    + _CALL
+    + "{% if m.tool_calls %}{% set ns = namespace(seen=false) %}"
+    "{% for k in range(loop.index, messages|length) %}{% if messages[k].role != 'tool' %}"
+    "{% break %}{% endif %}{% set ns.seen = true %}"
+    "{{ '<|tool_response>' + messages[k].content + '<tool_response|>' }}{% endfor %}"
+    "{{ m.content + ('' if ns.seen else '<|tool_response>') }}"
+    "{% else %}{{ m.content + '<turn|>\n' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|turn>assistant\n' }}"
+    "{% endif %}",
     "results together in one user block": "{% for m in messages %}{% if m.role == 'tool' %}"
     "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
     "{{ '\n<result>\n' + m.content + '\n</result>' }}"
@@ -188,6 +200,7 @@ def test_no_named_template_trains_on_another_turn(name: str) -> None:
 CHANNELS = "messages of several channels, results under the name of the call"
 OPEN = "the end stands in front of the next message"
 INSIDE = "results inside the answer"
+BEHIND = "words behind the results"
 
 
 @pytest.mark.parametrize(
@@ -235,6 +248,12 @@ INSIDE = "results inside the answer"
             {"</call>", "<turn|>"},
         ),
         (
+            BEHIND,
+            "T u ac t a",
+            ['<call>f1vq0 {"p1vq0": "k1vq0"}</call><|tool_response>', "c1vq0c3vq0<turn|>"],
+            {"<|tool_response>", "<turn|>"},
+        ),
+        (
             "system in the first question, turns merged",
             "s u a u a",
             [" c2vq0</s>", " c4vq0</s>"],
@@ -258,6 +277,11 @@ def test_a_call_that_is_dropped_is_noted() -> None:
     assert kinds == {"lost_tools", "lost_tool_calls"}, "of two calls one is written"
     kinds = {note.kind for note in encode(behaving(CHANNELS), conversation("T u ac t a")).notes}
     assert "lost_content" in kinds
+
+
+def test_words_behind_a_call_without_results_are_noted() -> None:
+    kinds = [note.kind for note in encode(behaving(BEHIND), conversation("u ac")).notes]
+    assert kinds == ["lost_content"]
 
 
 def test_a_row_is_refused_by_the_number_of_its_turn_and_the_reason() -> None:
@@ -381,6 +405,9 @@ def test_masks_are_those_of_the_generation_blocks(name: str) -> None:
         ids = traced.tokenized.ids
         for stretch in stretches(theirs & ~ours):
             text = template._tokenizer.decode(ids[stretch])
+            if form == "T u ac" and text == "c1vq0":
+                assert "lost_content" in traced.notes  # they stand where a result is missing
+                continue
             assert "vq" not in text
             after, before = stretch.stop, stretch.start - 1
             is_header = after < len(ours) and ours[after]

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from app.model.activation_memory import rows_per_chunk
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.head import (
     LossHead,
@@ -18,7 +19,6 @@ from app.model.head import (
     fuse_head,
     head_loss,
     linear_cross_entropy,
-    rows_per_chunk,
     token_losses,
 )
 from tests.tiny import random_ids, tiny_bart, tiny_gpt2, tiny_llama, tiny_t5

@@ -15,10 +15,12 @@ from app.model.adapter import (
     Ia3Config,
     LoraConfig,
     Targets,
+    apply_adapter,
     find_targets,
     modules_of,
 )
 from app.model.patterns import by_ending, by_expression, by_key
+from tests.families import tiny_family
 from tests.tiny import tiny_llama
 
 TIED, UNTIED = modules_of(tiny_llama()), modules_of(tiny_llama(tie_word_embeddings=False))
@@ -146,6 +148,20 @@ def test_all_linear_leaves_out_the_head_and_what_is_too_thin() -> None:
     router = replace(TIED, linear={**(TIED.linear or {}), "model.layers.0.mlp.gate": (8, 32)})
     assert find("lora", router, r=16).thin == ["model.layers.0.mlp.gate"]
     assert "mlp.gate (8 x 32) has" in find("lora", router, target_modules=["gate"]).problems[0]
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "mamba", "mamba2", "nemotron_h"])
+def test_a_kernel_of_mamba_multiplies_its_own_matrix(family: str) -> None:
+    """peft refuses a LoRA there, which all-linear would ask for."""
+    model = tiny_family(family)
+    base = modules_of(model)
+    assert any(name.endswith(".out_proj") for name in base.linear or ())
+    adapted = apply_adapter(model, LoraConfig(r=2), half_precision=False)
+    names = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert any(".in_proj." in name for name in names)
+    assert not any(".out_proj." in name for name in names)
+    (problem,) = find("lora", base, target_modules=["in_proj", "out_proj"]).problems
+    assert f"{family} models give out_proj to a kernel" in problem
 
 
 def test_what_is_not_known_of_a_base_is_not_judged() -> None:

@@ -14,7 +14,7 @@ from app.preflight.files import WITHOUT_PLAN, check_tensor_parallel
 from app.preflight.shapes import _FAMILIES
 from app.process.errors import UserError
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from app.strategy.tensor_parallel import layer_plan
+from app.strategy.tensor_plan import layer_plan
 from app.training.trainer import TrainerConfig, resolve_environment
 from tests.door import ask, make_data, make_model
 

@@ -17,7 +17,7 @@ from app.config import conf_files
 from app.process.errors import UserError
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep import run_sweep
-from app.sweep.trials import RunningTrial
+from app.sweep.trials import LocalJob
 from app.sweep.words import read_words
 from tests.door import Answer, ask, make_data, make_model
 from tests.sweep.short_trials import short_trials
@@ -86,6 +86,7 @@ def test_trials_inherit_nothing_of_a_rank(
 
     def start(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
         seen.append(env)
+        assert options["start_new_session"]  # Ctrl-C of a terminal comes once, by the sweep
         return real([sys.executable, "-c", "pass"], env=env, **options)
 
     monkeypatch.setenv("NODE_RANK", "0")
@@ -320,13 +321,13 @@ def test_trials_at_a_time_have_gpus_of_their_own(
     words: list[str], commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    real = RunningTrial.__init__
+    real = LocalJob.__init__
 
-    def note(self: RunningTrial, number: int, typed: list[str], folder: Path, gpus: Any) -> None:
+    def note(self: LocalJob, command: list[str], folder: Path, log: Path, gpus: Any) -> None:
         seen.append(gpus)
-        real(self, number, typed, folder, gpus)
+        real(self, command, folder, log, gpus)
 
-    monkeypatch.setattr(RunningTrial, "__init__", note)
+    monkeypatch.setattr(LocalJob, "__init__", note)
     with mock.patch("app.sweep.run.requested_devices") as devices:
         devices.return_value = mock.Mock(on_gpu=True, num_gpus=4)
         answer = sweep(*words, "adapter.r=2,4", "sweep.parallel=2", "trainer.devices=2")

@@ -61,6 +61,23 @@ def test_a_file_of_half_a_header_begins_again(tmp_path: Path, num_bytes: int) ->
     assert rows_in(logger.path) == [("5", "2.5")]
 
 
+def test_a_run_that_was_begun_with_fewer_columns(tmp_path: Path) -> None:
+    """As a mixture's was before the load of its experts was written."""
+    earlier = CsvLogger(tmp_path / "metrics.csv", ["a"])
+    write_steps(earlier, 1, 2)
+    logger = CsvLogger(tmp_path / "metrics.csv", ["a"])
+    logger.drop_rows_after(1)
+    logger.columns += ["experts/load_max/0"]
+    for step in (2, 3):
+        logger.log_metrics({"train/loss": step / 2, "experts/load_max/0": 1.5}, step=step)
+    assert rows_in(logger.path) == [("1", "0.5"), ("2", "1.0"), ("3", "1.5")]
+    with logger.path.open(newline="") as stream:
+        assert [row["experts/load_max/0"] for row in csv.DictReader(stream)] == ["", "1.5", "1.5"]
+    fewer = CsvLogger(tmp_path / "metrics.csv", ["a"])
+    write_steps(fewer, 4)  # an older version again: its rows stay under the right names
+    assert rows_in(logger.path)[-1] == ("4", "2.0")
+
+
 def points_in(folder: Path) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -59,6 +59,8 @@ FEED_FORWARD = (
     "fc_out",
 )
 """the second matrix of a feed-forward, whose input IA3 scales"""
+MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""model types whose kernels read the weight of `out_proj` themselves; peft puts no LoRA on it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +185,7 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
         return
     names = [name for name in names if not is_inside(name, found.whole)]
     if _is_all_linear(config):
-        for name in names:
+        for name in _without_kernels(names, base):
             short, long = min(base.linear[name]), max(base.linear[name])
             is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
             if name != base.head:
@@ -195,6 +197,12 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
             )
     else:
         found.matrices = _find_linear(config.target_modules, "target_modules", names, base, found)
+        if len(_without_kernels(found.matrices, base)) < len(found.matrices):
+            found.problems.append(
+                f"adapter.target_modules: {base.model_type} models give out_proj to a kernel, "
+                "which would compute without the adapter; name others, or type "
+                "adapter.target_modules=all-linear, which leaves it out"
+            )
     targets = config.target_modules
     found.endings = targets if isinstance(targets, list) else last_parts(found.matrices)
     if base.head in found.matrices and base.head in base.embeddings:
@@ -207,6 +215,12 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
         _find_experts(config, base, found)
         shapes = {**base.linear, **{name: base.experts[name][-2:] for name in found.experts}}
         found.problems += _check_ranks(config, shapes, found.matrices + found.experts)
+
+
+def _without_kernels(names: list[str], base: BaseModules) -> list[str]:
+    """Return the modules that no kernel of Mamba multiplies itself."""
+    is_mamba = base.model_type in MAMBA
+    return [name for name in names if not (is_mamba and name.endswith(".out_proj"))]
 
 
 def _find_experts(config: LoraConfig, base: BaseModules, found: Targets) -> None:

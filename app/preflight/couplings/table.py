@@ -46,6 +46,8 @@ NEAREST_IN_PYTORCH = {
     "zeropp": "fsdp_hybrid",
 }
 """strategy of DeepSpeed -> PyTorch's nearest"""
+SLURM_ONLY = ("partition", "account", "gpus", "cpus", "memory_gib")
+"""settings of launcher that its jobs alone have"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -284,6 +286,19 @@ def _of_sweep(config: TrainConfig) -> Iterator[Clash]:
         yield Clash(
             f"sweep.prune={sweep.prune}, and a grid shows every trial whole",
             "sweep.search=optuna, or leave it out",
+        )
+    launcher = config.launcher
+    if launcher.name == "slurm" and config.trainer.num_nodes > 1:
+        yield Clash(
+            f"trainer.num_nodes={config.trainer.num_nodes}, and launcher=slurm runs each trial on "
+            "one node",
+            "trainer.num_nodes=1",
+        )
+    typed = [name for name in SLURM_ONLY if getattr(launcher, name) is not None]
+    if launcher.name == "local" and typed:
+        yield Clash(
+            f"launcher.{typed[0]}={getattr(launcher, typed[0])} means nothing to launcher=local",
+            "launcher=slurm, or leave it out",
         )
 
 

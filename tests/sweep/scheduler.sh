@@ -1,0 +1,43 @@
+#!/bin/bash
+# A scheduler of one machine, by the name that it is called by: jobs are processes, what is known
+# of job N stands in $LOFT_JOBS/N.
+case "$(basename "$0")" in
+sbatch)
+  id=1
+  until mkdir "$LOFT_JOBS/$id" 2>/dev/null; do id=$((id + 1)); done
+  cp "$1" "$LOFT_JOBS/$id/script"
+  echo RUNNING >"$LOFT_JOBS/$id/state"
+  (
+    export SLURM_JOB_ID=$id SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_JOB_NUM_NODES=1
+    while :; do
+      if bash "$LOFT_JOBS/$id/script"; then state=COMPLETED; else state=FAILED; fi
+      rm "$LOFT_JOBS/$id/requeued" 2>/dev/null || break
+    done
+    echo $state >"$LOFT_JOBS/$id/state"
+  ) >/dev/null 2>&1 &
+  echo "Submitted batch job $id"
+  ;;
+srun)
+  out=/dev/null err=/dev/null
+  while [[ $1 == --* ]]; do
+    case "$1" in
+    --output) out=${2//%j/$SLURM_JOB_ID}; shift ;;
+    --error) err=${2//%j/$SLURM_JOB_ID}; shift ;;
+    esac
+    shift
+  done
+  echo $$ >"$LOFT_JOBS/$SLURM_JOB_ID/step"
+  exec setsid "$@" >>"${out//%t/0}" 2>>"${err//%t/0}"
+  ;;
+sacct)
+  echo "JobID|State|NodeList"
+  for id in $(ls "$LOFT_JOBS"); do echo "$id|$(cat "$LOFT_JOBS/$id/state")|here"; done
+  ;;
+scancel)
+  name=${1#--signal=}
+  kill -s "$name" -- "-$(cat "$LOFT_JOBS/$2/step")"  # the step's processes, as SLURM does
+  ;;
+scontrol)
+  touch "$LOFT_JOBS/$2/requeued"
+  ;;
+esac
