@@ -17,6 +17,7 @@ from app.model.attention import (
     check_isolation,
     check_pair_isolation,
     check_reference,
+    free_mixers,
     restore_kernel,
     take_fastest_kernel,
 )
@@ -140,6 +141,8 @@ class FinetuneModule(L.LightningModule):
         check_causal(self.model, device)
         if self.is_packed:
             check_isolation(self.model, self.backend, device)
+        else:
+            free_mixers(self.model, self.backend, device)
         check_reference(self.model, self.backend, device, is_packed=self.is_packed)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
