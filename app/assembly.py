@@ -34,7 +34,10 @@ from app.model.adapter import (
     LoraConfig,
     apply_adapter,
     is_adapter,
+    save_adapter,
+    save_converted,
     saves_whole_model,
+    write_origin,
 )
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
 from app.model.base import (
@@ -47,7 +50,7 @@ from app.model.base import (
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.experts import has_experts
 from app.model.quantization import QuantizationConfig, stored_settings
-from app.model.recompute import choose_recompute
+from app.model.recompute import RecomputeConfig, choose_recompute
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -58,11 +61,13 @@ from app.model.tokenizer import (
     with_chat_template,
 )
 from app.preflight import check_compatibility, describe_base
+from app.preflight.couplings.table import CHANGE_BASE
 from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank
 from app.run import Run, describe_global_batch
+from app.run.find import checkpoints_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
 from app.strategy.build import build_strategy, choose_strategy
@@ -72,7 +77,9 @@ from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.progress import ProgressBar
 from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
 from app.training.callbacks.write_metadata import WriteMetadata
+from app.training.checkpoint.documents import MODEL
 from app.training.checkpoint.saving import build_checkpoints, build_saver
+from app.training.checkpoint.state import restore_model, trainable_parameters
 from app.training.logger import build_loggers, drop_rows_after
 from app.training.metrics import Metrics
 from app.training.model_states import gather_facts, gather_memory, measure_footprint
@@ -213,6 +220,50 @@ def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
         template=template,
         stop_ids=stop_ids | template.stop_token_ids,
     )
+
+
+def save_from_checkpoint(config: TunedConfig, env: Environment, folder: Path) -> Path:
+    """Write the adapter in a run's newest good checkpoint as a finished run would; no weight is
+    read of a base that training left as it is.
+
+    UserError where there is no such checkpoint, or it is of other weights than an adapter's.
+    """
+    run = load_run_config(Path(str(config.run)))
+    if saves_whole_model(run.adapter):
+        raise UserError(
+            f"run={config.run} trains the weights themselves, so there is no adapter to merge: "
+            f"finish it with python -m app.train resume={config.run}"
+        )
+    checkpoint, problems = checkpoints_of(Path(str(config.run))).newest_good()
+    for problem in problems:
+        log.warning("%s", problem)
+    if checkpoint is None:
+        raise UserError(f"run={config.run}: no good checkpoint is there to merge")
+    base = open_base(config, env, run.adapter)
+    keeps_base = not (isinstance(run.adapter, LoraConfig) and run.adapter.init in CHANGE_BASE)
+    model: Any = build_model(
+        config.model,
+        QuantizationConfig() if keeps_base else config.quantization,
+        base.backend,
+        run.adapter,
+        RecomputeConfig(mode="none"),
+        env.precision,
+        new_ids=base.new_ids,
+        token_ids=base.trained_ids,
+        on_meta=keeps_base,
+    )
+    trained = checkpoint.tensors(MODEL)
+    restore_model(model, trained)
+    if keeps_base:
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        weights = trainable_parameters(model).items()
+        save_adapter(model, folder, {names[id(weight)]: trained[name] for name, weight in weights})
+    else:
+        save_converted(model, folder)
+    write_origin(folder, base.description)
+    base.tokenizer.save_pretrained(folder)
+    log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
+    return folder
 
 
 def model_spec(

@@ -53,7 +53,9 @@ def find_run_of(verb: str, typed: Mapping[str, Any]) -> Path | None:
         has_model = typed.get("model") is not None or typed.get("model.path") is not None
         if typed.get("run") is None and has_model:
             return None
-        return find_run(None if typed.get("run") is None else str(typed["run"]))
+        named = None if typed.get("run") is None else str(typed["run"])
+        takes_unfinished = typed.get("merge.checkpoint") == "newest"
+        return find_run(named, verb=verb, takes_unfinished=takes_unfinished)
     if verb != "train" or not isinstance(typed.get("resume"), str):
         return None
     names_parts = any(key.partition(".")[0] in ("model", "data") for key in typed)
