@@ -91,7 +91,8 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
     if verb != "train" and "trainer" in values:
         known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])["trainer"])}
         taken = [name for name in TAKEN_FROM_TRAINER if name in known]
-        values["trainer"] = {name: values["trainer"][name] for name in taken}
+        of_run = values["trainer"]
+        values["trainer"] = {name: of_run[name] for name in taken if of_run[name] != "auto"}
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
 
 
