@@ -26,6 +26,7 @@ from app.config import (
     settings_of,
 )
 from app.evaluation.comparison import Evaluator
+from app.evaluation.conversation import Responder
 from app.model.activation_memory import FP32, HALF, Kept, widths_of
 from app.model.adapter import (
     AdapterConfig,
@@ -194,6 +195,17 @@ class Tuned:
         """Load the tuned model as an evaluation measures it, on the device of `env`."""
         model = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
         return place_as_trained(model, self.adapter, env).eval()
+
+    def responder(self, model: torch.nn.Module, env: Environment) -> Responder:
+        """Let `model` answer conversations, with the template and the stop tokens of training."""
+        return Responder(
+            model.eval(),
+            self.tokenizer,
+            self.template,
+            self.stop_ids,
+            context_len=self.base.spec.context_len,
+            autocast=env.autocast,
+        )
 
 
 def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> torch.nn.Module:
