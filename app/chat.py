@@ -19,7 +19,7 @@ from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, decide_run_dir
-from data_modules import DataError, Turn, printable
+from data_modules import DataError, Turn, printable, redact
 
 if TYPE_CHECKING:
     from app.assembly import Tuned
@@ -82,7 +82,7 @@ class Session:
         """Write every conversation as a row of `messages`."""
         rows = [turns for turns in (*self._finished, self.turns) if len(turns) > 1]
         lines = [
-            json.dumps({"messages": [{"role": t.role, "content": t.content} for t in turns]})
+            json.dumps({"messages": [{"role": t.role, "content": _written(t)} for t in turns]})
             for turns in rows
         ]
         write_whole(file, "".join(f"{line}\n" for line in lines))
@@ -158,6 +158,11 @@ class Session:
     def _opening(self) -> list[Turn]:
         system = self.config.chat.system
         return [] if system is None else [Turn("system", system)]
+
+
+def _written(turn: Turn) -> str:
+    """Return the content of a turn; a system message is a setting, which holds no secrets."""
+    return redact(turn.content) if turn.role == "system" else turn.content
 
 
 if __name__ == "__main__":

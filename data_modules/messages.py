@@ -20,11 +20,14 @@ _SECRET_NAMES = (
 )
 _VALUE = r"[^\s&#'\"<>]*[^\s&#'\"<>)}\],.;:]"
 # Lengths are bounded where a text of the right letters would else take the square of its length.
-_USER_INFO = re.compile(r"(?<=://)(?:[^/\s?#]*|[^/\s:@]{0,200}:(?!\d+/)[^\s@?#]{0,200})@")
+# A path made of a URL has one slash, as in http:/user:word@host.
+_USER_INFO = re.compile(
+    r"(?:(?<=://)|(?<=[A-Za-z0-9]{2}:/)(?!/))(?:[^/\s?#]*|[^/\s:@]{0,200}:(?!\d+/)[^\s@?#]{0,200})@"
+)
 _PARAMETER = re.compile(rf"([?&;#](?:{_SECRET_NAMES})=){_VALUE}", re.IGNORECASE)
 _LONG_PARAMETER = re.compile(r"([?&;#][\w.~%-]+=)(?=[^\s&#'\"<>]{20})" + _VALUE)
 """a name that is not known to be of a secret, and a value as long as one"""
-_URL = re.compile(r"(?<![\w+.-])[A-Za-z][\w+.-]*://\S+")
+_URL = re.compile(r"(?<![\w+.-])[A-Za-z][\w+.-]+:/\S+")
 _TOKEN = re.compile(
     r"(?<![A-Za-z0-9])(?:gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[a-z]-[A-Za-z0-9-]{8,}|xapp-[A-Za-z0-9-]{8,}|hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}"
@@ -44,7 +47,7 @@ MAX_LISTED = 20
 
 def redact(text: str) -> str:
     """Return `text` with `<redacted>` in place of each secret that is known by its form."""
-    if "://" in text:
+    if ":/" in text:
         text = _USER_INFO.sub(f"{REDACTED}@", text)
     if "=" in text:
         text = _PARAMETER.sub(rf"\1{REDACTED}", text)

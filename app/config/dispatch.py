@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
-from app.run.folder import UNSET, check_output
+from app.run.folder import NO_URL, UNSET, check_output
 from app.run.ranks import check_supervise
 from data_modules import printable, redact
 
@@ -38,6 +39,7 @@ def run_verb(
     """
     typed = list(sys.argv[1:] if words is None else words)
     try:
+        _check_current_folder()
         return _dispatch(verb, function, sweep, typed)
     except BaseException as error:  # noqa: BLE001  last guard, also of what Rust calls a panic
         return report(error)
@@ -82,6 +84,16 @@ def _dispatch(
     return DONE
 
 
+def _check_current_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        where = os.environ.get("PWD", "the current folder")
+        raise FileNotFoundError(
+            f"{where} does not exist any more: it was moved or deleted; go to another folder (cd)"
+        ) from error
+
+
 def check_before_start(config: Config) -> ExistingRun | None:
     """Run every check that needs no torch; UserError lists all problems of all rooms.
 
@@ -90,8 +102,12 @@ def check_before_start(config: Config) -> ExistingRun | None:
     """
     resumes = isinstance(config, TrainConfig) and config.resume != NEVER
     problems = _check_required(config) + check_output(config.output, resumes=resumes)
-    if isinstance(config, (TrainConfig, EvaluateConfig)) and not config.data.cache_dir.strip():
-        problems.append(f"data.cache_dir is empty; {UNSET}")
+    if isinstance(config, (TrainConfig, EvaluateConfig)):
+        cache_dir = config.data.cache_dir
+        if not cache_dir.strip():
+            problems.append(f"data.cache_dir is empty; {UNSET}")
+        elif "://" in cache_dir:
+            problems.append(f"data.cache_dir={cache_dir}: {NO_URL}")
     problems += check_empty(config)
     if problems:
         raise UserError(problems)

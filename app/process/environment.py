@@ -178,3 +178,5 @@ def quiet_libraries(*, offline: bool) -> None:
         handler.setFormatter(CleanFormatter("%(message)s"))
     for noisy in ("bitsandbytes", "httpx", "httpx2"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    # As torch sets it at the end of its import: a signal during that would print statistics.
+    logging.getLogger("torch").setLevel(logging.WARNING)

@@ -59,6 +59,9 @@ WRITTEN_AT_START = re.compile(
 """what a training writes before its first step"""
 MAX_NAMED = 5
 """entries of a folder that a message lists"""
+URL_BEGINS = re.compile(r"[A-Za-z][\w+.-]+:/")
+"""one slash, where a path was made of it"""
+NO_URL = "nothing is written to URLs; type a folder of this machine"
 UNSET = "is it a variable that is not set? type a folder, or leave it out"
 
 
@@ -89,6 +92,8 @@ def check_output(config: OutputConfig, *, resumes: bool = False) -> list[str]:
 def _check_folder(typed: str, *, resumes: bool) -> list[str]:
     if not typed.strip():
         return [f"output.dir is empty; {UNSET}"]
+    if URL_BEGINS.match(typed):
+        return [f"output.dir={typed}: {NO_URL}"]
     folder = expand_home("output.dir", typed)
     with into_folder(folder):
         if not folder.exists():

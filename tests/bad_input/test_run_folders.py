@@ -350,6 +350,26 @@ def test_a_run_that_was_refused_at_its_start_does_not_block_the_corrected_comman
     assert (code, "holds another run" in said) == (2, True)
 
 
+@pytest.mark.parametrize("key", ["output.dir", "data.cache_dir"])
+def test_nothing_is_written_to_a_url(key: str, words: list[str]) -> None:
+    answer = ask(*words, f"{key}=s3://me:word@bucket/run")
+    assert answer.code == 2
+    assert f"{key}=s3:/" in answer.said
+    assert "<redacted>@bucket/run: nothing is written to URLs" in answer.said
+
+
+def test_a_current_folder_that_was_deleted_is_named(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    answer = ask(*words, environment={"PWD": str(gone)})
+    assert answer.code == 3
+    assert f"{gone} does not exist any more" in answer.said
+
+
 @pytest.mark.parametrize("key", ["output.dir", "resume", "run", "data.cache_dir"])
 @pytest.mark.parametrize("value", ["", "' '"])
 def test_an_empty_folder_name_is_refused(

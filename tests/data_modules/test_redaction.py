@@ -16,6 +16,8 @@ URLS = [
     f"https://{SECRET}@host:8080/d.jsonl",
     f"s3://AKIA:{SECRET}@bucket/d.jsonl",
     f"https://user:a/{SECRET}@host/d.jsonl",
+    f"https:/user:{SECRET}@host/d.jsonl",
+    f"s3:/AKIA:{SECRET}@bucket/d?nobody-knows={SECRET}and-more",
     f"https://user:a@{SECRET}@host/d.jsonl",
     f"https://host/d.jsonl?X-Amz-Algorithm=AWS4&X-Amz-Signature={SECRET}&x=1",
     f"https://host/d.jsonl?X-Amz-Credential={SECRET}%2F2026&X-Amz-Security-Token=a{SECRET}",
@@ -67,6 +69,7 @@ PLAIN = [
     "the bearer of good news, a task-force, me@host.org, the token <|im_end|>",
     "type trainer.max_steps=4; sk-learn, hf_hub, ghp_ and key=value are words",
     "f" * 64,
+    r"C:/Users/me@host/d.jsonl C:\\data /a:b/c@d/e.jsonl",
 ]
 
 

@@ -43,3 +43,12 @@ def test_a_full_disk_behind_the_output_disturbs_nothing(tmp_path: Path) -> None:
     script = f"{sys.executable} -c '{SCRIPT}' '{tmp_path}/file' > /dev/full 2>&1"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, check=False)
     assert done.returncode == 0
+
+
+def test_torch_prints_no_statistics_where_a_signal_ends_its_import() -> None:
+    script = (
+        "from app.process.environment import quiet_libraries; quiet_libraries(offline=True)\n"
+        "import logging; logging.getLogger('torch._subclasses.fake_tensor').info('statistics')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout + done.stderr == b""
