@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from app.model.adapter import targets
 from app.model.adapter.lora import apply_lora
-from app.model.adapter.rows import check_rows_train
 from app.model.adapter.saved import load_adapter
 from app.model.adapter.settings import (
     AdapterConfig,
@@ -19,7 +18,7 @@ from app.model.adapter.settings import (
     LoraConfig,
     continued_from,
 )
-from app.model.adapter.wrap import wrap
+from app.model.adapter.wrap import check_rows_train, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import by_ending, is_inside, shortest
 from app.process.errors import UserError

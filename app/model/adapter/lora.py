@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
-from app.model.adapter.rows import rows_to_train
 from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
-from app.model.adapter.wrap import wrap
+from app.model.adapter.wrap import rows_to_train, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, shortest
 from app.process.errors import UserError
