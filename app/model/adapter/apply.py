@@ -1,4 +1,4 @@
-"""Put an adapter on a base: what is frozen, what is added, what trains."""
+"""Put an adapter on a base: what is frozen, what is added, what is trained."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def apply_adapter(
 ) -> PreTrainedModel | peft.PeftModel:
     """Freeze the base and put the adapter's weights beside it; `full` leaves all weights trainable.
 
-    What trains is fp32 unless `half_precision`. The rows `token_ids` of embedding and head train
-    with the adapter. `device`: where starts are taken out of the base. ValueError for a pattern
-    that matches nothing.
+    Trainable parameters are fp32 unless `half_precision`. The rows `token_ids` of embedding and
+    head train with the adapter. `device`: where starts are taken out of the base. ValueError for a
+    pattern that matches nothing.
     """
     import torch
 

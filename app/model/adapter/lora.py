@@ -158,7 +158,7 @@ def apply_lora(
     token_ids: Sequence[int] = (),
     device: torch.device | None = None,
 ) -> peft.PeftModel:
-    """Put low-rank matrices beside the chosen ones; what trains is fp32 unless `half_precision`.
+    """Put low-rank matrices beside the chosen ones, in fp32 unless `half_precision`.
 
     The rows `token_ids` of embedding and head train besides. UserError for a pattern that matches
     nothing, a rank above a matrix's, and for what peft would train wrongly.
