@@ -47,6 +47,9 @@ merge: $(STAMP)  ## adapter into base of RUN=FOLDER, or of the newest run: a Hug
 chat: $(STAMP)  ## talk to RUN=FOLDER, or to the newest run, in the terminal
 	$(BIN)/python -m app.chat $(if $(RUN),run=$(RUN)) $(ARGS)
 
+serve: $(STAMP)  ## OpenAI's chat API and a page at 127.0.0.1:8000, for RUN=FOLDER or the newest run
+	$(BIN)/python -m app.serve $(if $(RUN),run=$(RUN)) $(ARGS)
+
 sweep: $(STAMP)  ## a small grid of runs, each in a process of its own, and a table by val/loss
 	$(BIN)/python -m app.train -m \
 		$(if $(ARGS),$(ARGS),+experiment=quickstart adapter.r=4$(comma)8 trainer.max_steps=20)
@@ -103,4 +106,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval merge chat sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview eval merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

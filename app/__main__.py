@@ -13,6 +13,7 @@ VERBS = {
     "preview": "what a run would learn from, before it is paid for",
     "merge": "adapter into base, checked; a Hugging Face folder, GGUF",
     "chat": "talk to base + adapter in the terminal",
+    "serve": "OpenAI's chat API and a page for the browser, on this machine",
 }
 
 

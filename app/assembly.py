@@ -26,6 +26,7 @@ from app.config import (
     settings_of,
 )
 from app.evaluation.comparison import Evaluator
+from app.evaluation.conversation import Responder
 from app.model.activation_memory import FP32, HALF, Kept, widths_of
 from app.model.adapter import (
     AdapterConfig,
@@ -34,7 +35,10 @@ from app.model.adapter import (
     LoraConfig,
     apply_adapter,
     is_adapter,
+    save_adapter,
+    save_converted,
     saves_whole_model,
+    write_origin,
 )
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
 from app.model.base import (
@@ -47,7 +51,7 @@ from app.model.base import (
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.experts import has_experts
 from app.model.quantization import QuantizationConfig, stored_settings
-from app.model.recompute import choose_recompute
+from app.model.recompute import Memory, RecomputeConfig, choose_recompute
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -58,13 +62,15 @@ from app.model.tokenizer import (
     with_chat_template,
 )
 from app.preflight import check_compatibility, describe_base
+from app.preflight.couplings.table import CHANGE_BASE
 from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank
-from app.run import Run, describe_global_batch
+from app.run import Run, describe_global_batch, global_batch_of
+from app.run.find import checkpoints_of
 from app.run.folder import CONFIG_FILE
-from app.run.manifest import save_manifest
+from app.run.manifest import read_manifest, save_manifest
 from app.strategy.build import build_strategy, choose_strategy
 from app.strategy.settings import StrategyConfig
 from app.training.callbacks.gradient_check import GradientCheck
@@ -72,9 +78,17 @@ from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.progress import ProgressBar
 from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
 from app.training.callbacks.write_metadata import WriteMetadata
+from app.training.checkpoint.documents import MODEL
 from app.training.checkpoint.saving import build_checkpoints, build_saver
+from app.training.checkpoint.state import restore_model, trainable_parameters
 from app.training.logger import build_loggers, drop_rows_after
 from app.training.metrics import Metrics
+from app.training.micro_batch import (
+    MicroBatchChoice,
+    can_try,
+    choose_micro_batch,
+    try_micro_batch,
+)
 from app.training.model_states import gather_facts, gather_memory, measure_footprint
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
@@ -182,6 +196,17 @@ class Tuned:
         model = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
         return place_as_trained(model, self.adapter, env).eval()
 
+    def responder(self, model: torch.nn.Module, env: Environment) -> Responder:
+        """Let `model` answer conversations, with the template and the stop tokens of training."""
+        return Responder(
+            model.eval(),
+            self.tokenizer,
+            self.template,
+            self.stop_ids,
+            context_len=self.base.spec.context_len,
+            autocast=env.autocast,
+        )
+
 
 def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> torch.nn.Module:
     """Give a loaded model the dtypes that its training had, and move it to the device of `env`."""
@@ -213,6 +238,50 @@ def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
         template=template,
         stop_ids=stop_ids | template.stop_token_ids,
     )
+
+
+def save_from_checkpoint(config: TunedConfig, env: Environment, folder: Path) -> Path:
+    """Write the adapter in a run's newest good checkpoint as a finished run would; no weight is
+    read of a base that training left as it is.
+
+    UserError where there is no such checkpoint, or it is of other weights than an adapter's.
+    """
+    run = load_run_config(Path(str(config.run)))
+    if saves_whole_model(run.adapter):
+        raise UserError(
+            f"run={config.run} trains the weights themselves, so there is no adapter to merge: "
+            f"finish it with python -m app.train resume={config.run}"
+        )
+    checkpoint, problems = checkpoints_of(Path(str(config.run))).newest_good()
+    for problem in problems:
+        log.warning("%s", problem)
+    if checkpoint is None:
+        raise UserError(f"run={config.run}: no good checkpoint is there to merge")
+    base = open_base(config, env, run.adapter)
+    keeps_base = not (isinstance(run.adapter, LoraConfig) and run.adapter.init in CHANGE_BASE)
+    model: Any = build_model(
+        config.model,
+        QuantizationConfig() if keeps_base else config.quantization,
+        base.backend,
+        run.adapter,
+        RecomputeConfig(mode="none"),
+        env.precision,
+        new_ids=base.new_ids,
+        token_ids=base.trained_ids,
+        on_meta=keeps_base,
+    )
+    trained = checkpoint.tensors(MODEL)
+    restore_model(model, trained)
+    if keeps_base:
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        weights = trainable_parameters(model).items()
+        save_adapter(model, folder, {names[id(weight)]: trained[name] for name, weight in weights})
+    else:
+        save_converted(model, folder)
+    write_origin(folder, base.description)
+    base.tokenizer.save_pretrained(folder)
+    log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
+    return folder
 
 
 def model_spec(
@@ -254,7 +323,7 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
     """Prepare, audit and plan the data of a training: all its steps, before a weight is read."""
     trainer = config.trainer
     batching = BatchSpec(
-        micro_batch_size=trainer.micro_batch_size,
+        micro_batch_size=env.micro_batch_size,
         accumulation_steps=env.accumulation,
         num_ranks=env.num_data_ranks,
         num_epochs=trainer.num_epochs,
@@ -329,30 +398,84 @@ def resolve_recompute(
     """Return `config` with recompute=auto chosen by what fits a GPU; on a CPU it stays as it is."""
     if config.recompute.mode != "auto" or env.accelerator == "cpu":
         return config
-    build = _shapes_builder(config, base, env)
-    memory = gather_memory(
-        env,
-        strategy,
-        config.trainer.num_nodes,
-        build and measure_footprint(build(), config.optimizer.name, config.quantization),
-        widths_of(base.architecture),
-        _what_is_kept(config, base, data, env),
-    )
+    memory = _memory_of(config, base, data, env, strategy)(env.micro_batch_size)
     choice = choose_recompute(memory, every=config.recompute.every, compiles=config.trainer.compile)
     if is_first_rank():
         log.info("recompute: %s", choice)
     return replace(config, recompute=replace(config.recompute, mode=choice.mode))
 
 
-def _what_is_kept(
-    config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment
-) -> Kept:
-    """Return what changes the activations of a micro-batch on one device."""
+def resolve_micro_batch(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    env: Environment,
+    strategy: StrategyConfig,
+    run: Run,
+) -> Environment:
+    """Return `env` with trainer.micro_batch_size=auto chosen, and have `data` take it.
+
+    A resumed run takes its own again. What a GPU has room for is chosen by arithmetic; the module
+    tries it. The packs of a step stay the same.
+    """
+    if config.trainer.micro_batch_size != "auto":
+        return env
+    is_tried = False
+    if run.checkpoint is not None:
+        before = read_manifest(run.folder)["global_batch"]
+        now = describe_global_batch(config.trainer, env.num_data_ranks, before)
+        choice = MicroBatchChoice(now["micro_batch_size"], "as the run that is resumed")
+    elif config.data.streaming:
+        choice = MicroBatchChoice(1, "the order of a stream depends on it")
+    elif env.accelerator == "cpu":
+        choice = MicroBatchChoice(1, "more are for a GPU, whose memory says how many")
+    else:
+        is_tried = can_try(strategy)
+        choice = choose_micro_batch(
+            _memory_of(config, base, data, env, strategy),
+            env.packs_of_rank,
+            config.recompute,
+            compiles=config.trainer.compile,
+            is_tried=is_tried,
+        )
+    if is_first_rank():
+        log.info("micro-batch: %s", choice)
+    data.take_together(choice.size)
+    env = env.with_micro_batch(choice.size)
+    return replace(env, tries_micro_batch=is_tried and choice.size > 1)
+
+
+def _memory_of(
+    config: TrainConfig,
+    base: Base,
+    data: FinetuneDataModule,
+    env: Environment,
+    strategy: StrategyConfig,
+) -> Callable[[int], Memory]:
+    """Return what says what recompute and micro-batches are chosen by, of so many packs at once."""
+    build = _shapes_builder(config, base, env)
+    footprint = build and measure_footprint(build(), config.optimizer.name, config.quantization)
+
+    def memory_of(packs: int) -> Memory:
+        return gather_memory(
+            env,
+            strategy,
+            config.trainer.num_nodes,
+            footprint,
+            widths_of(base.architecture),
+            _what_is_kept(config, base, packs * data.sequence_len, env),
+        )
+
+    return memory_of
+
+
+def _what_is_kept(config: TrainConfig, base: Base, tokens: int, env: Environment) -> Kept:
+    """Return what changes the activations of a micro-batch of `tokens` on one device."""
     adapter, trainer = config.adapter, config.trainer
     is_pair = base.architecture.is_encoder_decoder
     has_liger = trainer.kernels == "auto" and find_spec("liger_kernel") is not None
     return Kept(
-        tokens=trainer.micro_batch_size * data.sequence_len * (2 if is_pair else 1),
+        tokens=tokens * (2 if is_pair else 1),
         width=FP32 if env.precision == "fp32" else HALF,
         residual=base.dtype.itemsize,
         fuses_norm_and_gate=has_liger or trainer.compile,
@@ -379,10 +502,17 @@ def describe_run(
         "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
         "precision": env.precision,
         "strategy": strategy.name,
-        "global_batch": describe_global_batch(config.trainer, env.num_data_ranks),
+        "global_batch": _global_batch(data),
         "total_steps": data.total_steps,
         **data.fingerprints(),
     }
+
+
+def _global_batch(data: FinetuneDataModule) -> dict[str, int]:
+    batching = data.batching
+    return global_batch_of(
+        batching.micro_batch_size, batching.accumulation_steps, batching.num_ranks
+    )
 
 
 def build_trainer(
@@ -408,7 +538,11 @@ def build_trainer(
         drop_rows_after(resumed_step, loggers)
         save_config(config, run.folder / CONFIG_FILE)
         data.write_reports(run.folder)
-        save_manifest(run.folder, **facts, run=identity, earlier=run.history())
+        write_manifest()
+
+    def write_manifest() -> None:
+        now = {**facts, "global_batch": _global_batch(data)}
+        save_manifest(run.folder, **now, run=identity, earlier=run.history())
 
     callbacks: list[L.Callback] = [
         ProgressBar(),
@@ -426,7 +560,9 @@ def build_trainer(
     callbacks.append(
         build_saver(config.trainer, checkpoints, data.plan, has_validation=has_validation)
     )
-    callbacks.append(WriteMetadata(write_metadata, is_resumed=run.checkpoint is not None))
+    callbacks.append(
+        WriteMetadata(write_metadata, write_manifest, is_resumed=run.checkpoint is not None)
+    )
     trainer = build_lightning_trainer(
         config.trainer,
         env=env,
@@ -457,7 +593,7 @@ def build_module(
     lr = resolve_lr(
         config.optimizer,
         config.adapter,
-        trainer.micro_batch_size * env.accumulation * env.num_data_ranks,
+        env.packs_of_rank * env.num_data_ranks,
         from_scratch=config.model.from_scratch,
     )
     log.info("plan: %s; %s", data.plan.line(), lr.sentence)
@@ -481,6 +617,9 @@ def build_module(
         metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
         router_aux_loss=_router_aux_loss(config, base),
+        try_micro_batch=partial(try_micro_batch, optimizer=config.optimizer.name)
+        if env.tries_micro_batch
+        else None,
     )
 
 

@@ -59,7 +59,7 @@ class Session:
     def __init__(self, config: ChatConfig, tuned: Tuned, env: Environment, folder: Path) -> None:
         self.config, self._tuned, self._env, self._folder = config, tuned, env, folder
         self._finished: list[list[Turn]] = []
-        self._responder = self._make_responder(tuned.load(env))
+        self._responder = tuned.responder(tuned.load(env), env)
         self.turns = self._opening()
 
     def run(self) -> None:
@@ -152,19 +152,8 @@ class Session:
     @cached_property
     def _base(self) -> Responder:
         """The base beside a model that was trained whole, loaded when it is first asked."""
-        return self._make_responder(self._tuned.base.load().to(self._env.torch_device))
-
-    def _make_responder(self, model: Any) -> Responder:
-        from app.evaluation.conversation import Responder
-
-        return Responder(
-            model.eval(),
-            self._tuned.tokenizer,
-            self._tuned.template,
-            self._tuned.stop_ids,
-            context_len=self._tuned.base.spec.context_len,
-            autocast=self._env.autocast,
-        )
+        model: Any = self._tuned.base.load()
+        return self._tuned.responder(model.to(self._env.torch_device), self._env)
 
     def _opening(self) -> list[Turn]:
         system = self.config.chat.system

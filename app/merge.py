@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, describe_merged, read_json, render_card
+from app.run.find import has_checkpoints
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.manifest import MANIFEST_FILE
 from data_modules import printable
@@ -31,19 +32,23 @@ REPORT_FILE = "merge.json"
 
 def merge(config: MergeConfig) -> Difference | None:
     """Merge as `config` says; return how far the merged model is from base + adapter."""
+    is_final = config.merge.checkpoint == "final"
     adapters = find_adapters(config)
     converter = find_converter(config.merge.llama_cpp) if config.merge.gguf else None
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(config.model))
 
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import open_tuned
+    from app.assembly import open_tuned, save_from_checkpoint
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
     from app.model.tokenizer import keep_stop_tokens
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
+    if not is_final:
+        adapters[0] = save_from_checkpoint(config, env, folder / "adapter"), adapters[0][1]
+        config = replace(config, adapter_path=str(adapters[0][0]))
     tuned = open_tuned(config, env)
     model, plan = plan_merge(config.merge, tuned.base, adapters, len(tuned.tokenizer))
     keep_stop_tokens(model, tuned.stop_ids)
@@ -72,13 +77,17 @@ def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
     if config.tuned_path is None:
         raise UserError("nothing to merge: type run=FOLDER, or adapter_path=FOLDER with model.path")
     own = Path(config.tuned_path)
-    if config.run is not None and config.adapter_path is None and not is_adapter(own):
+    if config.merge.checkpoint == "newest":
+        if config.run is None or config.adapter_path is not None:
+            raise UserError("merge.checkpoint=newest: type run=FOLDER of a run, no adapter_path")
+    elif config.run is not None and config.adapter_path is None and not is_adapter(own):
         if (own / "config.json").is_file():
             raise UserError(
                 f"run={config.run} has trained the weights themselves, so there is no adapter to "
                 f"merge: {own} is a model already"
             )
-        raise UserError(f"run={config.run}: there is no adapter in {own.parent}")
+        newest = "; type merge.checkpoint=newest" if has_checkpoints(Path(config.run)) else ""
+        raise UserError(f"run={config.run}: there is no adapter in {own.parent}{newest}")
     further = [(Path(each.path), each.weight) for each in config.merge.adapters]
     if missing := [folder for folder, _ in further if not is_adapter(folder)]:
         raise UserError(

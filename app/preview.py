@@ -54,7 +54,7 @@ def preview(config: PreviewConfig) -> Path:
     spec, context_fact = find_model_spec(config, tokenizer)
     num_ranks, accumulation = plan_as_typed(config.trainer, config.strategy)
     batching = BatchSpec(
-        micro_batch_size=config.trainer.micro_batch_size,
+        micro_batch_size=config.trainer.least_micro_batch,
         accumulation_steps=accumulation,
         num_ranks=num_ranks,
         num_epochs=config.trainer.num_epochs,
@@ -106,7 +106,7 @@ def plan_as_typed(trainer: TrainerConfig, strategy: StrategyConfig) -> tuple[int
         num_ranks = all_ranks // tensor_parallel_size(strategy, trainer.devices)
     if trainer.global_batch_size is None:
         return num_ranks, trainer.gradient_accumulation_steps
-    return num_ranks, trainer.global_batch_size // (trainer.micro_batch_size * num_ranks)
+    return num_ranks, trainer.global_batch_size // (trainer.least_micro_batch * num_ranks)
 
 
 def describe_ranks(trainer: TrainerConfig, strategy: StrategyConfig, num_ranks: int) -> str:

@@ -48,6 +48,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
         build_trainer,
         describe_run,
         open_base,
+        resolve_micro_batch,
         resolve_recompute,
         resolve_strategy,
     )
@@ -59,6 +60,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     base = open_base(config, env, config.adapter)
     data = build_data(config, base, env, run)
     strategy = resolve_strategy(config, base, env)
+    env = resolve_micro_batch(config, base, data, env, strategy, run)
     facts = describe_run(config, base, data, env, strategy)
     run.check_unchanged(facts)
 

@@ -41,6 +41,7 @@ from data_modules.tokens.datasets import DataSpec, PreparedData, dataset_names
 from data_modules.tokens.encode import ChunkEncoder, chunks_of, find_format
 from data_modules.tokens.prepare import hash_of
 from data_modules.tokens.store import Examples
+from data_modules.types import BatchSpec
 
 WITHOUT_CHATS = ("pretokenized",)
 """formats whose rows never go through the chat template"""
@@ -169,6 +170,47 @@ class FinetuneDataModule(lightning.LightningDataModule):
     def total_steps(self) -> int:
         """Return the number of optimizer steps of the run."""
         return self.plan.num_steps
+
+    @property
+    def batching(self) -> BatchSpec:
+        """Return how rows become the steps of the run."""
+        return self._batching
+
+    def take_together(self, size: int) -> None:
+        """Take `size` packs at once and fewer or more times, before a loader is made.
+
+        It must divide the packs of a rank's step, which stay the same.
+        """
+        batching = self._batching
+        packs = batching.micro_batch_size * batching.accumulation_steps
+        if size == batching.micro_batch_size:
+            return
+        if packs % size:
+            raise ValueError(f"{packs} packs do not divide into micro-batches of {size}")
+        self._batching = replace(batching, micro_batch_size=size, accumulation_steps=packs // size)
+        self._spec = replace(self._spec, batching=self._batching)
+        for made in ("plan", "_collator"):
+            self.__dict__.pop(made, None)
+
+    def fullest_batch(self, num_steps: int = 100) -> Batch:
+        """Return this rank's micro-batch with most tokens of the next `num_steps` steps."""
+        if isinstance(self.plan, StreamPlan):
+            raise ValueError("nothing is known of a stream's steps")
+        lengths, plan = self.train_examples.lengths, self.plan
+        last = min(self.first_step + num_steps, plan.num_steps)
+
+        def num_tokens(micro_batch: MicroBatch) -> int:
+            rows = [lengths[pack] for pack in micro_batch.packs if len(pack)]
+            if self.is_packed:
+                return sum(int(row.sum()) for row in rows)
+            return len(rows) * max((int(row.max()) for row in rows), default=0)
+
+        micro_batches = (
+            micro_batch
+            for step in range(self.first_step, last)
+            for micro_batch in plan.micro_batches(step, self._rank)
+        )
+        return _Batches(self.train_examples, self._collator)[max(micro_batches, key=num_tokens)]
 
     @cached_property
     def mixture(self) -> Mixture:

@@ -22,6 +22,7 @@ WHAT = {
     "evaluate": "loss per data set and exact match on held-out rows, base vs tuned",
     "merge": "adapter into base, checked against the adapter: a Hugging Face folder, and GGUF",
     "chat": "talk to a base with its adapter in the terminal",
+    "serve": "OpenAI's chat API and a page for the browser, answered as an evaluation measures",
 }
 USAGE = {
     "train": (
@@ -51,6 +52,13 @@ USAGE = {
         ("python -m app.chat", "the newest finished run under outputs/"),
         ("python -m app.chat run=FOLDER", ""),
         ("python -m app.chat model.path=DIR [adapter_path=DIR]", ""),
+    ),
+    "serve": (
+        ("python -m app.serve", "the newest finished run under outputs/"),
+        ("python -m app.serve run=FOLDER serve.port=0", ""),
+        ("python -m app.serve model.path=DIR [adapter_path=DIR]", ""),
+        ("LOFT_SERVE_KEY=... python -m app.serve serve.host=0.0.0.0", "for other machines"),
+        ("python -m app.serve run=FOLDER serve.engine=vllm", "print the line that starts vLLM"),
     ),
 }
 MOST_OPTIONS = 40

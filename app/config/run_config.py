@@ -53,7 +53,9 @@ def find_run_of(verb: str, typed: Mapping[str, Any]) -> Path | None:
         has_model = typed.get("model") is not None or typed.get("model.path") is not None
         if typed.get("run") is None and has_model:
             return None
-        return find_run(None if typed.get("run") is None else str(typed["run"]))
+        named = None if typed.get("run") is None else str(typed["run"])
+        takes_unfinished = typed.get("merge.checkpoint") == "newest"
+        return find_run(named, verb=verb, takes_unfinished=takes_unfinished)
     if verb != "train" or not isinstance(typed.get("resume"), str):
         return None
     names_parts = any(key.partition(".")[0] in ("model", "data") for key in typed)
@@ -89,7 +91,8 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
     if verb != "train" and "trainer" in values:
         known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])["trainer"])}
         taken = [name for name in TAKEN_FROM_TRAINER if name in known]
-        values["trainer"] = {name: values["trainer"][name] for name in taken}
+        of_run = values["trainer"]
+        values["trainer"] = {name: of_run[name] for name in taken if of_run[name] != "auto"}
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
 
 

@@ -28,6 +28,7 @@ from app.report.preview import ShownConfig
 from app.run import ALLOWED
 from app.run.find import saved_folder
 from app.run.folder import OutputConfig
+from app.serving.address import ServeConfig
 from app.strategy.settings import FAMILIES, StrategyConfig
 from app.training.logger import LoggerConfig
 from app.training.optimizers import (
@@ -226,7 +227,9 @@ class DeviceConfig:
 
     precision: str = setting("auto", choices=PRECISIONS)
     """fp32, bf16 (autocast), bf16-pure (all bf16), fp16 (GPU); a run's own when there is a run"""
-    accelerator: str = setting("auto", choices=ACCELERATORS, shown=("evaluate", "merge", "chat"))
+    accelerator: str = setting(
+        "auto", choices=ACCELERATORS, shown=("evaluate", "merge", "chat", "serve")
+    )
     """auto, cpu or gpu"""
 
 
@@ -297,12 +300,23 @@ class ChatConfig(TunedConfig):
     """how the model answers"""
 
 
+@dataclass(kw_only=True, slots=True)
+class ServerConfig(TunedConfig):
+    """The settings of a server."""
+
+    serve: ServeConfig = setting(default_factory=ServeConfig)
+    """where it listens, and its limits"""
+    chat: ConversationConfig = setting(default_factory=ConversationConfig)
+    """how the model answers where a request does not say"""
+
+
 VERBS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "preview": PreviewConfig,
     "merge": MergeConfig,
     "chat": ChatConfig,
+    "serve": ServerConfig,
 }
 ON_A_RUN = tuple(verb for verb, schema in VERBS.items() if issubclass(schema, TunedConfig))
 """verbs that take a finished run, the newest where none is typed"""

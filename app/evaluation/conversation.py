@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,18 @@ def check_served_tokens(template: ChatTemplate, tokenizer: PreTrainedTokenizerBa
     return problems
 
 
+@dataclass(slots=True)
+class Reply:
+    """What is known of one answer so far."""
+
+    prompt_ids: list[int]
+    """what the model reads"""
+    num_tokens: int = 0
+    """generated, with the stop token"""
+    is_finished: bool = False
+    """whether a stop token or a stop text has come"""
+
+
 class Responder:
     """Answer conversations with one model, one at a time."""
 
@@ -98,6 +110,10 @@ class Responder:
         self.model, self.template = model, template
         self._tokenizer, self._stops = tokenizer, sorted(stop_ids)
         self._context_len, self._autocast = context_len, autocast
+        special = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        }
+        self.control_texts = tuple(sorted(filter(str.strip, special)))
 
     def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
         """Return the tokens that the model reads of a conversation; UserError where too many."""
@@ -114,21 +130,41 @@ class Responder:
 
         Together they are the tokens up to the first stop token, decoded without special tokens.
         """
-        ids = self.prompt_ids(turns)
+        return self.answer(Reply(self.prompt_ids(turns)), config)
+
+    def answer(
+        self,
+        reply: Reply,
+        config: ConversationConfig,
+        *,
+        stop_texts: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> Generator[str, None, None]:
+        """Yield what follows `reply.prompt_ids`, a piece a token, and count it in `reply`.
+
+        It ends before the first of `stop_texts`, too. `seed` repeats what a temperature draws.
+        """
         limit = config.max_new_tokens
         if self._context_len is not None and not self._is_pair:
-            limit = min(limit, self._context_len - len(ids))
-        shown, tokens = "", []
-        for token in self._tokens(ids, limit, config):
-            if token in self._stops:
+            limit = min(limit, self._context_len - len(reply.prompt_ids))
+        shown, text, tokens = "", "", []
+        for token in self._tokens(reply.prompt_ids, limit, config, seed):
+            reply.num_tokens += 1
+            reply.is_finished = token in self._stops
+            if reply.is_finished:
                 break
             tokens.append(token)
             text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+            ends = [at for stop in stop_texts if (at := text.find(stop)) >= 0]
+            reply.is_finished = bool(ends)
+            if reply.is_finished:
+                text = text[: min(ends)]
+                break
+            sure = text[: len(text) - _held_back(text, stop_texts)]
             # The last character may be half a one, whose other bytes are still to come.
-            if text.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                yield text[len(shown) :]
-                shown = text
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+            if sure.startswith(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield sure[len(shown) :]
+                shown = sure
         if rest := text.removeprefix(shown):
             yield rest
 
@@ -137,12 +173,14 @@ class Responder:
         config: Any = self.model.config
         return bool(config.is_encoder_decoder)
 
-    def _tokens(self, ids: list[int], limit: int, config: ConversationConfig) -> Iterator[int]:
+    def _tokens(
+        self, ids: list[int], limit: int, config: ConversationConfig, seed: int | None
+    ) -> Iterator[int]:
         """Yield the tokens that the model goes on with; it works in a thread of its own."""
         found: queue.Queue[int | BaseException | None] = queue.Queue()
         stopped = threading.Event()
         worker = threading.Thread(
-            target=self._generate, args=(ids, limit, config, found, stopped), daemon=True
+            target=self._generate, args=(ids, limit, config, seed, found, stopped), daemon=True
         )
         worker.start()
         try:
@@ -159,12 +197,15 @@ class Responder:
         ids: list[int],
         limit: int,
         config: ConversationConfig,
+        seed: int | None,
         found: queue.Queue[int | BaseException | None],
         stopped: threading.Event,
     ) -> None:
         import torch
 
         model: Any = self.model
+        if seed is not None:
+            torch.manual_seed(seed)
         how = {"temperature": config.temperature, "top_p": config.top_p}
         pad = self._tokenizer.pad_token_id
         try:
@@ -185,6 +226,19 @@ class Responder:
             found.put(None)
         except Exception as error:  # noqa: BLE001  the thread that waits raises it
             found.put(error)
+
+
+def _held_back(text: str, stop_texts: Sequence[str]) -> int:
+    """Return how many characters at the end of `text` may begin a stop text."""
+    return max(
+        (
+            length
+            for stop in stop_texts
+            for length in range(1, len(stop))
+            if text.endswith(stop[:length])
+        ),
+        default=0,
+    )
 
 
 class _Streamer:

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "bf16", "fp32")
 ONTO = ("dequantized", "original")
+CHECKPOINTS = ("final", "newest")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +57,9 @@ class MergingConfig:
     onto: str = setting("dequantized", choices=ONTO, shown=True)
     """of a base that was quantized for training: dequantized weights, which the adapter has seen
     (the merged model answers as in training), or original ones (the difference is measured)"""
+    checkpoint: str = setting("final", choices=CHECKPOINTS, shown=True)
+    """final = the adapter of a finished run; newest = its newest checkpoint, of a run that is not
+    finished or whose adapter is gone"""
     weight: float = setting(1.0, ge=-10, le=10)
     """factor of what the run's own adapter adds"""
     adapters: list[WeightedAdapter] = field(default_factory=list)

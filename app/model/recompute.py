@@ -44,6 +44,12 @@ class Memory:
     """None where the model's config does not say them"""
     kept: Kept
 
+    @property
+    def room_gib(self) -> float:
+        """Return what is left for activations."""
+        usable = USABLE_SHARE * self.device_gib - CONTEXT_GIB
+        return usable - self.resident_gib - self.loss_gib
+
 
 @dataclass(frozen=True, slots=True)
 class RecomputeChoice:
@@ -64,7 +70,7 @@ def choose_recompute(memory: Memory, *, every: int = 1, compiles: bool = False) 
     widths = memory.widths
     if widths is None:
         return RecomputeChoice("full", "the model's config does not say how wide its layers are")
-    room = USABLE_SHARE * memory.device_gib - CONTEXT_GIB - memory.resident_gib - memory.loss_gib
+    room = memory.room_gib
     needs = {
         mode: estimate_activations(widths, memory.kept, mode, every) / 2**30
         for mode in BY_SPEED

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-WIDTH, HEIGHT, MARGIN = 900.0, 300.0, 40.0
+WIDTH, HEIGHT, MARGIN = 900.0, 320.0, 52.0
 """of a chart's drawing area, in its own units"""
+MAX_MARK = 16
+"""characters of a word at an axis; the table has it whole"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,8 @@ class Axis:
 
     x: float
     name: str
+    anchor: str
+    """side of the name that is at the axis, so that the outer names stay on the page"""
     marks: Sequence[tuple[float, str]]
 
 
@@ -41,6 +45,11 @@ class Line:
     points: str
     title: str
     goodness: float
+
+    @property
+    def is_dot(self) -> bool:
+        """Whether all its points are one."""
+        return len(set(self.points.split())) == 1
 
 
 def render_sweep_page(title: str, trials: Sequence[TrialView], objective: str) -> str:
@@ -80,7 +89,8 @@ def parallel_coordinates(
     for index, (name, values) in enumerate(columns.items()):
         place, marks = _scale(values)
         x = MARGIN + index * (WIDTH - 2 * MARGIN) / max(len(columns) - 1, 1)
-        axes.append(Axis(x=x, name=name, marks=marks))
+        anchor = "start" if index == 0 else "end" if name == objective else "middle"
+        axes.append(Axis(x=x, name=name, anchor=anchor, marks=marks))
         heights.append(place)
     lines = []
     for index, trial in enumerate(shown):
@@ -103,14 +113,16 @@ def curve_lines(trials: Sequence[TrialView]) -> tuple[list[tuple[float, float, s
         return [], []
     last = max(max(trial.curve) for _, trial in shown)
     low, high = min(losses), max(losses)
+    bend = math.log if low > 0 else float  # one that diverged leaves the others room
 
     def place(step: int, loss: float) -> tuple[float, float]:
         x = MARGIN + step / last * (WIDTH - 2 * MARGIN)
-        return x, _between(loss, low, high)
+        return x, _between(bend(loss), bend(low), bend(high))
 
     lines = []
     for index, trial in shown:
         at = [place(*point) for point in sorted(trial.curve.items()) if math.isfinite(point[1])]
+        at *= 2 if len(at) == 1 else 1  # a line to itself is a dot
         lines.append(_line(trial, " ".join(f"{x:.1f},{y:.1f}" for x, y in at), index, len(trials)))
     bottom = HEIGHT - MARGIN / 4
     ends = [
@@ -140,7 +152,7 @@ def _scale(values: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]
     except ValueError:
         words = sorted(set(values))
         numbers = [float(words.index(value)) for value in values]
-        marks = [(_between(i, 0, len(words) - 1), word) for i, word in enumerate(words)]
+        marks = [(_between(i, 0, len(words) - 1), _short(word)) for i, word in enumerate(words)]
         return [_between(number, 0, len(words) - 1) for number in numbers], marks
     low, high = min(numbers), max(numbers)
     is_log = 0 < low * 100 <= high
@@ -153,6 +165,10 @@ def _scale(values: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]
 def _between(value: float, low: float, high: float) -> float:
     share = (value - low) / (high - low) if high > low else 0.5
     return HEIGHT - MARGIN - share * (HEIGHT - 2 * MARGIN)
+
+
+def _short(word: str) -> str:
+    return word if len(word) <= MAX_MARK else f"{word[: MAX_MARK - 1]}…"
 
 
 def _is_number(value: float | None) -> bool:

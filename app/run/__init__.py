@@ -4,7 +4,7 @@
 typed now, `start` opens it for the verb, in whose ranks `ranks` runs it. No torch.
 """
 
-from app.run.changes import ALLOWED, describe_global_batch
+from app.run.changes import ALLOWED, describe_global_batch, global_batch_of
 from app.run.find import AUTO, MUST, NEVER, checkpoints_of, find_run, find_run_to_resume, typed_step
 from app.run.start import ExistingRun, Run, compare_existing, find_newest_good, open_run
 
@@ -21,6 +21,7 @@ __all__ = [
     "find_newest_good",
     "find_run",
     "find_run_to_resume",
+    "global_batch_of",
     "open_run",
     "typed_step",
 ]

@@ -228,14 +228,28 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def describe_global_batch(trainer: TrainerConfig, num_ranks: int) -> dict[str, int]:
-    """Return the packs of an optimizer step on all ranks, and the factors that make them."""
-    accumulation = trainer.gradient_accumulation_steps
+def describe_global_batch(
+    trainer: TrainerConfig, num_ranks: int, before: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return the packs of an optimizer step on all ranks, and the factors that make them.
+
+    `before`: those of the run that is resumed, whose micro-batches `auto` takes again.
+    """
+    size, accumulation = trainer.least_micro_batch, trainer.gradient_accumulation_steps
     if trainer.global_batch_size is not None:
-        accumulation = trainer.global_batch_size // (trainer.micro_batch_size * num_ranks)
+        accumulation = trainer.global_batch_size // (size * num_ranks)
+    packs = size * accumulation
+    if before is not None and trainer.micro_batch_size == "auto":
+        again = before["micro_batch_size"]
+        size = again if packs % again == 0 else size
+    return global_batch_of(size, packs // size, num_ranks)
+
+
+def global_batch_of(size: int, accumulation: int, num_ranks: int) -> dict[str, int]:
+    """Return the packs of an optimizer step on all ranks, beside the factors that make them."""
     return {
-        "packs": trainer.micro_batch_size * accumulation * num_ranks,
-        "micro_batch_size": trainer.micro_batch_size,
+        "packs": size * accumulation * num_ranks,
+        "micro_batch_size": size,
         "gradient_accumulation_steps": accumulation,
         "num_ranks": num_ranks,
     }

@@ -149,10 +149,12 @@ def _started(run: Path) -> tuple[str, int] | tuple[()]:
     return (match[1], int(match[2] or 0)) if match else ()
 
 
-def find_run(run: str | None, name: str | None = None) -> Path:
+def find_run(
+    run: str | None, name: str | None = None, *, verb: str = "", takes_unfinished: bool = False
+) -> Path:
     """Return folder `run`, or the newest finished run under outputs/ (of that name, if given).
 
-    A run is finished when it has written metrics.json.
+    A run is finished when it has written metrics.json. `verb` is what it is to be used for.
     """
     if run is not None:
         if not run.strip():
@@ -164,9 +166,12 @@ def find_run(run: str | None, name: str | None = None) -> Path:
             refuse_odd_entries(folder)
         is_finished = (folder / METRICS_FILE).exists()
         if not is_finished and is_training(folder / CONFIG_FILE) and has_checkpoints(folder):
+            if takes_unfinished:
+                return folder
+            as_it_is = ", or merge that with merge.checkpoint=newest" if verb == "merge" else ""
             raise UserError(
                 f"run={run}: the run is not finished (no metrics.json); finish it from its newest "
-                f"checkpoint with python -m app.train resume={run}{_known_runs(name)}"
+                f"checkpoint with python -m app.train resume={run}{as_it_is}{_known_runs(name)}"
             )
         if not is_finished or not is_training(folder / CONFIG_FILE):
             raise UserError(

@@ -156,10 +156,11 @@ def compare_existing(
     now = {"base": describe_base(config.model), "versions": installed_versions()}
     problems, notes = judge([*changes, *compare_facts(manifest, now)], config.resume_allow)
     if "global_batch" in manifest:
-        batch = describe_global_batch(config.trainer, requested_devices(config).num_data_ranks)
-        refused, noted = check_global_batch(manifest["global_batch"], batch, config.trainer)
+        before, num_ranks = manifest["global_batch"], requested_devices(config).num_data_ranks
+        batch = describe_global_batch(config.trainer, num_ranks, before)
+        refused, noted = check_global_batch(before, batch, config.trainer)
         if config.data.streaming and not refused:
-            refused = check_stream(changes, manifest["global_batch"], batch)
+            refused = check_stream(changes, before, batch)
         problems, notes = problems + refused, notes + noted
     rewinds = typed_step(config.resume) is not None
     lengthens = any(change.rule in LENGTHENS for change in changes)

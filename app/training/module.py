@@ -17,6 +17,7 @@ from app.model.attention import (
     check_isolation,
     check_pair_isolation,
     check_reference,
+    free_mixers,
     restore_kernel,
     take_fastest_kernel,
 )
@@ -58,6 +59,7 @@ class FinetuneModule(L.LightningModule):
         metrics: Metrics,
         uses_fused_kernels: bool = True,
         router_aux_loss: float = 0.0,
+        try_micro_batch: Callable[[FinetuneModule], None] | None = None,
     ) -> None:
         super().__init__()
         self.build = build
@@ -69,6 +71,8 @@ class FinetuneModule(L.LightningModule):
         self.metrics = metrics
         self.uses_fused_kernels = uses_fused_kernels
         self.router_aux_loss = router_aux_loss
+        self.try_micro_batch = try_micro_batch
+        """called before the first step of a run whose micro-batches were chosen"""
         self.model: Any = None
         self.expert_load: ExpertLoad | None = None
         self.balance: RouterBalance | None = None
@@ -127,6 +131,8 @@ class FinetuneModule(L.LightningModule):
                 fuse_layers(self.model, self.strategy.gathered, device, run)
                 if device.type == "cuda":  # the numbers of a CPU stay
                     group_adapters(self.model, run)
+        if self.try_micro_batch is not None:
+            self.try_micro_batch(self)
         # From here on only dropout draws random numbers, and each rank must draw its own.
         torch.manual_seed(torch.initial_seed() + self.strategy.data_rank)
         check_same_step(self.trainer, self.resume)
@@ -140,6 +146,8 @@ class FinetuneModule(L.LightningModule):
         check_causal(self.model, device)
         if self.is_packed:
             check_isolation(self.model, self.backend, device)
+        else:
+            free_mixers(self.model, self.backend, device)
         check_reference(self.model, self.backend, device, is_packed=self.is_packed)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
@@ -169,7 +177,7 @@ class FinetuneModule(L.LightningModule):
         """Return a loss whose gradients, summed over all micro-batches, are those of the mean."""
         self.metrics.resume_clock()
         self.step_tokens += batch.num_tokens
-        loss = self._loss(batch) / batch.step_weight
+        loss = self.loss(batch) / batch.step_weight
         if self.resume is None:  # else its gradients are dropped
             loss = inject(loss, self.trainer.global_step + 1, batch, self.train_sums)
         self.step_losses.append(loss.detach())
@@ -177,7 +185,7 @@ class FinetuneModule(L.LightningModule):
         # Lightning divides by the accumulation, DDP by the data ranks: both are undone here.
         return loss * self.trainer.accumulate_grad_batches * self.strategy.num_data_ranks
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Return the sum of loss times weight, with the routers' own where they train."""
         if self.expert_load is None:  # a model that was not made by `configure_model`
             self.expert_load = ExpertLoad(self.model)
@@ -262,7 +270,8 @@ class FinetuneModule(L.LightningModule):
 
     def reset_step(self) -> None:
         """Drop what is summed of the step so far."""
-        self.train_sums.take()
+        if self.train_sums.sums is not None:
+            self.train_sums.take()
         if self.expert_load is not None:
             self.expert_load.take()
         self.step_tokens, self.step_losses = 0, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,14 +42,17 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    micro_batch_size: int = setting(
-        1,
+    micro_batch_size: int | str = setting(
+        "auto",
+        choices=("auto",),
         ge=1,
         resume="content",
         shown=("train", "preview"),
         aliases=("batch_size", "per_device_train_batch_size"),
     )
-    """packs (rows when not packing) a rank runs forward and backward at once; memory"""
+    """packs (rows when not packing) a rank runs forward and backward at once; memory. auto: on a
+    GPU as many of its share of a step as fit by arithmetic, confirmed by one where ranks hold whole
+    weights; 1 on a CPU or of a stream; a resumed run's own"""
     gradient_accumulation_steps: int = setting(
         8,
         ge=1,
@@ -57,7 +60,8 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("accumulate_grad_batches",),
     )
-    """micro-batches a rank accumulates before an optimizer step"""
+    """micro-batches a rank accumulates before an optimizer step; where micro_batch_size=auto takes
+    more packs at once, as many fewer: the global batch stays"""
     global_batch_size: int | None = setting(
         None,
         ge=1,
@@ -116,6 +120,12 @@ class TrainerConfig:
     checkpoint: CheckpointConfig = setting(default_factory=CheckpointConfig, resume="free")
     """checkpoints of a run, and how many are kept"""
 
+    @property
+    def least_micro_batch(self) -> int:
+        """Return the packs a rank runs at once; 1 where they are yet to be chosen."""
+        size = self.micro_batch_size
+        return 1 if isinstance(size, str) else size
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
@@ -130,6 +140,19 @@ class Environment:
     precision: str
     accumulation: int
     """micro-batches a rank adds up before an optimizer step"""
+    micro_batch_size: int = 1
+    """packs of a micro-batch"""
+    tries_micro_batch: bool = False
+    """whether the first one is to be tried, and halved where it does not fit"""
+
+    @property
+    def packs_of_rank(self) -> int:
+        """Return the packs that a rank does before an optimizer step."""
+        return self.micro_batch_size * self.accumulation
+
+    def with_micro_batch(self, size: int) -> Environment:
+        """Return it with `size` packs at once, of the same packs a step."""
+        return replace(self, micro_batch_size=size, accumulation=self.packs_of_rank // size)
 
     @property
     def torch_device(self) -> str:
@@ -175,7 +198,7 @@ def resolve_environment(
         raise UserError(problems)
     accumulation = config.gradient_accumulation_steps
     if config.global_batch_size is not None:
-        accumulation = config.global_batch_size // (config.micro_batch_size * num_data_ranks)
+        accumulation = config.global_batch_size // (config.least_micro_batch * num_data_ranks)
     return Environment(
         accelerator=accelerator,
         devices=devices,
@@ -183,6 +206,7 @@ def resolve_environment(
         num_data_ranks=num_data_ranks,
         precision=resolve_precision(config.precision, accelerator),
         accumulation=accumulation,
+        micro_batch_size=config.least_micro_batch,
     )
 
 

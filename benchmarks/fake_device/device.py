@@ -82,7 +82,7 @@ def _load_guard() -> None:
     include = torch_folder / "include"
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "libguard.so"
-        command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", str(SOURCE), "-o", str(library)]
+        command = ["g++", "-std=c++20", "-fPIC", "-shared", str(SOURCE), "-o", str(library)]
         command += [f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-L{libraries}"]
         done = subprocess.run(
             [*command, "-lc10", "-ltorch_cpu"], capture_output=True, text=True, check=False

@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
+
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -96,7 +96,7 @@ struct CUDAHooks : CUDAHooksInterface {
   bool isPinnedPtr(const void* address) const override { return page_locked.holds(address); }
   Allocator* getPinnedMemoryAllocator() const override { return &page_locked; }
   const Generator& getDefaultGenerator(DeviceIndex) const override {
-    return at::globalContext().defaultGenerator(at::kCPU);
+    return at::detail::getDefaultCPUGenerator();
   }
   Generator getNewGenerator(DeviceIndex) const override {
     return at::make_generator<CPUGeneratorImpl>();

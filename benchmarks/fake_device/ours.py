@@ -155,7 +155,7 @@ def before_fit(config: TrainConfig) -> tuple[FinetuneModule, FinetuneDataModule]
     reached: list[Any] = []
 
     def fit(trainer: L.Trainer, module: Any, data: Any, **_: Any) -> None:
-        module.trainer = trainer
+        module.trainer, trainer.datamodule = trainer, data
         trainer.strategy.connect(module)
         reached.extend((module, data))
         raise FitReached

@@ -6,6 +6,7 @@ only once. Never looks at what a row means.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -93,6 +94,9 @@ def _limit_hub(seconds: float, bytes_per_second: int) -> None:
     """Limit how slow the hub may be, once: another client would break streams that are read."""
     limits = Limits(remote_seconds=seconds, remote_bytes_per_second=bytes_per_second)
     HubPace(limits).limit()
+    # `hf_xet` has connections of its own, and reads its limits when it makes the first.
+    for name in ("CONNECT_TIMEOUT", "READ_TIMEOUT", "RETRY_MAX_DURATION"):
+        os.environ.setdefault(f"HF_XET_CLIENT_{name}", f"{seconds * 1000:.0f}ms")
 
 
 def _given_up(error: BaseException | None) -> RemoteError | None:

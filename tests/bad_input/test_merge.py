@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def run(tmp_path: Path) -> Path:
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What a merge says that ends with exit code 2."""
+    os.environ.pop("LOFT_RUN_DIR", None)
     assert run_verb("merge", merge, words=list(words)) == 2
     return capsys.readouterr().err
 
@@ -78,10 +80,18 @@ def test_a_run_of_full_training_is_a_model_already(
     (run / "model" / "config.json").write_text("{}")
     said = refused(capsys, f"run={run}")
     assert "is a model already" in said and str(run / "model") in said
+    (run / "checkpoints" / "step-4").mkdir(parents=True)
+    config = load_config("train", ["+experiment=quickstart", "adapter=full"])
+    save_config(config, run / "config.yaml")
+    (run / "metrics.json").unlink()
+    said = refused(capsys, f"run={run}", "merge.checkpoint=newest", f"output.dir={run / 'out'}")
+    assert "trains the weights themselves" in said
 
 
 def test_a_run_without_its_adapter(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no adapter in" in refused(capsys, f"run={run}")
+    (run / "checkpoints" / "step-4").mkdir(parents=True)
+    assert "; type merge.checkpoint=newest" in refused(capsys, f"run={run}")
 
 
 def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,6 +100,12 @@ def test_an_unfinished_run(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (run / "checkpoints" / "step-4").mkdir(parents=True)
     said = refused(capsys, f"run={run}")
     assert "the run is not finished" in said and f"app.train resume={run}" in said
+    assert "or merge that with merge.checkpoint=newest" in said
+    told = ("merge.checkpoint=newest", f"output.dir={run.parent / 'out'}")
+    assert "no good checkpoint is there" in refused(capsys, f"run={run}", *told)
+    write_adapter(run / "adapter", 128)
+    said = refused(capsys, f"model.path={TINY_BASE}", *told, f"adapter_path={run / 'adapter'}")
+    assert "type run=FOLDER" in said
 
 
 def test_a_folder_with_foreign_files(

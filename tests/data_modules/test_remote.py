@@ -264,3 +264,27 @@ def test_a_hub_that_stalls_or_drips_is_given_up(name: str, how: str, tmp_path: P
     assert read.returncode == ENVIRONMENT_ERROR, read.stderr
     told = "no answer within" if name == "stalls" else "bytes came in"
     assert "train.jsonl: " in read.stdout and told in read.stdout
+
+
+READ_XET = """
+import sys, time
+from data_modules.source.hub import _limit_hub
+_limit_hub(1.5, 1 << 20)
+import hf_xet
+info = hf_xet.PyXetDownloadInfo(destination_path=sys.argv[2], hash="a" * 64, file_size=1000)
+access = ("token", int(time.time()) + 3600)
+try:
+    hf_xet.download_files([info], endpoint=sys.argv[1], token_info=access, token_refresher=None,
+                          progress_updater=None)
+except ConnectionError:
+    sys.exit(3)
+"""
+
+
+def test_a_silent_store_of_the_hub_is_given_up_too(tmp_path: Path) -> None:
+    pytest.importorskip("hf_xet")
+    with serving(lambda connection, request: time.sleep(60)) as address:
+        endpoint = f"http://127.0.0.1:{urlsplit(address).port}"
+        words = [sys.executable, "-c", READ_XET, endpoint, str(tmp_path / "file")]
+        read = subprocess.run(words, capture_output=True, text=True, timeout=40)
+    assert read.returncode == ENVIRONMENT_ERROR, read.stderr

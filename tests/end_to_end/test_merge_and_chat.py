@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 
 from app.config import load_config
-from tests.conftest import ROOT
+from app.process.errors import UserError
+from tests.conftest import ROOT, TrainRun
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
 from tests.processes import run_verb
-from tests.tiny import TINY_BASE, move, save_with_tokenizer, tiny_t5
+from tests.tiny import TINY_BASE, move, save_with_tokenizer, small_run, tiny_t5
 
 QUESTION = "Sort: pear, apple, fig"
 
@@ -87,6 +89,31 @@ def test_merged_and_unmerged_give_the_same_answers(
     assert before[0][:2] == before[1]
     merged = [f"model.path={tmp_path / 'merged'}", "trainer.precision=fp32", short]
     assert talk(monkeypatch, tmp_path / "b", lines.replace("/compare\n", ""), *merged) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "word", ["model.added_tokens=[<a>]", "adapter.init=pissa", "quantization=nf4", "adapter=ia3"]
+)
+def test_the_newest_checkpoint_is_merged_only_when_told(
+    word: str, tmp_path: Path, train_run: TrainRun
+) -> None:
+    """What a run stopped at is what it would have saved had it been its end."""
+    run = train_run(*small_run(word))
+    whole = merge_into(tmp_path / "whole", f"run={run}", "trainer.precision=fp32")
+    (run / "metrics.json").unlink()
+    shutil.rmtree(run / "adapter")
+    words = [f"run={run}", "trainer.precision=fp32"]
+    with pytest.raises(UserError, match=r"merge that with merge\.checkpoint=newest"):
+        load_config("merge", words)
+    found = merge_into(tmp_path / "newest", *words, "merge.checkpoint=newest")
+    assert found == whole
+    names = ["model.safetensors", "tokenizer.json", "generation_config.json"]
+    for name in names:
+        assert (tmp_path / "newest" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    (run / "metrics.json").write_text("{}")
+    with pytest.raises(UserError, match=r"no adapter in .*; type merge\.checkpoint=newest"):
+        merge_into(tmp_path / "other", *words)
 
 
 @pytest.mark.slow

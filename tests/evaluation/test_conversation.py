@@ -1,15 +1,26 @@
-"""The tokens of a conversation: the same in training, in chat, and as others load the folder."""
+"""The tokens of a conversation: the same in training, in chat, in the server, and as others load
+the folder.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
-from app.evaluation.conversation import check_served_tokens
-from data_modules import TEMPLATE_NAMES, ChatTemplate
+from app.evaluation.conversation import (
+    SAMPLES,
+    ConversationConfig,
+    Responder,
+    check_served_tokens,
+)
+from app.serving.address import ServeConfig
+from app.serving.server import build_app
+from data_modules import TEMPLATE_NAMES, ChatTemplate, Conversation, Origin, Turn
 from data_modules.template.named_templates import _NEEDED
 from tests.tiny import TINY_BASE
 
@@ -26,9 +37,56 @@ def exported(name: str, folder: Path, **how: Any) -> tuple[ChatTemplate, Any]:
     return template, AutoTokenizer.from_pretrained(folder)
 
 
+class Recording(Responder):
+    """Keeps the tokens that the model would read, and answers nothing."""
+
+    def _generate(
+        self, ids: list[int], limit: int, how: Any, seed: Any, found: Any, _: Any
+    ) -> None:
+        self.read = ids
+        found.put(None)
+
+
+def ask_server(app: Any, messages: list[dict[str, str]]) -> None:
+    """Send one request to the application itself, without a socket."""
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    scope |= {"query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1"}
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return waiting.pop() if waiting else await asyncio.Future()
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 200, sent
+
+
+def check_server(template: ChatTemplate, tokenizer: Any) -> int:
+    """Compare what the server has the model read with training's prompts; returns how many."""
+    responder = Recording(None, tokenizer, template, set())  # type: ignore[arg-type]
+    app = build_app(responder, ServeConfig(), ConversationConfig(), "m")
+    compared = 0
+    for texts in SAMPLES:
+        roles = ["assistant" if number % 2 else "user" for number in range(len(texts))]
+        turns = (*map(Turn, roles, texts), Turn("assistant", "An answer."))
+        trained = template.prompt(Conversation(turns, Origin("sample", 1)))
+        if trained is not None:
+            pairs = zip(roles, texts, strict=True)
+            ask_server(app, [{"role": role, "content": text} for role, text in pairs])
+            assert responder.read == trained.input_ids
+            compared += 1
+    return compared
+
+
 def check_template(name: str, folder: Path) -> None:
     template, tokenizer = exported(name, folder, is_encoder_decoder=name == "t5")
     assert check_served_tokens(template, tokenizer) == []
+    assert check_server(template, tokenizer) >= 1
 
 
 @pytest.mark.parametrize("name", EVERY_DAY)

@@ -51,7 +51,7 @@ def ready(family: str, backend: str = "sdpa") -> Any:
 
 def packed(model: Any, backend: str = "sdpa") -> Tensor:
     """Logits of the documents, one behind the other."""
-    ids, positions = ids_and_positions()
+    ids, positions = (one.to(model.device) for one in ids_and_positions())
     inputs = attention_inputs(model, backend, LENGTHS, ids)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False, **inputs).logits
     return torch.cat([logits[row, : sum(lengths)] for row, lengths in enumerate(LENGTHS)])

@@ -161,6 +161,7 @@ def test_a_job_that_its_time_ends_goes_on_where_it_was(
     assert (folder / "saved").exists() and job.seconds < 60
 
 
+@pytest.mark.slow
 def test_a_job_that_died_is_a_failed_trial(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "bin" / "srun").write_text("#!/bin/bash\nexit 1\n")
     answer = sweep(*words, "adapter.r=2,4", "sweep.parallel=2", "output.dir=s")

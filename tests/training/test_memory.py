@@ -66,7 +66,7 @@ def memory_of(name: str, num_ranks: int, *words: str) -> RankMemory:
         strategy,
         num_ranks=num_ranks,
         optimizer=config.optimizer.name,
-        tokens=config.trainer.micro_batch_size * config.data.sequence_len,
+        tokens=config.trainer.least_micro_batch * config.data.sequence_len,
         recompute="full" if mode == "auto" else mode,
         accumulation=8,
     )

@@ -31,6 +31,7 @@ from app.model.attention.probes import (
     check_isolation,
     check_pair_isolation,
     check_reference,
+    free_mixers,
 )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "check_pair_isolation",
     "check_reference",
     "choose_backend",
+    "free_mixers",
     "generation_attention",
     "keep_documents",
     "pair_inputs",

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +76,27 @@ class DocumentGroups:
     def restore(self) -> torch.Tensor:
         """Index of each flat position into the concatenated group outputs, [rows * tokens]."""
         return self._indices[1]
+
+    @cached_property
+    def boundaries(self) -> dict[str, Any]:
+        """Where documents begin, counted through all rows, by transformers' names for kernels.
+
+        `cu_seq_lens_q`, `cu_seq_lens_k` int32 [documents + 1]: the ends; `seq_idx` int32
+        [1, rows * tokens]: the number of each token's document.
+        """
+        import torch
+
+        lengths = torch.tensor([0, *(one.length for one in self.documents)])
+        ends = to_device(lengths.cumsum(0, dtype=torch.int32), self.device)
+        numbers = torch.arange(len(self.documents), dtype=torch.int32)
+        longest = int(lengths.max())
+        return {
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "seq_idx": to_device(numbers.repeat_interleave(lengths[1:])[None], self.device),
+        }
 
     @cached_property
     def _indices(self) -> tuple[list[torch.Tensor], torch.Tensor]:

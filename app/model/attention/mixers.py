@@ -2,15 +2,18 @@
 
 They take no document boundaries on a CPU, and on a GPU only with kernels that take them. Which
 modules these are is not a list of names: each module of a model is run twice on a pack, and one
-whose outputs of a document change with another document is a mixer. From then on it runs document
-by document, those of similar lengths as one padded batch; padding is on the right, where no token
-sees it.
+whose outputs of a document change with another document is a mixer. It is given the boundaries of
+the documents by transformers' names; where its kernels take them, which the same search proves, it
+runs the whole pack. Else it runs document by document, those of similar lengths as one padded
+batch; padding is on the right, where no token sees it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +23,8 @@ from app.process.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 ARGUMENT = "mixer_documents"
 """name of the forward argument that carries a batch's documents to the mixers"""
@@ -36,6 +41,8 @@ PROBE = (5, 6)
 """tokens of the two documents of the search"""
 ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
 """name under which transformers' layers look up their attention"""
+TOLERANCE = 2.0**-5
+"""largest difference of a kernel's outputs from those document by document, over their norm"""
 LEAST_EPS, FLOOR = 4, 1e-4
 """least change that is a leak: in eps of the outputs' dtype, and as a share of their size"""
 
@@ -87,37 +94,105 @@ class DocumentsOfModel:
 
 
 class ByDocument:
-    """A mixer's forward, document by document."""
+    """A mixer's forward, document by document, or by their boundaries where its kernels take them.
 
-    def __init__(self, module: Any) -> None:
+    Boundaries of the attention do not reach it: they may count through several rows.
+    """
+
+    def __init__(self, module: Any, plain: Any = None, *, takes_boundaries: bool = False) -> None:
         import torch
 
-        self._module, self._plain = module, module.forward
+        self._module, self._plain = module, plain or module.forward
+        self.takes_boundaries = takes_boundaries
+        self._chunk = chunk_of(module)
         # Documents differ from batch to batch: no graph of a compiled layer holds them.
-        self._run = torch.compiler.disable(run_by_document)
+        self._run = torch.compiler.disable(
+            run_by_boundaries if takes_boundaries else run_by_document
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = {key: value for key, value in kwargs.items() if key not in BOUNDARIES}
         if _Running.documents is None:
-            return self._plain(*args, **kwargs)
-        return self._run(self._run_group, _Running.documents, args, kwargs)
+            return self._plain(*args, **named)
+        forward = self._plain if self.takes_boundaries else self._run_group
+        return self._run(forward, _Running.documents, args, named)
 
     def _run_group(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch of documents; on a CPU in chunks no longer than they are.
 
-        A scan pads each document to whole chunks (256 tokens in Mamba 2), whose size changes no
-        result. Kernels of a GPU are compiled for one size.
+        A scan pads each document to whole chunks (256 tokens in Mamba 2, 64 in a delta rule), whose
+        size changes no result. Kernels of a GPU are compiled for one size.
         """
         import torch
 
-        chunk = vars(self._module).get("chunk_size")
         hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-        if type(chunk) is not int or hidden.device.type != "cpu":
+        if self._chunk is None or hidden.device.type != "cpu":
             return self._plain(*args, **kwargs)
-        self._module.chunk_size = min(chunk, hidden.shape[1])
+        tokens = hidden.shape[1]
+        if "chunk_size" not in vars(self._module):
+            even = math.ceil(tokens / math.ceil(tokens / self._chunk))
+            return self._plain(*args, **kwargs, chunk_size=even)
+        self._module.chunk_size = min(self._chunk, tokens)
         try:
             return self._plain(*args, **kwargs)
         finally:
-            self._module.chunk_size = chunk
+            self._module.chunk_size = self._chunk
+
+
+def chunk_of(module: Any) -> int | None:
+    """Return the tokens of a chunk in a mixer's scan, None where it is not known or not to choose.
+
+    It is the module's own, or the default of a function that its forward hands its arguments on to.
+    """
+    own = vars(module).get("chunk_size")
+    if type(own) is int:
+        return own
+    forward = inspect.unwrap(type(module).forward)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in _parameters(forward).values())
+    if not takes_any or not inspect.isfunction(forward):
+        return None
+    for name in forward.__code__.co_names:
+        called = forward.__globals__.get(name)
+        if inspect.isfunction(called) and "chunk_size" in (taken := _parameters(called)):
+            default = taken["chunk_size"].default
+            return default if type(default) is int else None
+    return None
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+def run_by_boundaries(
+    forward: Callable[..., Any],
+    documents: DocumentGroups,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run `forward` on all rows as one, with the boundaries of documents by transformers' names.
+
+    Kernels take boundaries for one row alone. Outputs as of `run_by_document`.
+    """
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    rows, tokens = documents.rows, documents.tokens
+
+    def join(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim < 2 or tensor.shape[1] != tokens or tensor.shape[0] not in (1, rows):
+            return tensor
+        return tensor.expand(rows, *tensor.shape[1:]).flatten(0, 1).unsqueeze(0)
+
+    args, kwargs = tree_map_only(torch.Tensor, join, (args, kwargs))
+    with running_documents(None):  # what is inside gets the same boundaries
+        output = forward(*args, **kwargs, **documents.boundaries)
+    if isinstance(output, torch.Tensor):
+        return output.unflatten(1, (rows, tokens)).squeeze(0)
+    whole = 1, rows * tokens
+    return tuple(
+        part.unflatten(1, (rows, tokens)).squeeze(0) if _is_of_tokens(part, whole) else None
+        for part in output
+    )
 
 
 def run_by_document(
@@ -136,12 +211,11 @@ def run_by_document(
     from torch.utils._pytree import tree_map_only
 
     shape = documents.rows, documents.tokens
-    named = {key: value for key, value in kwargs.items() if key not in BOUNDARIES}
     outputs = []
     with running_documents(None):  # what is inside runs on whole documents already
         for index in documents.gather:
             cut = partial(_cut, index=index, shape=shape)
-            on_group = tree_map_only(torch.Tensor, cut, (args, named))
+            on_group = tree_map_only(torch.Tensor, cut, (args, kwargs))
             outputs.append(forward(*on_group[0], **on_group[1]))
 
     def join(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -200,8 +274,8 @@ def isolate_mixers(
     model: torch.nn.Module,
     device: torch.device,
     inputs_of: Callable[[Lengths, torch.Tensor], dict[str, Any]],
-) -> list[str]:
-    """Find a model's mixers and let them run document by document; return their class names.
+) -> bool:
+    """Find a model's mixers and keep documents apart in them; return whether there are any.
 
     Costs a forward pass of eleven tokens, in which every module runs three times. `inputs_of`
     returns what the forward needs besides `input_ids` for given document lengths.
@@ -227,7 +301,13 @@ def isolate_mixers(
         model.train(was_training)
     if search.mixers and not takes_documents(model):
         whole.forward = DocumentsOfModel(whole)
-    return sorted({type(module).__name__ for module in search.mixers})
+    by_boundaries = {True: set[str](), False: set[str]()}
+    for module, takes_boundaries in search.mixers.items():
+        by_boundaries[takes_boundaries].add(type(module).__name__)
+    for takes, how in ((True, "by the boundaries of documents"), (False, "document by document")):
+        if by_boundaries[takes]:
+            log.info("packing: %s run %s", " and ".join(sorted(by_boundaries[takes])), how)
+    return bool(search.mixers)
 
 
 class _Search:
@@ -237,7 +317,8 @@ class _Search:
     """
 
     def __init__(self) -> None:
-        self.mixers: list[torch.nn.Module] = []
+        self.mixers: dict[torch.nn.Module, bool] = {}
+        """whether kernels of each take the boundaries of documents"""
         self._before: list[tuple[torch.nn.Module, Any]] = []
         self._is_trying = False
 
@@ -257,7 +338,7 @@ class _Search:
             if own is not None:
                 module.forward = own
             if module in self.mixers:
-                module.forward = ByDocument(module)
+                module.forward = ByDocument(module, takes_boundaries=self.mixers[module])
 
     def run(self, trial: _Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module, and find out whether it is a mixer."""
@@ -267,22 +348,46 @@ class _Search:
             output = trial.run(*args, **kwargs)
         except ValueError:
             # So transformers says that only a kernel that is not installed takes boundaries.
-            return self._isolate(trial, args, kwargs)
+            return self._isolate(trial, args, kwargs, edited)
         self._is_trying = True
         first, second = (trial.run(*each[0], **each[1]) for each in edited)
         self._is_trying = False
         if not _leaks(output, first, second):
             return output
         with suppress(UserError):  # this one cannot run by document, and the model is refused
-            return self._isolate(trial, args, kwargs)
+            return self._isolate(trial, args, kwargs, edited)
         return output
 
-    def _isolate(self, trial: _Trial, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        by_document = ByDocument(trial)
+    def _isolate(
+        self, trial: _Trial, args: tuple[Any, ...], kwargs: dict[str, Any], edited: list[Any]
+    ) -> Any:
+        by_document = ByDocument(trial.module, trial.forward)
         output = by_document(*args, **kwargs)
-        trial.run = by_document
-        self.mixers.append(trial.module)
+        self._is_trying = True
+        by_boundaries = ByDocument(trial.module, trial.forward, takes_boundaries=True)
+        takes_boundaries = _is_right(by_boundaries, output, [(args, kwargs), *edited])
+        self._is_trying = False
+        trial.run = by_boundaries if takes_boundaries else by_document
+        self.mixers[trial.module] = takes_boundaries
         return output
+
+
+def _is_right(forward: ByDocument, expected: Any, inputs: list[Any]) -> bool:
+    """Return whether a mixer's kernels keep documents apart by their boundaries.
+
+    `inputs`: as they are, and with each edit; `expected`: the outputs document by document.
+    """
+    import torch
+
+    try:
+        outputs = [forward(*args, **kwargs) for args, kwargs in inputs]
+    except Exception:  # noqa: BLE001  kernels that take no boundaries, and their compilers
+        return False
+    own, other = (one[0] if isinstance(one, tuple) else one for one in (outputs[0], expected))
+    is_whole = isinstance(own, torch.Tensor) and own.shape == other.shape
+    if not is_whole or not (own - other).norm() <= TOLERANCE * other.norm():
+        return False
+    return not _leaks(*outputs)
 
 
 def _is_attention(module: torch.nn.Module) -> bool:

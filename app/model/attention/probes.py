@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 from collections.abc import Iterator
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-
-log = logging.getLogger(__name__)
 
 EDITS = (11, 29)
 """offsets added to token ids, one after the other"""
@@ -41,9 +38,8 @@ def check_isolation(
     share = _seen(model, backend, device)
     if share is None:
         return
-    if mixers := isolate_mixers(model, device, partial(attention_inputs, model, backend)):
+    if isolate_mixers(model, device, partial(attention_inputs, model, backend)):
         share = _seen(model, backend, device)
-        log.info("packing: %s run document by document", " and ".join(mixers))
     if share is None:
         return
     raise UserError(
@@ -52,6 +48,32 @@ def check_isolation(
         f"type {'attention=eager, or ' if _eager_isolates(model, backend, device) else ''}"
         "packing=none"
     )
+
+
+def free_mixers(model: PreTrainedModel, backend: str, device: torch.device | None = None) -> None:
+    """Keep the boundaries that `backend` gives its attention for padded rows from the mixers.
+
+    Few of their kernels take any, and these in one row alone: else there is a ValueError. Costs a
+    forward pass of two rows of four tokens.
+    """
+    import torch
+
+    device = device or model.device
+    ids = torch.arange(8, device=device).view(2, 4) % model.config.get_text_config().vocab_size
+    inputs = attention_inputs(model, backend, [[4], [4]], ids)
+    if "cu_seq_lens_q" not in inputs:
+        return
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False, **inputs)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        isolate_mixers(model, device, partial(attention_inputs, model, backend))
+    finally:
+        model.train(was_training)
 
 
 def _seen(model: PreTrainedModel, backend: str, device: torch.device) -> float | None:

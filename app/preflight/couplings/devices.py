@@ -130,7 +130,7 @@ def check_global_batch(
     `num_data_ranks`: ranks, or groups of ranks, that see data of their own; all when not given.
     """
     groups = num_ranks if num_data_ranks is None else num_data_ranks
-    total, packs = trainer.global_batch_size, trainer.micro_batch_size * groups
+    total, packs = trainer.global_batch_size, trainer.least_micro_batch * groups
     if total is None or total % packs == 0:
         return []
     fits = [str(fit) for fit in (total // packs * packs, total // packs * packs + packs) if fit]
@@ -140,6 +140,6 @@ def check_global_batch(
         who = f"{groups} groups of ranks ({num_ranks} ranks / {together} that split a matrix)"
     return [
         f"trainer.global_batch_size={total} is not a multiple of micro_batch_size "
-        f"{trainer.micro_batch_size} x {who} = {packs}; "
+        f"{trainer.least_micro_batch} x {who} = {packs}; "
         f"type trainer.global_batch_size={' or '.join(fits)}"
     ]

@@ -1,0 +1,5 @@
+"""A model behind OpenAI's chat API: requests read and refused by name, one answer at a time.
+
+`requests` knows the API's words and no server, `server` the doors, limits and the queue; chat.html
+is the page at `/`. What is generated, and from which tokens, is evaluation's `Responder`.
+"""

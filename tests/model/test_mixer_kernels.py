@@ -1,0 +1,205 @@
+"""Kernels that take the boundaries of documents get them; other mixers run document by document.
+
+They run on GPUs alone. Here stand-ins with the signatures of their packages record what they are
+given, and compute by transformers' own reference; the test marked `gpu` runs those installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from app.model.attention import attention_inputs, check_isolation, free_mixers
+from app.model.attention.mixers import ByDocument
+from tests.families import tiny_family
+from tests.model.test_mixers import alone, ids_and_positions, packed, ready
+
+hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
+GIVEN = [13, 7, 17, 3, 21, 9, 10]
+"""lengths of the documents of both rows, as one; the padding of each is one more"""
+
+
+def cut(given: list[list[int]], lengths: list[int] | None, tensors: list[Tensor], axis: int) -> Any:
+    """Cut what a kernel is given into documents, of which it is told in one row alone."""
+    if lengths is None:
+        return [tensors]
+    assert all(len(each) == 1 for each in tensors)
+    given.append(lengths)
+    return zip(*(each.split(lengths, axis) for each in tensors), strict=True)
+
+
+def lengths_of(numbers: Tensor | None) -> list[int] | None:
+    """Return how many tokens have each number in `seq_idx` int32 [1, tokens]."""
+    if numbers is None:
+        return None
+    assert numbers.dtype == torch.int32 and numbers.is_contiguous() and len(numbers) == 1
+    return numbers[0].unique_consecutive(return_counts=True)[1].tolist()
+
+
+def convolution(plain: Any, given: list[list[int]]) -> Any:
+    def causal_conv1d_fn(
+        x: Tensor, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None
+    ) -> Tensor:
+        assert seq_idx is None or x.stride(1) == 1  # the kernel's own condition
+        documents = cut(given, lengths_of(seq_idx), [x], 2)
+        return torch.cat([plain(one, weight, bias, activation) for (one,) in documents], 2)
+
+    return causal_conv1d_fn
+
+
+def delta_rule(plain: Any, given: list[list[int]]) -> Any:
+    def chunk_gated_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Any = None,
+    ) -> tuple[Tensor, None]:
+        lengths = None if cu_seqlens is None else cu_seqlens.diff().tolist()
+        documents = cut(given, lengths, [q, k, v, g, beta], 1)
+        how = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+        return torch.cat([plain(*one, **how)[0] for one in documents], 1), None
+
+    return chunk_gated_delta_rule
+
+
+def scan(plain: Any, given: list[list[int]]) -> Any:
+    def mamba_chunk_scan_combined(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Any = None,
+        dt_bias: Any = None,
+        seq_idx: Any = None,
+        dt_softplus: bool = False,
+        dt_limit: Any = (0.0, float("inf")),
+    ) -> Tensor:
+        how = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+        documents = cut(given, lengths_of(seq_idx), [x, dt, B, C], 1)
+        outputs = [plain(x, t, A, b, c, chunk_size, **how) for x, t, b, c in documents]
+        return torch.cat(outputs, 1)
+
+    return mamba_chunk_scan_combined
+
+
+def fused(plain: Any, given: list[list[int]]) -> Any:
+    def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, *rest: Any, seq_idx: Any = None) -> None:
+        assert seq_idx is None or lengths_of(seq_idx)  # None: the parts one after the other
+
+    return mamba_split_conv1d_scan_combined
+
+
+STANDS_FOR = {
+    "causal_conv1d_fn": ("causal_conv1d", convolution),
+    "torch_chunk_gated_delta_rule": ("fla", delta_rule),
+    "mamba2_chunk_scan": ("mamba_ssm", scan),
+    "mamba2_split_conv1d_scan_combined": ("mamba_ssm", fused),
+}
+TAKES = {
+    "bamba": 2,
+    "falcon_h1": 2,
+    "granitemoehybrid": 2,
+    "lfm2": 1,
+    "mamba2": 2,
+    "nemotron_h": 2,
+    "qwen3_5_text": 2,
+    "qwen3_next": 2,
+}
+"""kernels that a mixer of each calls: a convolution, and a scan"""
+
+
+def install(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Let transformers find the stand-ins as it finds packages; return what they will be told."""
+    module, given = sys.modules[type(model).__module__], list[list[int]]()
+    for reference, (package, build) in STANDS_FOR.items():
+        if (wrapped := vars(module).get(reference)) is None:
+            continue
+        plain = inspect.unwrap(wrapped)
+        kernel = build(plain, given)
+        owner = ModuleType(package)
+        setattr(owner, kernel.__name__, kernel)
+        monkeypatch.setitem(sys.modules, package, owner)
+        find = hub_kernels.use_kernel_func_from_hub_with_fallback(kernel.__name__, package)
+        monkeypatch.setattr(module, reference, find(plain))
+    return given
+
+
+def takes_boundaries(model: Any) -> set[bool]:
+    found = (vars(module).get("forward") for module in model.modules())
+    return {one.takes_boundaries for one in found if isinstance(one, ByDocument)}
+
+
+@pytest.mark.parametrize("family", TAKES)
+def test_kernels_are_told_where_documents_begin(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(tiny_family(family))
+    given = install(tiny_family(family), monkeypatch)
+    model = ready(family)
+    assert takes_boundaries(model) == {True}
+    given.clear()
+    found = packed(model.train())
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert given and all(lengths == GIVEN for lengths in given)
+    assert len(given) % TAKES[family] == 0
+    found.logsumexp(1).sum().backward()
+
+
+def test_a_scan_that_takes_no_boundaries_runs_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jamba's convolution takes them, its scan does not."""
+    expected = alone(tiny_family("jamba"))
+    install(tiny_family("jamba"), monkeypatch)
+    model = ready("jamba")
+    assert takes_boundaries(model) == {False}
+    assert torch.allclose(packed(model), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_a_kernel_that_is_wrong_is_left(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes boundaries and forgets them, or says no."""
+    expected = alone(tiny_family(family))
+    given = install(tiny_family(family), monkeypatch)
+    monkeypatch.setitem(globals(), "lengths_of", lambda numbers: None)
+    model = ready(family)
+    assert takes_boundaries(model) == {False} and not any(one == GIVEN for one in given)
+    assert torch.allclose(packed(model), expected, atol=1e-4)
+
+
+def test_boundaries_of_padded_rows_stay_with_the_attention() -> None:
+    """They count through all rows, which kernels of mixers do not take; nor does a CPU."""
+    model, (ids, _) = tiny_family("qwen3_5_text"), ids_and_positions()
+    model.set_attn_implementation("sdpa")
+    inputs = attention_inputs(model, "varlen", [[40], [30]], ids)
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 40, 70, 80]
+    free_mixers(model, "varlen")
+    logits = model(input_ids=ids, use_cache=False, **inputs).logits
+    plain = tiny_family("qwen3_5_text")
+    for row, length in enumerate((40, 30)):
+        expected = plain(input_ids=ids[row : row + 1, :length], use_cache=False).logits[0]
+        assert torch.allclose(logits[row, :length], expected, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", TAKES)
+def test_the_installed_kernels(family: str) -> None:
+    for package in ("causal_conv1d", "fla" if "qwen" in family else "mamba_ssm"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    expected = alone(tiny_family(family))
+    model = tiny_family(family).cuda()
+    check_isolation(model, "eager")
+    assert takes_boundaries(model) == {True}
+    found = packed(model, "eager").cpu()
+    assert (found - expected).norm() <= 2**-5 * expected.norm()
