@@ -1,4 +1,4 @@
-"""Put an adapter on a base: what is frozen, what is added, what trains."""
+"""Put an adapter on a base: what is frozen, what is added, what is trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from app.model.adapter import targets
 from app.model.adapter.lora import apply_lora
-from app.model.adapter.rows import check_rows_train
 from app.model.adapter.saved import load_adapter
 from app.model.adapter.settings import (
     AdapterConfig,
@@ -19,7 +18,7 @@ from app.model.adapter.settings import (
     LoraConfig,
     continued_from,
 )
-from app.model.adapter.wrap import wrap
+from app.model.adapter.wrap import check_rows_train, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import by_ending, is_inside, shortest
 from app.process.errors import UserError
@@ -123,9 +122,9 @@ def apply_adapter(
 ) -> PreTrainedModel | peft.PeftModel:
     """Freeze the base and put the adapter's weights beside it; `full` leaves all weights trainable.
 
-    What trains is fp32 unless `half_precision`. The rows `token_ids` of embedding and head train
-    with the adapter. `device`: where starts are taken out of the base. ValueError for a pattern
-    that matches nothing.
+    Trainable parameters are fp32 unless `half_precision`. The rows `token_ids` of embedding and
+    head train with the adapter. `device`: where starts are taken out of the base. ValueError for a
+    pattern that matches nothing.
     """
     import torch
 

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
-from app.model.adapter.rows import rows_to_train
 from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
-from app.model.adapter.wrap import wrap
+from app.model.adapter.wrap import rows_to_train, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, shortest
 from app.process.errors import UserError
@@ -159,7 +158,7 @@ def apply_lora(
     token_ids: Sequence[int] = (),
     device: torch.device | None = None,
 ) -> peft.PeftModel:
-    """Put low-rank matrices beside the chosen ones; what trains is fp32 unless `half_precision`.
+    """Put low-rank matrices beside the chosen ones, in fp32 unless `half_precision`.
 
     The rows `token_ids` of embedding and head train besides. UserError for a pattern that matches
     nothing, a rank above a matrix's, and for what peft would train wrongly.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainableReport:
-    """What trains: numbers of weights, what they are kept in, and the bytes that takes."""
+    """Trainable and all parameters: their numbers, their dtypes and their bytes."""
 
     num_trainable: int
     num_total: int
@@ -24,7 +24,7 @@ class TrainableReport:
 
 
 def report_trainable(model: torch.nn.Module) -> TrainableReport:
-    """Count what trains; ValueError when nothing does."""
+    """Count the trainable parameters; UserError where there are none."""
     dtypes: dict[str, int] = {}
     trainable = num_bytes = 0
     for parameter in model.parameters():

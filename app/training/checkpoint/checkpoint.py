@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import math
 import os
 import re
 import stat
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.process.errors import UserError
 from app.training.checkpoint import disk
-from app.training.checkpoint.schema import Json
+from app.training.checkpoint.schema import Json, is_number
 from app.training.checkpoint.tensors import check_tensors, names_in, read_tensors
 
 if TYPE_CHECKING:
@@ -169,16 +168,12 @@ def _is_manifest(manifest: Mapping[str, Any]) -> bool:
         set(manifest) == KEYS
         and type(manifest["step"]) is int
         and manifest["step"] >= 0
-        and (manifest["metric"] is None or _is_finite(manifest["metric"]))
+        and (manifest["metric"] is None or is_number(manifest["metric"]))
         and isinstance(files, dict)
         and all(isinstance(one, dict) and set(one) == FILE_KEYS for one in files.values())
         and all(type(one["num_bytes"]) is int for one in files.values())
         and all(type(one["sha256"]) is str for one in files.values())
     )
-
-
-def _is_finite(value: Json) -> bool:
-    return type(value) in (int, float) and abs(value) < math.inf
 
 
 def _printable(name: str) -> str:
