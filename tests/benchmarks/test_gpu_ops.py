@@ -73,6 +73,13 @@ def test_a_mixture_of_experts_waits_for_nothing_and_computes_nothing_twice() -> 
             assert 0.9 < numbers["product_flops"] / numbers["ideal_flops"] < 1.01, method
 
 
+@pytest.mark.slow
+def test_a_shipped_experiment_takes_as_many_packs_at_once_as_fit() -> None:
+    numbers = printed("as shipped")
+    assert numbers["tokens"] == 2 * bench.SEQUENCE_LEN  # four would be 70 GiB of activations
+    assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_stay_within_their_budget(found: Any, method: str) -> None:
     assert found["traced"][method]["peak_bytes"] / 2**30 <= BUDGETS_GIB[method]
