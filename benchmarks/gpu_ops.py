@@ -46,6 +46,7 @@ class Case:
     """real lengths, lognormal, instead of full packs"""
     system: str = "ours"
     model: str = "llama8b"
+    depths: tuple[int, int] = DEPTHS
 
     @property
     def name(self) -> str:
@@ -90,6 +91,13 @@ CASES = [
         [*words_of("lora"), "model=qwen3_30b_a3b", "adapter.r=8", "recompute=full"],
         model="qwen3_30b_a3b",
     ),
+    Case(
+        "hybrid",
+        [*words_of("lora"), "model=qwen3_5_9b", "recompute=full"],
+        is_real=True,
+        model="qwen3_5_9b",
+        depths=(4, 8),  # three layers of a delta rule, then one of attention
+    ),
     *(
         Case(method, [*words, *how], system="plain")
         for method, words in (("lora", ["lora"]), ("qlora", ["lora", "nf4"]), ("full", []))
@@ -128,7 +136,7 @@ def trace_all(cases: Sequence[Case]) -> dict[str, Numbers]:
             system=case.system,
         )
         for case in cases
-        for depth in DEPTHS
+        for depth in case.depths
     ]
     shares = [jobs[number::PROCESSES] for number in range(PROCESSES)]
     with ThreadPoolExecutor(PROCESSES) as pool:
@@ -216,10 +224,16 @@ def figures_of(found: Mapping[str, Numbers]) -> list[Figure]:
     if lora is not None:
         peak = lora["peak_bytes"] / 2**30
         figures.append(Figure(figure="gpu_ops/lora_activations_gib", value=peak, bar=46.0))
-    own = [found[case.name] for case in CASES if case.system == "ours" and case.name in found]
+    ours_found = [case for case in CASES if case.system == "ours" and case.name in found]
+    own = [found[case.name] for case in ours_found if case.method != "hybrid"]
     for name, what in (("syncs", "host_syncs"), ("pageable", "pageable_copies")):
         most = max((numbers[name] for numbers in own), default=math.inf)
         figures.append(Figure(figure=f"gpu_ops/{what}_a_micro_batch", value=most, bar=0.0))
+    figures += [
+        Figure(figure="gpu_ops/hybrid_host_syncs", value=found[case.name]["syncs"], bar=0.0)
+        for case in ours_found
+        if case.method == "hybrid"
+    ]
     return figures
 
 

@@ -214,7 +214,20 @@ def start_fit(module: FinetuneModule) -> None:
     What compares the numbers of attention and head is left out: a fake has none.
     """
     with (
-        patch.object(module, "_probe_attention"),
+        patch.object(module, "_probe_attention", lambda _: free_hybrid(module)),
         patch("app.training.module.check_head_loss"),
     ):
         module.on_fit_start()
+
+
+def free_hybrid(module: FinetuneModule) -> None:
+    """Let a hybrid's mixers run document by document, as where no kernels of theirs are installed.
+
+    That boundaries are not taken is then a ValueError, which needs no numbers to be seen.
+    """
+    from app.model.attention import free_mixers, mixers
+
+    layer_types = getattr(module.model.config.get_text_config(), "layer_types", None) or ()
+    if "linear_attention" in layer_types:
+        with patch.object(mixers, "_leaks", return_value=False):
+            free_mixers(module.model, module.backend, DEVICE)

@@ -246,6 +246,20 @@ def test_experts_that_stay_frozen_are_said_or_refused(settings: dict[str, Any], 
         assert why in asked.problems[0]
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_dora_that_stock_peft_could_not_open(kind: str, tmp_path: Path) -> None:
+    """It takes matrices of dense layers for experts; the advice that is given holds."""
+    dora = {"r": 2, "use_dora": True}
+    with pytest.raises(UserError, match=f"peft takes down_proj, gate_proj, up_proj of {kind}"):
+        apply_adapter(tiny_mixture(kind), LoraConfig(**dora), half_precision=False)
+    config = LoraConfig(**dora, target_modules=["o_proj"])
+    adapted = apply_adapter(tiny_mixture(kind), config, half_precision=False)
+    expected = probe_logits(adapted, row())
+    save_adapter(adapted, tmp_path)
+    stock = peft.PeftModel.from_pretrained(tiny_mixture(kind), tmp_path)
+    torch.testing.assert_close(probe_logits(stock, row()), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_base_without_experts_says_so() -> None:
     (problem,) = find_targets(LoraConfig(experts="lora"), modules_of(tiny_llama())).problems
     assert "has no experts in one weight" in problem

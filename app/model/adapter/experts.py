@@ -16,8 +16,10 @@ import peft
 import torch
 from torch import Tensor
 
+from app.model.adapter.settings import LoraConfig
 from app.model.experts import LowRank, expert_modules, group_products, packed_name
 from app.model.patterns import by_ending
+from app.process.errors import UserError
 
 WEIGHT = ".weight"
 
@@ -164,3 +166,14 @@ def _taken_for_experts(model: Any) -> set[str]:
         return set()
     kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(model_type)
     return set(conversion._MOE_TARGET_MODULE_MAPPING.get(kind, {}))
+
+
+def check_stock_opens(config: LoraConfig, model: Any, names: Sequence[str]) -> None:
+    """Raise UserError for DoRA on matrices that stock peft takes for a mixture's experts."""
+    endings = {name.rpartition(".")[2] for name in names}
+    if config.use_dora and (taken := sorted(endings & _taken_for_experts(model))):
+        raise UserError(
+            f"adapter.use_dora=true: peft takes {', '.join(taken)} of {model.config.model_type} "
+            "models for their experts, which it gives no DoRA, and could not open what is saved; "
+            "type adapter.use_dora=false, or adapter.target_modules=[...] without them"
+        )

@@ -167,6 +167,8 @@ def apply_lora(
     import torch
     from transformers.pytorch_utils import Conv1D
 
+    from app.model.adapter.experts import check_stock_opens
+
     found = targets.find_targets(config, targets.modules_of(model))
     if found.problems:
         raise UserError(found.problems)
@@ -179,6 +181,7 @@ def apply_lora(
     modules = {name: model.get_submodule(name) for name in found.matrices}
     _log_left_out(config, found)
     _check_init(config, modules)
+    check_stock_opens(config, model, found.matrices)
     rows = rows_to_train(model, token_ids, whole)
     every = [name for name, _ in model.named_modules() if not is_inside(name, whole)]
     every += tower_modules(model)

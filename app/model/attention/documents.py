@@ -109,9 +109,12 @@ class DocumentGroups:
             starts = torch.tensor([one.row * self.tokens + one.start for one in members])
             columns = torch.arange(members[0].length).unsqueeze(0)
             index = starts.unsqueeze(1) + torch.minimum(columns, lengths - 1)
-            slots = first_slot + torch.arange(index.numel()).view_as(index)
-            is_real = columns < lengths
-            restore[index[is_real]] = slots[is_real]
+            for number, one in enumerate(members):
+                first, slot = (
+                    one.row * self.tokens + one.start,
+                    first_slot + number * len(columns[0]),
+                )
+                restore[first : first + one.length] = torch.arange(slot, slot + one.length)
             first_slot += index.numel()
             gather.append(to_device(index, self.device))
         return gather, to_device(restore, self.device)
