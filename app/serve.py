@@ -4,10 +4,11 @@
 
 The server is our own over what chat and evaluation answer with, since tokens and stops are then
 those of training by construction, for encoder-decoder models too. `transformers serve` (5.23) is
-not started: its stop tokens are the base's, it has no key and no limits, it opens the URLs that a
-request names, and it cuts the answers of encoder-decoder models. vLLM is for throughput; it pins
-another torch, so that `serve.engine=vllm` prints the line that starts it in an environment of its
-own, with the template and the stop tokens of training.
+not started: its stop tokens are those of the base's generation config, a request's own template
+arguments change the tokens, it has no key, queue or limits, and it cuts from a decoder's answer as
+many tokens as the encoder read. vLLM is for throughput; it pins another torch, so that
+`serve.engine=vllm` prints the line that starts it in an environment of its own, with the template
+and the stop tokens of training.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.process.launch import VARIABLES_OF_A_RANK
 from tests.conftest import ROOT
@@ -34,6 +35,13 @@ ENDS_WITHIN = min(25.0, 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1
 where other processes wait for the same cores, but less than what would hang takes"""
 GONE_WITHIN = 15.0
 """within which nothing is left of a run that has ended, however it did"""
+
+
+class Started(NamedTuple):
+    """A process that a verb runs in, and the line by which it was ready."""
+
+    process: subprocess.Popen[str]
+    line: str
 
 
 def environment_of_a_person() -> dict[str, str]:
@@ -98,6 +106,32 @@ def wait_until_gone(folder: Path, seconds: float = GONE_WITHIN) -> float:
         assert time.monotonic() - began < seconds, f"{left} are left of {folder}"
         time.sleep(0.05)
     return time.monotonic() - began
+
+
+@contextmanager
+def started(verb: str, *words: str, until: str, **variables: str) -> Iterator[Started]:
+    """Start a verb as a person does, and wait for a line that has `until`; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"app.{verb}", *words],
+        cwd=ROOT,
+        env=environment_of_a_person() | {"PYTHONUNBUFFERED": "1"} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if until in line:
+                break
+        assert lines and until in lines[-1], "".join(lines)
+        yield Started(process, lines[-1])
+    finally:
+        process.kill()
+        process.wait()
 
 
 def run_verb(verb: str, *words: str, lines: str = "") -> str:

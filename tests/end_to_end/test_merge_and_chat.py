@@ -1,12 +1,16 @@
-"""What was trained is merged, talked to and loaded by others, and answers as it was measured."""
+"""What was trained is merged, talked to, served and loaded by others, and answers as measured."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from app.process.errors import UserError
 from tests.conftest import ROOT, TrainRun
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
-from tests.processes import run_verb
+from tests.processes import AT_ONCE, environment_of_a_person, run_verb, started
 from tests.tiny import TINY_BASE, move, save_with_tokenizer, small_run, tiny_t5
 
 QUESTION = "Sort: pear, apple, fig"
@@ -234,3 +238,120 @@ def test_chat_and_the_merged_folder_answer_every_held_out_row_as_evaluate(
     rows = (folder / "conversations.jsonl").read_text().splitlines()
     answers = [json.loads(row)["messages"][-1]["content"] for row in rows]
     assert answers == list(typed.values())
+
+
+def served_answers(run: Path, folder: Path) -> list[str]:
+    """What OpenAI's client gets from a server for each held-out row; every third as a stream."""
+    import openai
+
+    answers = []
+    words = (f"run={run}", f"output.dir={folder}", "serve.port=0")
+    with started("serve", *words, until="serving ") as server:
+        url = re.search(r"API (http://127\.0\.0\.1:\d+/v1);", server.line)
+        assert url is not None, server.line
+        name = server.line.split()[1].rstrip(":")
+        client: Any = openai.OpenAI(base_url=url[1], api_key="none", max_retries=0)
+        for number, turns in enumerate(questions_of(run)):
+            messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+            asked = {"model": name, "messages": messages, "max_tokens": 64, "temperature": 0}
+            if number % 3:
+                found = client.chat.completions.create(**asked)
+                answers.append(found.choices[0].message.content)
+            else:
+                parts = client.chat.completions.create(**asked, stream=True)
+                answers.append("".join(part.choices[0].delta.content or "" for part in parts))
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(20) == 130
+        assert server.process.stdout is not None
+        assert f"run: {folder}\n" in server.process.stdout.read()
+    assert (folder / "config.yaml").is_file()
+    return answers
+
+
+@pytest.mark.slow
+def test_the_server_answers_every_held_out_row_as_evaluate(
+    default_run: Path, tmp_path: Path
+) -> None:
+    lines = (default_run / "predictions.jsonl").read_text().splitlines()
+    measured = [json.loads(line)["tuned/answer"] for line in lines]
+    assert len(measured) >= 150
+    assert served_answers(default_run, tmp_path / "serve") == measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal", "pair"])
+def test_a_server_keeps_its_port_and_its_key_and_stops_in_the_middle_of_an_answer(
+    kind: str, tmp_path: Path
+) -> None:
+    base = TINY_BASE
+    if kind == "pair":
+        base = save_with_tokenizer(tiny_t5(vocab_size=768), tmp_path / "base")
+    words = [f"model.path={base}", "chat.max_new_tokens=100000", "trainer.precision=fp32"]
+    key = {"LOFT_SERVE_KEY": "s3cret-of-the-test"}
+    first = (*words, "serve.port=0", f"output.dir={tmp_path / 'serve'}")
+    with started("serve", *first, until="serving ", **key) as server:
+        import openai
+
+        found = re.search(r"API (http://127\.0\.0\.1:(\d+)/v1);", server.line)
+        assert found is not None
+        again = subprocess.run(
+            [sys.executable, "-m", "app.serve", *words, f"serve.port={found[2]}"],
+            cwd=ROOT,
+            env=environment_of_a_person(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert again.returncode == 2 and "another program listens there" in again.stderr
+        client: Any = openai.OpenAI(base_url=found[1], api_key=key["LOFT_SERVE_KEY"], max_retries=0)
+        asked = {"model": base.name, "messages": [{"role": "user", "content": QUESTION}]}
+        fields = {"max_tokens": 100_000, "temperature": 2, "stream": True}
+        parts = iter(client.chat.completions.create(**asked, **fields))
+        next(parts), next(parts)
+        server.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.process.wait(20) == 143 and time.monotonic() - began < AT_ONCE + 1
+    written = "".join(file.read_text() for file in (tmp_path / "serve").iterdir())
+    assert "model:" in written and key["LOFT_SERVE_KEY"] not in written
+
+
+def test_a_server_for_other_machines_needs_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from app.config import run_verb as dispatch
+    from app.serve import serve
+
+    monkeypatch.delenv("LOFT_SERVE_KEY", raising=False)
+    words = [f"model.path={TINY_BASE}", "serve.host=0.0.0.0", f"output.dir={tmp_path / 'serve'}"]
+    assert dispatch("serve", serve, words=words) == 2
+    assert "LOFT_SERVE_KEY=..." in capsys.readouterr().err and not (tmp_path / "serve").exists()
+
+
+def test_the_line_for_vllm_has_adapter_template_and_stop_tokens(
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from app.serve import serve
+
+    folder = tmp_path / "vllm"
+    for change, merges in (
+        ({}, False),
+        ({"use_dora": True}, True),
+        ({"rank_pattern": {"q": 2}}, True),
+    ):
+        settings = json.loads((adapter / "adapter_config.json").read_text())
+        own = tmp_path / f"adapter-{len(change)}-{merges}-{'-'.join(change)}"
+        own.mkdir()
+        (own / "adapter_config.json").write_text(json.dumps(settings | change))
+        monkeypatch.delenv("LOFT_RUN_DIR", raising=False)
+        words = [f"model.path={TINY_BASE}", f"adapter_path={own}", "serve.engine=vllm"]
+        serve(load_config("serve", [*words, f"output.dir={folder}-{own.name}"]))
+        *_, line, last = capsys.readouterr().out.splitlines()
+        assert last == f"run: {folder}-{own.name}"
+        for word in ("vllm serve", "--chat-template", "--generation-config", "--host 127.0.0.1"):
+            assert word in line
+        assert (f"--max-lora-rank 8 --lora-modules tiny_base={own}" in line) is not merges
+        stops = json.loads((tmp_path / f"vllm-{own.name}" / "generation_config.json").read_text())
+        assert stops["eos_token_id"]
