@@ -373,8 +373,11 @@ def test_an_interrupted_sweep_goes_on(words: list[str], tmp_path: Path) -> None:
     assert answer.code == 130
     assert "interrupted after 1 of 3 trials" in answer.said
     assert "0.5000" in answer.printed
+    Path("grid/1").mkdir(exist_ok=True)
+    Path("grid/1/config.yaml").touch()  # as a training leaves that has begun
     with short_trials() as commands:
         answer = sweep("-m", "resume=grid")
     assert answer.code == 0, answer.said
+    assert [command[-1] == "resume=auto" for command in commands] == [True, False]
     assert [command[2] for command in commands] == ["adapter.r=4", "adapter.r=16"]
     assert [one["number"] for one in json.loads(Path("grid/sweep.json").read_text())] == [2, 1, 0]
