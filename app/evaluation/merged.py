@@ -78,11 +78,13 @@ def verify(
         differences[name] = measure_difference(_logits(model, rows, env), merged)
         del model
         print(f"merged vs {name}: {differences[name]}")
-    bound = BOUNDS[str(dtype).removeprefix("torch.")]
+    rounds_inputs = references[CHECKED] and tuned.base.quantization.method == "int8"
+    rounding = "int8" if rounds_inputs else str(dtype).removeprefix("torch.")
+    bound = BOUNDS[rounding]
     if not differences[CHECKED].is_within(bound):
         raise TrainingFault(
             f"{folder}: the merged model is not what it was made of: {differences[CHECKED]}; "
-            f"{dtype} explains {bound}"
+            f"{rounding} explains {bound}"
         )
     print(f"merge verified: within {bound}")
     return differences

@@ -402,8 +402,10 @@ BOUNDS = {
     "float32": Bound(1e-3, 1e-4, 0.99),
     "float16": Bound(0.02, 0.002, 0.97),
     "bfloat16": Bound(0.1, 0.01, 0.9),
+    "int8": Bound(0.1, 0.01, 0.9),
 }
-"""by the dtype of the merged weights"""
+"""by the dtype of the merged weights; int8 where the base that they are compared with rounds what
+its layers are given to 8 bits as well, which no merged weight can"""
 
 
 def measure_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> Difference:

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from app.process.errors import DONE, UserError
 from app.process.files import write_whole
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep.trials import OBJECTIVE, Trial, read_curve
-from app.sweep.words import as_words
+from app.sweep.words import Swept, as_words, varied
 from data_modules import printable, redact, redacted
 
 RESULTS_FILE, TABLE_FILE, PAGE_FILE = "sweep.json", "sweep.csv", "sweep.html"
@@ -70,13 +70,16 @@ def read_results(folder: Path) -> list[Trial]:
     return sorted(trials, key=lambda one: one.number)
 
 
-def show_results(trials: Sequence[Trial], keys: Sequence[str], typed: Mapping[str, str]) -> None:
-    """Print the trials, best first, and the command that trains the best one again."""
+def show_results(trials: Sequence[Trial], swept: Sequence[Swept], typed: Mapping[str, str]) -> None:
+    """Print the trials, best first, why the best is it, and the command that trains it in full.
+
+    What a `sweep=NAME` file sets for all trials, as their length, is left out of that.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    best_first = sorted(trials, key=lambda one: one.rank)
+    best_first, keys = sorted(trials, key=lambda one: one.rank), [one.key for one in varied(swept)]
     table = Table(title=f"{len(trials)} trials by {OBJECTIVE}", title_justify="left")
     shown_error = ["error"] if any(trial.error for trial in trials) else []
     for column in ("trial", *keys, OBJECTIVE, "seconds", "exit", *shown_error):
@@ -94,12 +97,42 @@ def show_results(trials: Sequence[Trial], keys: Sequence[str], typed: Mapping[st
             *[escape((trial.error or "")[:100])] * len(shown_error),
         )
     Console().print(table)
-    whole = [one for one in best_first if one.exit_code == DONE and one.objective is not None]
+    done = [one for one in best_first if one.exit_code == DONE and one.stopped_at is None]
+    whole = [one for one in done if one.objective is not None]
     if whole:
         shared = redacted(as_words(dict(typed)))
         best = " ".join(word for word in whole[0].overrides if word not in shared)
         print(printable(f"best: {best} -> {whole[0].folder}"))
-        print(printable(f"  python -m app.train {shlex.join(whole[0].overrides)}"))
+        for reason in reasons_for(whole, trials, varied(swept)):
+            print(f"  {printable(redact(reason))}")
+        of_file = {one.key for one in swept if one.is_of_file and not one.varies}
+        full = [word for word in whole[0].overrides if word.partition("=")[0] not in of_file]
+        print(printable(f"  python -m app.train {shlex.join(full)}"))
+
+
+def reasons_for(
+    whole: Sequence[Trial], trials: Sequence[Trial], swept: Sequence[Swept]
+) -> Iterator[str]:
+    """Say why the best trial is it, and where a better one may lie beyond what was searched.
+
+    `whole` are those of `trials` that ran to their end, the best first.
+    """
+    stopped = [one for one in trials if one.stopped_at is not None]
+    reason = f"lowest {OBJECTIVE} ({whole[0].objective:.4f}) of {len(whole)} that ran to their end"
+    if stopped:
+        reason += f"; {len(stopped)} were stopped, since others were better at the same step"
+    own, keys = set(whole[0].overrides), {one.key for one in swept}
+    for other in whole[1:2]:
+        words = [w for w in other.overrides if w.partition("=")[0] in keys and w not in own]
+        reason += f"; next {other.objective:.4f} with {' '.join(words)}"
+    yield reason
+    values = dict(word.split("=", 1) for word in whole[0].overrides)
+    for one in swept:
+        if one.interval is not None and one.interval.is_edge(float(values[one.key])):
+            yield (
+                f"{one.key}={values[one.key]} is at the edge of {one.interval}: search a wider "
+                "interval"
+            )
 
 
 def _short(value: str) -> str:

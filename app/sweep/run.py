@@ -74,7 +74,7 @@ def run_sweep(words: list[str]) -> int:
     runs = _Trials(search, typed, folder, launcher, ended)
     code = runs.run()
     keys = [one.key for one in varied(swept)]
-    show_results(runs.ended, keys, typed)
+    show_results(runs.ended, swept, typed)
     write_page(runs.ended, folder, keys)
     print(printable(f"{folder}/: {RESULTS_FILE}, {TABLE_FILE}, {PAGE_FILE}"))
     print(printable(f"run: {folder}"))

@@ -20,6 +20,8 @@ SWEEPS = re.compile(r"(choice|range|interval|shuffle|sort|tag|int|float)\(")
 """beginnings of values that are never meant as text"""
 LOG_SCALE_FROM = 100
 """high/low of an interval from which it is searched on a log scale without being asked"""
+EDGE = 0.05
+"""share of an interval on either side in which the best value is at its edge"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,12 @@ class Interval:
     high: float
     is_int: bool
     is_log: bool
+
+    def is_edge(self, value: float) -> bool:
+        """Return whether a number lies in the outer twentieth of either side."""
+        bend = math.log if self.is_log else float
+        share = (bend(value) - bend(self.low)) / (bend(self.high) - bend(self.low))
+        return not EDGE < share < 1 - EDGE
 
     def __str__(self) -> str:
         scale = ", log scale" if self.is_log else ""
@@ -44,6 +52,8 @@ class Swept:
     values: tuple[str, ...]
     """in Hydra's spelling; the two ends of an interval"""
     interval: Interval | None = None
+    is_of_file: bool = False
+    """whether a `sweep=NAME` file says it"""
 
     @property
     def varies(self) -> bool:
@@ -69,13 +79,14 @@ def read_words(words: Iterable[str], conf: Path = conf_files.CONF) -> list[Swept
             typed.append(word)
     parsed: dict[str, Swept] = {}
     problems = []
-    for word in [*from_files, *typed]:
-        try:
-            one = _parse(word)
-        except UserError as error:
-            problems += error.problems
-        else:
-            parsed[one.key] = one
+    for words_of, is_of_file in ((from_files, True), (typed, False)):
+        for word in words_of:
+            try:
+                one = dataclasses.replace(_parse(word), is_of_file=is_of_file)
+            except UserError as error:
+                problems += error.problems
+            else:
+                parsed[one.key] = one
     if problems:
         raise UserError(problems)
     return list(parsed.values())

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from app.config import load_config
-from app.process.errors import UserError
+from app.process.errors import TrainingFault, UserError
 from tests.conftest import ROOT, TrainRun
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import tiny_multimodal
@@ -97,17 +99,24 @@ def test_merged_and_unmerged_give_the_same_answers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "word", ["model.added_tokens=[<a>]", "adapter.init=pissa", "quantization=nf4", "adapter=ia3"]
+    "word",
+    [
+        "model.added_tokens=[<a>]",
+        "adapter.init=pissa",
+        "quantization=nf4",
+        "quantization=int8",
+        "adapter=ia3",
+    ],
 )
 def test_the_newest_checkpoint_is_merged_only_when_told(
     word: str, tmp_path: Path, train_run: TrainRun
 ) -> None:
     """What a run stopped at is what it would have saved had it been its end."""
     run = train_run(*small_run(word))
-    whole = merge_into(tmp_path / "whole", f"run={run}", "trainer.precision=fp32")
+    words = [f"run={run}", "trainer.precision=fp32", "merge.dtype=fp32"]
+    whole = merge_into(tmp_path / "whole", *words)
     (run / "metrics.json").unlink()
     shutil.rmtree(run / "adapter")
-    words = [f"run={run}", "trainer.precision=fp32"]
     with pytest.raises(UserError, match=r"merge that with merge\.checkpoint=newest"):
         load_config("merge", words)
     found = merge_into(tmp_path / "newest", *words, "merge.checkpoint=newest")
@@ -118,6 +127,51 @@ def test_the_newest_checkpoint_is_merged_only_when_told(
     (run / "metrics.json").write_text("{}")
     with pytest.raises(UserError, match=r"no adapter in .*; type merge\.checkpoint=newest"):
         merge_into(tmp_path / "other", *words)
+
+
+CONVERTER = """
+import pathlib, sys
+model, *options = sys.argv[1:]
+options = dict(zip(options[::2], options[1::2]))
+if options["--outtype"] == "f32":
+    sys.exit("this architecture is not known")
+pathlib.Path(options["--outfile"]).write_bytes(b"GGUF")
+"""
+
+
+@pytest.mark.slow
+def test_a_gguf_file_is_compared_on_its_greedy_tokens(
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With a converter and a runner in their places: llama.cpp is not on every machine."""
+    from app.evaluation import merged
+
+    (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    words = [*words_of(adapter), "merge.gguf=true", f"merge.llama_cpp={tmp_path}"]
+    words += ["merge.verify=false", "merge.dtype=bf16"]
+    monkeypatch.setattr(merged, "find_spec", lambda _: None)
+    merge_into(tmp_path / "a", *words)
+    assert "model.gguf: written; not compared: no llama-cpp-python" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"(?s)does not convert.*not known.*leave merge.gguf=true"):
+        merge_into(tmp_path / "b", *words, "merge.dtype=fp32")
+    monkeypatch.setattr(merged, "find_spec", lambda _: True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="float32")
+
+    def of_the_model(file: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+        assert file.read_bytes() == b"GGUF"
+        how = {"do_sample": False, "max_new_tokens": count, "eos_token_id": None}
+        return [model.generate(ids, **how)[0, ids.shape[1] :].tolist()
+                for ids in (torch.tensor([each]) for each in prompts)]  # fmt: skip
+
+    monkeypatch.setattr(merged, "greedy_tokens", of_the_model)
+    merge_into(tmp_path / "c", *words)
+    assert "greedy tokens of llama.cpp agree on 100.0% of 48" in capsys.readouterr().out
+    monkeypatch.setattr(merged, "greedy_tokens", lambda _, prompts, n: [[0] * n for _ in prompts])
+    with pytest.raises(TrainingFault, match="goes on with other greedy tokens"):
+        merge_into(tmp_path / "d", *words)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from app.model.adapter import (
     probe_logits,
     read_changes,
     save_adapter,
+    save_converted,
 )
 from app.model.base import ModelConfig, load_base
 from app.model.base_files import read_shapes, weight_files
@@ -252,6 +253,41 @@ def test_onto_dequantized_weights_it_answers_as_the_quantized_base(
     assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
     original = merged(base, adapters, tmp_path / "original", torch.float32)
     assert not difference(adapted, original).is_within(BOUNDS["float32"])
+
+
+@pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.slow)])
+def test_what_pissa_took_out_of_the_base_is_put_back(
+    build: Callable[..., Model], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    build().save_pretrained(base)
+    pissa = LoraConfig(r=4, init="pissa")
+    adapted = apply_adapter(read_base(base), pissa, half_precision=False)
+    move(adapted)
+    save_converted(adapted, tmp_path / "adapter")
+    read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
+    found = difference(adapted.eval(), read)
+    assert found.is_within(BOUNDS["float32"]), str(found)
+    assert not difference(read_base(base), read).is_within(BOUNDS["bfloat16"])
+
+
+@pytest.mark.slow
+def test_onto_a_base_in_8_bits_it_answers_as_that(tmp_path: Path) -> None:
+    """Nearer to it than the original weights are: its layers round what they are given as well."""
+    base = tmp_path / "base"
+    tiny_llama().save_pretrained(base)
+    int8 = QuantizationConfig(method="int8")
+    adapted = apply_adapter(read_base(base, quantization=int8), LORA, half_precision=False)
+    move(adapted)
+    save_adapter(adapted, tmp_path / "adapter")
+    adapters = [(tmp_path / "adapter", 1.0)]
+    how = {"quantization": int8, "quantized_from": torch.float32}
+    read = merged(base, adapters, tmp_path / "merged", torch.float32, **how)
+    found = difference(adapted.eval(), read)
+    assert found.is_within(BOUNDS["int8"]), str(found)
+    assert not found.is_within(BOUNDS["float32"])
+    original = merged(base, adapters, tmp_path / "original", torch.float32)
+    assert found.mean < difference(adapted, original).mean
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("llava", marks=pytest.mark.slow)])

@@ -55,4 +55,9 @@ def test_nothing_is_cut_and_text_stays_text(width: int, tmp_path: Path) -> None:
     title = re.search("<title>(.*)</title>", done.stdout)
     assert title is not None
     found: dict[str, Any] = json.loads(unescape(title[1]))
-    assert found == {"outside": [], "dots": True, "wide": False, "width": max(width, 500)}  # the narrowest window of a dump
+    assert found == {
+        "outside": [],
+        "dots": True,
+        "wide": False,
+        "width": max(width, 500),
+    }  # the narrowest window of a dump

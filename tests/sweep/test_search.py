@@ -83,7 +83,8 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(words: list[str], tmp_pat
     best = min(whole, key=lambda row: row["objective"])
     assert best["objective"] <= whole[0]["objective"]
     varied = " ".join(best["overrides"][-2:])
-    assert f"best: {varied} -> killed/{best['number']}" in answer.printed
+    assert f"best: {varied} -> killed/{best['number']}\n  lowest val/loss" in answer.printed
+    assert "were stopped, since others were better" in answer.printed
 
 
 def test_a_search_without_optuna_says_what_to_install(

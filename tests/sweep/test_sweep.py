@@ -17,7 +17,8 @@ from app.config import conf_files
 from app.process.errors import UserError
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep import run_sweep
-from app.sweep.trials import LocalJob
+from app.sweep.results import reasons_for, show_results
+from app.sweep.trials import LocalJob, Trial
 from app.sweep.words import read_words
 from tests.door import Answer, ask, make_data, make_model
 from tests.sweep.short_trials import short_trials
@@ -61,7 +62,7 @@ def test_every_combination_is_a_process_and_a_row(
     assert {Path(trial["folder"]).name for trial in summary} == {"0", "1", "2", "3"}
     for fragment in ("adapter.r", "optimizer.lr", "val/loss", "0.2500"):
         assert fragment in answer.printed
-    (best,) = re.findall("^best: .*\n  python -m app.train (.*)$", answer.printed, re.MULTILINE)
+    (best,) = re.findall(r"(?m)^best: .*\n  .*\n  python -m app\.train (.*)$", answer.printed)
     assert shlex.split(best) == summary[0]["overrides"]  # a shell takes it as it was meant
 
 
@@ -150,6 +151,33 @@ def test_hydras_lists_are_understood() -> None:
 def test_an_interval_says_how_it_is_searched(word: str, shown: str) -> None:
     (one,) = read_words([word])
     assert str(one) == shown
+
+
+def test_the_best_says_why_it_is_and_where_to_look_further() -> None:
+    swept = read_words(["optimizer.lr=interval(1e-5,1e-2)", "adapter.r=choice(4,8)"])
+    trials = [
+        Trial(
+            number=number, overrides=[f"optimizer.lr={lr}", "adapter.r=4"], folder="s",
+            exit_code=0, seconds=1, objective=loss, error=None, stopped_at=stopped,
+        )
+        for number, (lr, loss, stopped) in enumerate(
+            ((0.009, 0.5, None), (0.001, 0.75, None), (0.1, 0.9, 4))
+        )
+    ]  # fmt: skip
+    first, second = reasons_for(trials[:2], trials, swept)
+    assert first.startswith("lowest val/loss (0.5000) of 2 that ran to their end; 1 were stopped")
+    assert first.endswith("next 0.7500 with optimizer.lr=0.001")
+    assert second.startswith("optimizer.lr=0.009 is at the edge of 1e-05 to 0.01, log scale")
+    assert len(list(reasons_for(trials[1:2], trials, swept))) == 1
+
+
+def test_the_command_of_a_finder_trains_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["trainer.max_steps=60", "seed=1", "optimizer.lr=0.003"]
+    one = Trial(
+        number=0, overrides=words, folder="s", exit_code=0, seconds=1, objective=1.0, error=None
+    )
+    show_results([one], read_words(["+sweep=find_lr", "seed=1"]), {})
+    assert "  python -m app.train seed=1 optimizer.lr=0.003\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -345,8 +373,11 @@ def test_an_interrupted_sweep_goes_on(words: list[str], tmp_path: Path) -> None:
     assert answer.code == 130
     assert "interrupted after 1 of 3 trials" in answer.said
     assert "0.5000" in answer.printed
+    Path("grid/1").mkdir(exist_ok=True)
+    Path("grid/1/config.yaml").touch()  # as a training leaves that has begun
     with short_trials() as commands:
         answer = sweep("-m", "resume=grid")
     assert answer.code == 0, answer.said
+    assert [command[-1] == "resume=auto" for command in commands] == [True, False]
     assert [command[2] for command in commands] == ["adapter.r=4", "adapter.r=16"]
     assert [one["number"] for one in json.loads(Path("grid/sweep.json").read_text())] == [2, 1, 0]
