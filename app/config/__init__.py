@@ -8,11 +8,12 @@ takes, `help` the page.
 
 from app.config.dispatch import check_before_start, run_verb
 from app.config.load import Config, compose, load_config, load_run_config, settings_of
-from app.config.run_config import save_config
+from app.config.run_config import save_config, write_experiment
 from app.config.verbs import (
     ChatConfig,
     EvaluateConfig,
     MergeConfig,
+    PlanConfig,
     PreviewConfig,
     SweepConfig,
     TrainConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "Config",
     "EvaluateConfig",
     "MergeConfig",
+    "PlanConfig",
     "PreviewConfig",
     "SweepConfig",
     "TrainConfig",
@@ -35,4 +37,5 @@ __all__ = [
     "run_verb",
     "save_config",
     "settings_of",
+    "write_experiment",
 ]
