@@ -35,6 +35,9 @@ train: $(STAMP)  ## fine-tune the shipped tiny base; ARGS="+experiment=llama8b" 
 preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
 	$(BIN)/python -m app.preview $(ARGS)
 
+plan: $(STAMP)  ## will it fit, how fast, what to change; ARGS="+experiment=llama70b hardware=8xa100_80gb"
+	$(BIN)/python -m app.plan $(if $(ARGS),$(ARGS),+experiment=llama8b hardware=h100)
+
 eval: $(STAMP)  ## base vs tuned of RUN=FOLDER, or of the newest run; trains the default first
 	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
 		"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
@@ -106,4 +109,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview eval merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview plan eval merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

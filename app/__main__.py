@@ -11,6 +11,7 @@ VERBS = {
     "train": "config in, verified adapter out",
     "evaluate": "losses per data set and exact match, base vs tuned",
     "preview": "what a run would learn from, before it is paid for",
+    "plan": "will it fit, how fast, what to change",
     "merge": "adapter into base, checked; a Hugging Face folder, GGUF",
     "chat": "talk to base + adapter in the terminal",
     "serve": "OpenAI's chat API and a page for the browser, on this machine",

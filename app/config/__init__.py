@@ -8,12 +8,13 @@ takes, `help` the page.
 
 from app.config.dispatch import check_before_start, run_verb
 from app.config.load import Config, compose, load_config, load_run_config, settings_of
-from app.config.run_config import save_config
+from app.config.run_config import save_config, write_experiment
 from app.config.verbs import (
     ChatConfig,
     EvaluateConfig,
     LauncherConfig,
     MergeConfig,
+    PlanConfig,
     PreviewConfig,
     ServerConfig,
     SweepConfig,
@@ -27,6 +28,7 @@ __all__ = [
     "EvaluateConfig",
     "LauncherConfig",
     "MergeConfig",
+    "PlanConfig",
     "PreviewConfig",
     "ServerConfig",
     "SweepConfig",
@@ -39,4 +41,5 @@ __all__ = [
     "run_verb",
     "save_config",
     "settings_of",
+    "write_experiment",
 ]

@@ -12,7 +12,15 @@ import yaml  # type: ignore[import-untyped]
 from app.config.conf_files import CONF, groups
 from app.config.load import Config, check_empty, compose, load_config, load_run_config
 from app.config.validation import print_note
-from app.config.verbs import PARTS, VERBS, EvaluateConfig, PreviewConfig, TrainConfig, TunedConfig
+from app.config.verbs import (
+    PARTS,
+    VERBS,
+    EvaluateConfig,
+    PlanConfig,
+    PreviewConfig,
+    TrainConfig,
+    TunedConfig,
+)
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
@@ -60,7 +68,7 @@ def _dispatch(
     is_sweep = bool({"-m", "--multirun"} & set(words))
     words = [word for word in words if word not in ("-m", "--multirun")]
     shows_settings, words = _take_cfg(words)
-    if verb in ("train", "preview") and not words:
+    if verb in ("train", "preview", "plan") and not words:
         words = [f"+experiment={DEFAULT_EXPERIMENT}"]
         print_note(f"no settings typed: +experiment={DEFAULT_EXPERIMENT} (--help shows more)")
     if is_sweep:
@@ -111,6 +119,8 @@ def check_before_start(config: Config) -> ExistingRun | None:
     problems += check_empty(config)
     if problems:
         raise UserError(problems)
+    if isinstance(config, PlanConfig):
+        return None  # it checks against its hardware, and reads neither weights nor data
     existing = num_ranks = None
     is_preview = isinstance(config, PreviewConfig)
     if isinstance(config, TrainConfig) and not is_preview:
@@ -171,7 +181,7 @@ def _check_required(config: Config) -> list[str]:
             f"no model: type model=NAME ({', '.join(groups(CONF)['model'])}), or "
             "model.path=FOLDER_OR_HUB_ID; +experiment=quickstart is a whole run"
         )
-    if not isinstance(config, (TrainConfig, EvaluateConfig)):
+    if isinstance(config, PlanConfig) or not isinstance(config, (TrainConfig, EvaluateConfig)):
         return problems
     tests_only = isinstance(config, EvaluateConfig) and config.data.test_datasets
     if not config.data.datasets and not tests_only:

@@ -19,6 +19,7 @@ Parts = Mapping[str, Mapping[str, type]]
 WHAT = {
     "train": "fine-tune a language model; leaves a verified adapter in outputs/",
     "preview": "what a run would learn from: rows, loss mask, packs, audit; needs a tokenizer only",
+    "plan": "will it fit, how fast, what to change; needs no weights, no GPU and no network",
     "evaluate": "loss per data set and exact match on held-out rows, base vs tuned",
     "merge": "adapter into base, checked against the adapter: a Hugging Face folder, and GGUF",
     "chat": "talk to a base with its adapter in the terminal",
@@ -37,6 +38,11 @@ USAGE = {
         ("python -m app.preview", "the same as +experiment=quickstart"),
         ("python -m app.preview +experiment=NAME [GROUP=OPTION] [KEY=VALUE] ...", ""),
         ("python -m app.preview model.path=TOKENIZER_DIR 'data.datasets=[{path: FILE}]'", ""),
+    ),
+    "plan": (
+        ("python -m app.plan +experiment=llama70b hardware=8xa100_80gb", ""),
+        ("python -m app.plan +experiment=NAME hardware=2x8xh100 plan.tokens=50e6", "two nodes"),
+        ("python -m app.plan model=NAME hardware=rtx4090 plan.write=FILE.yaml", ""),
     ),
     "evaluate": (
         ("python -m app.evaluate", "the newest finished run under outputs/"),
@@ -84,7 +90,7 @@ def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None 
     options = groups(conf)
     lines = [f"loft {verb}: {WHAT[verb]}", "", "usage"]
     lines += [f"  {command:<44}  {meaning}".rstrip() for command, meaning in USAGE[verb]]
-    if verb in ("train", "preview"):
+    if verb in ("train", "preview", "plan"):
         lines += ["", "whole runs: +experiment=NAME"]
         runs = {
             name: _first_comment(conf / "experiment" / f"{name}.yaml")

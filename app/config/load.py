@@ -44,7 +44,7 @@ from app.process.errors import ROOT, UserError
 from app.process.untrusted import reading
 from app.run import NEVER, find_run_to_resume
 from app.run.folder import CONFIG_FILE, expand_home
-from data_modules import TEMPLATE_NAMES
+from data_modules import TEMPLATE_NAMES, hints_of
 
 Config = TrainConfig | TunedConfig
 """the settings of a verb; those of a preview are a training's and more"""
@@ -72,7 +72,8 @@ def load_run_config(folder: Path) -> TrainConfig:
 def settings_of(group: str, option: str) -> Any:
     """Return the settings that `group=option` means, as its file has them."""
     file = read_conf_file(find_option(CONF, group, option), package=group)
-    return PARTS[group][option](**file.values)
+    schema = PARTS[group][option] if group in PARTS else hints_of(VERBS["plan"])[group]
+    return schema(**file.values)
 
 
 def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
@@ -103,7 +104,8 @@ def compose(verb: str, words: Sequence[str], conf: Path = CONF) -> Config:
     name = verb
     if experiment is not None:
         name = NOT_IN_NAMES.sub("-", experiment.path.stem).strip("-._")[:MAX_NAME] or verb
-        name = f"{name}-preview" if verb == "preview" else name  # apart from the runs of its name
+        # Apart from the runs of its name.
+        name = f"{name}-{verb}" if verb in ("preview", "plan") else name
     config.output.name = config.output.name or name
     if config.output.dir is not None and config.output.dir.strip():
         config.output.dir = str(expand_home("output.dir", config.output.dir))

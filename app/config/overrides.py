@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.config.verbs import TYPED_KEYS
+from app.planning.hardware import split_name
 from app.process.errors import UserError, nearest
 from data_modules import REDACTED, holds_token
 
@@ -51,6 +52,9 @@ def read_words(
             problems.append(f"{word}: expected key=value{_hint_for_word(word, groups)}")
             continue
         key, value = TYPED_KEYS.get(match["key"], match["key"]), match["value"]
+        numbers: dict[str, int] = {}
+        if key == "hardware":
+            value, numbers = split_name(value)
         if (refusal := refuse(key, value)) is not None:
             problems.append(refusal)
         elif REDACTED in value:
@@ -72,6 +76,8 @@ def read_words(
             prefix = "+" if key in ADDED_GROUPS else prefix
             try:
                 given.append(_read_word(key, value, prefix))
+                for name, number in numbers.items():
+                    given.append(_read_word(f"{key}.{name}", str(number), "++"))
             except UserError as error:
                 problems += error.problems
     return given, problems

@@ -42,6 +42,38 @@ def save_config(config: TrainConfig | TunedConfig, path: Path) -> None:
     write_whole(path, text)
 
 
+def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
+    """Write settings as an experiment of one's own: what differs from the defaults.
+
+    `header`: comment lines below the first one.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(TrainConfig):
+        value = getattr(config, field.name)
+        if field.name in PARTS:
+            values[field.name] = dataclasses.asdict(value)
+        elif field.name not in PER_START and (given := _given(value, default_of(field))):
+            values[field.name] = given
+    defaults = [{f"override /{group}": getattr(config, group).name} for group in PARTS]
+    settings = redacted({"defaults": [*defaults, "_self_"], **values})
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    write_whole(path, f"# @package _global_\n{header}\n{text}")
+
+
+def _given(value: Any, default: Any) -> Any:
+    """Return what of a part differs from its default; nothing of what does not."""
+    if not dataclasses.is_dataclass(value):
+        plain = [dataclasses.asdict(one) for one in value] if _holds_parts(value) else value
+        return plain if value != default else None
+    fields = {field.name: default_of(field) for field in dataclasses.fields(value)}
+    given = {name: _given(getattr(value, name), before) for name, before in fields.items()}
+    return {name: part for name, part in given.items() if getattr(value, name) != fields[name]}
+
+
+def _holds_parts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(dataclasses.is_dataclass, value))
+
+
 def find_run_of(verb: str, typed: Mapping[str, Any]) -> Path | None:
     """Return the run whose settings a command means: one resumed, evaluated,
     merged or talked to by its folder.

@@ -23,6 +23,8 @@ from app.model.base import ModelConfig
 from app.model.merging import MergingConfig
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
+from app.planning.hardware import HardwareConfig
+from app.planning.planned import PlanningConfig
 from app.process.supervisor import SuperviseConfig
 from app.report.preview import ShownConfig
 from app.run import ALLOWED
@@ -222,6 +224,16 @@ class PreviewConfig(TrainConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class PlanConfig(TrainConfig):
+    """The settings of a plan: those of a training, and the hardware that it is for."""
+
+    hardware: HardwareConfig = setting(default_factory=HardwareConfig)
+    """the machine that a plan is for"""
+    plan: PlanningConfig = setting(default_factory=PlanningConfig)
+    """what a plan is asked"""
+
+
+@dataclass(kw_only=True, slots=True)
 class DeviceConfig:
     """The trainer's settings that mean something without data; one process, one device."""
 
@@ -314,6 +326,7 @@ VERBS: dict[str, type] = {
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
     "preview": PreviewConfig,
+    "plan": PlanConfig,
     "merge": MergeConfig,
     "chat": ChatConfig,
     "serve": ServerConfig,

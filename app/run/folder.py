@@ -244,7 +244,7 @@ def pass_to_ranks(folder: Path) -> None:
 
 
 def is_training(config: Path) -> bool:
-    """Tell a training's config.yaml from an evaluation's or a preview's, by its sections.
+    """Tell a training's config.yaml from an evaluation's, a preview's or a plan's, by its sections.
 
     A damaged file counts as a training's: reading its settings says what is wrong with it.
     """
@@ -258,7 +258,7 @@ def is_training(config: Path) -> bool:
     if not isinstance(root, yaml.MappingNode):
         return False
     sections = {key.value for key, _ in root.value}
-    return "optimizer" in sections and "preview" not in sections
+    return "optimizer" in sections and not {"preview", "plan"} & sections
 
 
 def separate_files(folder: Path) -> None:

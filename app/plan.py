@@ -1,0 +1,115 @@
+"""Plan: will it fit, how fast, what to change; before anything is rented, from the settings alone.
+
+`python -m app.plan +experiment=llama70b hardware=8xa100_80gb`. No weights, no GPU, no network.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from app.config import PlanConfig, run_verb, save_config, settings_of, write_experiment
+from app.planning.advice import (
+    Candidate,
+    best_of_each,
+    list_candidates,
+    other_ways,
+    smallest_change,
+)
+from app.planning.facts import describe_candidate, describe_run
+from app.planning.hardware import HardwareConfig, check_hardware, name_of_machine
+from app.planning.memory import PlannedRun
+from app.planning.planned import check_planned, config_on, on_hardware, plan_run, read_numbers
+from app.process.environment import keep_streams
+from app.process.errors import UserError
+from app.process.files import write_whole
+from app.process.signals import end_process, install_signal_handlers
+from app.report.plan import plan_lines, render_plan
+from app.run.folder import CONFIG_FILE, decide_run_dir
+from app.strategy.settings import FAMILIES, StrategyConfig
+from data_modules import printable
+
+NOT_PLANNED = ("auto", "zero3_nvme")
+"""strategies that are chosen or not implemented"""
+
+
+def plan(config: PlanConfig) -> Path:
+    """Estimate what `config` would take, print it with the advice; return the folder written."""
+    hardware = on_hardware(config, find_hardware(config.hardware))
+    numbers = read_numbers(config.model)
+    if problems := check_planned(config, hardware, numbers):
+        raise UserError(problems)
+    strategies: dict[str, StrategyConfig] = {
+        name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED
+    }
+    run, chosen = plan_run(config, hardware, numbers, strategies=strategies)
+    candidates = list_candidates(config, hardware, numbers, run.model, strategies)
+    way = smallest_change(candidates)
+    ways = [" ".join(way.words)] if way is not None else []
+    if not ways:
+        ways = other_ways(config, hardware, numbers, run.model, strategies, run.sequence_len)
+    facts = describe_run(run, tokens_of(config, run))
+    facts |= {
+        "name": (config.output.name or "").removesuffix("-plan"),
+        "chosen": chosen,
+        "to_fit": [] if facts["fits"] else ways,
+        "advice": [describe_candidate(each) for each in best_of_each(candidates)],
+    }
+    folder = decide_run_dir(config.output)
+    save_config(config, folder / CONFIG_FILE)
+    write_whole(folder / "plan.json", json.dumps(facts, indent=2) + "\n")
+    write_whole(folder / "plan.html", render_plan(facts))
+    for line in plan_lines(facts):
+        print(printable(line))
+    if config.plan.write is not None:
+        write_best(config, candidates, hardware, Path(config.plan.write))
+    where = printable(str(folder))
+    print(f"\n{where}/plan.html, plan.json: the same and more")
+    print(f"run: {where}")
+    return folder
+
+
+def find_hardware(config: HardwareConfig) -> HardwareConfig:
+    """Return the hardware with every number; `auto` is the GPUs of this machine."""
+    if config.name == "auto" and not config.memory_gib:
+        card, memory_gib, num_gpus = name_of_machine()
+        known: HardwareConfig = settings_of("hardware", card)
+        config = replace(
+            known,
+            memory_gib=memory_gib,
+            gpus_per_node=num_gpus,
+            num_nodes=config.num_nodes,
+            price_per_hour=config.price_per_hour,
+        )
+    if problems := check_hardware(config):
+        raise UserError(problems)
+    return config
+
+
+def tokens_of(config: PlanConfig, run: PlannedRun) -> int | None:
+    """Return the tokens that the run trains on, where they are known."""
+    if config.plan.tokens is not None or config.trainer.max_steps is None:
+        return config.plan.tokens
+    return config.trainer.max_steps * run.tokens_per_step
+
+
+def write_best(
+    config: PlanConfig, candidates: list[Candidate], hardware: HardwareConfig, file: Path
+) -> None:
+    """Write the fastest candidate that fits as an experiment; UserError where none does."""
+    best = next((each for each in candidates if each.fits), None)
+    if best is None:
+        raise UserError(f"plan.write={file}: nothing fits {hardware}, so nothing was written")
+    header = (
+        f"# Planned for {hardware}: {best.memory.total / 2**30:.1f} GiB a GPU, "
+        f"{best.speed.tokens_per_second:,.0f} tokens/s by arithmetic. Not yet run."
+    )
+    write_experiment(config_on(best.config, hardware), file, header)
+    print(f"\nwritten: {printable(str(file))}; python -m app.train +experiment={file}")
+
+
+if __name__ == "__main__":
+    keep_streams()
+    install_signal_handlers()
+    end_process(run_verb("plan", plan))

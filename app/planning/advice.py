@@ -1,0 +1,207 @@
+"""What else the same run could be: every strategy, quantization, recompute and micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from app.model.adapter import saves_whole_model
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import BY_SPEED
+from app.planning.hardware import HardwareConfig
+from app.planning.memory import (
+    GIB,
+    GpuMemory,
+    PlannedRun,
+    estimate_gpu_memory,
+    estimate_host_memory,
+    fits,
+)
+from app.planning.model_size import PlannedModel
+from app.planning.planned import check_planned, plan_run
+from app.planning.speed import Speed, estimate_speed
+from app.process.errors import UserError
+from app.strategy.settings import StrategyConfig
+from app.training.memory import ModelSize
+
+if TYPE_CHECKING:
+    from app.config.verbs import PlanConfig
+
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+DOUBLINGS = 7
+"""of the GPUs that are tried where nothing fits"""
+SAME = 0.01
+"""share of the tokens a second that is no reason for a larger micro-batch"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One way to make the run, and the overrides that make the settings mean it."""
+
+    words: tuple[str, ...]
+    run: PlannedRun
+    memory: GpuMemory
+    speed: Speed
+    fits: bool
+    config: PlanConfig
+
+
+def list_candidates(
+    config: PlanConfig,
+    hardware: HardwareConfig,
+    numbers: Mapping[str, Any],
+    model: PlannedModel,
+    strategies: Mapping[str, StrategyConfig],
+) -> list[Candidate]:
+    """Return what the couplings allow: for each strategy, quantization and recompute the smallest
+    micro-batch that is about as fast as any that fits; those that fit first, fastest first.
+    """
+    found = []
+    for base, words in _shardings(config, strategies):
+        if check_planned(base, hardware, numbers):
+            continue
+        try:
+            run, _ = plan_run(base, hardware, numbers, model=model, strategies=strategies)
+        except UserError:
+            continue
+        size = run.size
+        for mode in BY_SPEED:
+            if config.trainer.compile and mode == "selective":
+                continue
+            best = _best_micro_batch(config, base, run, size, mode, words)
+            if best is not None:
+                found.append(best)
+    return sorted(
+        found, key=lambda each: (not each.fits, -each.speed.tokens_per_second, len(each.words))
+    )
+
+
+def _shardings(
+    config: PlanConfig, strategies: Mapping[str, StrategyConfig]
+) -> Iterator[tuple[PlanConfig, tuple[str, ...]]]:
+    """Yield the settings with each strategy and quantization, and what is typed for them."""
+    quantizations = {config.quantization.method: config.quantization}
+    if not saves_whole_model(config.adapter):
+        for method in ("none", "nf4"):
+            quantizations.setdefault(method, QuantizationConfig(method=method))
+    for name, strategy in strategies.items():
+        mine = config.strategy if config.strategy.name == name else strategy
+        for method, quantization in quantizations.items():
+            words: tuple[str, ...] = ()
+            if name != config.strategy.name:
+                words += (f"strategy={name}",)
+            if method != config.quantization.method:
+                words += (f"quantization={method}",)
+            yield replace(config, strategy=mine, quantization=quantization), words
+
+
+def _best_micro_batch(
+    config: PlanConfig,
+    base: PlanConfig,
+    run: PlannedRun,
+    size: ModelSize,
+    mode: str,
+    words: tuple[str, ...],
+) -> Candidate | None:
+    """Return the smallest micro-batch about as fast as the fastest that fits; else the smallest."""
+    packs = run.micro_batch_size * run.accumulation
+    if mode != config.recompute.mode:
+        words += (f"recompute={mode}",)
+    best: Candidate | None = None
+    for number in MICRO_BATCHES:
+        if packs % number:
+            break
+        each = replace(run, recompute=mode, micro_batch_size=number, accumulation=packs // number)
+        typed, trainer = words, config.trainer
+        if number != config.trainer.micro_batch_size:
+            typed += (f"trainer.micro_batch_size={number}",)
+            trainer = replace(trainer, micro_batch_size=number)
+            if config.trainer.global_batch_size is None:
+                typed += (f"trainer.gradient_accumulation_steps={each.accumulation}",)
+                trainer = replace(trainer, gradient_accumulation_steps=each.accumulation)
+        memory = estimate_gpu_memory(each, size)
+        has_room = fits(each, memory) and _fits_host(each, size)
+        if best is not None and not has_room:
+            break
+        speed = estimate_speed(each, size)
+        if (
+            best is None
+            or not best.fits
+            or speed.tokens_per_second > (1 + SAME) * best.speed.tokens_per_second
+        ):
+            meant = replace(base, recompute=replace(config.recompute, mode=mode), trainer=trainer)
+            best = Candidate(
+                words=typed, run=each, memory=memory, speed=speed, fits=has_room, config=meant
+            )
+        if not has_room:
+            break
+    return best
+
+
+def _fits_host(run: PlannedRun, size: ModelSize) -> bool:
+    has = run.hardware.host_memory_gib * GIB
+    return not has or estimate_host_memory(run, size).total <= has
+
+
+def best_of_each(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the first candidate of each strategy and quantization."""
+    first: dict[tuple[str, str], Candidate] = {}
+    for each in candidates:
+        first.setdefault((each.run.strategy.name, each.run.quantization.method), each)
+    return list(first.values())
+
+
+def smallest_change(candidates: list[Candidate]) -> Candidate | None:
+    """Return the candidate that fits with the fewest words to type; the fastest of those."""
+    fitting = [each for each in candidates if each.fits]
+    return min(
+        fitting,
+        key=lambda each: (len(each.words), -each.speed.tokens_per_second),
+        default=None,
+    )
+
+
+def other_ways(
+    config: PlanConfig,
+    hardware: HardwareConfig,
+    numbers: Mapping[str, Any],
+    model: PlannedModel,
+    strategies: Mapping[str, StrategyConfig],
+    sequence_len: int,
+) -> list[str]:
+    """Return what to type where nothing fits: shorter sequences, and more GPUs."""
+    found = []
+    length = sequence_len // 2
+    while length >= 128:
+        shorter = replace(config, data=replace(config.data, sequence_len=length))
+        ways = list_candidates(shorter, hardware, numbers, model, strategies)
+        if (way := smallest_change(ways)) is not None:
+            found.append(" ".join((f"data.sequence_len={length}", *way.words)))
+            break
+        length //= 2
+    more = hardware
+    for _ in range(DOUBLINGS):
+        more = _doubled(more)
+        asked, typed = config, [f"hardware={_typed(more)}"]
+        if (config.trainer.global_batch_size or more.num_gpus) < more.num_gpus:
+            asked = replace(
+                config, trainer=replace(config.trainer, global_batch_size=more.num_gpus)
+            )
+            typed.append(f"trainer.global_batch_size={more.num_gpus}")
+        ways = list_candidates(asked, more, numbers, model, strategies)
+        if (way := smallest_change(ways)) is not None:
+            found.append(" ".join((*typed, *way.words)))
+            break
+    return found
+
+
+def _doubled(hardware: HardwareConfig) -> HardwareConfig:
+    if hardware.gpus_per_node < 8:
+        return replace(hardware, gpus_per_node=min(8, 2 * hardware.gpus_per_node))
+    return replace(hardware, num_nodes=2 * hardware.num_nodes)
+
+
+def _typed(hardware: HardwareConfig) -> str:
+    nodes = f"{hardware.num_nodes}x" if hardware.num_nodes > 1 else ""
+    return f"{nodes}{hardware.gpus_per_node}x{hardware.name}"

@@ -1,0 +1,184 @@
+"""What ranks send each other in an optimizer step, by collective: inside a node and between nodes.
+
+Volumes as in arXiv 1910.02054 (ZeRO), 2306.10209 (ZeRO++) and 1909.08053 (tensor parallelism).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from app.planning.memory import PlannedRun
+from app.strategy.settings import MAX_UNSHARDED_SHARE, DdpConfig, FsdpConfig, ZeroConfig
+from app.training.memory import ModelSize
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
+"""bytes of a number that travels as ZeRO++'s qwZ and qgZ send it"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """One kind of message, as often as it is sent in a step."""
+
+    what: str
+    kind: str
+    num_bytes: float
+    """of the whole tensor, once"""
+    times: float
+    """in an optimizer step"""
+    num_ranks: int
+    """that take part together"""
+    num_nodes: int = 1
+    """over which these ranks are spread"""
+    overlaps: bool = True
+    """whether ranks compute meanwhile"""
+
+    @property
+    def _passes(self) -> int:
+        return 2 if self.kind == ALL_REDUCE else 1
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a step, by a ring."""
+        ranks = self.num_ranks
+        return self._passes * self.num_bytes * self.times * (ranks - 1) / ranks
+
+    @property
+    def sent_between_nodes(self) -> float:
+        """Bytes that a node sends to others in a step."""
+        nodes = self.num_nodes
+        return self._passes * self.num_bytes * self.times * (nodes - 1) / nodes
+
+    @property
+    def own(self) -> float:
+        """Bytes of a node's own share, which the others need: what rules of thumb count."""
+        return self.num_bytes * self.times / self.num_nodes
+
+
+def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Collective]:
+    """List what the ranks of a run send each other in one optimizer step."""
+    size = size or run.size
+    if run.num_ranks == 1:
+        return []
+    if isinstance(run.strategy, ZeroConfig):
+        return _of_zero(run, run.strategy, size)
+    if isinstance(run.strategy, FsdpConfig):
+        return [*_of_fsdp(run, run.strategy, size), *_of_tensor_parallel(run, size)]
+    return _of_ddp(run, size)
+
+
+def _of_ddp(run: PlannedRun, size: ModelSize) -> list[Collective]:
+    sent, strategy = size.whole.trained, run.strategy
+    if isinstance(strategy, DdpConfig) and strategy.compression in ("bf16", "fp16"):
+        sent = size.whole.num_trained * 2
+    elif isinstance(strategy, DdpConfig) and strategy.compression == "powersgd":
+        layers = run.model.layers
+        sent = sum(
+            4.0 * strategy.powersgd_rank * sum(weight.shape) * count
+            for weights, count in layers
+            for weight in weights.values()
+            if weight.requires_grad
+        )
+    return [_over_all(run, "gradients", ALL_REDUCE, sent, 1)]
+
+
+def _over_all(run: PlannedRun, what: str, kind: str, num_bytes: float, times: float) -> Collective:
+    return Collective(
+        what=what,
+        kind=kind,
+        num_bytes=num_bytes,
+        times=times,
+        num_ranks=run.num_ranks,
+        num_nodes=run.num_nodes,
+    )
+
+
+def _of_zero(run: PlannedRun, strategy: ZeroConfig, size: ModelSize) -> list[Collective]:
+    whole, steps = size.whole, run.accumulation
+    if strategy.stage < 3:
+        # Stage 2 keeps a share of the gradients only, and reduces each micro-batch.
+        times = steps if strategy.stage == 2 else 1
+        return [
+            _over_all(run, "gradients", REDUCE_SCATTER, whole.trained, times),
+            _over_all(run, "updated weights", ALL_GATHER, whole.trained, 1),
+        ]
+    weights, gradients = whole.frozen + whole.trained, whole.trained
+    num_weights = run.model.num_weights
+    forward = num_weights * QUANTIZED_WEIGHT if strategy.quantized_weights else weights
+    backward = forward
+    if strategy.quantized_gradients:
+        gradients = whole.num_trained * QUANTIZED_GRADIENT
+    within = Collective(
+        what="weights, backward",
+        kind=ALL_GATHER,
+        num_bytes=backward,
+        times=steps,
+        num_ranks=run.hardware.gpus_per_node,
+    )
+    return [
+        _over_all(run, "weights, forward", ALL_GATHER, forward, steps),
+        within
+        if strategy.partition_within_node
+        else _over_all(run, "weights, backward", ALL_GATHER, backward, steps),
+        _over_all(run, "gradients", REDUCE_SCATTER, gradients, steps),
+    ]
+
+
+def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Collective]:
+    """List those of FSDP2 along the ranks that share weights, and between groups of them."""
+    whole, groups = size.whole, run.num_data_ranks
+    if not strategy.shards_data_parallel:
+        return []
+    replicas = min(groups, strategy.replicas or run.num_nodes)
+    shards = groups // replicas
+    # Ranks of a group stand side by side: it spans a node or more.
+    per_node = max(1, run.hardware.gpus_per_node // run.tensor_size)
+    nodes = max(1, shards // per_node)
+    few = whole.num_trained <= MAX_UNSHARDED_SHARE * (whole.num_trained + whole.frozen / 2)
+    reduced = 1 if few else run.accumulation
+    found = []
+    if shards > 1:
+        gathers = run.accumulation * (2 if strategy.reshard_after_forward else 1)
+        for what, kind, num_bytes, times in (
+            ("weights", ALL_GATHER, whole.gathered, gathers),
+            ("gradients", REDUCE_SCATTER, whole.trained, reduced),
+        ):
+            found.append(
+                Collective(
+                    what=what,
+                    kind=kind,
+                    num_bytes=num_bytes,
+                    times=times,
+                    num_ranks=shards,
+                    num_nodes=nodes,
+                )
+            )
+    if replicas > 1:
+        found.append(
+            Collective(
+                what="gradients between replicas",
+                kind=ALL_REDUCE,
+                num_bytes=whole.trained / shards,
+                times=reduced,
+                num_ranks=replicas,
+                num_nodes=min(replicas, run.num_nodes),
+            )
+        )
+    return found
+
+
+def _of_tensor_parallel(run: PlannedRun, size: ModelSize) -> list[Collective]:
+    """List two messages a layer and direction; recomputing a layer sends its two once more."""
+    if run.tensor_size == 1:
+        return []
+    directions = 3 if run.recompute in ("full", "offload") else 2
+    return [
+        Collective(
+            what="hidden states of split layers",
+            kind=ALL_REDUCE,
+            num_bytes=float(run.tokens * size.width * run.kept.width),
+            times=2 * directions * run.model.num_layers * run.accumulation,
+            num_ranks=run.tensor_size,
+            overlaps=False,
+        )
+    ]

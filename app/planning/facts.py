@@ -1,0 +1,129 @@
+"""A plan as plain values: what is printed, drawn, and written as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.planning.advice import Candidate
+from app.planning.communication import list_collectives
+from app.planning.deepspeed_states import estimate_zero2_states, estimate_zero3_states
+from app.planning.memory import (
+    GIB,
+    PlannedRun,
+    estimate_disk,
+    estimate_gpu_memory,
+    estimate_host_memory,
+    fits,
+    usable_bytes,
+)
+from app.planning.speed import batch_word, estimate_flops, estimate_speed
+from app.strategy.settings import ZeroConfig
+
+
+def describe_run(run: PlannedRun, tokens: int | None) -> dict[str, Any]:
+    """Return a planned run's memory, messages and speed; `tokens`: that it trains on in all."""
+    size, hardware = run.size, run.hardware
+    memory = estimate_gpu_memory(run, size)
+    host = estimate_host_memory(run, size)
+    speed = estimate_speed(run, size)
+    flops = estimate_flops(run)
+    facts: dict[str, Any] = {
+        "model": run.model.name,
+        "num_weights": run.model.num_weights,
+        "num_trained": run.model.count(trained=True),
+        "hardware": str(hardware),
+        "fits": fits(run, memory),
+        "settings": _settings(run),
+        "gpu_gib": {name: value / GIB for name, value in memory.parts.items()},
+        "gpu_total_gib": memory.total / GIB,
+        "gpu_usable_gib": usable_bytes(hardware) / GIB,
+        "gpu_memory_gib": hardware.memory_gib,
+        "host_gib": {
+            "loading": host.loading / GIB,
+            "offloaded": host.offloaded / GIB,
+            "memory": hardware.host_memory_gib,
+        },
+        "deepspeed_states_gib": _states_by_deepspeed(run),
+        "disk_gib": estimate_disk(run, size) / GIB,
+        "messages": [
+            {
+                "what": each.what,
+                "kind": each.kind,
+                "times": each.times,
+                "gib_a_gpu": each.sent / GIB,
+                "gib_between_nodes": each.sent_between_nodes / GIB,
+            }
+            for each in list_collectives(run, size)
+        ],
+        "gflop_a_token": flops.total / 1e9,
+        "step_seconds": speed.step,
+        "seconds": {
+            "products": speed.products,
+            "attention": speed.attention,
+            "traffic": speed.traffic,
+            "messages": speed.messages,
+            "host copies": speed.host,
+            "waiting": speed.exposed,
+        },
+        "tokens_a_step": run.tokens_per_step,
+        "tokens_per_second": speed.tokens_per_second,
+        "tokens_per_second_a_gpu": speed.tokens_per_second / run.num_ranks,
+        "mfu": speed.mfu,
+        "verdict": speed.verdict,
+        "batch": batch_word(run),
+        "tokens": tokens,
+        "hours": None,
+        "cost": None,
+    }
+    if tokens is not None:
+        facts["hours"] = tokens / speed.tokens_per_second / 3600
+        if hardware.price_per_hour is not None:
+            facts["cost"] = facts["hours"] * hardware.price_per_hour * run.num_ranks
+    return facts
+
+
+def _states_by_deepspeed(run: PlannedRun) -> dict[str, float] | None:
+    """Return what DeepSpeed's estimator says, of strategies and adapters that it knows."""
+    strategy, gpus = run.strategy, run.hardware.gpus_per_node
+    if not isinstance(strategy, ZeroConfig) or strategy.stage == 1 or not run.trains_base:
+        return None
+    offloads, weights = strategy.offload_optimizer != "none", float(run.model.num_weights)
+    if strategy.stage == 2:
+        states = estimate_zero2_states(
+            weights, gpus_per_node=gpus, num_nodes=run.num_nodes, offloads=offloads
+        )
+    else:
+        states = estimate_zero3_states(
+            weights,
+            run.model.head_weights,
+            gpus_per_node=gpus,
+            num_nodes=run.num_nodes,
+            offloads_optimizer=offloads,
+            offloads_weights=strategy.offload_parameters != "none",
+        )
+    return {"gpu": states.gpu / GIB, "host": states.host / GIB}
+
+
+def _settings(run: PlannedRun) -> dict[str, Any]:
+    return {
+        "strategy": run.strategy.name,
+        "quantization": run.quantization.method,
+        "recompute": run.recompute,
+        "precision": run.precision,
+        "micro_batch_size": run.micro_batch_size,
+        "sequence_len": run.sequence_len,
+        "accumulation": run.accumulation,
+    }
+
+
+def describe_candidate(candidate: Candidate) -> dict[str, Any]:
+    """Return one row of the advice."""
+    run, memory = candidate.run, candidate.memory
+    return _settings(run) | {
+        "type": " ".join(candidate.words),
+        "fits": candidate.fits,
+        "gpu_gib": {name: value / GIB for name, value in memory.parts.items()},
+        "gpu_total_gib": memory.total / GIB,
+        "tokens_per_second": candidate.speed.tokens_per_second,
+        "verdict": candidate.speed.verdict,
+    }

@@ -1,0 +1,271 @@
+"""Memory of a run by part: of a GPU, of a host, and of its disk; by arithmetic.
+
+Model states and what a strategy gathers come from `app.training.memory`, activations from
+`app.model.activation_memory`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from app.model.activation_memory import (
+    FP32,
+    HALF,
+    LOSS_BYTES,
+    Kept,
+    estimate_activations,
+    rows_per_chunk,
+)
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import CONTEXT_GIB, USABLE_SHARE
+from app.planning.hardware import HardwareConfig
+from app.planning.model_size import PlannedModel, dtype_bytes, size_for
+from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, tensor_parallel_size
+from app.training.memory import ModelSize, estimate_memory, num_shares
+from app.training.model_states import EIGHT_BIT_STATES, STATES
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRun:
+    """A run, as far as its memory and speed depend on it; nothing is `auto`."""
+
+    model: PlannedModel
+    hardware: HardwareConfig
+    strategy: StrategyConfig
+    quantization: QuantizationConfig
+    recompute: str
+    recompute_every: int = 1
+    precision: str = "bf16"
+    """fp32, bf16, bf16-pure or fp16"""
+    optimizer: str = "adamw"
+    micro_batch_size: int = 1
+    sequence_len: int = 2048
+    accumulation: int = 1
+    trains_base: bool = False
+    drops: bool = False
+    """whether each adapter reads its own dropped input"""
+    fuses_adapters: bool = True
+    fuses_norm_and_gate: bool = True
+    keeps_scores: bool = False
+    """whether attention is not one kernel"""
+    num_checkpoints: int = 2
+    """that stay on disk"""
+    is_on_gpu: bool = True
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks: one a GPU."""
+        return self.hardware.num_gpus
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return self.hardware.num_nodes
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that split each matrix and see the same data."""
+        return tensor_parallel_size(self.strategy, self.hardware.gpus_per_node)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks, or groups that split matrices, with data of their own."""
+        return max(1, self.num_ranks // self.tensor_size)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank; of a pair those of both sides."""
+        return self.micro_batch_size * self.sequence_len * (2 if self.model.is_pair else 1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step over all ranks."""
+        return self.tokens * self.accumulation * self.num_data_ranks
+
+    @property
+    def size(self) -> ModelSize:
+        """Return the model's weights as a rank has them."""
+        return size_for(
+            self.model,
+            self.precision,
+            self.quantization,
+            self.strategy,
+            num_ranks=self.num_ranks,
+            num_nodes=self.num_nodes,
+        )
+
+    @property
+    def kept(self) -> Kept:
+        """Return what changes the bytes that a layer keeps for its backward pass."""
+        gathers_half = isinstance(self.strategy, FsdpConfig) and self.strategy.shards_data_parallel
+        is_half = self.precision != "fp32"
+        residual = dtype_bytes(self.precision, trains=self.trains_base)
+        return Kept(
+            tokens=self.tokens,
+            width=HALF if is_half else FP32,
+            residual=HALF if gathers_half and is_half else residual,
+            fuses_norm_and_gate=self.fuses_norm_and_gate,
+            trains_base=self.trains_base,
+            drops=self.drops,
+            fuses_adapters=self.fuses_adapters,
+            keeps_scores=self.keeps_scores,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuMemory:
+    """Peak memory of a GPU by part, in bytes, as if all parts peaked at one moment."""
+
+    weights: float
+    """frozen ones, with the scales of quantized ones"""
+    trainable: float
+    gradients: float
+    """and what DeepSpeed sends at once"""
+    optimizer: float
+    gathered: float
+    """weights of other ranks, in their turn"""
+    copies: float
+    """half-precision copies that autocast keeps of fp32 weights"""
+    activations: float
+    loss: float
+    """chunks of logits, and a trained head's gradients"""
+    overhead: float
+    """CUDA, its libraries and NCCL"""
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return sum(getattr(self, name) for name in self.__slots__)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Bytes by the name of a part, those that are there."""
+        return {name: value for name in self.__slots__ if (value := getattr(self, name)) > 0}
+
+
+def usable_bytes(hardware: HardwareConfig) -> float:
+    """Return the bytes of a GPU that can be filled; the rest is lost between blocks."""
+    return USABLE_SHARE * hardware.memory_gib * GIB
+
+
+def fits(run: PlannedRun, memory: GpuMemory) -> bool:
+    """Return whether a run fits its GPUs."""
+    return memory.total <= usable_bytes(run.hardware)
+
+
+def estimate_gpu_memory(run: PlannedRun, size: ModelSize | None = None) -> GpuMemory:
+    """Estimate the peak memory of the fullest rank; `size` where it is known already."""
+    size = size or run.size
+    states = estimate_memory(
+        size,
+        run.strategy,
+        num_ranks=run.num_ranks,
+        num_nodes=run.num_nodes,
+        optimizer=run.optimizer,
+        tokens=run.tokens,
+        recompute=run.recompute,
+        accumulation=run.accumulation,
+    )
+    whole, strategy = size.whole, run.strategy
+    trained_share = whole.trained / max(1.0, whole.frozen + whole.trained)
+    weights = states.weights
+    if isinstance(strategy, ZeroConfig) and strategy.partition_within_node:
+        weights += (whole.frozen + whole.trained) / run.hardware.gpus_per_node
+    kept = run.kept
+    copies = 0.0
+    if kept.width < kept.residual and not isinstance(strategy, FsdpConfig):
+        copies = (whole.frozen + whole.trained) * kept.width / kept.residual
+    return GpuMemory(
+        weights=weights * (1 - trained_share),
+        trainable=weights * trained_share,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        gathered=states.gathered,
+        copies=copies,
+        activations=_activations(run, kept),
+        loss=_loss(run, kept),
+        overhead=CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
+    )
+
+
+def _activations(run: PlannedRun, kept: Kept) -> float:
+    widths, split = run.model.widths, run.tensor_size
+    if split > 1:  # within a layer a rank has its own heads and features
+        widths = replace(
+            widths,
+            query=widths.query // split,
+            key_value=widths.key_value // split,
+            feed_forward=widths.feed_forward // split,
+            heads=max(1, widths.heads // split),
+        )
+    return float(estimate_activations(widths, kept, run.recompute, run.recompute_every))
+
+
+def _loss(run: PlannedRun, kept: Kept) -> float:
+    vocabulary, hidden = run.model.widths.vocabulary, run.model.widths.hidden
+    rows = min(run.tokens, rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu"))
+    loss = float(rows * vocabulary * LOSS_BYTES + 2 * run.tokens * hidden * kept.width)
+    if run.model.trains_head:
+        loss += run.model.head_weights * (FP32 + kept.width)
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Memory of one machine beside its GPUs, in bytes."""
+
+    loading: float
+    """while the base is read: one copy a node where it is shared out over the GPUs"""
+    offloaded: float
+    """weights, gradients, optimizer states or layer inputs that wait in host memory"""
+
+    @property
+    def total(self) -> float:
+        """The larger of what is there while loading and while training."""
+        return max(self.loading, self.offloaded)
+
+
+def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> HostMemory:
+    """Estimate what a machine keeps beside its GPUs; the processes' own GiB come on top."""
+    size = size or run.size
+    whole, strategy = size.whole, run.strategy
+    per_node, nodes = run.hardware.gpus_per_node, run.num_nodes
+    all_states = _state_bytes(run, size) + whole.trained
+    loading = offloaded = 0.0
+    if isinstance(strategy, FsdpConfig) or (
+        isinstance(strategy, ZeroConfig) and strategy.stage == 3
+    ):
+        loading = (whole.frozen + whole.trained) * run.tensor_size
+    if isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
+        _, _, shares = num_shares(strategy, run.num_ranks, nodes)
+        offloaded += (whole.frozen + whole.trained + all_states) / shares * per_node
+    if isinstance(strategy, ZeroConfig):
+        if strategy.offload_optimizer != "none":
+            offloaded += (all_states + whole.trained) / nodes
+        if strategy.offload_parameters != "none":
+            offloaded += (whole.frozen + whole.trained) / nodes
+    if run.recompute == "offload":
+        layers = run.model.widths.layers
+        offloaded += run.tokens * run.model.widths.hidden * run.kept.residual * layers * per_node
+    return HostMemory(loading=loading, offloaded=offloaded)
+
+
+def _state_bytes(run: PlannedRun, size: ModelSize) -> float:
+    whole = size.whole
+    states = whole.trained * STATES.get(run.optimizer, 0)
+    return states + whole.num_trained * EIGHT_BIT_STATES.get(run.optimizer, 0)
+
+
+def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
+    """Estimate the bytes that checkpoints and the result take on disk.
+
+    One checkpoint more than are kept is there while it is written.
+    """
+    size = size or run.size
+    split = run.tensor_size
+    trained = size.whole.trained * split
+    checkpoint = trained + _state_bytes(run, size) * split
+    result = trained + (size.whole.frozen if run.trains_base else 0.0)
+    return checkpoint * (run.num_checkpoints + 1) + result

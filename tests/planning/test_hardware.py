@@ -1,0 +1,79 @@
+"""Cards by name, nodes of them, one's own, and this machine's."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from app.config import load_config, settings_of
+from app.config.conf_files import CONF, groups
+from app.planning.hardware import (
+    HardwareConfig,
+    check_hardware,
+    known_card,
+    name_of_machine,
+    split_name,
+)
+from app.process.errors import DeviceError
+from app.process.gpus import Gpu, Machine
+from tests.door import ask
+
+CARDS = [name for name in groups(CONF)["hardware"] if name != "auto"]
+
+
+def test_names_of_several() -> None:
+    assert split_name("h100") == ("h100", {})
+    assert split_name("8xh100") == ("h100", {"gpus_per_node": 8})
+    assert split_name("2x8xa100_80gb") == ("a100_80gb", {"num_nodes": 2, "gpus_per_node": 8})
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_each_card_has_every_number_and_its_source(card: str) -> None:
+    config: HardwareConfig = settings_of("hardware", card)
+    config.gpus_per_node, config.num_nodes = 8, 2
+    assert config.name == card and check_hardware(config) == []
+    lines = (CONF / "hardware" / f"{card}.yaml").read_text().splitlines()[2:]
+    known = {one.name for one in fields(HardwareConfig)}
+    for line in lines:
+        key, _, source = line.partition(":")
+        assert key in known and "  # " in source, line
+
+
+def test_nodes_and_price_by_the_command_line() -> None:
+    words = ["+experiment=llama8b", "hardware=2x8xh100", "hardware.price_per_hour=2.5"]
+    hardware = load_config("plan", words).hardware  # type: ignore[union-attr]
+    assert (hardware.name, hardware.num_nodes, hardware.gpus_per_node) == ("h100", 2, 8)
+    assert hardware.price_per_hour == 2.5
+    assert hardware.memory_gib > 70
+
+
+def test_an_unknown_card_is_told_the_nearest_and_how_to_describe_ones_own() -> None:
+    answer = ask("+experiment=llama8b", "hardware=8xa100", verb="plan")
+    assert answer.code == 2
+    for word in ("hardware=a100", "a100_40gb", "h200", "hardware.memory_gib="):
+        assert word in answer.said
+    answer = ask("+experiment=llama8b", "hardware=mi300x", verb="plan")
+    assert answer.code == 2 and "hardware.half_tflops=" in answer.said
+
+
+def test_a_card_of_ones_own() -> None:
+    words = ["hardware=a100_40gb", "hardware.name=mine", "hardware.memory_gib=31"]
+    hardware = load_config("plan", ["+experiment=llama8b", *words]).hardware  # type: ignore[union-attr]
+    assert (hardware.name, hardware.memory_gib) == ("mine", 31)
+    empty = HardwareConfig(name="mine", memory_gib=31.0, gpus_per_node=2)
+    assert "hardware.half_tflops" in check_hardware(empty)[0]
+    assert "hardware.link_gb_per_second" in check_hardware(empty)[0]
+
+
+def test_this_machine_by_its_drivers_word() -> None:
+    h100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
+    assert name_of_machine(Machine(gpus=(h100, h100))) == ("h100", 79.2, 2)
+    assert known_card("NVIDIA A100-SXM4-40GB", 39.4) == "a100_40gb"
+    assert known_card("NVIDIA A100-SXM4-80GB", 79.3) == "a100_80gb"
+    assert known_card("Tesla V100-SXM2-16GB", 15.8) is None
+    with pytest.raises(DeviceError, match="hardware=8xh100"):
+        name_of_machine(Machine())
+    odd = Gpu(name="NVIDIA T1000", memory_gib=4.0, capability=(7, 5))
+    with pytest.raises(DeviceError, match=r"T1000 are not known.*hardware.memory_gib"):
+        name_of_machine(Machine(gpus=(odd,)))

@@ -1,0 +1,88 @@
+"""What the numbers of config.json say of a model is what its modules weigh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.config import conf_files, load_config
+from app.planning.model_size import PlannedModel, model_of_numbers, model_on_meta, size_for
+from app.preflight.shapes import _FAMILIES
+from app.strategy.settings import DdpConfig
+from app.training.memory import Part, measure_model
+
+WAYS = (
+    ("adapter=lora",),
+    ("adapter=lora", "adapter.use_dora=true", "adapter.rank_pattern={down_proj: 4}"),
+    ("adapter=full",),
+    ("adapter=ia3",),
+    ("adapter=freeze",),
+    ("adapter=lora", "quantization=nf4", "strategy=fsdp"),
+    ("adapter=lora", "strategy=fsdp_tp"),
+)
+SMALL = {"num_hidden_layers": 3}
+
+
+def sizes_of(config: Any, model: PlannedModel) -> Any:
+    strategy = config.strategy if config.strategy.name != "auto" else DdpConfig()
+    ranks = {"num_ranks": 8, "num_nodes": 1}
+    return size_for(model, "bf16", config.quantization, strategy, **ranks)
+
+
+def compare(config: Any, numbers: dict[str, Any]) -> None:
+    name = config.model.path
+    of_numbers = model_of_numbers(name, numbers, config.adapter, "bf16")
+    assert of_numbers is not None
+    on_meta = model_on_meta(config.model, numbers, config.adapter, "bf16")
+    for attribute in ("widths", "num_layers", "trained_layers", "trains_head", "is_pair"):
+        assert getattr(of_numbers, attribute) == getattr(on_meta, attribute), attribute
+    for trained in (True, False):
+        here, there = (each.count(trained=trained) for each in (of_numbers, on_meta))
+        assert here == pytest.approx(there, rel=2e-3)
+    ours, theirs = sizes_of(config, of_numbers), sizes_of(config, on_meta)
+    for part in ("layer", "embedding", "head", "whole"):
+        for field in Part.__slots__:
+            here, there = (getattr(getattr(size, part), field) for size in (ours, theirs))
+            assert here == pytest.approx(there, rel=5e-3), (part, field)
+
+
+@pytest.mark.parametrize("words", WAYS, ids=" ".join)
+def test_numbers_and_modules_agree(words: tuple[str, ...]) -> None:
+    config = load_config("train", ["model=llama8b", "data=dolly", *words])
+    compare(config, config.model.architecture | SMALL)
+
+
+def test_modules_of_a_plan_weigh_what_the_arithmetic_of_a_run_says() -> None:
+    from app.model.build import build_model
+    from app.model.recompute import RecomputeConfig
+
+    config = load_config("train", ["model=qwen3_30b_a3b", "data=dolly", "quantization=nf4"])
+    numbers = config.model.architecture | SMALL
+    model = model_on_meta(config.model, numbers, config.adapter, "bf16")
+    assert model_of_numbers("moe", numbers, config.adapter, "bf16") is None
+    built = build_model(
+        replace(config.model, path=None, from_scratch=True, architecture=numbers),
+        replace(config.quantization, method="none"),
+        "eager",
+        config.adapter,
+        RecomputeConfig(),
+        "bf16",
+        on_meta=True,
+    )
+    run = measure_model(built, "bf16", config.quantization, DdpConfig(), num_ranks=8)
+    assert sizes_of(config, model).whole.held == pytest.approx(run.whole.held)
+    # Of 128 experts a token goes to 8: 30 B weights, and some 3 B active.
+    share = model.multiplied(trained=False) / model.count(trained=False)
+    assert 0.04 < share < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", conf_files.groups(conf_files.CONF)["model"])
+def test_every_known_family_agrees(name: str) -> None:
+    config = load_config("train", [f"model={name}", "data=dolly"])
+    numbers = config.model.architecture
+    if numbers.get("model_type") not in _FAMILIES:
+        pytest.skip("only its modules say")
+    compare(config, numbers)

@@ -1,0 +1,185 @@
+"""`python -m app.plan`: from the settings alone, with words to type."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import load_config
+from app.config.verbs import PlanConfig
+from app.plan import plan
+from app.process.errors import UserError
+from tests.conftest import ROOT
+from tests.door import make_model
+
+
+def plan_of(folder: Path, *words: str) -> tuple[dict[str, Any], Path]:
+    config = load_config("plan", [*words, f"output.dir={folder}"])
+    assert isinstance(config, PlanConfig)
+    where = plan(config)
+    return json.loads((where / "plan.json").read_text()), where
+
+
+def test_a_plan_needs_no_torch_and_no_network(tmp_path: Path) -> None:
+    code = (
+        "import sys; from app.config import run_verb; from app.plan import plan\n"
+        "code = run_verb('plan', plan, words=sys.argv[1:])\n"
+        "heavy = {'torch', 'transformers', 'lightning', 'peft'} & set(sys.modules)\n"
+        "sys.exit(code or len(heavy))"
+    )
+    words = ["+experiment=llama70b", "hardware=8xa100_80gb", f"output.dir={tmp_path / 'out'}"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == f"run: {tmp_path / 'out'}"
+    assert any(line.startswith("fits: ") for line in lines)
+    assert {"plan.html", "plan.json", "config.yaml"} <= {
+        file.name for file in (tmp_path / "out").iterdir()
+    }
+
+
+def test_what_does_not_fit_is_told_what_to_type(tmp_path: Path) -> None:
+    """The run to which a fixed share of the memory once said yes (two cards of 24 GB)."""
+    words = ("+experiment=llama70b_qlora", "hardware=2xrtx4090")
+    facts, _ = plan_of(tmp_path / "before", *words)
+    assert not facts["fits"] and facts["gpu_total_gib"] > facts["gpu_usable_gib"]
+    assert facts["to_fit"]
+    typed = facts["to_fit"][0].split()
+    after, _ = plan_of(tmp_path / "after", *words, *typed)
+    assert after["fits"]
+
+
+def test_where_nothing_fits_more_gpus_are_named(tmp_path: Path) -> None:
+    facts, _ = plan_of(
+        tmp_path, "+experiment=llama70b", "adapter=full", "hardware=l40s", "strategy=single"
+    )
+    assert not any(row["fits"] for row in facts["advice"])
+    assert any(words.startswith("hardware=") for words in facts["to_fit"])
+
+
+def test_advice_is_sorted_and_what_it_says_can_be_typed(tmp_path: Path) -> None:
+    words = ("+experiment=llama8b", "hardware=4xl40s", "hardware.price_per_hour=1.5")
+    facts, where = plan_of(tmp_path / "a", *words, "plan.tokens=10000000")
+    speeds = [row["tokens_per_second"] for row in facts["advice"] if row["fits"]]
+    assert speeds == sorted(speeds, reverse=True)
+    best = facts["advice"][0]
+    again, _ = plan_of(tmp_path / "b", *words, *best["type"].split())
+    assert again["tokens_per_second"] == pytest.approx(best["tokens_per_second"])
+    assert again["gpu_total_gib"] == pytest.approx(best["gpu_total_gib"])
+    hours = 1e7 / facts["tokens_per_second"] / 3600
+    assert (facts["hours"], facts["cost"]) == pytest.approx((hours, hours * 1.5 * 4))
+    page = (where / "plan.html").read_text()
+    assert "<svg" in page and "<script" not in page and "http" not in page
+
+
+def test_the_best_plan_is_written_as_an_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "best run.yaml"
+    words = ("+experiment=llama8b", "hardware=4xl40s", f"plan.write={file}")
+    facts, _ = plan_of(tmp_path / "out", *words)
+    config = load_config("train", [f"+experiment={file}"])
+    best = facts["advice"][0]
+    assert (config.strategy.name, config.recompute.mode) == (best["strategy"], best["recompute"])
+    assert config.trainer.micro_batch_size == best["micro_batch_size"]
+    assert (config.trainer.devices, config.trainer.num_nodes) == (4, 1)
+    before = load_config("train", ["+experiment=llama8b"])
+    for part in ("model", "adapter", "optimizer", "data", "schedule"):
+        assert getattr(config, part) == getattr(before, part), part
+    again, _ = plan_of(tmp_path / "again", f"+experiment={file}", "hardware=4xl40s")
+    assert again["tokens_per_second"] == pytest.approx(best["tokens_per_second"])
+
+
+def test_a_model_by_the_folder_of_its_config_json(tmp_path: Path) -> None:
+    numbers = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    numbers |= {"num_attention_heads": 4, "vocab_size": 512}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    config = numbers | {"model_type": "llama", "max_position_embeddings": 256}
+    (folder / "config.json").write_text(json.dumps(config))
+    facts, _ = plan_of(tmp_path / "out", f"model.path={folder}", "hardware=h100")
+    assert facts["settings"]["sequence_len"] == 256
+    assert facts["fits"]
+
+
+def refused(*words: str) -> str:
+    config = load_config("plan", list(words))
+    assert isinstance(config, PlanConfig)
+    with pytest.raises(UserError) as caught:
+        plan(config)
+    return str(caught.value)
+
+
+BAD = {
+    "C11 a sequence beyond the context": (
+        ("+experiment=llama8b", "data.sequence_len=200000", "hardware=h100"),
+        ("data.sequence_len=200000", "131072"),
+    ),
+    "C12 ranks that do not divide the heads": (
+        ("+experiment=llama70b", "strategy=tp", "hardware=6xh100"),
+        ("strategy.tensor_parallel_size=6", "64 / 6 leaves 4"),
+    ),
+    "C13 more devices than the hardware has": (
+        ("+experiment=llama8b", "trainer.devices=8", "hardware=4xh100"),
+        ("trainer.devices=8", "hardware=8xh100"),
+    ),
+    "C13 more nodes": (
+        ("+experiment=llama8b", "trainer.num_nodes=2", "hardware=4xh100"),
+        ("trainer.num_nodes=2", "hardware=2x4xh100"),
+    ),
+    "C14 no such folder": (
+        ("model.path=./no_such_base", "hardware=h100"),
+        ("model.path=./no_such_base", "no such folder"),
+    ),
+    "C14 a hub id that is not here": (
+        ("model.path=nobody/unknown-7b", "hardware=h100"),
+        ("nobody/unknown-7b", "model.architecture", "fetches nothing"),
+    ),
+    "a CPU": (("+experiment=llama8b", "trainer.accelerator=cpu", "hardware=h100"), ("for GPUs",)),
+    "bf16 on a card without": (
+        ("+experiment=llama8b", "hardware=v100_32gb"),
+        ("trainer.precision=bf16", "fp16"),
+    ),
+    "settings that do not go together": (
+        ("+experiment=llama8b", "adapter=full", "quantization=nf4", "hardware=h100"),
+        ("quantization=nf4", "adapter=full"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_with_what_to_type(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    words, said = BAD[case]
+    message = refused(*words, f"output.dir={tmp_path / 'out'}")
+    for word in said:
+        assert word in message
+    assert not (tmp_path / "out").exists(), "nothing is left behind"
+
+
+def test_a_download_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    """C15: weights need not be there, but what is there must be whole."""
+    folder = make_model(tmp_path / "base")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    message = refused(f"model.path={folder}", "hardware=h100", f"output.dir={tmp_path / 'out'}")
+    assert "model.safetensors" in message
+    folder = make_model(tmp_path / "other")
+    (folder / "config.json").unlink()
+    message = refused(f"model.path={folder}", "hardware=h100", f"output.dir={tmp_path / 'out'}")
+    assert "config.json" in message
+
+
+def test_a_model_without_numbers_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    message = refused(f"model.path={folder}", "hardware=h100", f"output.dir={tmp_path / 'out'}")
+    assert "no model_type" in message

@@ -1,0 +1,152 @@
+"""FLOPs and messages by the published formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from app.config import load_config, settings_of
+from app.model.quantization import QuantizationConfig
+from app.planning.communication import ALL_REDUCE, list_collectives
+from app.planning.hardware import HardwareConfig
+from app.planning.memory import PlannedRun
+from app.planning.model_size import PlannedModel, model_of_numbers
+from app.planning.speed import estimate_flops, estimate_speed
+from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig
+
+# GFLOP a token of a Llama 3.1 8B, at 2,048, 4,096 and 8,192 tokens.
+PUBLISHED = {
+    ("full", "none"): (46.6, 48.2, 51.5),
+    ("full", "full"): (61.1, 63.3, None),
+    ("lora", "none"): (31.9, 33.5, 36.7),
+    ("lora", "full"): (46.4, 48.5, None),
+}
+
+
+@cache
+def planned(model: str, *words: str) -> tuple[Any, PlannedModel]:
+    config = load_config("train", [f"model={model}", "data=dolly", *words])
+    precision = config.trainer.precision if config.trainer.precision != "auto" else "bf16"
+    found = model_of_numbers(model, config.model.architecture, config.adapter, precision)
+    assert found is not None
+    return config, found
+
+
+def run_of(
+    model: str,
+    *words: str,
+    strategy: StrategyConfig | None = None,
+    gpus: int = 1,
+    nodes: int = 1,
+    card: str = "h100",
+    **how: Any,
+) -> PlannedRun:
+    config, found = planned(model, *words)
+    hardware: HardwareConfig = settings_of("hardware", card)
+    precision = config.trainer.precision if config.trainer.precision != "auto" else "bf16"
+    return PlannedRun(
+        model=found,
+        hardware=replace(hardware, gpus_per_node=gpus, num_nodes=nodes),
+        strategy=strategy or StrategyConfig(name="single"),
+        quantization=QuantizationConfig(),
+        precision=precision,
+        trains_base=config.adapter.name == "full",
+        **{"recompute": "none", **how},
+    )
+
+
+@pytest.mark.parametrize(("adapter", "recompute"), PUBLISHED)
+def test_flops_of_a_token(adapter: str, recompute: str) -> None:
+    for length, expected in zip((2048, 4096, 8192), PUBLISHED[adapter, recompute], strict=True):
+        run = run_of("llama8b", f"adapter={adapter}", recompute=recompute, sequence_len=length)
+        if expected is not None:
+            assert estimate_flops(run).total / 1e9 == pytest.approx(expected, rel=0.015)
+
+
+def test_layers_below_the_lowest_adapter_get_no_gradients() -> None:
+    whole = estimate_flops(run_of("llama8b", "adapter=freeze", "adapter.layers=all"))
+    top = estimate_flops(run_of("llama8b", "adapter=freeze", "adapter.layers=top 8"))
+    forward = 2 * (6.979e9 + 0.525e9)
+    assert top.products == pytest.approx(forward + 2 * 0.525e9 + 4 * 6.979e9 / 4, rel=0.01)
+    assert top.total < 0.6 * whole.total
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 16])
+def test_zero3_between_nodes_by_the_rule_of_thumb(nodes: int) -> None:
+    """48 x M / N bits a node and step: three messages of M half-precision numbers over N nodes."""
+    run = run_of(
+        "llama70b",
+        "adapter=full",
+        "trainer.precision=bf16-pure",
+        strategy=settings_of("strategy", "zero3"),
+        gpus=8,
+        nodes=nodes,
+    )
+    bits = 8 * sum(each.own for each in list_collectives(run))
+    assert bits == pytest.approx(48 * run.model.num_weights / nodes, rel=1e-3)
+
+
+def test_what_each_strategy_sends() -> None:
+    def sent(name: str, nodes: int = 1, **how: Any) -> tuple[float, float]:
+        strategy = settings_of("strategy", name)
+        run = run_of(
+            "llama8b",
+            "adapter=full",
+            "trainer.precision=bf16-pure",
+            strategy=strategy,
+            gpus=8,
+            nodes=nodes,
+            **how,
+        )
+        weights = 2 * run.model.num_weights  # bytes
+        found = list_collectives(run)
+        inside, between = sum(e.sent for e in found), sum(e.sent_between_nodes for e in found)
+        return inside / weights, between / weights
+
+    # Of a ring of 8: 7/8 of a tensor for a gather, twice that for an all-reduce.
+    for name, passes in (("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("fsdp", 3)):
+        assert sent(name)[0] == pytest.approx(passes * 7 / 8, rel=1e-3), name
+    assert sent("fsdp_grad_op")[0] == pytest.approx(2 * 7 / 8, rel=1e-3)
+    assert sent("zero2", accumulation=4)[0] == pytest.approx(5 * 7 / 8, rel=1e-3)
+    assert sent("fsdp", accumulation=4)[0] == pytest.approx(12 * 7 / 8, rel=1e-3)
+    # Between two nodes: half of a tensor for each passage.
+    assert sent("zero3", nodes=2)[1] == pytest.approx(3 / 2, rel=1e-3)
+    assert sent("zero3_hpz", nodes=2)[1] == pytest.approx(2 / 2, rel=1e-3)
+    # ZeRO++ halves the weights of a gather and sends gradients in 4 bits (arXiv 2306.10209).
+    assert sent("zeropp", nodes=2)[1] == pytest.approx((0.5 + 0.25) / 2, rel=1e-3)
+    # Each of the 8 GPUs of a node adds up its share with one of the other node.
+    assert sent("fsdp_hybrid", nodes=2)[1] == pytest.approx(2 * 1 / 2 / 8, rel=1e-3)
+
+
+def test_tensor_parallel_sends_two_messages_a_layer_and_direction() -> None:
+    run = run_of("llama8b", strategy=settings_of("strategy", "tp"), gpus=4, sequence_len=1000)
+    (only,) = list_collectives(run)
+    assert (only.kind, only.times, only.num_ranks) == (ALL_REDUCE, 4 * 32, 4)
+    assert only.num_bytes == 1000 * 4096 * 2
+
+
+def test_half_precision_halves_what_ddp_sends() -> None:
+    runs = [
+        run_of("llama8b", "adapter=full", strategy=DdpConfig(compression=how), gpus=8)
+        for how in ("none", "bf16")
+    ]
+    whole, half = (sum(each.sent for each in list_collectives(run)) for run in runs)
+    assert half == pytest.approx(whole / 2, rel=1e-3)
+
+
+def test_a_slow_network_is_what_bounds_a_step() -> None:
+    strategy = FsdpConfig()
+    fast = run_of("llama8b", "adapter=full", strategy=strategy, gpus=8, nodes=2, sequence_len=8192)
+    slow = replace(fast, hardware=replace(fast.hardware, network_gb_per_second=1.0))
+    assert estimate_speed(fast).verdict.startswith("compute-bound")
+    assert "network-bound" in estimate_speed(slow).verdict
+    assert estimate_speed(slow).exposed > 0
+
+
+def test_no_rate_above_the_datasheets() -> None:
+    for method, recompute in PUBLISHED:
+        run = run_of("llama8b", f"adapter={method}", recompute=recompute, sequence_len=8192)
+        assert 0.2 < estimate_speed(run).mfu < 0.71
