@@ -21,6 +21,7 @@ from app.process.errors import UserError
 from app.process.untrusted import read_json_object
 from app.strategy.build import Facts, StrategyChoice, choose_strategy
 from app.strategy.settings import StrategyConfig
+from app.training.micro_batch import divisors
 from app.training.model_states import EIGHT_BIT_STATES, STATES
 from data_modules import setting
 
@@ -157,7 +158,7 @@ def plan_run(
         recompute_every=config.recompute.every,
         precision=precision,
         optimizer=config.optimizer.name,
-        micro_batch_size=trainer.micro_batch_size,
+        micro_batch_size=trainer.least_micro_batch,
         sequence_len=_sequence_len(config, numbers),
         trains_base=saves_whole_model(adapter),
         drops=isinstance(adapter, LoraConfig) and adapter.dropout > 0,
@@ -171,6 +172,9 @@ def plan_run(
     if mode == "auto":
         run = _with_recompute(run, compiles=trainer.compile)
         said.append(f"recompute: {run.recompute} (the fastest that fits)")
+    if trainer.micro_batch_size == "auto":
+        run = _with_micro_batch(run)
+        said.append(f"packs at once: {run.micro_batch_size} (the most that fit of a rank's step)")
     return run, said
 
 
@@ -204,6 +208,15 @@ def _with_recompute(run: PlannedRun, *, compiles: bool) -> PlannedRun:
     tried = [replace(run, recompute=mode) for mode in modes]
     size = run.size
     return next((each for each in tried if fits(each, estimate_gpu_memory(each, size))), tried[-1])
+
+
+def _with_micro_batch(run: PlannedRun) -> PlannedRun:
+    packs, size = run.accumulation, run.size
+    for number in reversed(divisors(packs)):
+        tried = replace(run, micro_batch_size=number, accumulation=packs // number)
+        if fits(tried, estimate_gpu_memory(tried, size)):
+            return tried
+    return run
 
 
 def _choose_strategy(
