@@ -271,7 +271,8 @@ def _give_types(
             unchecked += [part for part in several if dataclasses.is_dataclass(part)]
             choices = facts.choices if facts else ()
             odd = [each for each in several if choices and each not in (None, *choices)]
-            if facts and odd and not facts.bounds:
+            takes_numbers = facts and (facts.ge is not None or facts.gt is not None)
+            if odd and not takes_numbers:
                 raise UserError(f"{field.name}={odd[0]}: expected one of {choices}")
     for group, name in names.items():
         if (named := getattr(config, group).name) != name:
