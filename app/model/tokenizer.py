@@ -133,6 +133,13 @@ def _try(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
             raise UserError(
                 f"the tokenizer in {path}: its ids are not numbers from 0 up; {ANOTHER}"
             )
+    templates = tokenizer.chat_template or ""
+    listed = templates.values() if isinstance(templates, dict) else [templates]
+    if odd := [one for one in listed if not isinstance(one, str)]:
+        raise UserError(
+            f"{Path(path) / _CONFIG}: chat_template={odd[0]!r:.80}: expected a text, or a list of "
+            "name and template; remove the key, or download the file again"
+        )
     for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         if token is not None and type(token) is not int:
             raise UserError(f"the tokenizer in {path}: a special id is {token!r}; {ANOTHER}")
@@ -337,7 +344,13 @@ def saved_stop_ids(folder: Path) -> set[int]:
     if not (folder / "generation_config.json").is_file():
         return set()
     own = GenerationConfig.from_pretrained(folder).eos_token_id
-    return set() if own is None else {own} if isinstance(own, int) else set(own)
+    ids = [] if own is None else own if isinstance(own, list) else [own]
+    if odd := [one for one in ids if type(one) is not int or one < 0]:
+        raise UserError(
+            f"{folder / 'generation_config.json'}: eos_token_id: {odd[0]!r:.80} is not a token's "
+            "id; write the id that ends answers, or train again"
+        )
+    return set(ids)
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> set[int]:

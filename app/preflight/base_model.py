@@ -100,9 +100,10 @@ def inspect_base(model: ModelConfig) -> BaseModel:
         ids, problem = files.read(generation.name)
         base.problems += [problem] if problem else _check_ids(str(generation), "", ids, numbers)
     base.problems += [
-        f"{config}: {key} is private to transformers and can name code; remove it"
+        f"{config}: {key} chooses how transformers computes, and can name code; remove it "
+        "(attention=NAME chooses)"
         for key in numbers
-        if key.startswith("_attn")
+        if key.startswith(("_attn", "attn_implementation"))
     ]
     base.problems += _check_code("model.path", files, model)
     headers, problems = read_headers(folder)

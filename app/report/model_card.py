@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
 
+from app.process.errors import UserError
+from app.process.untrusted import read_json_object
 from data_modules import printable, redact
 
 if TYPE_CHECKING:
@@ -130,5 +131,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return a JSON object of a run's folder; nothing where there is none."""
     if not file.is_file():
         return {}
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    content, problem = read_json_object(file)
+    if problem is not None:
+        raise UserError(problem)
     return content

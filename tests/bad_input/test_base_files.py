@@ -25,6 +25,7 @@ from app.model.tokenizer import build_tokenizer
 from app.process.errors import TrainingFault, UserError, exit_code
 from app.process.launch import read_launch
 from app.process.untrusted import Limits, limits, read_header, read_json_object, reading
+from app.report.model_card import read_json
 from data_modules import DataConfig
 from tests.bad_input.opening import End, open_run, settings_for
 from tests.door import make_data
@@ -154,6 +155,8 @@ TEXTS: list[tuple[str, bytes, list[str]]] = [
     ("tokenizer_config.json", b'{"eos_token": "<|nope|>"}',
      ["its eos_token '<|nope|>' has id 768, the model's embedding has 768 rows; add"]),
     ("tokenizer_config.json", b'{"tokenizer_class": []}', ["tokenizer_config.json"]),
+    ("config.json", b'{"model_type": "llama", "attn_implementation": "flash_attention_2"}',
+     ["config.json: attn_implementation chooses how transformers computes"]),
     ("special_tokens_map.json", b"\xff", ["special_tokens_map.json: not UTF-8"]),
     ("chat_template.jinja", b"\xff", ["chat_template.jinja: not UTF-8"]),
 ]  # fmt: skip
@@ -165,6 +168,18 @@ def test_contents_of_a_file(
 ) -> None:
     (base / name).write_bytes(content)
     refused(open_base(base, made), str(base), *fragments)
+
+
+def test_a_chat_template_that_is_no_text(base: Path, made: Path) -> None:
+    (base / "chat_template.jinja").unlink()
+    change(base / "tokenizer_config.json", chat_template=5)
+    refused(open_base(base, made), "tokenizer_config.json: chat_template=5: expected a text")
+
+
+def test_numbers_of_a_run_that_are_no_object(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_text("[]")
+    with pytest.raises(UserError, match=r"metrics\.json.* expected a JSON object"):
+        read_json(tmp_path / "metrics.json")
 
 
 def repack(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:

@@ -16,6 +16,7 @@ from app.model.base import ModelConfig
 from app.model.tokenizer import (
     keep_stop_tokens,
     save_stop_tokens,
+    saved_stop_ids,
     stop_token_ids,
     with_chat_template,
 )
@@ -124,6 +125,13 @@ def test_the_token_that_ended_answers_in_training_is_saved(
     saved = json.loads((run / folder / "generation_config.json").read_text())
     ids = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert sorted(saved["eos_token_id"]) == sorted(ids)
+
+
+@pytest.mark.parametrize("ids", ["x", [2, -1], [[2]]])
+def test_saved_stop_tokens_that_are_no_ids_are_named(tmp_path: Path, ids: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id: .* is not a"):
+        saved_stop_ids(tmp_path)
 
 
 def test_an_unknown_stop_token_is_named_before_anything_trains(
