@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 STORIES = SHARED / "models" / "stories260K"
+
+SCREEN = "screen.txt"
+"""beside a run's folder: what the command printed"""
 
 TrainRun = Callable[..., Path]
 
@@ -81,6 +85,22 @@ def person() -> Iterator[Person]:
     one = Person(Path(os.environ["LOFT_DATA_CACHE"]))
     yield one
     one.close()
+
+
+@pytest.fixture(scope="session")
+def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make train` leaves, and beside it what it printed; one for all workers, to be read."""
+    from tests.processes import run_verb
+
+    own = tmp_path_factory.getbasetemp()
+    parent = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "default"
+    parent.mkdir(exist_ok=True)
+    with (parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (parent / SCREEN).exists():
+            said = run_verb("train", "+experiment=quickstart", f"output.dir={parent / 'run'}")
+            (parent / SCREEN).write_text(said)
+    return parent / "run"
 
 
 @pytest.fixture

@@ -30,9 +30,6 @@ LONGEST = 600.0
 """seconds that a process may take, on a machine that has other things to do"""
 AT_ONCE = 4.0
 """seconds: what waits to save or to end by itself takes longer, what is obeyed does not"""
-ENDS_WITHIN = min(25.0, 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
-"""seconds from SIGTERM to the end of what has nothing to save first, wherever it reads; longer
-where other processes wait for the same cores, but less than what would hang takes"""
 GONE_WITHIN = 15.0
 """within which nothing is left of a run that has ended, however it did"""
 
@@ -42,6 +39,14 @@ class Started(NamedTuple):
 
     process: subprocess.Popen[str]
     line: str
+
+
+def ends_within() -> float:
+    """Seconds from SIGTERM to the end of what has nothing to save first, wherever it reads.
+
+    Longer while other processes wait for the same cores, but less than what would hang takes.
+    """
+    return min(25.0, 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def environment_of_a_person() -> dict[str, str]:

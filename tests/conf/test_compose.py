@@ -14,17 +14,13 @@ from data_modules import hints_of
 
 GROUPS = conf_files.groups(conf_files.CONF)
 FAST_MODELS = ("llama8b", "qwen3_30b_a3b", "t5_small", "tiny")
-"""of each kind of file one; their other keys are looked at without composing"""
+"""of each kind of file one; test_models composes all of them"""
 OPTIONS = [
-    pytest.param(
-        group,
-        option,
-        id=f"{group}={option}",
-        marks=() if group != "model" or option in FAST_MODELS else pytest.mark.slow,
-    )
+    pytest.param(group, option, id=f"{group}={option}")
     for group, options in GROUPS.items()
     if group not in ADDED_GROUPS
     for option in options
+    if group != "model" or option in FAST_MODELS
 ]
 PUBLISHED = {
     # hidden, inner, layers, heads, key heads, vocabulary, context: from the hub's config.json files

@@ -165,8 +165,13 @@ ON_THE_HUB = [
 ]
 
 
+def text_of(name: str) -> str:
+    return (conf_files.CONF / "model" / f"{name}.yaml").read_text()
+
+
 @cache
 def settings(name: str) -> ModelConfig:
+    """Compose a file of conf/model; never while tests are collected, by every worker."""
     model: ModelConfig = load_config("train", [f"model={name}", "data=skills"]).model
     return model
 
@@ -217,8 +222,7 @@ def test_facts_are_of_that_model(name: str) -> None:
     assert model.wrap_class in split if model.wrap_class else len(split) > 1
     assert model.chat_template is None or model.chat_template in TEMPLATE_NAMES
     assert all(token and token == token.strip() for token in model.stop_tokens)
-    text = (conf_files.CONF / "model" / f"{name}.yaml").read_text()
-    assert text.startswith("# ")
+    assert text_of(name).startswith("# ")
     # Every number is one that this transformers knows: it keeps what it does not know, and goes on.
     config = built(name).config
     known = type(config)().to_dict().keys() | config.attribute_map.keys()
@@ -229,9 +233,7 @@ def test_facts_are_of_that_model(name: str) -> None:
     assert set(model.architecture) <= known
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in PUBLISHED if "rope_theta" in settings(name).architecture]
-)
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "\n  rope_theta:" in text_of(name)])
 def test_rotary_positions_arrive(name: str) -> None:
     numbers = settings(name).architecture
     rope = built(name).config.rope_parameters

@@ -379,9 +379,9 @@ def test_the_proof_takes_less_than_a_second_and_is_made_once() -> None:
     prove(ChatTemplate(tokenizer, tokenizer.chat_template, "").trace)
     assert time.process_time() - started < 1.0
     ChatTemplate.resolve(tokenizer, None)
-    started = time.perf_counter()
+    started = time.process_time()
     ChatTemplate.resolve(tokenizer, None)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
 
 
 @pytest.mark.skipif(not PUBLISHED, reason="needs trl's templates")

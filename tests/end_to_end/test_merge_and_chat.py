@@ -224,14 +224,6 @@ def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(
     assert json.loads((tmp_path / "mine.jsonl").read_text())["messages"] == row
 
 
-@pytest.fixture(scope="module")
-def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make train` leaves."""
-    folder = tmp_path_factory.mktemp("default") / "run"
-    run_verb("train", "+experiment=quickstart", f"output.dir={folder}")
-    return folder
-
-
 def questions_of(run: Path) -> list[tuple[Any, ...]]:
     """The turns before each held-out answer, in the order of predictions.jsonl."""
     from app.assembly import build_datamodule, open_base

@@ -7,21 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SCREEN
 from tests.processes import run_verb
 
 TASKS = ("lists", "orders", "people")
 
 
-@pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The default run, whole: its folder, and what it printed."""
-    folder = tmp_path_factory.mktemp("quickstart") / "run"
-    return folder, run_verb("train", "+experiment=quickstart", f"output.dir={folder}")
-
-
 @pytest.mark.slow
-def test_the_default_run_learns_all_three_tasks(quickstart: tuple[Path, str]) -> None:
-    folder, screen = quickstart
+def test_the_default_run_learns_all_three_tasks(default_run: Path) -> None:
+    folder, screen = default_run, (default_run.parent / SCREEN).read_text()
     metrics = json.loads((folder / "metrics.json").read_text())
     for task in TASKS:
         assert metrics[f"base/exact_match/{task}"] < 0.10
@@ -33,12 +27,11 @@ def test_the_default_run_learns_all_three_tasks(quickstart: tuple[Path, str]) ->
 
 
 @pytest.mark.slow
-def test_evaluate_repeats_the_closing_table(quickstart: tuple[Path, str], tmp_path: Path) -> None:
-    folder, _ = quickstart
-    screen = run_verb("evaluate", f"run={folder}", f"output.dir={tmp_path / 'evaluation'}")
+def test_evaluate_repeats_the_closing_table(default_run: Path, tmp_path: Path) -> None:
+    screen = run_verb("evaluate", f"run={default_run}", f"output.dir={tmp_path / 'evaluation'}")
     assert screen.splitlines()[-1] == f"run: {tmp_path / 'evaluation'}"
     again = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
-    at_training = json.loads((folder / "metrics.json").read_text())
+    at_training = json.loads((default_run / "metrics.json").read_text())
     for name, value in again.items():
         assert value == pytest.approx(at_training[name], rel=1e-6), name
     assert {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS} <= set(

@@ -20,8 +20,8 @@ import pytest
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.processes import (
-    ENDS_WITHIN,
     LONGEST,
+    ends_within,
     environment_of_a_person,
     processes_of,
     wait_until_gone,
@@ -97,7 +97,7 @@ def stall(
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=LONGEST)[1]
         seconds = time.monotonic() - sent
-        wait_until_gone(folder, ENDS_WITHIN)
+        wait_until_gone(folder, ends_within())
     finally:
         for pid in processes_of(folder):
             os.kill(pid, signal.SIGKILL)
@@ -122,7 +122,7 @@ def test_a_run_ends_wherever_it_reads(
         f"output.dir={tmp_path / 'run' / 'out'}",
     ]
     code, seconds, said = stall(tmp_path / "run", "train", place, how, calls, typed)
-    assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)
+    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_read_is_left(tmp_path: Path) -> None:
         *(tmp_path / "run", "train", "app.training.checkpoint.disk:read_hash", "hangs", 0),
         [f"resume={run}"],
     )
-    assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)
+    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
 
 
 @pytest.mark.parametrize("how", ["sleeps", pytest.param("hangs", marks=pytest.mark.slow)])
@@ -149,7 +149,7 @@ def test_what_is_done_is_saved_where_the_next_data_does_not_come(tmp_path: Path,
     ]
     batches = "data_modules.datamodule:_Batches.__getitem__"
     code, seconds, said = stall(folder, "train", batches, how, 4, typed)  # two a step
-    assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)
+    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
     saved = CheckpointStore(folder / "out" / "checkpoints").newest_good()[0]
     if how == "sleeps":
         assert saved is not None and saved.step == 2
@@ -169,5 +169,5 @@ def test_other_verbs_end_too(tmp_path: Path, verb: str) -> None:
         *(tmp_path / "run", verb, "data_modules.tokens.encode:ChunkEncoder.__call__", "sleeps", 0),
         [*words, f"output.dir={tmp_path / 'run' / 'out'}"],
     )
-    assert (code, seconds < ENDS_WITHIN) == (143, True), (seconds, said)
+    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
     assert "stopped by SIGTERM" in said and "Traceback" not in said

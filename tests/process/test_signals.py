@@ -14,7 +14,7 @@ import pytest
 
 from app.process import signals
 from tests.conftest import ROOT
-from tests.processes import ENDS_WITHIN, LONGEST
+from tests.processes import LONGEST, ends_within
 
 BEGIN = """
 import os, signal, sys, time
@@ -177,7 +177,7 @@ def test_data_that_does_not_come_is_not_waited_for(read: str, said: str) -> None
     before = time.monotonic()
     process.send(signal.SIGTERM)
     assert process.end() == (143, said)
-    assert time.monotonic() - before < ENDS_WITHIN
+    assert time.monotonic() - before < ends_within()
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_workers_end_with_a_process_that_is_stuck() -> None:
     process.send(signal.SIGTERM)
     assert process.end()[0] == 143
     while Path(f"/proc/{worker}").exists():
-        assert time.monotonic() - before < ENDS_WITHIN, "a worker is left"
+        assert time.monotonic() - before < ends_within(), "a worker is left"
         time.sleep(0.02)
 
 

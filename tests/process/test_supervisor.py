@@ -25,7 +25,7 @@ from app.run import ranks as run_module
 from app.training.checkpoint.store import CheckpointStore
 from tests.conftest import ROOT
 from tests.door import make_data, make_model
-from tests.processes import AT_ONCE, ENDS_WITHIN, GONE_WITHIN, LONGEST
+from tests.processes import AT_ONCE, GONE_WITHIN, LONGEST, ends_within
 from tests.resumed import make_run, open_typed
 
 RANK = """
@@ -360,7 +360,7 @@ def test_a_signal_while_a_checkpoint_is_looked_for_ends_the_run(tmp_path: Path) 
     before = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONGEST) == 143
-    assert time.monotonic() - before < ENDS_WITHIN
+    assert time.monotonic() - before < ends_within()
 
 
 @pytest.mark.slow
@@ -374,7 +374,7 @@ def test_ranks_that_have_not_started_a_step_are_not_waited_for(
     assert story.seconds < GONE_WITHIN and not story.is_anyone_left()
     # From the signal on: what comes before is the start of two processes.
     began = max(file.stat().st_mtime for file in story.folder.glob("ready-*"))
-    assert story.ended - began < ENDS_WITHIN
+    assert story.ended - began < ends_within()
 
 
 LAUNCHER = """

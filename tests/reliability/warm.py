@@ -49,19 +49,29 @@ def serve() -> None:
 def import_all() -> None:
     """Import what a training imports, on the way to its first step and behind its last."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # looked for while it is imported
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # else Arrow starts a thread
     import bitsandbytes  # noqa: F401
     import deepspeed  # noqa: F401
     import lightning  # noqa: F401
-    import peft  # noqa: F401
+    import pandas  # noqa: F401  by Arrow, when it gives its first array
+    import peft.tuners.lora.bnb
+    import peft.utils.transformers_weight_conversion  # noqa: F401
+    import pyarrow  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import app.assembly
     import app.evaluation.comparison
+    import app.model.adapter.experts
+    import app.model.adapter.fused
+    import app.model.cpu.causal_attention
     import app.model.save
     import app.strategy.deepspeed
     import app.strategy.fsdp
     import app.train
     import app.training.log_files  # noqa: F401
+    from app.config import compose
+
+    compose("train", ["+experiment=quickstart", "strategy=single"])  # Hydra and its parser's tables
 
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("importing has started a thread: a fork of this process is not sound")
