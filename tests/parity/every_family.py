@@ -479,9 +479,9 @@ transformers run one document at a time; then two steps, saved, opened again, ev
 {counts}
 
 Equal: to 1e-5, packed and in padded rows. Recurrent layers and convolutions (Mamba, Gated DeltaNet,
-lightning attention, RWKV, short convolutions) are found by a probe at the start of a run, so that no
-state crosses a boundary: they get the boundaries of documents where the kernels installed on a GPU
-take them (flash-linear-attention, causal-conv1d, mamba-ssm), and run document by document elsewhere.
+lightning attention, RWKV, short convolutions) are found by a probe at the start of a run, so that
+no state crosses a boundary: they get the boundaries of documents where the kernels installed on a
+GPU take them (flash-linear-attention, causal-conv1d, mamba-ssm), and else run document by document.
 
 | family | what a run does |
 |---|---|
