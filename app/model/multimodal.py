@@ -8,6 +8,7 @@ towers' weights back from the base's files.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import shutil
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,11 @@ TOWER_FILES = "loft_tower_files"
 """attribute of a model: the names of its towers' weights by file of its base"""
 CALLED = {"gemma3n": ("embed_vision", "embed_audio")}
 """model_type -> modules beside the language model that a forward pass on text calls all the same"""
+NEEDED = {
+    "qwen2_audio": "its audio tower's device",
+    "voxtral_realtime": "input_features",
+}
+"""model_type -> what a forward pass asks for besides text, which its signature does not tell"""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 """files of a base that say how its towers read images and sound"""
 
@@ -51,11 +57,20 @@ def language_model_class(architecture: PretrainedConfig) -> Any:
         and name not in ("self", "input_ids")
         and parameter.kind is not parameter.VAR_KEYWORD
     ]
-    if needed:
+    path = architecture.name_or_path
+    where = f"model.path={path}" if path else "model.architecture"
+    if needed := needed or [NEEDED[kind] for kind in NEEDED if kind == architecture.model_type]:
         raise UserError(
-            f"{architecture.name_or_path or 'model.architecture'}: {architecture.model_type} "
-            f"models do not run on text alone (their forward pass needs {', '.join(needed)}); "
-            "type model.path=ANOTHER_BASE"
+            f"{where}: {architecture.model_type} models do not run on text alone "
+            f"(their forward pass needs {', '.join(needed)}); type model.path=ANOTHER_BASE"
+        )
+    parts = [type(getattr(architecture, name, None)) for name in architecture.sub_configs]
+    towers = [modeling_auto.MODEL_MAPPING.get(part, None) for part in parts]
+    is_timm = any(tower is not None and "Timm" in tower.__name__ for tower in towers)
+    if is_timm and importlib.util.find_spec("timm") is None:
+        raise UserError(
+            f"{where}: {architecture.model_type} models are built with timm, which is not "
+            "installed; type pip install timm torchvision"
         )
     return _without_towers(whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 from pathlib import Path
@@ -18,7 +19,7 @@ from app.model.base import (
     load_base,
     reading_first_forward,
 )
-from app.model.multimodal import language_model_class
+from app.model.multimodal import NEEDED, language_model_class
 from app.preflight.base_model import BaseModel, inspect_base
 from app.preflight.files import check_sequence_len
 from app.process.errors import UserError
@@ -69,8 +70,28 @@ def test_a_model_whose_forward_needs_images(model_type: str, tmp_path: Path) -> 
     assert said.endswith("type model.path=ANOTHER_BASE")
 
 
-def test_a_model_whose_tower_runs_on_text(tmp_path: Path) -> None:
-    """Qwen2-Audio asks its tower for its device: what it says is no fault of its files."""
+@pytest.mark.parametrize("model_type", ["qwen2_audio", "voxtral_realtime"])
+def test_a_model_whose_forward_needs_sound(model_type: str, tmp_path: Path) -> None:
+    said = said_of(tmp_path, model_type=model_type)
+    assert f"{model_type} models do not run on text alone (their forward pass needs " in said
+    assert said.endswith("type model.path=ANOTHER_BASE")
+
+
+def test_a_tower_of_a_package_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = said_of(tmp_path, model_type="gemma3n")
+    assert "gemma3n models are built with timm, which is not installed" in said
+    assert said.endswith("type pip install timm torchvision")
+
+
+def test_a_model_whose_tower_runs_on_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2-Audio asks its tower for its device: what it says is no fault of its files.
+
+    It is known; another family of its kind would not be.
+    """
+    monkeypatch.delitem(NEEDED, "qwen2_audio")
     model = language_model_class(config := tiny_config("qwen2_audio"))(config)
     ids = {"input_ids": torch.arange(1, 9).unsqueeze(0)}
     with pytest.raises(UserError) as error, reading_first_forward(model):

@@ -31,6 +31,7 @@ from app.preflight.base_model import inspect_base
 from app.preflight.files import check_saved_adapter
 from app.preflight.shapes import modules_of_files
 from app.process.errors import UserError
+from tests.parity.every_family import tiny_config
 from tests.tiny import tiny_llama
 
 SIZES = {
@@ -244,6 +245,34 @@ def test_experts_that_stay_frozen_are_said_or_refused(settings: dict[str, Any], 
         assert asked.experts and not asked.problems
     else:
         assert why in asked.problems[0]
+
+
+@pytest.mark.parametrize("kind", ["jetmoe", "llama4_text"])
+def test_experts_of_their_own_form_are_computed_by_peft(kind: str, tmp_path: Path) -> None:
+    """Not in grouped products; Llama 4's router is a linear module of two outputs."""
+    model = random_family(kind)
+    adapted = adapt(model, experts="lora")
+    names = [one.name for one in trained_weights(adapted)]
+    assert not any(".router.lora" in name for name in names)
+    expected = probe_logits(adapted, row())
+    loss_of(adapted).backward()
+    assert all(one.parameter.grad.any() for one in trained_weights(adapted))
+    save_adapter(adapted, tmp_path)
+    assert verify_adapter(adapted, tmp_path, row()) < 1e-5
+    stock = peft.PeftModel.from_pretrained(random_family(kind), tmp_path)
+    torch.testing.assert_close(probe_logits(stock, row()), expected, atol=1e-4, rtol=1e-4)
+    merged = stock.merge_and_unload()
+    torch.testing.assert_close(probe_logits(merged, row()), expected, atol=1e-4, rtol=1e-4)
+
+
+def random_family(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = tiny_config(kind)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+    return model
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])

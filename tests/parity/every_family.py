@@ -273,6 +273,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_buckets": 2,
         "hash_seed": 0,
     },
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 60, "<image>": 61}},
+    "nemo_speechlm": {
+        "text_config": {
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+        },
+        "word_timestamp_config": {"blank_token_id": 0},
+        "audio_config": {
+            "diarization_config": {
+                "model_type": "nemotron3_diarization",
+                "audio_config": {"hidden_size": 32, "num_hidden_layers": 2},
+                "head_config": {"audio_hidden_size": 32},
+            }
+        },
+    },
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16},
 }
 """numbers that a family's other ones ask for"""
@@ -328,10 +345,11 @@ def _why_not_opened(family: str, folder: Path) -> str | None:
         (folder / "config.json").write_text(json.dumps({"model_type": family}))
     else:
         config = CONFIG_MAPPING[family]()
-        if language_model_class(config) is not None:
-            return None
-        if type(config) in model_class(config)._model_mapping:
-            return None
+        with suppress(UserError):
+            if language_model_class(config) is not None:
+                return None
+            if type(config) in model_class(config)._model_mapping:
+                return None
         config.save_pretrained(folder)
     with pytest.raises(UserError) as refused:
         load_architecture(ModelConfig(path=str(folder)))
@@ -461,8 +479,9 @@ transformers run one document at a time; then two steps, saved, opened again, ev
 {counts}
 
 Equal: to 1e-5, packed and in padded rows. Recurrent layers and convolutions (Mamba, Gated DeltaNet,
-lightning attention, RWKV, short convolutions) are found by a probe at the start of a run and
-computed document by document, so that no state crosses a boundary.
+lightning attention, RWKV, short convolutions) are found by a probe at the start of a run, so that
+no state crosses a boundary: they get the boundaries of documents where the kernels installed on a
+GPU take them (flash-linear-attention, causal-conv1d, mamba-ssm), and else run document by document.
 
 | family | what a run does |
 |---|---|

@@ -28,6 +28,8 @@ def test_a_family(family: str, tmp_path: Path) -> None:
     expected = read_table().get(family)
     if expected is None or expected.startswith("not tried") or found.startswith("not tried"):
         pytest.skip(found)
+    if "is not installed" in expected and found != expected:
+        pytest.skip(f"the package is installed: {found}")
     assert found == expected
 
 

@@ -59,8 +59,12 @@ FEED_FORWARD = (
     "fc_out",
 )
 """the second matrix of a feed-forward, whose input IA3 scales"""
-MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""model types whose kernels read the weight of `out_proj` themselves; peft puts no LoRA on it"""
+OWN_FORWARD = {
+    **dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), "out_proj"),
+    **dict.fromkeys(("llama4", "llama4_text"), "router"),
+}
+"""model_type -> a linear module that does not give W x: a kernel reads its weight, or it returns
+two tensors; peft puts no LoRA on it"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +189,7 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
         return
     names = [name for name in names if not is_inside(name, found.whole)]
     if _is_all_linear(config):
-        for name in _without_kernels(names, base):
+        for name in _plain_products(names, base):
             short, long = min(base.linear[name]), max(base.linear[name])
             is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
             if name != base.head:
@@ -197,10 +201,10 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
             )
     else:
         found.matrices = _find_linear(config.target_modules, "target_modules", names, base, found)
-        if len(_without_kernels(found.matrices, base)) < len(found.matrices):
+        if len(_plain_products(found.matrices, base)) < len(found.matrices):
             found.problems.append(
-                f"adapter.target_modules: {base.model_type} models give out_proj to a kernel, "
-                "which would compute without the adapter; name others, or type "
+                f"adapter.target_modules: {OWN_FORWARD[str(base.model_type)]} of {base.model_type} "
+                "models is no plain product, and peft puts no LoRA on it; name others, or type "
                 "adapter.target_modules=all-linear, which leaves it out"
             )
     targets = config.target_modules
@@ -217,10 +221,10 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
         found.problems += _check_ranks(config, shapes, found.matrices + found.experts)
 
 
-def _without_kernels(names: list[str], base: BaseModules) -> list[str]:
-    """Return the modules that no kernel of Mamba multiplies itself."""
-    is_mamba = base.model_type in MAMBA
-    return [name for name in names if not (is_mamba and name.endswith(".out_proj"))]
+def _plain_products(names: list[str], base: BaseModules) -> list[str]:
+    """Return the linear modules that do give W x."""
+    own = OWN_FORWARD.get(base.model_type or "")
+    return [name for name in names if own is None or not name.endswith(f".{own}")]
 
 
 def _find_experts(config: LoraConfig, base: BaseModules, found: Targets) -> None:
