@@ -361,7 +361,7 @@ def test_a_server_keeps_its_port_and_its_key_and_stops_in_the_middle_of_an_answe
     assert "model:" in written and key["LOFT_SERVE_KEY"] not in written
 
 
-def test_a_server_for_other_machines_needs_a_key(
+def test_a_server_for_other_machines_needs_a_key_and_any_its_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from app.config import run_verb as dispatch
@@ -371,6 +371,9 @@ def test_a_server_for_other_machines_needs_a_key(
     words = [f"model.path={TINY_BASE}", "serve.host=0.0.0.0", f"output.dir={tmp_path / 'serve'}"]
     assert dispatch("serve", serve, words=words) == 2
     assert "LOFT_SERVE_KEY=..." in capsys.readouterr().err and not (tmp_path / "serve").exists()
+    monkeypatch.setattr("app.serve.find_spec", lambda name: None)
+    assert dispatch("serve", serve, words=words) == 3
+    assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
 def test_the_line_for_vllm_has_adapter_template_and_stop_tokens(

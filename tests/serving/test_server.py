@@ -79,8 +79,9 @@ def test_openais_client_gets_the_greedy_answer_with_and_without_a_stream(
 def test_stop_texts_end_an_answer_and_a_seed_repeats_one(
     address: str, responder: Responder
 ) -> None:
-    whole = "".join(responder.stream(TURNS, ConversationConfig(max_new_tokens=12)))
-    stop = whole[3:6]
+    pieces = list(responder.stream(TURNS, ConversationConfig(max_new_tokens=12)))
+    whole = "".join(pieces)
+    stop = pieces[1][-1] + pieces[2][:1]  # of two tokens: the first must wait for the second
     for fields in ({"stop": stop}, {"stop": [whole + "no", stop], "stream": True}):
         status, found, _ = ask(address, {**ASKED, "max_tokens": 12, **fields})
         assert status == 200
