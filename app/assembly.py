@@ -217,10 +217,15 @@ def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> to
 
 
 def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
-    """Open a base and read how what was trained on it talks; no weight is read."""
+    """Open a base and read how what was trained on it talks; no weight is read.
+
+    UserError where a run's adapter or model is gone.
+    """
     adapter = adapter_of(config)
-    base = open_base(config, env, adapter)
     folder = None if config.tuned_path is None else Path(config.tuned_path)
+    if folder is not None and not is_adapter(folder) and not (folder / "config.json").is_file():
+        raise UserError(f"run={config.run}: there is neither an adapter nor a model in {folder}")
+    base = open_base(config, env, adapter)
     tokenizer, stop_ids = base.tokenizer, set(base.stop_ids)
     if folder is not None and (folder / "tokenizer_config.json").is_file():
         tokenizer = build_tokenizer(ModelConfig(path=str(folder)))

@@ -54,7 +54,7 @@ def merge(config: MergeConfig) -> Difference | None:
     keep_stop_tokens(model, tuned.stop_ids)
     merge_weights(model, plan, folder)
     tuned.tokenizer.save_pretrained(folder)
-    check_tokens(tuned, folder)
+    check_tokens(tuned, folder, is_fault=config.merge.verify)
     differences = {}
     if config.merge.verify:
         differences = verify(config, tuned, env, adapters, folder, plan.dtype)

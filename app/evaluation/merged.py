@@ -38,14 +38,23 @@ TEXT = (
 """what a model is asked where its run has left no predictions"""
 
 
-def check_tokens(tuned: Tuned, folder: Path) -> None:
-    """Compare the tokens of conversations in training, in a chat and as others load the folder."""
+def check_tokens(tuned: Tuned, folder: Path, *, is_fault: bool) -> None:
+    """Compare the tokens of conversations in training, in a chat and as others load the folder.
+
+    TrainingFault where they differ, or a warning without `is_fault`.
+    """
     from transformers import AutoTokenizer
 
     from app.evaluation.conversation import check_served_tokens
 
     exported = AutoTokenizer.from_pretrained(folder)
     if problems := check_served_tokens(tuned.template, exported):
+        if is_fault:
+            listed = "\n".join(problems)
+            raise TrainingFault(
+                f"{folder}: others who load it ask the model in other tokens than it has learned; "
+                f"merge.verify=false merges it as it is\n{listed}"
+            )
         for problem in problems:
             log.warning("chat template: %s", problem)
         return

@@ -65,8 +65,8 @@ class MergingConfig:
     adapters: list[WeightedAdapter] = field(default_factory=list)
     """further LoRA adapters of the same base, added up, as [{path: FOLDER, weight: 0.5}]"""
     verify: bool = setting(True, shown=True)
-    """compare logits and greedy tokens of the merged model with base + adapter; holds one of them
-    in memory at a time, in fp32"""
+    """compare logits and greedy tokens of the merged model with base + adapter, and the tokens of
+    conversations with those of training; holds one of the models in memory at a time, in fp32"""
     gguf: bool = setting(False, shown=True)
     """write model.gguf as well, by llama.cpp's converter"""
     llama_cpp: str | None = None

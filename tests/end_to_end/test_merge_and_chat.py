@@ -69,6 +69,22 @@ def talk(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str, *words: str)
     return [json.loads(row)["messages"] for row in rows]
 
 
+@pytest.mark.slow
+def test_a_merge_whose_template_others_render_otherwise_is_a_fault(
+    adapter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from app.evaluation import conversation
+
+    monkeypatch.setattr(conversation, "check_served_tokens", lambda *_: ["not as in training"])
+    with pytest.raises(TrainingFault, match=r"(?s)in other tokens than it has learned.*not as in"):
+        merge_into(tmp_path / "a", *words_of(adapter))
+    merge_into(tmp_path / "b", *words_of(adapter), "merge.verify=false")
+    assert "not as in training" in "".join(capfd.readouterr())
+
+
 def test_merged_and_unmerged_give_the_same_answers(
     adapter: Path,
     tmp_path: Path,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from app.process import environment, signals
 from tests.conftest import ROOT
 from tests.processes import LONGEST
 
@@ -43,6 +45,17 @@ plan = MergePlan(base_files=weight_files(base), changes=changes, dtype=torch.bfl
 merge_weights(build(), plan, folder)
 print(read("VmHWM") - before)
 """
+
+
+def test_the_verb_gives_freed_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(environment, "return_memory", lambda: called.append("return_memory"))
+    monkeypatch.setattr(environment, "keep_streams", lambda: None)
+    monkeypatch.setattr(signals, "install_signal_handlers", lambda: None)
+    monkeypatch.setattr(signals, "end_process", called.append)
+    monkeypatch.setattr(sys, "argv", ["merge", "--help"])
+    runpy.run_path(str(ROOT / "app" / "merge.py"), run_name="__main__")
+    assert called == ["return_memory", 0]
 
 
 @pytest.mark.slow
