@@ -41,7 +41,7 @@ USAGE = {
     ),
     "plan": (
         ("python -m app.plan +experiment=llama70b hardware=8xa100_80gb", ""),
-        ("python -m app.plan +experiment=NAME hardware=2x8xh100 plan.tokens=50e6", "two nodes"),
+        ("python -m app.plan +experiment=NAME hardware=2x8xh100 plan.tokens=50000000", "two nodes"),
         ("python -m app.plan model=NAME hardware=rtx4090 plan.write=FILE.yaml", ""),
     ),
     "evaluate": (

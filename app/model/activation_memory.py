@@ -60,7 +60,7 @@ def widths_of(architecture: Any) -> Widths | None:
     text = architecture.get_text_config()
 
     def find(*names: str) -> int:
-        found = (getattr(text, name, None) for name in names)
+        found = (_number(text, name) for name in names)
         return next((int(number) for number in found if isinstance(number, (int, float))), 0)
 
     hidden, layers = find("hidden_size"), find("num_hidden_layers")
@@ -82,6 +82,15 @@ def widths_of(architecture: Any) -> Widths | None:
         vocabulary=find("vocab_size"),
         routed_copies=2 * experts,
     )
+
+
+def _number(config: Any, name: str) -> Any:
+    """Return a number of a config; the mean of its layers' where each has its own (Gemma 4)."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to read such a number of the whole config
+        numbers = [getattr(layer, name) for layer in config.per_layer_config]
+        return sum(numbers) / len(numbers)
 
 
 def _is_pair(config: Any) -> bool:

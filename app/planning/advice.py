@@ -54,8 +54,9 @@ def list_candidates(
     model: PlannedModel,
     strategies: Mapping[str, StrategyConfig],
 ) -> list[Candidate]:
-    """Return what the couplings allow: for each strategy, quantization and recompute the smallest
-    micro-batch that is about as fast as any that fits; those that fit first, fastest first.
+    """Return what the couplings allow: for each strategy, quantization and recompute the typed
+    micro-batch and the smallest one that is about as fast as any; those that fit first, fastest
+    first.
     """
     found = []
     for base, words in _shardings(config, strategies):
@@ -69,9 +70,7 @@ def list_candidates(
         for mode in BY_SPEED:
             if config.trainer.compile and mode == "selective":
                 continue
-            best = _best_micro_batch(config, base, run, size, mode, words)
-            if best is not None:
-                found.append(best)
+            found += _of_micro_batches(config, base, run, size, mode, words)
     return sorted(
         found, key=lambda each: (not each.fits, -each.speed.tokens_per_second, len(each.words))
     )
@@ -96,19 +95,22 @@ def _shardings(
             yield replace(config, strategy=mine, quantization=quantization), words
 
 
-def _best_micro_batch(
+def _of_micro_batches(
     config: PlanConfig,
     base: PlanConfig,
     run: PlannedRun,
     size: ModelSize,
     mode: str,
     words: tuple[str, ...],
-) -> Candidate | None:
-    """Return the smallest micro-batch about as fast as the fastest that fits; else the smallest."""
+) -> list[Candidate]:
+    """Return the typed micro-batch where it fits, and the smallest one about as fast as any that
+    does; the smallest of all where none does.
+    """
     packs = run.micro_batch_size * run.accumulation
     if mode != config.recompute.mode:
         words += (f"recompute={mode}",)
     best: Candidate | None = None
+    as_typed: list[Candidate] = []
     for number in MICRO_BATCHES:
         if packs % number:
             break
@@ -125,18 +127,19 @@ def _best_micro_batch(
         if best is not None and not has_room:
             break
         speed = estimate_speed(each, size)
-        if (
-            best is None
-            or not best.fits
-            or speed.tokens_per_second > (1 + SAME) * best.speed.tokens_per_second
-        ):
-            meant = replace(base, recompute=replace(config.recompute, mode=mode), trainer=trainer)
-            best = Candidate(
-                words=typed, run=each, memory=memory, speed=speed, fits=has_room, config=meant
-            )
+        meant = replace(base, recompute=replace(config.recompute, mode=mode), trainer=trainer)
+        candidate = Candidate(
+            words=typed, run=each, memory=memory, speed=speed, fits=has_room, config=meant
+        )
+        if has_room and typed == words:
+            as_typed.append(candidate)
+        if best is None or speed.tokens_per_second > (1 + SAME) * best.speed.tokens_per_second:
+            best = candidate
         if not has_room:
             break
-    return best
+    if best is not None and not any(best is each for each in as_typed):
+        as_typed.append(best)
+    return as_typed
 
 
 def _fits_host(run: PlannedRun, size: ModelSize) -> bool:

@@ -191,7 +191,8 @@ def estimate_gpu_memory(run: PlannedRun, size: ModelSize | None = None) -> GpuMe
 
 
 def _activations(run: PlannedRun, kept: Kept) -> float:
-    widths, split = run.model.widths, run.tensor_size
+    # Layers below the lowest one that trains keep nothing: the backward pass ends there.
+    widths, split = replace(run.model.widths, layers=run.model.trained_layers), run.tensor_size
     if split > 1:  # within a layer a rank has its own heads and features
         widths = replace(
             widths,

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, T5Config
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    T5Config,
+)
 
 from app.assembly import resolve_recompute
 from app.config import load_config
@@ -220,3 +227,13 @@ def test_what_is_left_to_auto_keeps_everything() -> None:
     model = tiny_llama()
     apply_recompute(model, RecomputeConfig())
     assert not model.is_gradient_checkpointing
+
+
+def test_layers_with_numbers_of_their_own_count_by_their_mean() -> None:
+    config = load_config("train", ["model=gemma4_12b", "data=dolly"])
+    numbers = dict(config.model.architecture)
+    widths = widths_of(AutoConfig.for_model(numbers.pop("model_type"), **numbers))
+    assert widths is not None
+    # Heads of 256 in five layers of six, which attend nearby, and of 512 in the sixth.
+    assert 16 * 256 < widths.query < 16 * 512
+    assert widths.feed_forward == numbers["intermediate_size"]

@@ -1,0 +1,176 @@
+"""Peak bytes that training steps allocate on this machine, beside what the plan's arithmetic says.
+
+A tracker adds up the storages that are alive after each operation of PyTorch: what an allocator
+would hand out, without its rounding; memory inside of an operation is not seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+QWEN = ARCHITECTURE | {
+    "model_type": "qwen3",
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 1024,
+    "tie_word_embeddings": True,
+}
+BASES = {"llama": ARCHITECTURE, "qwen3": QWEN}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One configuration."""
+
+    base: str
+    adapter: str
+    recompute: str
+    documents: tuple[int, ...]
+    """tokens of each document of a pack"""
+    micro_batch_size: int
+    precision: str
+
+    def __str__(self) -> str:
+        docs = "+".join(map(str, self.documents))
+        return (
+            f"{self.base} {self.adapter} {self.recompute} {self.micro_batch_size}x({docs}) "
+            f"{self.precision}"
+        )
+
+
+def cases() -> Iterator[Case]:
+    """Yield model x adapter x recompute x packing x micro-batch, in the precisions of a CPU."""
+    ways = itertools.product(("lora", "full"), ("none", "full"), ((512,), (256, 128, 128)), (1, 2))
+    for number, (adapter, recompute, documents, size) in enumerate(ways):
+        precision = ("fp32", "bf16-pure")[number % 2]
+        yield Case("llama", adapter, recompute, documents, size, precision)
+    yield Case("llama", "ia3", "none", (512,), 1, "fp32")
+    yield Case("llama", "ia3", "full", (512,), 2, "fp32")
+    yield Case("llama", "freeze", "none", (512,), 1, "fp32")
+    yield Case("qwen3", "lora", "none", (1024,), 1, "fp32")
+    yield Case("llama", "full", "none", (1024,), 1, "fp32")
+
+
+def settings_of_case(case: Case) -> Any:
+    """Return the settings of a training of the case."""
+    from app.config import load_config
+
+    architecture = dict(BASES[case.base])
+    words = [f"{key}: {str(value).lower()}" for key, value in architecture.items()]
+    return load_config(
+        "plan",
+        [
+            "data=skills",
+            f"model.architecture={{{', '.join(words)}}}",
+            "model.path=null",
+            "model.from_scratch=true",
+            f"adapter={case.adapter}",
+            f"recompute={case.recompute}",
+            f"trainer.precision={case.precision}",
+            f"trainer.micro_batch_size={case.micro_batch_size}",
+            f"data.sequence_len={sum(case.documents)}",
+            "hardware=h100",
+            "trainer.kernels=torch",
+        ],
+    )
+
+
+def predict(case: Case) -> dict[str, float]:
+    """Return the bytes that the arithmetic says, by part."""
+    from app.planning.memory import estimate_gpu_memory
+    from app.planning.planned import plan_run
+
+    config = settings_of_case(case)
+    run, _ = plan_run(
+        replace(config, strategy=replace(config.strategy, name="single")),
+        config.hardware,
+        config.model.architecture,
+        strategies={},
+    )
+    return estimate_gpu_memory(replace(run, is_on_gpu=False)).parts
+
+
+def measure(case: Case) -> int:
+    """Return the peak of two training steps of real numbers, in bytes."""
+    import torch
+
+    from app.model.attention import attention_inputs
+    from app.model.build import build_model
+    from app.model.head import head_loss
+    from app.model.quantization import QuantizationConfig
+    from benchmarks.planning.live import Live
+
+    config = settings_of_case(case)
+    torch.manual_seed(0)
+    with Live() as live:
+        model: Any = build_model(
+            config.model,
+            QuantizationConfig(),
+            "sdpa",
+            config.adapter,
+            config.recompute,
+            case.precision,
+        )
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        live.keep(model.parameters())
+        live.keep(model.buffers())
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, foreach=False)
+        rows = case.micro_batch_size
+        ids = torch.randint(0, 4096, (rows, sum(case.documents)))
+        positions = torch.cat([torch.arange(length) for length in case.documents])
+        inputs = {
+            "input_ids": ids,
+            "position_ids": positions.expand(rows, -1),
+            "use_cache": False,
+        } | attention_inputs(model, "sdpa", [list(case.documents)] * rows, ids)
+        for _ in range(2):
+            live.peak = 0
+            total, _ = head_loss(model, inputs, ids, torch.ones(ids.shape))
+            total.backward()
+            del total
+            optimizer.step()
+            optimizer.zero_grad()
+        return live.peak
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What was said of a case, and what was found."""
+
+    case: Case
+    said: float
+    found: float
+
+    @property
+    def error(self) -> float:
+        """Relative; below 0 the arithmetic promised too much room."""
+        return self.said / self.found - 1
+
+
+def compare() -> list[Compared]:
+    """Return every case, printed as it ends."""
+    compared = []
+    for case in cases():
+        each = Compared(case, sum(predict(case).values()), measure(case))
+        compared.append(each)
+        sizes = f"{each.said / 2**20:7.1f} said {each.found / 2**20:7.1f} MiB found"
+        print(f"{each.error:+7.1%} {sizes}  {case}", flush=True)
+    return compared
+
+
+if __name__ == "__main__":
+    compare()

@@ -1,0 +1,95 @@
+"""What a plan takes for granted of its settings, and its arithmetic beside a real step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from app.config import load_config, settings_of
+from app.config.verbs import PlanConfig
+from app.planning.memory import (
+    GIB,
+    PlannedRun,
+    estimate_disk,
+    estimate_gpu_memory,
+    estimate_host_memory,
+    fits,
+)
+from app.planning.planned import on_hardware, plan_run
+from app.strategy.settings import FAMILIES
+
+STRATEGIES = {
+    name: settings_of("strategy", name) for name in FAMILIES if name not in ("auto", "zero3_nvme")
+}
+
+
+def run_of(*words: str) -> tuple[PlannedRun, list[str]]:
+    config = load_config("plan", list(words))
+    assert isinstance(config, PlanConfig)
+    hardware = on_hardware(config, config.hardware)
+    numbers = config.model.architecture
+    return plan_run(config, hardware, numbers, strategies=STRATEGIES)
+
+
+def test_auto_is_resolved_for_the_hardware() -> None:
+    large, said = run_of("+experiment=llama8b", "hardware=8xh100")
+    assert (large.strategy.name, large.recompute) == ("ddp", "none")
+    assert said[0].startswith("strategy: ddp")
+    small, _ = run_of("+experiment=llama8b", "hardware=rtx4090")
+    assert (small.strategy.name, small.recompute) == ("single", "full")
+    assert fits(small, estimate_gpu_memory(small))
+
+
+def test_what_memory_grows_and_shrinks_with() -> None:
+    run, _ = run_of("+experiment=llama8b", "adapter=full", "hardware=8xh100", "strategy=fsdp")
+    sharded = estimate_gpu_memory(run)
+    whole = estimate_gpu_memory(replace(run, strategy=STRATEGIES["ddp"]))
+    assert whole.trainable == pytest.approx(8 * sharded.trainable, rel=0.01)
+    assert whole.optimizer == pytest.approx(8 * sharded.optimizer, rel=0.01)
+    assert (whole.gathered, sharded.copies) == (0, 0)
+    longer = estimate_gpu_memory(replace(run, sequence_len=2 * run.sequence_len))
+    assert longer.activations == pytest.approx(2 * sharded.activations)
+    assert longer.trainable == sharded.trainable
+    modes = [replace(run, recompute=mode) for mode in ("none", "selective", "full", "offload")]
+    kept = [estimate_gpu_memory(mode).activations for mode in modes]
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_layers_below_the_lowest_that_trains_keep_nothing() -> None:
+    run, _ = run_of("+experiment=llama8b", "hardware=h100", "recompute=none")
+    top, _ = run_of(
+        "+experiment=llama8b", "hardware=h100", "recompute=none", "adapter.layers=top 8"
+    )
+    whole, part = (estimate_gpu_memory(each).activations for each in (run, top))
+    assert part == pytest.approx(whole * 9 / 33)  # and one layer in its backward pass
+
+
+def test_a_second_copy_within_each_node_is_counted() -> None:
+    run, _ = run_of("+experiment=llama70b", "hardware=2x8xa100_80gb", "strategy=zero3")
+    one = estimate_gpu_memory(run)
+    two = estimate_gpu_memory(replace(run, strategy=STRATEGIES["zero3_hpz"]))
+    assert two.weights == pytest.approx(3 * one.weights, rel=0.01)  # 1/16 and 1/8
+
+
+def test_what_waits_on_the_host_and_on_the_disk() -> None:
+    run, _ = run_of("+experiment=llama70b", "hardware=8xa100_80gb")
+    weights = 2 * run.model.num_weights
+    host = estimate_host_memory(run)
+    assert host.loading == pytest.approx(weights, rel=0.01)  # one copy a node, not eight
+    assert host.offloaded == 0
+    away = estimate_host_memory(replace(run, strategy=STRATEGIES["fsdp_offload"]))
+    assert away.offloaded == pytest.approx(weights, rel=0.03)
+    adapter = 4 * run.model.count(trained=True)  # fp32; a checkpoint holds AdamW's two states too
+    assert estimate_disk(run) == pytest.approx(adapter * (3 * (run.num_checkpoints + 1) + 1))
+    single = replace(run, strategy=STRATEGIES["single"])
+    assert estimate_host_memory(single).loading == 0
+    assert estimate_gpu_memory(single).total > 130 * GIB
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_real_step() -> None:
+    from benchmarks.planning.tracked import Case, measure, predict
+
+    case = Case("llama", "lora", "none", (512,), 1, "fp32")
+    assert sum(predict(case).values()) == pytest.approx(measure(case), rel=0.08)
