@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     softcap: float | None = None,
     kernel: LossKernel | None = None,
+    share: VocabularyShare | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of loss times weight, and each position's loss in nats, fp32 and detached.
 
@@ -37,7 +38,8 @@ def linear_cross_entropy(
     the next tokens, -100 where masked (loss 0); loss_weights [positions].
     `softcap` bounds the logits to softcap * tanh(logits / softcap), as Gemma 2 does. Under autocast
     the products are taken in its dtype, all else in fp32. `kernel` computes losses and gradients of
-    a chunk without bias at once.
+    a chunk without bias at once. `share`: `weight` holds a rank's rows of the vocabulary alone; the
+    loss is that of all rows, and the gradient of `hidden` this rank's part of the sum.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -46,10 +48,31 @@ def linear_cross_entropy(
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, missing))
         labels = torch.nn.functional.pad(labels, (0, missing), value=-100)
         loss_weights = torch.nn.functional.pad(loss_weights, (0, missing))
-    arguments = (hidden.to(dtype), weight.to(dtype), bias, labels, loss_weights, softcap, kernel)
+    arguments = (
+        hidden.to(dtype),
+        weight.to(dtype),
+        bias,
+        labels,
+        loss_weights,
+        softcap,
+        kernel,
+        share,
+    )
     with torch.autocast(device, enabled=False):
         total, losses = _LinearCrossEntropy.apply(*arguments)
     return total, losses[:num_positions]
+
+
+class VocabularyShare(Protocol):
+    """The rows of the vocabulary that a rank's head holds, and the ranks that hold the others."""
+
+    first_row: int
+
+    def largest_(self, tensor: Tensor) -> None:
+        """Put the ranks' largest values in its place."""
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Put the ranks' sums in its place."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -65,6 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_weights: Tensor,
         softcap: float | None,
         kernel: LossKernel | None,
+        share: VocabularyShare | None,
     ) -> tuple[Tensor, Tensor]:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
@@ -74,6 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
         linear = onednn.linear if any(ctx.needs_input_grad[:3]) else torch.nn.functional.linear
         size = rows_per_chunk(len(weight), hidden.device.type)
+        if share is not None:
+            kernel = None  # it sees a whole row of logits
         if kernel is not None and bias is None:
             size *= TRAINED_CHUNKS if of_weight else FUSED_CHUNKS
         for start in range(0, len(labels), size):
@@ -106,15 +132,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
             is_trained_on = labels[chunk] >= 0
             target = labels[chunk].clamp(min=0).unsqueeze(1)
             highest = logits.amax(1, keepdim=True)
+            if share is not None:
+                share.largest_(highest)
+                target = target - share.first_row
+                is_here = (target >= 0) & (target < len(weight))
+                target = target.clamp(0, len(weight) - 1)
             own = logits.gather(1, target)
             exponentials = logits.sub_(highest).exp_()
             sums = exponentials.sum(1, keepdim=True)
+            if share is not None:
+                share.sum_(both := torch.stack([own * is_here, sums]))
+                own, sums = both.unbind()
             losses[chunk] = (sums.log() + highest - own).squeeze(1) * is_trained_on
             if not any(ctx.needs_input_grad[:3]):
                 continue
 
             scale = (loss_weights[chunk] * is_trained_on).float().unsqueeze(1)
-            grad = exponentials.mul_(scale / sums).scatter_add_(1, target, -scale)
+            here = scale if share is None else scale * is_here
+            grad = exponentials.mul_(scale / sums).scatter_add_(1, target, -here)
             if slope is not None:
                 grad *= slope
             if grad_bias is not None:
@@ -136,7 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         """Scale by the gradient of the sum."""
         scaled = (None if grad is None else grad * outer[0] for grad in ctx.grads)
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:
@@ -185,6 +220,7 @@ class LossHead(torch.nn.Linear):
     softcap: float | None = None
     scale: float = 1.0
     kernel: LossKernel | None = None
+    share: VocabularyShare | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits, or an empty tensor where the loss is computed."""
@@ -200,6 +236,7 @@ class LossHead(torch.nn.Linear):
             bias=self.bias,
             softcap=self.softcap,
             kernel=self.kernel,
+            share=self.share,
         )
         # Empty, but part of the graph between loss and head: strategies hook a forward's output to
         # gather weights for its backward pass and reduce gradients after it.

@@ -160,11 +160,14 @@ def size_for(
         (add_up_weights(weights, sharing, plan) * times for weights, times in model.layers), Part()
     )
     is_fp32 = any(weight.element_size() == 4 for weight in model.embedding.values())
+    # As `can_split_head` has it: a bias would be a second weight.
+    splits_head = len(model.head) == 1 and model.widths.vocabulary % tensor_size == 0
+    head = add_up_weights(model.head, sharing, {}) if model.head else Part()
     return ModelSize(
         layer=layers * (1 / model.num_layers),
         num_layers=model.num_layers,
         embedding=add_up_weights(model.embedding, sharing, {}),
-        head=add_up_weights(model.head, sharing, {}) if model.head else Part(),
+        head=head * (1 / tensor_size) if splits_head else head,
         rest=add_up_weights(model.rest, sharing, {}) if model.rest else Part(),
         width=model.widths.hidden,
         inner_width=model.widths.feed_forward,

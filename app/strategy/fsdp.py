@@ -169,6 +169,8 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         inner = {module for name in names for module in model.get_submodule(name).modules()}
         broadcaster.broadcast_quantization(model)
         broadcaster.broadcast(module for module in model.modules() if module not in inner)
+        if parallel and (head := model.get_output_embeddings()) in _untied_ends(model):
+            parallel.split_head(head)
         for module in _untied_ends(model):  # the largest, gathered only in their turn
             trains = any(weight.requires_grad for weight in module.parameters())
             is_head = module is model.get_output_embeddings()

@@ -1,11 +1,12 @@
 """Tensor parallelism: ranks split each layer's matrices and see the same data (arXiv 1909.08053).
 
 A layer's first matrices are split by rows (each rank computes some heads or inner features), its
-last ones by columns (each rank's output is a partial sum). Embedding, norms and head are
-replicated. `copied` before the first, once for all that read the same hidden states, sums the
-partial gradients, `summed` after the last the partial outputs: two messages a layer and direction.
-An adapter is split with its matrix. The small side of a LoRA stays replicated, and since it stands
-between the two its gradients are partial sums, which are added up once a step.
+last ones by columns (each rank's output is a partial sum). Embedding and norms are replicated, and
+a head that shares its weight; of another each rank holds rows of the vocabulary, and the loss is
+computed without gathering logits. `copied` before the first, once for all that read the same hidden
+states, sums the partial gradients, `summed` after the last the partial outputs: two messages a
+layer and direction. An adapter is split with its matrix. The small side of a LoRA stays replicated,
+and since it stands between the two its gradients are partial sums, which are added up once a step.
 
 Split weights are plain tensors, so that FSDP2 can shard them further.
 """
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.model.adapter import unfuse_adapters
+from app.model.head import LossHead
 from app.process.errors import UserError
 from app.strategy.tensor_plan import BY_ROWS, PARTIAL_GRADS, layer_plan
 
@@ -92,6 +94,23 @@ class TensorParallel:
 
         summing.register_forward_hook(add_up)
 
+    def split_head(self, head: Any) -> None:
+        """Replace a head's rows by this rank's, if they divide and the loss is computed in it.
+
+        The loss is that of all rows; only where logits are asked for are they gathered.
+        """
+        if not can_split_head(head, self.size):
+            return
+        self._split_weight(head, "weight", 0)
+        head.share = _Rows(self.group, self.rank * head.weight.shape[0])
+        head.register_forward_pre_hook(self._copy_input)
+
+        def gather(_: Any, inputs: Any, output: Tensor) -> Tensor:
+            self._forget_copy()
+            return gathered(output, self.group) if output.numel() else output
+
+        head.register_forward_hook(gather)
+
     def _split_weight(self, module: Any, name: str, dim: int) -> None:
         weight = getattr(module, name)
         if weight is None:
@@ -148,6 +167,25 @@ class TensorParallel:
             )
 
 
+def can_split_head(head: Any, size: int) -> bool:
+    """Return whether ranks can each hold rows of a head; it must not be the embedding's weight."""
+    return isinstance(head, LossHead) and head.bias is None and head.out_features % size == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The vocabulary of a head, shared out over the ranks of `group`."""
+
+    group: Any
+    first_row: int
+
+    def largest_(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
+    def sum_(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
+
+
 def _matrix(module: Any) -> Any:
     """Return a linear layer without the adapter around it."""
     return getattr(module, "base_layer", module)
@@ -183,6 +221,25 @@ def summed(tensor: Tensor, group: Any) -> Tensor:
     """Return the sum of a tensor over the ranks of `group`; its gradient is unchanged."""
     result: Tensor = _Summed.apply(tensor, group)
     return result
+
+
+def gathered(tensor: Tensor, group: Any) -> Tensor:
+    """Return the last dimensions of all ranks of `group` side by side."""
+    result: Tensor = _Gathered.apply(tensor, group)
+    return result
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        ctx.rank, ctx.width = dist.get_rank(group), tensor.shape[-1]
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
+        return outer[0].narrow(-1, ctx.rank * ctx.width, ctx.width), None
 
 
 class _Copied(torch.autograd.Function):

@@ -150,6 +150,8 @@ def measure_model(
 
     For one rank of those of `strategy`, which must be resolved.
     """
+    from app.strategy.tensor_parallel import can_split_head
+
     strategy = strategy or StrategyConfig(name="single")
     tensor_size = tensor_parallel_size(strategy, num_ranks // num_nodes)
     shares, _, _ = num_shares(strategy, num_ranks, num_nodes)
@@ -169,6 +171,7 @@ def measure_model(
         if id(weight) not in ends and not name.startswith(tuple(f"{layer}." for layer in names))
     }
     plan = {}
+    head_share = 1 / tensor_size if can_split_head(head, tensor_size) else 1.0
     text_config = model.config.get_text_config()
     is_fp32 = next(iter(embedding.parameters())).element_size() == 4
     is_tied = {id(w) for w in embedding.parameters()} == {id(w) for w in head.parameters()}
@@ -176,7 +179,7 @@ def measure_model(
         layer=sum(layers, Part()) * (1 / len(layers)),
         num_layers=len(layers),
         embedding=add_up(embedding.named_parameters()),
-        head=Part() if is_tied else add_up(head.named_parameters()),
+        head=Part() if is_tied else add_up(head.named_parameters()) * head_share,
         rest=add_up(others.items()),
         width=text_config.hidden_size,
         inner_width=next(
@@ -285,10 +288,12 @@ def _gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> float:
     layer, root = size.layer.gathered, size.rest.gathered
     ends = [size.embedding.gathered, size.head.gathered]
     if not size.head.gathered:
-        root, ends = root + size.embedding.gathered, [0.0]
+        root, ends = root + size.embedding.gathered, [0.0, 0.0]
     if not strategy.reshard_after_forward:
         return root + sum(ends) + layer * (size.num_layers + 2)
-    return max(root + 3 * layer, root + layer + 2 * max(ends), 2 * root)
+    # No layer is there yet when the embedding is.
+    at_ends = root + 2 * ends[0], root + layer + 2 * ends[1]
+    return max(root + 3 * layer, *at_ends, 2 * root)
 
 
 def _activations(size: ModelSize, strategy: StrategyConfig, tokens: int, recompute: str) -> float:

@@ -266,9 +266,14 @@ def ends_in_a_step(config: FsdpConfig, kind: str) -> dict[str, list[str]]:
     return found | {"after": whole()}
 
 
-def messages_of_a_step(config: FsdpConfig, kind: str) -> tuple[int, int]:
-    """Return how often ranks add something up in a forward pass, and in a backward pass."""
-    _, model = spread_model(config, builder(kind))
+def messages_of_a_step(
+    config: FsdpConfig, kind: str, numbers: dict[str, Any] | None = None
+) -> tuple[int, int]:
+    """Return how often ranks add something up in a forward pass, and in a backward pass.
+
+    AssertionError where they gather something.
+    """
+    _, model = spread_model(config, builder(kind, **(numbers or {})))
     messages, own = [0, 0], dist.all_reduce
     direction = 0
 
@@ -276,13 +281,17 @@ def messages_of_a_step(config: FsdpConfig, kind: str) -> tuple[int, int]:
         messages[direction] += 1
         return own(*args, **kwargs)
 
-    dist.all_reduce = count
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("gathered")
+
+    gather = dist.all_gather
+    dist.all_reduce, dist.all_gather = count, refuse
     try:
         loss = loss_of(model, *rows_of(0))
         direction = 1
         loss.backward()
     finally:
-        dist.all_reduce = own
+        dist.all_reduce, dist.all_gather = own, gather
     return messages[0], messages[1]
 
 

@@ -39,6 +39,7 @@ OF_TP: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "full", "model_type": "qwen3", "head_dim": 8}, {}),
     ({"kind": "full", "model_type": "qwen2", "recompute": "full"}, {}),
     ({"kind": "lora", "model_type": "gpt_neox", "backend": "eager"}, {}),
+    ({"kind": "lora", **UNTIED}, {}),
 ]
 
 
@@ -166,6 +167,17 @@ def test_ranks_of_a_layer_meet_twice_forward_and_twice_backward(kind: str) -> No
     assert forward == 2 * layers
     # Below the lowest LoRA nothing needs a gradient.
     assert backward == 2 * layers - (kind == "lora")
+
+
+def test_ranks_that_share_a_head_never_send_logits() -> None:
+    """Its loss, gradients and weights are compared where two ranks train as one."""
+    layers = shards.ARCHITECTURE["num_hidden_layers"]
+    assert isinstance(layers, int)
+    # In a chunk the largest logit, and the own one with the sum; back to the hidden states once.
+    assert (
+        on_ranks(2, shards.messages_of_a_step, TP, "lora", UNTIED)
+        == [(2 * layers + 2, 2 * layers)] * 2
+    )
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
