@@ -38,6 +38,8 @@ OTHER_NAMES = {
 }
 """names of numbers in older config.json files"""
 PAIRS = ("t5", "bart")
+LEARNED_POSITIONS = {"gpt2": (1, "n_positions", 0), "bart": (2, "max_position_embeddings", 2)}
+"""model type -> tables of learned positions, the key of their length, and rows beyond it"""
 TIED = ("gemma", "gemma2", "gemma3_text", "gpt2", "bloom", "falcon", "t5", "bart")
 """model types whose head is the embedding where config.json does not say"""
 SPLIT = {
@@ -262,6 +264,10 @@ def model_of_numbers(
             head = {} if is_tied else weights_of(module, shape, module)
         else:
             rest |= weights_of(module, shape, module)
+    if (positions := LEARNED_POSITIONS.get(str(numbers.get("model_type")))) is not None:
+        tables, name_of_length, more = positions
+        rows = tables * (numbers[name_of_length] + more)
+        rest["positions.weight"] = Weight((rows, widths.hidden), frozen, is_full)
     table = base.embeddings[0]
     width = (widths.vocabulary, widths.hidden)
     kinds = Counter(_signature(weights) for weights in layers.values())
@@ -356,6 +362,8 @@ def model_on_meta(
         if any(weight.requires_grad for weight in weights.values())
     ]
     is_tied = {id(w) for w in embedding.parameters()} == {id(w) for w in head.parameters()}
+    # transformers ties every T5; FLAN-T5's files have a head of their own, which loading unties.
+    is_tied = is_tied and numbers.get("tie_word_embeddings") is not False
     try:
         plan: Mapping[str, str] = layer_plan(model)
     except UserError:  # no ranks can split it, and the couplings say so
