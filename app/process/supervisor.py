@@ -56,8 +56,8 @@ LONGEST_POLL = 1.0
 @dataclass(kw_only=True, slots=True)
 class SuperviseConfig:
     max_restarts: int = setting(0, ge=0, shown=("train",))
-    """restarts of a run that died or hangs, each from its newest good checkpoint; on one machine
-    (torchrun has --max-restarts)"""
+    """restarts of a run that died or hangs, from its newest checkpoint; on one machine (torchrun
+    has --max-restarts)"""
     hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
     """minutes without progress in the training loop, on every rank, after which a run counts as
     hanging (or ten times its longest pause so far, where that is more); null = never. Watched are

@@ -50,9 +50,8 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("batch_size", "per_device_train_batch_size"),
     )
-    """packs (rows when not packing) a rank runs forward and backward at once; memory. auto: on a
-    GPU as many of its share of a step as fit by arithmetic, confirmed by one where ranks hold whole
-    weights; 1 on a CPU or of a stream; a resumed run's own"""
+    """packs (rows when not packing) a rank runs forward and backward at once; auto = on a GPU as
+    many as fit, 1 on a CPU or of a stream"""
     gradient_accumulation_steps: int = setting(
         8,
         ge=1,
@@ -60,8 +59,8 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("accumulate_grad_batches",),
     )
-    """micro-batches a rank accumulates before an optimizer step; where micro_batch_size=auto takes
-    more packs at once, as many fewer: the global batch stays"""
+    """micro-batches a rank accumulates before an optimizer step; fewer where auto takes more packs
+    at once: the global batch stays"""
     global_batch_size: int | None = setting(
         None,
         ge=1,

@@ -62,5 +62,5 @@ def test_a_template_that_takes_too_much_is_named(
 ) -> None:
     tokenizer = make_tokenizer(["<|im_start|>", "<|im_end|>"], eos="<|im_end|>")
     tokenizer.chat_template = text
-    with pytest.raises(DataError, match="the tokenizer's own chat template does not render 27"):
+    with pytest.raises(DataError, match="the tokenizer's own chat template does not render 28"):
         ChatTemplate.resolve(tokenizer, None, limits=SMALL)

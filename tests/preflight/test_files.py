@@ -86,7 +86,7 @@ DAMAGES: dict[str, tuple[dict[str, str | None], list[str]]] = {
         ["brings its own Python (modeling_llama.py)", "model.trust_remote_code=true"],
     ),
     "auto_map": ({CONFIG: AUTO_MAP}, ["auto_map in config.json", "model.trust_remote_code=true"]),
-    "private": ({CONFIG: PRIVATE}, ["_attn_implementation_internal is private"]),
+    "private": ({CONFIG: PRIVATE}, ["_attn_implementation_internal chooses how", "can name code"]),
 }
 
 
