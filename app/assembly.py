@@ -457,7 +457,7 @@ def _memory_of(
     env: Environment,
     strategy: StrategyConfig,
 ) -> Callable[[int], Memory]:
-    """Return what says what recompute and micro-batches are chosen by, of so many packs at once."""
+    """Return a function from packs at once to the memory that a GPU has for them and they take."""
     build = _shapes_builder(config, base, env)
     footprint = build and measure_footprint(build(), config.optimizer.name, config.quantization)
 

@@ -65,13 +65,15 @@ def serve(config: ServerConfig) -> None:
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
     tuned = open_tuned(config, env)
     problems = check_served_tokens(tuned.template, tuned.tokenizer)
+    if problems and listener is None:  # vLLM would render by the tokenizer
+        raise UserError([f"serve.engine=vllm: chat template: {one}" for one in problems])
     for problem in problems:
         log.warning("chat template: %s", problem)
     if not problems:
         print("chat template verified: the same tokens in training and in the server")
     save_config(config, folder / CONFIG_FILE)
     if listener is None:
-        print(vllm_lines(config, tuned, folder))
+        print(vllm_lines(config, tuned, folder, has_key=key is not None))
         print(f"run: {printable(str(folder))}")
         return
     responder = tuned.responder(tuned.load(env), env)
@@ -105,8 +107,11 @@ def run_server(app: ASGIApp, listener: socket.socket, name: str, folder: Path) -
         raise Interrupted(signum, "the server has ended")
 
 
-def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path) -> str:
-    """Write the stop tokens of training to `folder`; return the lines that start vLLM with them."""
+def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: bool) -> str:
+    """Write the stop tokens of training to `folder`; return the lines that start vLLM with them.
+
+    `has_key`: whether clients must have the key of the environment.
+    """
     if tuned.template.is_encoder_decoder:
         raise UserError("serve.engine=vllm: vLLM serves no encoder-decoder models; leave it out")
     stops = {"eos_token_id": sorted(tuned.stop_ids)}
@@ -131,7 +136,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path) -> str:
             words = [run, f"adapter_path={tuned.folder}", f"output.dir={model}"]
             lines.append(f"# vLLM does not serve {why}: merge first, here")
             lines.append(shlex.join(["python", "-m", "app.merge", *words]))
-    key = "" if config.serve.host == "127.0.0.1" else f"VLLM_API_KEY=${KEY_VARIABLE} "
+    key = f"VLLM_API_KEY=${KEY_VARIABLE} " if has_key else ""
     line = command(
         model,
         name_of(config),

@@ -64,7 +64,7 @@ NO_SNIFFING = {"x-content-type-options": "nosniff", "referrer-policy": "no-refer
 
 
 class Protocol(H11Protocol):
-    """HTTP that is none is answered as all else; a connection that asks nothing is closed."""
+    """Malformed HTTP is answered as all else is; a connection that asks nothing is closed."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -126,8 +126,6 @@ def build_app(
     key: str | None = None,
 ) -> ASGIApp:
     """Build the application: the page, `/v1/models`, `/v1/chat/completions`, `/health`."""
-    from starlette.responses import JSONResponse
-
     page = PAGE.read_text(encoding="utf-8")
     answers = Answers(responder, config, model)
     about = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "loft"}
@@ -172,7 +170,7 @@ def build_app(
         exception_handlers={RequestError: refuse, HTTPException: refuse, Exception: refuse},
     )
     app.router.redirect_slashes = False
-    return Door(app, config.host, key)
+    return AccessCheck(app, config.host, key)
 
 
 def page_policy(page: str) -> str:
@@ -188,7 +186,7 @@ def page_policy(page: str) -> str:
     )
 
 
-class Door:
+class AccessCheck:
     """Let in who asks for this address by its name, from its own page, with the key.
 
     A page of another site that has its name point to this machine (DNS rebinding) sends that name

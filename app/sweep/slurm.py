@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.process.errors import ENVIRONMENT_ERROR
+from app.process.errors import ENVIRONMENT_ERROR, INTERRUPTED, TERMINATED
 from app.process.files import write_whole
 from app.sweep.trials import start_process
 
@@ -38,8 +38,9 @@ OF_A_STEP = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOC
 class TrialJob:
     """What a job does: it trains one trial, and leaves its exit code in a file.
 
-    submitit calls `checkpoint` before a job's time is over or when it is preempted, and puts the
-    job back into the queue, where the trial resumes.
+    submitit calls `checkpoint` before a job's time is over, and at a preemption where the cluster
+    sends the job's signal then (PreemptParameters=send_user_signal), and puts the job back into the
+    queue, where the trial resumes. A trial that scancel ended resumes with its sweep.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, log: Path, end: Path) -> None:
@@ -89,8 +90,7 @@ class SlurmJob:
         """Return the trial's exit code; that of a broken environment where the job died."""
         if self._code is None and (self._end.exists() or self._job.done()):
             if self._end.exists():
-                said = json.loads(self._end.read_text(encoding="utf-8"))
-                self._code, self.seconds = int(said["exit_code"]), float(said["seconds"])
+                self._code, self.seconds = _read_end(self._end)
             else:
                 self._code = ENVIRONMENT_ERROR
                 self.problem = f"job {self.id} ended as {self._job.state}: {self._job.paths.stderr}"
@@ -100,6 +100,12 @@ class SlurmJob:
         """Send a signal to the processes of the job's step."""
         command = ["scancel", f"--signal={signum.name.removeprefix('SIG')}", self.id]
         subprocess.run(command, check=False, capture_output=True)
+
+
+def _read_end(file: Path) -> tuple[int, float]:
+    """Return the exit code of a trial, and its seconds."""
+    end = json.loads(file.read_text(encoding="utf-8"))
+    return int(end["exit_code"]), float(end["seconds"])
 
 
 def check_slurm() -> None:
@@ -136,10 +142,15 @@ class Slurm:
         self._gpus = typed if config.gpus is None else config.gpus
 
     def start(self, slot: int, command: Sequence[str], folder: Path, log: Path) -> SlurmJob:
-        """Submit a trial, or return its job if that has not died in the meantime."""
+        """Submit a trial, or return its job if that has not died or been cancelled."""
         where = self._folder / folder.name
         end = where / END_FILE
-        if (known := self._submitted(where)) is not None and (end.exists() or not known.done(True)):
+        if end.exists() and _read_end(end)[0] in (INTERRUPTED, TERMINATED):
+            end.unlink()
+            known = None
+        else:
+            known = self._submitted(where)
+        if known is not None and (end.exists() or not known.done(True)):
             return SlurmJob(known, end)
         config = self._config
         executor = self._submitit.AutoExecutor(where, cluster=self.cluster)

@@ -85,7 +85,7 @@ def start_process(
     In a session of its own: a signal to this process's group is this process's to pass on.
     """
     where = [f"output.dir={quote_value(str(folder))}"]
-    if (folder / CONFIG_FILE).exists():  # begun before the sweep was killed
+    if (folder / CONFIG_FILE).exists():  # started before the sweep was killed
         where.append("resume=auto")
     own = {k: v for k, v in os.environ.items() if k not in VARIABLES_OF_A_RANK}
     own[PARENT_VARIABLE] = str(os.getpid())  # it ends with this process
@@ -172,7 +172,7 @@ class RunningTrial:
         self.folder = folder / str(number)
         self.log = folder / f"{number}.log"
         self.stopped_at: int | None = None
-        self._is_told = False
+        self._is_signalled = False
         command = [sys.executable, *TRAIN, *words]
         self.job = launcher.start(slot, command, self.folder, self.log)
 
@@ -192,8 +192,8 @@ class RunningTrial:
 
     def end_by(self, signum: signal.Signals) -> None:
         """Pass a signal on, once: a second one would not let it save itself."""
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_signalled:
+            self._is_signalled = True
             self.job.send_signal(signum)
 
     def result(self) -> Trial:

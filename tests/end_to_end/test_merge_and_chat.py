@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from app.config import load_config
+from app.evaluation import conversation
 from app.process.errors import TrainingFault, UserError
 from tests.conftest import ROOT, TrainRun
 from tests.model.test_experts import tiny_mixture
@@ -419,4 +420,11 @@ def test_the_line_for_vllm_has_adapter_template_and_stop_tokens(
             assert word in line
         assert (f"--max-lora-rank 8 --lora-modules tiny_base={own}" in line) is not merges
         stops = json.loads((tmp_path / f"vllm-{own.name}" / "generation_config.json").read_text())
-        assert stops["eos_token_id"]
+        assert stops["eos_token_id"] and "VLLM_API_KEY" not in line
+    monkeypatch.setenv("LOFT_SERVE_KEY", "s3cret")
+    serve(load_config("serve", [*words, f"output.dir={folder}-key"]))
+    printed = capsys.readouterr().out
+    assert "\nVLLM_API_KEY=$LOFT_SERVE_KEY vllm serve" in printed and "s3cret" not in printed
+    monkeypatch.setattr(conversation, "check_served_tokens", lambda *_: ["other tokens"])
+    with pytest.raises(UserError, match="chat template: other tokens"):
+        serve(load_config("serve", [*words, f"output.dir={folder}-odd"]))

@@ -27,9 +27,11 @@ class Told:
         self.pieces, self.before = pieces, before
         self.control_texts = ("<|im_end|>",)
         self.num_given = 0
+        self.num_turns: list[int] = []
         self.has_ended = threading.Event()
 
     def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
+        self.num_turns.append(len(turns))
         return [1] * len(turns)
 
     def answer(self, reply: Reply, how: ConversationConfig, **_: Any) -> Generator[str, None, None]:

@@ -67,4 +67,13 @@ def test_the_page_stops_an_answer_begins_anew_and_asks_for_a_key(tmp_path: Path)
         assert told.has_ended.wait(10)
         browser.click("#reset")
         assert browser.run(TEXTS) == []
+        told.num_given, told.num_turns = 0, []
+        goes_on.clear()
+        browser.type_into("#question", "first\ue007")
+        wait_for(lambda: browser.run(TEXTS)[-1:] == ["turn assistant|one"])
+        browser.click("#reset")  # while it is answered
+        goes_on.set()
+        browser.type_into("#question", "second\ue007")
+        wait_for(lambda: browser.run(TEXTS)[-1:] == ["turn assistant|one two"])
+        assert browser.run(TEXTS)[0] == "turn user|second" and told.num_turns == [1, 1]
         assert [line for line in browser.complaints() if "401" not in line] == []

@@ -116,6 +116,20 @@ def test_a_sweep_leaves_its_jobs_and_finds_them_again(
         assert f"#SBATCH --{flag}\n" in asked
 
 
+def test_a_trial_that_was_cancelled_is_submitted_again(words: list[str], tmp_path: Path) -> None:
+    answer = sweep(*words, "adapter.r=2,4", "output.dir=s")
+    assert answer.code == 0, answer.said
+    end = tmp_path / "s/slurm/1/end.json"
+    end.write_text(json.dumps({"exit_code": 143, "seconds": 1.0}))
+    results = json.loads((tmp_path / "s/sweep.json").read_text())
+    (tmp_path / "s/sweep.json").write_text(
+        json.dumps([row for row in results if row["number"] == 0])
+    )
+    assert sweep("resume=s").code == 0
+    assert [row["exit_code"] for row in rows("s")] == [0, 0]
+    assert len(list((tmp_path / "jobs").iterdir())) == 3
+
+
 @pytest.mark.slow
 def test_a_killed_search_by_jobs_is_that_of_processes(words: list[str], tmp_path: Path) -> None:
     typed = ["adapter.r=choice(2,4,16)", "optimizer.lr=interval(1e-5,1e-1)"]
