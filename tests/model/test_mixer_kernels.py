@@ -322,6 +322,36 @@ def test_a_kernel_that_is_wrong_is_left(family: str, monkeypatch: pytest.MonkeyP
     assert torch.allclose(packed(model), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("wrong", ["in training", "backwards"])
+def test_a_kernel_that_is_wrong_in_training_is_left(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one runs there, or its gradient crosses from a document to the one before."""
+    expected = alone(tiny_family("bamba"))
+    model = tiny_family("bamba")
+    install(model, monkeypatch)
+    module = sys.modules[type(model).__module__]
+    if wrong == "in training":
+        right = module.mamba2_split_conv1d_scan_combined
+        name = "mamba2_split_conv1d_scan_combined"
+
+        def replaced(*args: Any, **kwargs: Any) -> Tensor:
+            return right(*args, **kwargs | {"seq_idx": None})
+    else:
+        right, name = module.causal_conv1d_fn, "causal_conv1d_fn"
+
+        def replaced(*args: Any, **kwargs: Any) -> Tensor:
+            late = args[0].roll(1, 2) if kwargs.get("seq_idx") is not None else args[0]
+            return right(*args, **kwargs) + late - late.detach()
+
+        fused_call = module.mamba2_split_conv1d_scan_combined.__wrapped__
+        monkeypatch.setattr(module, "mamba2_split_conv1d_scan_combined", fused_call)
+    monkeypatch.setattr(module, name, replaced)
+    model = ready("bamba")
+    assert takes_boundaries(model) == {False}
+    assert torch.allclose(packed(model.train()), expected, atol=1e-4)
+
+
 def test_boundaries_of_padded_rows_stay_with_the_attention() -> None:
     """They count through all rows, which kernels of mixers do not take; nor does a CPU."""
     model, (ids, _) = tiny_family("qwen3_5_text"), ids_and_positions()
