@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,6 +42,8 @@ PROBE = (5, 6)
 """tokens of the two documents of the search"""
 ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
 """name under which transformers' layers look up their attention"""
+RECURRENT_MASK = "create_recurrent_attention_mask"
+"""name of the function by which transformers' models hide padding from recurrent layers"""
 TOLERANCE = 2.0**-5
 """largest difference of a kernel's outputs from those document by document, over their norm"""
 LEAST_EPS, FLOOR = 4, 1e-4
@@ -249,6 +252,11 @@ def _is_of_tokens(value: Any, size: tuple[int, ...]) -> bool:
 def takes_documents(model: torch.nn.Module) -> bool:
     """Return whether mixers were found in a model, or in the base below its adapter."""
     return isinstance(vars(_whole(model)).get("forward"), DocumentsOfModel)
+
+
+def masks_recurrent_layers(model: torch.nn.Module) -> bool:
+    """Return whether a model makes a mask for recurrent layers out of that for its attention."""
+    return RECURRENT_MASK in vars(sys.modules[type(_whole(model)).__module__])
 
 
 def mixer_inputs(
