@@ -180,7 +180,11 @@ def test_a_weight_that_a_layer_reads_itself(family: str) -> None:
         inputs = {"feedforward_modules": []} if kind == "ia3" else {}
         (problem,) = find(kind, base, target_modules=["dt_proj"], **inputs).problems
         assert f"dt_proj of {family} models is no plain product" in problem
-    assert read_weights("llama") == () == read_weights("new")
+
+
+def test_weights_that_are_read_by_model_type() -> None:
+    assert read_weights("longcat_flash") == ("classifier",)  # its router
+    assert read_weights("llama") == read_weights("new") == read_weights(None) == ()
 
 
 def test_what_is_not_known_of_a_base_is_not_judged() -> None:
