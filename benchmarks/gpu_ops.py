@@ -224,16 +224,10 @@ def figures_of(found: Mapping[str, Numbers]) -> list[Figure]:
     if lora is not None:
         peak = lora["peak_bytes"] / 2**30
         figures.append(Figure(figure="gpu_ops/lora_activations_gib", value=peak, bar=46.0))
-    ours_found = [case for case in CASES if case.system == "ours" and case.name in found]
-    own = [found[case.name] for case in ours_found if case.method != "hybrid"]
+    own = [found[case.name] for case in CASES if case.system == "ours" and case.name in found]
     for name, what in (("syncs", "host_syncs"), ("pageable", "pageable_copies")):
         most = max((numbers[name] for numbers in own), default=math.inf)
         figures.append(Figure(figure=f"gpu_ops/{what}_a_micro_batch", value=most, bar=0.0))
-    figures += [
-        Figure(figure="gpu_ops/hybrid_host_syncs", value=found[case.name]["syncs"], bar=0.0)
-        for case in ours_found
-        if case.method == "hybrid"
-    ]
     return figures
 
 

@@ -179,7 +179,9 @@ def _read_weights(
     # Even None would replace the files' own setting, and quantized bits be read as numbers.
     how: dict[str, Any] = {}
     if not stored:
-        how["quantization_config"] = quantization_settings(quantization, dtype)
+        how["quantization_config"] = quantization_settings(
+            quantization, dtype, architecture.model_type
+        )
     is_staged = quantization.method == "nf4" and has_experts(architecture)
     if on_host or is_staged:
         how["device_map"] = {"": "cpu"}  # experts are quantized once they are read

@@ -24,6 +24,7 @@ from app.model.neftune import apply_neftune
 from app.model.quantization import QuantizationConfig, find_stored_problem, stored_settings
 from app.model.recompute import RecomputeConfig, apply_recompute
 from app.model.tokenizer import resize_embeddings
+from app.model.weight_reads import call_changed_modules
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def build_model(
         )
         if precision != "fp32":
             drop_needless_copies(adapted)
+        # Only now it is known which modules are wrapped or packed.
+        call_changed_modules(adapted)
         apply_neftune(adapted, adapter.neftune_alpha)
         adapted.train()
         report_trainable(adapted)  # raises where nothing is trainable

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.model.weight_reads import read_weights
 from app.process.errors import UserError
 from data_modules import setting
 
@@ -43,17 +44,24 @@ class QuantizationConfig:
 
 
 def quantization_settings(
-    config: QuantizationConfig, dtype: torch.dtype
+    config: QuantizationConfig, dtype: torch.dtype, model_type: str | None = None
 ) -> transformers.BitsAndBytesConfig | None:
-    """Return the loader's argument; `dtype` is that of the weights that are not quantized."""
+    """Return the loader's argument; `dtype` is that of the weights that are not quantized.
+
+    `model_type`: weights that its layers read without calling the module stay as they are.
+    """
     import transformers
 
     if config.method == "none":
         return None
+    read = read_weights(model_type)
+    # A list replaces the loader's own, which names the head.
+    kept = [*read, "lm_head"] if read else None
     if config.method == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
+        llm_int8_skip_modules=kept,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=config.double_quant,
         bnb_4bit_compute_dtype=dtype,
@@ -212,7 +220,9 @@ def quantize_on_meta(
     """Replace the layers of a model on `meta` as the loader would."""
     from transformers.quantizers import AutoHfQuantizer
 
-    quantizer = AutoHfQuantizer.from_config(quantization_settings(config, dtype))
+    quantizer = AutoHfQuantizer.from_config(
+        quantization_settings(config, dtype, model.config.model_type)
+    )
     quantizer.preprocess_model(model, device_map=None)
     quantizer.postprocess_model(model)
     quantize_experts(model, config)

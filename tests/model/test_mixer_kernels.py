@@ -9,15 +9,23 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from app.model.adapter import LoraConfig, apply_adapter
 from app.model.attention import attention_inputs, check_isolation, free_mixers
 from app.model.attention.mixers import ByDocument
+from app.model.base import ModelConfig
+from app.model.build import build_model
+from app.model.quantization import QuantizationConfig
+from app.model.recompute import RecomputeConfig
+from app.model.weight_reads import call_changed_modules
 from tests.families import tiny_family
 from tests.model.test_mixers import alone, ids_and_positions, packed, ready
 
@@ -95,17 +103,97 @@ def scan(plain: Any, given: list[list[int]]) -> Any:
 
 
 def fused(plain: Any, given: list[list[int]]) -> Any:
-    def mamba_split_conv1d_scan_combined(zxbcdt: Tensor, *rest: Any, seq_idx: Any = None) -> None:
-        assert seq_idx is None or lengths_of(seq_idx)  # None: the parts one after the other
+    """Mamba 2 in one kernel, which takes the weights of the modules after the scan as well."""
+    plain_conv, plain_scan = (
+        inspect.unwrap(plain.__globals__[name])
+        for name in ("causal_conv1d_fn", "mamba2_chunk_scan")
+    )
+    conv, chunks = convolution(plain_conv, given), scan(plain_scan, given)
+
+    def mamba_split_conv1d_scan_combined(
+        zxbcdt: Tensor,
+        conv1d_weight: Tensor,
+        conv1d_bias: Any,
+        dt_bias: Tensor,
+        A: Tensor,
+        D: Tensor,
+        chunk_size: int,
+        seq_idx: Any = None,
+        dt_limit: Any = (0.0, float("inf")),
+        activation: str = "silu",
+        rmsnorm_weight: Any = None,
+        rmsnorm_eps: float = 1e-6,
+        outproj_weight: Any = None,
+        outproj_bias: Any = None,
+        headdim: int = 0,
+        ngroups: int = 1,
+    ) -> Tensor:
+        FUSED.append(outproj_weight)
+        heads, (rows, tokens, _) = len(A), zxbcdt.shape
+        states = (zxbcdt.shape[-1] - 2 * heads * headdim - heads) // 2
+        sizes = [heads * headdim, heads * headdim + 2 * states, heads]
+        gate, mixed, dt = zxbcdt.split(sizes, -1)
+        mixed = conv(mixed.transpose(1, 2), conv1d_weight, conv1d_bias, seq_idx, activation)
+        x, B, C = mixed.transpose(1, 2).split([heads * headdim, states, states], -1)
+        x, B, C = (
+            one.reshape(rows, tokens, number, -1)
+            for one, number in ((x, heads), (B, ngroups), (C, ngroups))
+        )
+        how = {"D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": dt_limit}
+        y = chunks(x, dt, A, B, C, chunk_size, seq_idx=seq_idx, **how)
+        y = y.reshape(rows, tokens, -1) * functional.silu(gate)
+        if rmsnorm_weight is not None:
+            groups = y.unflatten(-1, (ngroups, -1))
+            size = groups.square().mean(-1, keepdim=True) + rmsnorm_eps
+            y = rmsnorm_weight * (groups * size.rsqrt()).flatten(-2)
+        return functional.linear(y, outproj_weight, outproj_bias)
 
     return mamba_split_conv1d_scan_combined
 
 
+def inner(plain: Any, given: list[list[int]]) -> Any:
+    """Mamba 1 in one kernel, which takes no boundaries, and the weights of all modules inside."""
+    conv, scan_all = (
+        inspect.unwrap(plain.__globals__[name])
+        for name in ("causal_conv1d_fn", "mamba_selective_scan")
+    )
+
+    def mamba_inner_fn(
+        xz: Tensor,
+        conv1d_weight: Tensor,
+        conv1d_bias: Any,
+        x_proj_weight: Tensor,
+        delta_proj_weight: Tensor,
+        out_proj_weight: Tensor,
+        out_proj_bias: Any,
+        A: Tensor,
+        B: Any = None,
+        C: Any = None,
+        D: Any = None,
+        delta_bias: Any = None,
+        delta_softplus: bool = True,
+    ) -> Tensor:
+        FUSED.append(out_proj_weight)
+        x, z = xz.chunk(2, dim=1)
+        x = conv(x, conv1d_weight.squeeze(1), conv1d_bias, "silu")
+        rank, states = delta_proj_weight.shape[1], A.shape[1]
+        projected = functional.linear(x.transpose(1, 2), x_proj_weight)
+        delta, B, C = projected.split([rank, states, states], -1)
+        delta, B, C = delta_proj_weight @ delta.mT, B.mT, C.mT
+        y = scan_all(x, delta, A, B, C, D, z, delta_bias, delta_softplus)
+        return functional.linear(y.mT, out_proj_weight, out_proj_bias)
+
+    return mamba_inner_fn
+
+
+FUSED: list[Tensor] = []
+"""the last weight that each call of a fused kernel was given"""
 STANDS_FOR = {
     "causal_conv1d_fn": ("causal_conv1d", convolution),
     "torch_chunk_gated_delta_rule": ("fla", delta_rule),
     "mamba2_chunk_scan": ("mamba_ssm", scan),
     "mamba2_split_conv1d_scan_combined": ("mamba_ssm", fused),
+    "mamba_inner_fn": ("mamba_ssm", inner),
 }
 TAKES = {
     "bamba": 2,
@@ -166,6 +254,63 @@ def test_a_scan_that_takes_no_boundaries_runs_by_document(monkeypatch: pytest.Mo
     assert torch.allclose(packed(model), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "targets", "is_fused"),
+    [
+        ("bamba", "all-linear", False),
+        ("bamba", ["in_proj"], True),
+        ("granitemoehybrid", ["out_proj"], False),
+        ("nemotron_h", "all-linear", True),  # peft puts none on out_proj
+        ("mamba", ["x_proj"], False),
+        ("mamba", ["in_proj"], True),
+    ],
+)
+def test_training_computes_with_every_adapter(
+    family: str, targets: Any, is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused kernel of training reads weights, which would leave an adapter beside them out."""
+    install(tiny_family(family), monkeypatch)
+    adapter = LoraConfig(r=2, dropout=0.0, target_modules=targets)
+    model = apply_adapter(tiny_family(family), adapter, half_precision=False)
+    call_changed_modules(model)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    for parameter in trained.values():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids, _ = ids_and_positions()
+    expected = model.eval()(input_ids=ids, use_cache=False).logits
+    FUSED.clear()
+    found = model.train()(input_ids=ids, use_cache=False).logits
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert bool(FUSED) == is_fused
+    found.logsumexp(-1).sum().backward()
+    assert all(one.grad is not None and one.grad.any() for one in trained.values())
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_no_kernel_reads_packed_weights(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_family(family).save_pretrained(tmp_path)
+    install(tiny_family(family), monkeypatch)
+    model = build_model(
+        ModelConfig(path=str(tmp_path)),
+        QuantizationConfig(method="nf4"),
+        "eager",
+        LoraConfig(r=2, dropout=0.0),
+        RecomputeConfig(),
+        "fp32",
+    )
+    kinds = {name.rpartition(".")[2]: type(one).__name__ for name, one in model.named_modules()}
+    assert kinds["out_proj"] == "Linear4bit" and kinds["lm_head"] != "Linear4bit"
+    assert kinds.get("dt_proj", "Linear") == "Linear"  # its weight is read in every forward
+    ids, _ = ids_and_positions()
+    expected = model.eval()(input_ids=ids, use_cache=False).logits
+    FUSED.clear()
+    assert torch.allclose(model.train()(input_ids=ids, use_cache=False).logits, expected, atol=1e-4)
+    assert not FUSED
+
+
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
 def test_a_kernel_that_is_wrong_is_left(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes boundaries and forgets them, or says no."""
@@ -175,6 +320,36 @@ def test_a_kernel_that_is_wrong_is_left(family: str, monkeypatch: pytest.MonkeyP
     model = ready(family)
     assert takes_boundaries(model) == {False} and not any(one == GIVEN for one in given)
     assert torch.allclose(packed(model), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", ["in training", "backwards"])
+def test_a_kernel_that_is_wrong_in_training_is_left(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one runs there, or its gradient crosses from a document to the one before."""
+    expected = alone(tiny_family("bamba"))
+    model = tiny_family("bamba")
+    install(model, monkeypatch)
+    module = sys.modules[type(model).__module__]
+    if wrong == "in training":
+        right = module.mamba2_split_conv1d_scan_combined
+        name = "mamba2_split_conv1d_scan_combined"
+
+        def replaced(*args: Any, **kwargs: Any) -> Tensor:
+            return right(*args, **kwargs | {"seq_idx": None})
+    else:
+        right, name = module.causal_conv1d_fn, "causal_conv1d_fn"
+
+        def replaced(*args: Any, **kwargs: Any) -> Tensor:
+            late = args[0].roll(1, 2) if kwargs.get("seq_idx") is not None else args[0]
+            return right(*args, **kwargs) + late - late.detach()
+
+        fused_call = module.mamba2_split_conv1d_scan_combined.__wrapped__
+        monkeypatch.setattr(module, "mamba2_split_conv1d_scan_combined", fused_call)
+    monkeypatch.setattr(module, name, replaced)
+    model = ready("bamba")
+    assert takes_boundaries(model) == {False}
+    assert torch.allclose(packed(model.train()), expected, atol=1e-4)
 
 
 def test_boundaries_of_padded_rows_stay_with_the_attention() -> None:

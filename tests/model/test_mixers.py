@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.attention import (
@@ -165,3 +166,27 @@ class NeedsKernel(torch.nn.Module):
         if cu_seq_lens_q is not None:
             raise ValueError("can't keep packed sequences apart")
         return hidden.cumsum(1), hidden[:, -1]
+
+
+class _Waits(TorchDispatchMode):
+    """Counts what the host reads of a tensor, for which it would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("lengths", [LENGTHS, [[40], [30]]], ids=["packed", "padded"])
+def test_nothing_is_asked_of_the_device(family: str, lengths: list[list[int]]) -> None:
+    """transformers asks whether a mask is all ones."""
+    model = ready(family)
+    ids, positions = ids_and_positions()
+    inputs = attention_inputs(model, "sdpa", lengths, ids)
+    with torch.no_grad(), _Waits() as waits:
+        model(input_ids=ids, position_ids=positions, use_cache=False, **inputs)
+    assert waits.reads == 0

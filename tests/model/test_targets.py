@@ -20,6 +20,7 @@ from app.model.adapter import (
     modules_of,
 )
 from app.model.patterns import by_ending, by_expression, by_key
+from app.model.weight_reads import read_weights
 from tests.families import tiny_family
 from tests.tiny import tiny_llama
 
@@ -162,6 +163,28 @@ def test_a_linear_module_that_gives_no_product(family: str) -> None:
     assert not any(".out_proj." in name for name in names)
     (problem,) = find("lora", base, target_modules=["in_proj", "out_proj"]).problems
     assert f"out_proj of {family} models is no plain product" in problem
+
+
+@pytest.mark.parametrize("family", ["falcon_mamba", "jamba", "mamba"])
+def test_a_weight_that_a_layer_reads_itself(family: str) -> None:
+    """dt_proj is never called: an adapter on it would change nothing, and train nothing."""
+    model = tiny_family(family)
+    adapted = apply_adapter(model, LoraConfig(r=2, dropout=0.0), half_precision=False)
+    trained = {name: one for name, one in adapted.named_parameters() if one.requires_grad}
+    assert any(".x_proj." in name for name in trained)
+    adapted(input_ids=torch.arange(3, 9)[None], use_cache=False).logits.sum().backward()
+    assert all(one.grad is not None for one in trained.values())
+    base = modules_of(tiny_family(family))
+    assert all(n.endswith((".dt_proj", ".out_proj")) for n in find("lora", base, r=2).read)
+    for kind in ("lora", "ia3"):
+        inputs = {"feedforward_modules": []} if kind == "ia3" else {}
+        (problem,) = find(kind, base, target_modules=["dt_proj"], **inputs).problems
+        assert f"dt_proj of {family} models is no plain product" in problem
+
+
+def test_weights_that_are_read_by_model_type() -> None:
+    assert read_weights("longcat_flash") == ("classifier",)  # its router
+    assert read_weights("llama") == read_weights("new") == read_weights(None) == ()
 
 
 def test_what_is_not_known_of_a_base_is_not_judged() -> None:

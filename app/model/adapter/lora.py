@@ -14,7 +14,7 @@ from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
 from app.model.adapter.wrap import rows_to_train, wrap
 from app.model.multimodal import tower_modules
-from app.model.patterns import is_inside, shortest
+from app.model.patterns import is_inside, last_parts, shortest
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -220,6 +220,9 @@ def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
     """Log what stays frozen with all-linear, although a matrix is what it is."""
     if found.thin:
         log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(found.thin))
+    if found.read:
+        names = ", ".join(last_parts(found.read))
+        log.info("lora: left out, since the base does not call them: %s", names)
     if found.frozen_experts:
         log.warning("lora: the experts stay frozen: %s", found.frozen_experts)
 

@@ -27,6 +27,7 @@ from app.model.patterns import (
     last_parts,
     match,
 )
+from app.model.weight_reads import read_weights
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +105,8 @@ class Targets:
     """modules whose own weights are trained: modules_to_save, and all of adapter=freeze"""
     thin: list[str] = field(default_factory=list)
     """gates and routers, which all-linear leaves out where the rank exceeds theirs"""
+    read: list[str] = field(default_factory=list)
+    """linear modules that the base's layers or kernels never call, which all-linear leaves out"""
     problems: list[str] = field(default_factory=list)
 
 
@@ -188,8 +191,10 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
     if base.linear is None or found.problems:
         return
     names = [name for name in names if not is_inside(name, found.whole)]
+    own = OWN_FORWARD.get(base.model_type or "")
     if _is_all_linear(config):
-        for name in _plain_products(names, base):
+        found.read = _not_called(names, base, own)
+        for name in (name for name in names if name not in found.read):
             short, long = min(base.linear[name]), max(base.linear[name])
             is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
             if name != base.head:
@@ -201,12 +206,8 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
             )
     else:
         found.matrices = _find_linear(config.target_modules, "target_modules", names, base, found)
-        if len(_plain_products(found.matrices, base)) < len(found.matrices):
-            found.problems.append(
-                f"adapter.target_modules: {OWN_FORWARD[str(base.model_type)]} of {base.model_type} "
-                "models is no plain product, and peft puts no LoRA on it; name others, or type "
-                "adapter.target_modules=all-linear, which leaves it out"
-            )
+        instead = ", or type adapter.target_modules=all-linear, which leaves it out"
+        _refuse(_not_called(found.matrices, base, own), instead, base, found)
     targets = config.target_modules
     found.endings = targets if isinstance(targets, list) else last_parts(found.matrices)
     if base.head in found.matrices and base.head in base.embeddings:
@@ -221,10 +222,21 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
         found.problems += _check_ranks(config, shapes, found.matrices + found.experts)
 
 
-def _plain_products(names: list[str], base: BaseModules) -> list[str]:
-    """Return the linear modules that do give W x."""
-    own = OWN_FORWARD.get(base.model_type or "")
-    return [name for name in names if own is None or not name.endswith(f".{own}")]
+def _not_called(names: list[str], base: BaseModules, own: str | None = None) -> list[str]:
+    """Return the linear modules that are not called for W x, where an adapter changes nothing.
+
+    `own`: one besides, which peft's LoRA refuses.
+    """
+    endings = tuple(f".{one}" for one in (own, *read_weights(base.model_type)) if one)
+    return [name for name in names if name.endswith(endings)]
+
+
+def _refuse(names: list[str], instead: str, base: BaseModules, found: Targets) -> None:
+    if names:
+        found.problems.append(
+            f"adapter.target_modules: {', '.join(last_parts(names))} of {base.model_type} models "
+            f"is no plain product, and an adapter on it would be left out; name others{instead}"
+        )
 
 
 def _find_experts(config: LoraConfig, base: BaseModules, found: Targets) -> None:
@@ -311,6 +323,7 @@ def _find_ia3(config: Ia3Config, base: BaseModules, found: Targets) -> None:
         targets = _ia3_targets_of(base, names, found)
     found.endings = targets
     found.matrices = _find_linear(targets, "target_modules", names, base, found)
+    _refuse(_not_called(found.matrices, base), "", base, found)
     if inputs == "auto":
         inner = {name for ending in FEED_FORWARD for name in by_ending(ending, found.matrices)}
         found.scaled_inputs = [name for name in found.matrices if name in inner]

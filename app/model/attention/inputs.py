@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.attention.backends import BY_CLASS, why_not_batched, why_not_packed
 from app.model.attention.documents import Lengths, group_documents, group_pairs, to_device
 from app.model.attention.flex import block_mask
-from app.model.attention.mixers import mixer_inputs
+from app.model.attention.mixers import masks_recurrent_layers, mixer_inputs
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _inputs_of_attention(
     kind, is_packed = model.config.model_type, any(len(row) > 1 for row in document_lengths)
     if backend == "sdpa":
         return {
-            "attention_mask": _whole_rows(ids),
+            "attention_mask": _unread_mask(model, ids),
             "documents": group_documents(document_lengths, shape, device),
         }
     if is_packed and len(document_lengths) > 1 and backend in BY_CLASS.get(kind, ()):
@@ -64,7 +64,7 @@ def _inputs_of_attention(
         build = partial(block_mask, document_lengths, shape, device)
         return {"attention_mask": _by_layer(model, backend, build)}
     boundaries = _boundaries(document_lengths, shape, device)
-    mask = _whole_rows(ids) if backend == "varlen" else None
+    mask = _unread_mask(model, ids) if backend == "varlen" else None
     return {"attention_mask": mask} | boundaries
 
 
@@ -101,6 +101,16 @@ def _whole_rows(ids: torch.Tensor) -> torch.Tensor:
     import torch
 
     return torch.ones_like(ids)
+
+
+def _unread_mask(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return ones for our attention, which reads none: [rows, tokens], or [rows, 1, tokens].
+
+    The latter where transformers would ask for recurrent layers whether all are ones, and wait for
+    the device: it reads no padding in other than two dimensions.
+    """
+    mask = _whole_rows(ids)
+    return mask.unsqueeze(1) if masks_recurrent_layers(model) else mask
 
 
 def _dense_masks(model: PreTrainedModel, document_lengths: Lengths, ids: torch.Tensor) -> Any:

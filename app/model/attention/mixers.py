@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,6 +42,8 @@ PROBE = (5, 6)
 """tokens of the two documents of the search"""
 ATTENTIONS = "ALL_ATTENTION_FUNCTIONS"
 """name under which transformers' layers look up their attention"""
+RECURRENT_MASK = "create_recurrent_attention_mask"
+"""name of the function by which transformers' models hide padding from recurrent layers"""
 TOLERANCE = 2.0**-5
 """largest difference of a kernel's outputs from those document by document, over their norm"""
 LEAST_EPS, FLOOR = 4, 1e-4
@@ -251,6 +254,11 @@ def takes_documents(model: torch.nn.Module) -> bool:
     return isinstance(vars(_whole(model)).get("forward"), DocumentsOfModel)
 
 
+def masks_recurrent_layers(model: torch.nn.Module) -> bool:
+    """Return whether a model makes a mask for recurrent layers out of that for its attention."""
+    return RECURRENT_MASK in vars(sys.modules[type(_whole(model)).__module__])
+
+
 def mixer_inputs(
     model: torch.nn.Module,
     document_lengths: Lengths,
@@ -365,7 +373,10 @@ class _Search:
         output = by_document(*args, **kwargs)
         self._is_trying = True
         by_boundaries = ByDocument(trial.module, trial.forward, takes_boundaries=True)
-        takes_boundaries = _is_right(by_boundaries, output, [(args, kwargs), *edited])
+        inputs = [(args, kwargs), *edited]
+        takes_boundaries = _is_right(by_boundaries, output, inputs) and _trains_right(
+            trial.module, by_boundaries, by_document, inputs
+        )
         self._is_trying = False
         trial.run = by_boundaries if takes_boundaries else by_document
         self.mixers[trial.module] = takes_boundaries
@@ -390,6 +401,80 @@ def _is_right(forward: ByDocument, expected: Any, inputs: list[Any]) -> bool:
     return not _leaks(*outputs)
 
 
+def _trains_right(
+    module: torch.nn.Module, forward: ByDocument, by_document: ByDocument, inputs: list[Any]
+) -> bool:
+    """Return whether `_is_right` holds in training as well, where other kernels may run.
+
+    Dropout is left out. Gradients of inputs and trained weights are compared, those of the first
+    document's outputs and of the second one's: none may reach the other document.
+    """
+    import torch
+
+    with _in_training(module):
+        if not _is_right(forward, by_document(*inputs[0][0], **inputs[0][1]), inputs):
+            return False
+        try:
+            with torch.enable_grad():
+                own, expected = (
+                    _gradients(module, one, inputs[0]) for one in (forward, by_document)
+                )
+        except Exception:  # noqa: BLE001  as in the forward pass
+            return False
+    size = math.hypot(*(one.norm().item() for one in expected))
+    limit = torch.finfo(expected[0].dtype).eps * size
+    return len(own) == len(expected) and all(
+        (one - other).norm() <= TOLERANCE * other.norm() + limit
+        for one, other in zip(own, expected, strict=True)
+    )
+
+
+@contextmanager
+def _in_training(module: torch.nn.Module) -> Iterator[None]:
+    from torch.nn.modules.dropout import _DropoutNd
+
+    before = [(one, one.training) for one in module.modules()]
+    for one, _ in before:
+        one.training = not isinstance(one, _DropoutNd)
+    try:
+        yield
+    finally:
+        for one, was_training in before:
+            one.training = was_training
+
+
+def _gradients(module: torch.nn.Module, forward: ByDocument, inputs: Any) -> list[torch.Tensor]:
+    """Return the gradients of each document's outputs, of activations document by document."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    activations: list[torch.Tensor] = []
+
+    def lead(value: Any) -> Any:
+        if not _is_activation(value):
+            return value
+        activations.append(value.detach().requires_grad_())
+        return activations[-1]
+
+    args, kwargs = tree_map(lead, inputs)
+    output = forward(*args, **kwargs)
+    output = output[0] if isinstance(output, tuple) else output
+    # A strategy may have taken the others back already.
+    trained = [one for one in module.parameters() if one.requires_grad and one.numel()]
+    found: list[torch.Tensor] = []
+    for part in output.split(PROBE, 1):
+        direction = torch.arange(part.numel(), device=part.device).cos().view_as(part)
+        gradients = torch.autograd.grad(
+            (part * direction).sum(),
+            [*activations, *trained],
+            retain_graph=True,
+            materialize_grads=True,
+        )
+        for number, gradient in enumerate(gradients):
+            found += gradient.split(PROBE, 1) if number < len(activations) else [gradient]
+    return found
+
+
 def _is_attention(module: torch.nn.Module) -> bool:
     """Return whether a module calls the attention that a model was built with."""
     forward = inspect.unwrap(type(module).forward)
@@ -410,26 +495,29 @@ class _Trial:
 def _edits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """Return the arguments with other activations in the first document, and in the second.
 
-    None where no argument is an activation: a float [1, tokens, width].
+    None where no argument is an activation.
     """
-    import torch
     from torch.utils._pytree import tree_leaves, tree_map
 
-    def is_activation(value: Any) -> bool:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return is_float and value.ndim == 3 and tuple(value.shape[:2]) == (1, sum(PROBE))
-
     def edit(value: Any, document: slice) -> Any:
-        if not is_activation(value):
+        if not _is_activation(value):
             return value
         edited = value.clone()
         edited[:, document] = -value[:, document].flip(2)
         return edited
 
-    if not any(map(is_activation, tree_leaves((args, kwargs)))):
+    if not any(map(_is_activation, tree_leaves((args, kwargs)))):
         return None
     documents = slice(PROBE[0]), slice(PROBE[0], None)
     return [tree_map(partial(edit, document=one), (args, kwargs)) for one in documents]
+
+
+def _is_activation(value: Any) -> bool:
+    """Return whether an argument is a float [1, tokens, width]."""
+    import torch
+
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_float and value.ndim == 3 and tuple(value.shape[:2]) == (1, sum(PROBE))
 
 
 def _leaks(*outputs: Any) -> bool:
