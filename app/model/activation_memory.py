@@ -69,7 +69,8 @@ def widths_of(architecture: Any) -> Widths | None:
         return None
     head_dim = find("head_dim") or hidden // heads
     experts = find("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
-    width = find("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size")
+    names = ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "ffn_hidden_size")
+    width = find(*names, "n_inner")  # where GPT-2 leaves its own empty, four times the hidden ones
     dense = width or 4 * hidden
     routed = experts * (find("moe_intermediate_size") or dense)
     return Widths(

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import rows_per_chunk
+from app.model.activation_memory import rows_per_chunk, widths_of
 from app.model.layers import decoder_layers
 from app.model.quantization import QuantizationConfig
+from app.process.errors import UserError
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
     FsdpConfig,
@@ -172,7 +173,12 @@ def measure_model(
     }
     plan = {}
     head_share = 1 / tensor_size if can_split_head(head, tensor_size) else 1.0
-    text_config = model.config.get_text_config()
+    widths = widths_of(model.config)
+    if widths is None:
+        raise UserError(
+            "model.path: its config.json does not say how wide its layers are; the arithmetic "
+            "knows hidden_size, num_hidden_layers and num_attention_heads by these names"
+        )
     is_fp32 = next(iter(embedding.parameters())).element_size() == 4
     is_tied = {id(w) for w in embedding.parameters()} == {id(w) for w in head.parameters()}
     return ModelSize(
@@ -181,12 +187,8 @@ def measure_model(
         embedding=add_up(embedding.named_parameters()),
         head=Part() if is_tied else add_up(head.named_parameters()) * head_share,
         rest=add_up(others.items()),
-        width=text_config.hidden_size,
-        inner_width=next(
-            number
-            for name in ("intermediate_size", "ffn_hidden_size", "d_ff", "moe_intermediate_size")
-            if (number := getattr(text_config, name, None))
-        ),
+        width=widths.hidden,
+        inner_width=widths.feed_forward,
         vocab_size=embedding.num_embeddings,
         # Under autocast an fp32 embedding makes them fp32, unless FSDP gathers it in bf16.
         hidden_bytes=4 if is_fp32 else 2,

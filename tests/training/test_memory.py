@@ -93,3 +93,22 @@ def test_what_the_readme_types_fits_on_one_large_card() -> None:
     for name, words in typed:
         memory = memory_of(name, 1, *(word for word in words if word.startswith("adapter=")))
         assert memory.total <= USABLE * 80 * 2**30, f"{name} {words}: {memory}"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "bart"])
+def test_families_that_name_no_feed_forward_are_measured(family: str) -> None:
+    words = ["data=skills", f"model.architecture={{model_type: {family}}}", "adapter=full"]
+    config = load_config("train", [*words, "model.from_scratch=true", "model.path=null"])
+    built = build_model(
+        config.model,
+        QuantizationConfig(),
+        "eager",
+        config.adapter,
+        RecomputeConfig(),
+        "fp32",
+        on_meta=True,
+    )
+    size = measure_model(built, "fp32")
+    assert size.inner_width == 4 * size.width
+    weighed = sum(weight.numel() for weight in built.parameters())
+    assert size.whole.num_trained == pytest.approx(weighed)
