@@ -92,4 +92,5 @@ def _is_plain(module: torch.nn.Module) -> bool:
     import torch
 
     is_wrapped = type(module).__module__.partition(".")[0] not in ("torch", "transformers")
-    return not is_wrapped and type(module.weight) is torch.nn.Parameter
+    weight = module._parameters.get("weight")  # an Identity has none
+    return not is_wrapped and (weight is None or type(weight) is torch.nn.Parameter)

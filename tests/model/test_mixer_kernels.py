@@ -260,7 +260,8 @@ def test_a_scan_that_takes_no_boundaries_runs_by_document(monkeypatch: pytest.Mo
         ("bamba", "all-linear", False),
         ("bamba", ["in_proj"], True),
         ("granitemoehybrid", ["out_proj"], False),
-        ("nemotron_h", "all-linear", True),  # peft puts none on out_proj
+        ("falcon_h1", "all-linear", True),  # peft puts none on out_proj
+        ("nemotron_h", "all-linear", True),
         ("mamba", ["x_proj"], False),
         ("mamba", ["in_proj"], True),
     ],
