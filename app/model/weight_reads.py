@@ -51,16 +51,17 @@ def call_changed_modules(model: torch.nn.Module) -> None:
     fused kernels are such; the layer then runs its parts, as in evaluation.
     """
     for module in model.modules():
-        held = [vars(module)["_modules"].get(name) for name in _read_in_training(module.__class__)]
-        if not all(one is None or _is_plain(one) for one in held):
-            module.forward = InParts(module)
+        for method, names in _read_in_training(module.__class__):
+            held = [vars(module)["_modules"].get(name) for name in names]
+            if not all(one is None or _is_plain(one) for one in held):
+                setattr(module, method, InParts(module, getattr(module, method)))
 
 
 class InParts:
-    """A layer's forward as in evaluation; the modules inside stay in training."""
+    """A method of a layer as in evaluation; the modules inside stay in training."""
 
-    def __init__(self, module: Any) -> None:
-        self._module, self._plain = module, module.forward
+    def __init__(self, module: Any, plain: Any) -> None:
+        self._module, self._plain = module, plain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         was_training, self._module.training = self._module.training, False
@@ -71,20 +72,23 @@ class InParts:
 
 
 @cache
-def _read_in_training(kind: type) -> tuple[str, ...]:
-    """Return the modules whose weights a class reads where `self.training`."""
+def _read_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return by method of a class the modules whose weights it reads where `self.training`."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # a class that was made while the program runs
         return ()
     if "self.training" not in source or not READ.search(source):
         return ()
-    branches = [
-        "\n".join(map(ast.unparse, node.body))
-        for node in ast.walk(ast.parse(textwrap.dedent(source)))
-        if isinstance(node, ast.If) and "self.training" in ast.unparse(node.test)
-    ]
-    return tuple(sorted({name for branch in branches for name in READ.findall(branch)}))
+    found: dict[str, set[str]] = {}
+    for method in ast.walk(ast.parse(textwrap.dedent(source))):
+        if not isinstance(method, ast.FunctionDef):
+            continue
+        for node in ast.walk(method):
+            if isinstance(node, ast.If) and "self.training" in ast.unparse(node.test):
+                names = READ.findall("\n".join(map(ast.unparse, node.body)))
+                found.setdefault(method.name, set()).update(names)
+    return tuple((method, tuple(sorted(names))) for method, names in found.items() if names)
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
@@ -92,4 +96,5 @@ def _is_plain(module: torch.nn.Module) -> bool:
     import torch
 
     is_wrapped = type(module).__module__.partition(".")[0] not in ("torch", "transformers")
-    return not is_wrapped and type(module.weight) is torch.nn.Parameter
+    weight = module._parameters.get("weight")  # an Identity has none
+    return not is_wrapped and (weight is None or type(weight) is torch.nn.Parameter)

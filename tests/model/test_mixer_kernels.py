@@ -13,10 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import peft
 import pytest
 import torch
+from peft import inject_adapter_in_model
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
 
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.attention import attention_inputs, check_isolation, free_mixers
@@ -260,7 +264,8 @@ def test_a_scan_that_takes_no_boundaries_runs_by_document(monkeypatch: pytest.Mo
         ("bamba", "all-linear", False),
         ("bamba", ["in_proj"], True),
         ("granitemoehybrid", ["out_proj"], False),
-        ("nemotron_h", "all-linear", True),  # peft puts none on out_proj
+        ("falcon_h1", "all-linear", True),  # peft puts none on out_proj
+        ("nemotron_h", "all-linear", True),
         ("mamba", ["x_proj"], False),
         ("mamba", ["in_proj"], True),
     ],
@@ -285,6 +290,19 @@ def test_training_computes_with_every_adapter(
     found.logsumexp(-1).sum().backward()
     assert all(one.grad is not None and one.grad.any() for one in trained.values())
     assert all(module.training for module in model.modules())
+
+
+def test_a_weight_that_is_clipped_in_training_alone() -> None:
+    """Gemma 3n's, by a method that its layers call by name: past the adapter there."""
+    config = Gemma3nTextConfig(hidden_size=8, altup_coef_clip=0.01)
+    model = torch.nn.ModuleList([Gemma3nTextAltUp(config)])
+    (adapted,) = inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=["correction_coefs"], init_lora_weights=False), model
+    )
+    hidden = torch.randn(config.altup_num_inputs, 1, 3, 8)
+    expected = adapted.eval().correct(hidden, -hidden[0])
+    call_changed_modules(adapted)
+    assert torch.equal(adapted.train().correct(hidden, -hidden[0]), expected)
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])

@@ -222,7 +222,7 @@ def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
         log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(found.thin))
     if found.read:
         names = ", ".join(last_parts(found.read))
-        log.info("lora: left out, since the base does not call them: %s", names)
+        log.info("lora: left out, since no plain product is computed there: %s", names)
     if found.frozen_experts:
         log.warning("lora: the experts stay frozen: %s", found.frozen_experts)
 

@@ -106,7 +106,7 @@ class Targets:
     thin: list[str] = field(default_factory=list)
     """gates and routers, which all-linear leaves out where the rank exceeds theirs"""
     read: list[str] = field(default_factory=list)
-    """linear modules that the base's layers or kernels never call, which all-linear leaves out"""
+    """linear modules that are not called for W x, which all-linear leaves out"""
     problems: list[str] = field(default_factory=list)
 
 
