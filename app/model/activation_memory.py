@@ -115,9 +115,11 @@ class Kept:
     fuses_adapters: bool = True
     keeps_scores: bool = False
     """whether attention is not one kernel: scores [heads, tokens, tokens]"""
+    ranks: float = 0.0
+    """of a layer's adapters together: each keeps what its first matrix returns"""
 
 
-def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> int:
+def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
     """Return the bytes a token that one layer keeps from its forward to its backward pass."""
     hidden, inner, width = widths.hidden, widths.feed_forward, kept.width
     if mode == "offload":
@@ -140,10 +142,10 @@ def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> int:
         of_layer += 3 * width * widths.outputs + FP32 * widths.inputs
     if kept.keeps_scores:
         of_layer += (FP32 + width) * widths.heads * kept.tokens
-    return of_layer
+    return of_layer + width * kept.ranks
 
 
-def estimate_activations(widths: Widths, kept: Kept, mode: str, every: int = 1) -> int:
+def estimate_activations(widths: Widths, kept: Kept, mode: str, every: int = 1) -> float:
     """Return the bytes that all layers keep at once where every n-th of them recomputes.
 
     In the backward pass one layer more is there whole, recomputed or with its gradients.

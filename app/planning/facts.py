@@ -36,6 +36,7 @@ def describe_run(run: PlannedRun, tokens: int | None) -> dict[str, Any]:
         "settings": _settings(run),
         "gpu_gib": {name: value / GIB for name, value in memory.parts.items()},
         "gpu_total_gib": memory.total / GIB,
+        "peak": memory.moment,
         "gpu_usable_gib": usable_bytes(hardware) / GIB,
         "gpu_memory_gib": hardware.memory_gib,
         "host_gib": {

@@ -13,7 +13,7 @@ from app.model.activation_memory import (
     HALF,
     LOSS_BYTES,
     Kept,
-    estimate_activations,
+    bytes_of_layer,
     rows_per_chunk,
 )
 from app.model.quantization import QuantizationConfig
@@ -21,10 +21,13 @@ from app.model.recompute import CONTEXT_GIB, USABLE_SHARE
 from app.planning.hardware import HardwareConfig
 from app.planning.model_size import PlannedModel, dtype_bytes, size_for
 from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, tensor_parallel_size
-from app.training.memory import ModelSize, estimate_memory, num_shares
+from app.training.memory import ModelSize, estimate_memory, gathered_by_fsdp, num_shares
 from app.training.model_states import EIGHT_BIT_STATES, STATES
 
 GIB = 2**30
+WORKING_INNER, WORKING_STREAMS = 2, 2
+"""gradients of feed-forward and hidden states that a layer's backward pass has at once beside what
+the layer keeps: in the gate's product, where they are the most"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,12 +114,13 @@ class PlannedRun:
             drops=self.drops,
             fuses_adapters=self.fuses_adapters,
             keeps_scores=self.keeps_scores,
+            ranks=self.model.adapter_ranks,
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuMemory:
-    """Peak memory of a GPU by part, in bytes, as if all parts peaked at one moment."""
+    """Memory of a GPU by part, in bytes, at one moment of a step."""
 
     weights: float
     """frozen ones, with the scales of quantized ones"""
@@ -129,20 +133,24 @@ class GpuMemory:
     copies: float
     """half-precision copies that autocast keeps of fp32 weights"""
     activations: float
+    """and what a layer's backward pass needs beside them"""
     loss: float
-    """chunks of logits, and a trained head's gradients"""
+    """chunks of logits, and the gradients that the head keeps"""
     overhead: float
     """CUDA, its libraries and NCCL"""
-
-    @property
-    def total(self) -> float:
-        """All parts."""
-        return sum(getattr(self, name) for name in self.__slots__)
+    moment: str
+    """of the step"""
 
     @property
     def parts(self) -> dict[str, float]:
         """Bytes by the name of a part, those that are there."""
-        return {name: value for name in self.__slots__ if (value := getattr(self, name)) > 0}
+        sizes = {name: getattr(self, name) for name in self.__slots__ if name != "moment"}
+        return {name: value for name, value in sizes.items() if value > 0}
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return sum(self.parts.values())
 
 
 def usable_bytes(hardware: HardwareConfig) -> float:
@@ -157,6 +165,15 @@ def fits(run: PlannedRun, memory: GpuMemory) -> bool:
 
 def estimate_gpu_memory(run: PlannedRun, size: ModelSize | None = None) -> GpuMemory:
     """Estimate the peak memory of the fullest rank; `size` where it is known already."""
+    return max(estimate_moments(run, size), key=lambda moment: moment.total)
+
+
+def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[GpuMemory]:
+    """Estimate the memory of the fullest rank at the moments of a step one of which is its peak.
+
+    Activations fall in the backward pass while gradients rise, in even steps: one of its ends is
+    the highest. Lightning frees the gradients of the step before after the forward pass.
+    """
     size = size or run.size
     states = estimate_memory(
         size,
@@ -177,20 +194,65 @@ def estimate_gpu_memory(run: PlannedRun, size: ModelSize | None = None) -> GpuMe
     copies = 0.0
     if kept.width < kept.residual and not isinstance(strategy, FsdpConfig):
         copies = (whole.frozen + whole.trained) * kept.width / kept.residual
-    return GpuMemory(
-        weights=weights * (1 - trained_share),
-        trainable=weights * trained_share,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        gathered=states.gathered,
-        copies=copies,
-        activations=_activations(run, kept),
-        loss=_loss(run, kept),
-        overhead=CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
+    at_loss = at_layers = at_step = states.gathered
+    if isinstance(strategy, FsdpConfig) and states.gathered:
+        (at_loss, at_layers), at_step = gathered_by_fsdp(size, strategy), 0.0
+    gradients = states.gradients
+    # DDP's and DeepSpeed's buffers stay, as gradients do between micro-batches.
+    rises = run.accumulation == 1 and (
+        strategy.name == "single" or isinstance(strategy, FsdpConfig)
     )
+    share = gradients / max(1.0, whole.trained) if rises else 0.0
+    end = size.head if size.head.gathered else size.embedding
+    of_ends, of_layer = share * size.embedding.trained, share * size.layer.trained
+    layers, (of_loss, kept_by_loss) = _activations(run, kept), _loss(run, kept)
+    trained_layers = max(1, run.model.trained_layers)
+    last_copies = copies / trained_layers if run.recompute == "none" else copies
+
+    def at(moment: str, **parts: float) -> GpuMemory:
+        always = {"gathered": at_layers, "copies": last_copies, "loss": kept_by_loss}
+        return GpuMemory(
+            weights=weights * (1 - trained_share),
+            trainable=weights * trained_share,
+            optimizer=states.optimizer,
+            overhead=CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
+            moment=moment,
+            **always | {"gradients": gradients, "activations": 0.0} | parts,
+        )
+
+    return [
+        at("loss", activations=layers.all, gathered=at_loss, copies=copies, loss=of_loss),
+        at(
+            "backward pass of the last layer",
+            gradients=share * end.trained + of_layer if rises else gradients,
+            activations=layers.at_last,
+            copies=copies,
+        ),
+        at(
+            "backward pass of the first layer",
+            gradients=gradients - of_ends,
+            activations=layers.at_first,
+        ),
+        at("end of the backward pass", activations=layers.of_stream),
+        at("optimizer step", gathered=at_step, copies=0.0),
+    ]
 
 
-def _activations(run: PlannedRun, kept: Kept) -> float:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Activations:
+    """Bytes of activations at moments of a step."""
+
+    all: float
+    """kept by all layers and by the norm before the head"""
+    at_last: float
+    """while the last layer, where the backward pass begins, has its gradients computed"""
+    at_first: float
+    """the same of the lowest layer that trains, the last one in the backward pass"""
+    of_stream: float
+    """the gradient of the stream between layers"""
+
+
+def _activations(run: PlannedRun, kept: Kept) -> _Activations:
     # Layers below the lowest one that trains keep nothing: the backward pass ends there.
     widths, split = replace(run.model.widths, layers=run.model.trained_layers), run.tensor_size
     if split > 1:  # within a layer a rank has its own heads and features
@@ -201,16 +263,40 @@ def _activations(run: PlannedRun, kept: Kept) -> float:
             feed_forward=widths.feed_forward // split,
             heads=max(1, widths.heads // split),
         )
-    return float(estimate_activations(widths, kept, run.recompute, run.recompute_every))
+    tokens, hidden = run.tokens, widths.hidden
+    whole, own = (bytes_of_layer(widths, kept, mode) for mode in ("none", run.recompute))
+    recomputed = 0 if run.recompute == "none" else -(-widths.layers // run.recompute_every)
+    of_layers = recomputed * own + (widths.layers - recomputed) * whole
+    norm = (kept.residual if kept.fuses_norm_and_gate else FP32) + kept.width
+    stream = kept.residual * hidden
+    waiting = 2 * stream if run.recompute == "offload" else 0  # a layer's own input, and the next's
+    working = kept.width * WORKING_INNER * widths.feed_forward + WORKING_STREAMS * stream
+    return _Activations(
+        all=tokens * (of_layers + norm * hidden + waiting),
+        at_last=tokens * (of_layers + (whole - own) + working + waiting),
+        at_first=tokens * (whole + working + waiting),
+        of_stream=float(tokens * stream),
+    )
 
 
-def _loss(run: PlannedRun, kept: Kept) -> float:
+def _loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
+    """Return the bytes of the loss at its peak, and those kept until the step's end.
+
+    The buffers of a chunk are there until those of the next one are filled; the head's gradients
+    are computed with the loss, and kept with its graph.
+    """
     vocabulary, hidden = run.model.widths.vocabulary, run.model.widths.hidden
     rows = min(run.tokens, rows_per_chunk(vocabulary, "cuda" if run.is_on_gpu else "cpu"))
-    loss = float(rows * vocabulary * LOSS_BYTES + 2 * run.tokens * hidden * kept.width)
-    if run.model.trains_head:
-        loss += run.model.head_weights * (FP32 + kept.width)
-    return loss
+    num_chunks = -(-run.tokens // rows)
+    chunk = float(rows * vocabulary * (FP32 if kept.width == FP32 else LOSS_BYTES / 2))
+    head = run.model.head_weights if run.model.trains_head else 0
+    states = run.tokens * hidden * kept.width
+    total = 0 if num_chunks == 1 else kept.width if num_chunks == 2 else FP32
+    peak = max(
+        chunk * min(2, num_chunks) + head * total,
+        chunk + head * (kept.width if num_chunks == 1 else FP32 + kept.width),
+    )
+    return states + peak, float(states + head * kept.width)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

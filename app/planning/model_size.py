@@ -125,6 +125,17 @@ class PlannedModel:
         return min(1.0, self.widths.routed_copies / 2 / weight.shape[0])
 
     @property
+    def adapter_ranks(self) -> float:
+        """Return the ranks of a layer's LoRA matrices together, the mean of the layers."""
+        ranks = sum(
+            weight.shape[0] * times
+            for weights, times in self.layers
+            for name, weight in weights.items()
+            if ".lora_A." in name
+        )
+        return ranks / self.num_layers
+
+    @property
     def head_weights(self) -> int:
         """Weights of the head's matrix, whosever it is."""
         return next(

@@ -50,7 +50,8 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
     usable, memory = facts["gpu_usable_gib"], facts["gpu_memory_gib"]
     lines = [
         f"{verdict}: {facts['gpu_total_gib']:.1f} GiB a GPU of {usable:.1f} that can be filled "
-        f"({memory:.1f} less what is lost between blocks), by arithmetic"
+        f"({memory:.1f} less what is lost between blocks), by arithmetic",
+        f"  at the peak, {facts['peak']}:",
     ]
     for name, gib in facts["gpu_gib"].items():
         bar = "#" * round(BAR * min(gib / memory, 1))

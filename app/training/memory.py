@@ -248,7 +248,7 @@ def estimate_memory(
             gradients = whole.held_trained
         held = whole.held
         states *= whole.held_trained * of_states / max(whole.trained, 1.0)
-        gathered = _gathered_by_fsdp(size, strategy)
+        gathered = max(gathered_by_fsdp(size, strategy))
         if strategy.offload_parameters:
             held = states = 0.0
     return RankMemory(
@@ -281,8 +281,8 @@ def num_shares(strategy: StrategyConfig, num_ranks: int, num_nodes: int) -> tupl
     return 1, 1, 1
 
 
-def _gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> float:
-    """Return the bytes of weights that are whole at once.
+def gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> tuple[float, float]:
+    """Return the bytes of weights that are whole at once: at the loss, and in a layer's backward.
 
     A unit arrives in one buffer and is copied out of it, while the buffer of the unit before is
     kept. What has no unit of its own stays whole from forward to backward.
@@ -292,10 +292,11 @@ def _gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> float:
     if not size.head.gathered:
         root, ends = root + size.embedding.gathered, [0.0, 0.0]
     if not strategy.reshard_after_forward:
-        return root + sum(ends) + layer * (size.num_layers + 2)
+        whole = root + sum(ends) + layer * (size.num_layers + 2)
+        return whole, whole
     # No layer is there yet when the embedding is.
-    at_ends = root + 2 * ends[0], root + layer + 2 * ends[1]
-    return max(root + 3 * layer, *at_ends, 2 * root)
+    at_ends = max(root + 2 * ends[0], root + layer + 2 * ends[1], 2 * root)
+    return at_ends, max(root + 3 * layer, 2 * root)
 
 
 def _activations(size: ModelSize, strategy: StrategyConfig, tokens: int, recompute: str) -> float:

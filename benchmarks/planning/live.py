@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -16,37 +17,38 @@ class Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.num_bytes = 0
         self.peak = 0
-
-    def num_bytes(self) -> int:
-        """Return the bytes of the storages that are alive."""
-        self._storages = {
-            key: (ref, size) for key, (ref, size) in self._storages.items() if not ref.expired()
-        }
-        return sum(size for _, size in self._storages.values())
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were there before."""
         for tensor in tensors:
             self._add(tensor)
 
-    def _add(self, tensor: Tensor) -> bool:
+    def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        ref, size = self._storages.get(storage._cdata, (None, 0))
-        if ref is not None and not ref.expired() and size == storage.nbytes():
-            return False
-        self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return True
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            if self._storages[key][1] == size:
+                return
+            self._forget(key)
+        self._storages[key] = weakref.ref(storage, partial(self._end, key)), size
+        self.num_bytes += size
+        self.peak = max(self.peak, self.num_bytes)
+
+    def _end(self, key: int, ref: weakref.ref[Any]) -> None:
+        if key in self._storages and self._storages[key][0] is ref:
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        self.num_bytes -= self._storages.pop(key)[1]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        has_grown = False
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                has_grown |= self._add(leaf)
-        if has_grown:
-            self.peak = max(self.peak, self.num_bytes())
+                self._add(leaf)
         return output
