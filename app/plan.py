@@ -36,6 +36,8 @@ NOT_PLANNED = ("auto", "zero3_nvme")
 
 def plan(config: PlanConfig) -> Path:
     """Estimate what `config` would take, print it with the advice; return the folder written."""
+    if config.plan.write is not None:
+        check_written(Path(config.plan.write))
     hardware = on_hardware(config, find_hardware(config.hardware))
     numbers = read_numbers(config.model)
     if problems := check_planned(config, hardware, numbers):
@@ -92,6 +94,16 @@ def tokens_of(config: PlanConfig, run: PlannedRun) -> int | None:
     if config.plan.tokens is not None or config.trainer.max_steps is None:
         return config.plan.tokens
     return config.trainer.max_steps * run.tokens_per_step
+
+
+def check_written(file: Path) -> None:
+    """Raise UserError where an experiment cannot be written to `file`."""
+    if file.suffix != ".yaml":
+        raise UserError(f"plan.write={file}: an experiment is a .yaml file; type {file}.yaml")
+    if not file.parent.is_dir():
+        raise UserError(f"plan.write={file}: there is no folder {file.parent}; make it first")
+    if file.exists():
+        raise UserError(f"plan.write={file}: it is there already; remove it, or type another name")
 
 
 def write_best(

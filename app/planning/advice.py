@@ -11,12 +11,11 @@ from app.model.quantization import QuantizationConfig
 from app.model.recompute import BY_SPEED
 from app.planning.hardware import HardwareConfig
 from app.planning.memory import (
-    GIB,
     GpuMemory,
     PlannedRun,
     estimate_gpu_memory,
-    estimate_host_memory,
     fits,
+    fits_host,
 )
 from app.planning.model_size import PlannedModel
 from app.planning.planned import check_planned, plan_run
@@ -28,6 +27,8 @@ from app.training.memory import ModelSize
 if TYPE_CHECKING:
     from app.config.verbs import PlanConfig
 
+OF_ONE_GPU = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
+"""strategies that one GPU has a use for"""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 DOUBLINGS = 7
 """of the GPUs that are tried where nothing fits"""
@@ -59,6 +60,12 @@ def list_candidates(
     first.
     """
     found = []
+    if hardware.num_gpus == 1:
+        strategies = {
+            name: each
+            for name, each in strategies.items()
+            if name in (*OF_ONE_GPU, config.strategy.name)
+        }
     for base, words in _shardings(config, strategies):
         if check_planned(base, hardware, numbers):
             continue
@@ -104,8 +111,9 @@ def _of_micro_batches(
     words: tuple[str, ...],
 ) -> list[Candidate]:
     """Return the typed micro-batch where it fits, and the smallest one about as fast as any that
-    does; the smallest of all where none does.
+    does; the smallest of all where none does. Of `auto`, the largest that fits.
     """
+    is_auto = config.trainer.micro_batch_size == "auto"
     packs = run.micro_batch_size * run.accumulation
     if mode != config.recompute.mode:
         words += (f"recompute={mode}",)
@@ -116,14 +124,14 @@ def _of_micro_batches(
             break
         each = replace(run, recompute=mode, micro_batch_size=number, accumulation=packs // number)
         typed, trainer = words, config.trainer
-        if number != config.trainer.micro_batch_size:
+        if number != config.trainer.micro_batch_size and not is_auto:
             typed += (f"trainer.micro_batch_size={number}",)
             trainer = replace(trainer, micro_batch_size=number)
             if config.trainer.global_batch_size is None:
                 typed += (f"trainer.gradient_accumulation_steps={each.accumulation}",)
                 trainer = replace(trainer, gradient_accumulation_steps=each.accumulation)
         memory = estimate_gpu_memory(each, size)
-        has_room = fits(each, memory) and _fits_host(each, size)
+        has_room = fits(each, memory) and fits_host(each, size)
         if best is not None and not has_room:
             break
         speed = estimate_speed(each, size)
@@ -131,20 +139,19 @@ def _of_micro_batches(
         candidate = Candidate(
             words=typed, run=each, memory=memory, speed=speed, fits=has_room, config=meant
         )
-        if has_room and typed == words:
+        if has_room and typed == words and not is_auto:
             as_typed.append(candidate)
-        if best is None or speed.tokens_per_second > (1 + SAME) * best.speed.tokens_per_second:
+        if (
+            best is None
+            or is_auto
+            or speed.tokens_per_second > (1 + SAME) * best.speed.tokens_per_second
+        ):
             best = candidate
         if not has_room:
             break
     if best is not None and not any(best is each for each in as_typed):
         as_typed.append(best)
     return as_typed
-
-
-def _fits_host(run: PlannedRun, size: ModelSize) -> bool:
-    has = run.hardware.host_memory_gib * GIB
-    return not has or estimate_host_memory(run, size).total <= has
 
 
 def best_of_each(candidates: list[Candidate]) -> list[Candidate]:

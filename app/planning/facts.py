@@ -14,6 +14,7 @@ from app.planning.memory import (
     estimate_gpu_memory,
     estimate_host_memory,
     fits,
+    fits_host,
     usable_bytes,
 )
 from app.planning.speed import batch_word, estimate_flops, estimate_speed
@@ -32,7 +33,8 @@ def describe_run(run: PlannedRun, tokens: int | None) -> dict[str, Any]:
         "num_weights": run.model.num_weights,
         "num_trained": run.model.count(trained=True),
         "hardware": str(hardware),
-        "fits": fits(run, memory),
+        "fits": fits(run, memory) and fits_host(run, size),
+        "fits_host": fits_host(run, size),
         "settings": _settings(run),
         "gpu_gib": {name: value / GIB for name, value in memory.parts.items()},
         "gpu_total_gib": memory.total / GIB,

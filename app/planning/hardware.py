@@ -12,7 +12,7 @@ from app.process.errors import DeviceError
 from app.process.gpus import Machine, read_machine
 from data_modules import setting
 
-MANY = re.compile(r"(?:(?P<nodes>\d{1,4})x)?(?P<gpus>\d{1,2})x(?P<card>[a-z].*)")
+MANY = re.compile(r"(?:(?P<nodes>[1-9]\d{0,3})x)?(?P<gpus>[1-9]\d?)x(?P<card>[a-z].*)")
 """`8xh100`, or `2x8xh100`: two nodes of eight"""
 NVIDIA_NAMES = (
     ("h200", "h200"),
@@ -71,6 +71,7 @@ class HardwareConfig:
 
 def split_name(name: str) -> tuple[str, dict[str, int]]:
     """Return the card of `2x8xh100` or `8xh100`, and what its numbers set."""
+    name = name.lower()
     many = MANY.fullmatch(name)
     if many is None:
         return name, {}

@@ -163,6 +163,12 @@ def fits(run: PlannedRun, memory: GpuMemory) -> bool:
     return memory.total <= usable_bytes(run.hardware)
 
 
+def fits_host(run: PlannedRun, size: ModelSize) -> bool:
+    """Return whether a run fits the host memory of its machines, where that is known."""
+    has = run.hardware.host_memory_gib * GIB
+    return not has or estimate_host_memory(run, size).total <= has
+
+
 def estimate_gpu_memory(run: PlannedRun, size: ModelSize | None = None) -> GpuMemory:
     """Estimate the peak memory of the fullest rank; `size` where it is known already."""
     return max(estimate_moments(run, size), key=lambda moment: moment.total)

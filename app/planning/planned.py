@@ -170,11 +170,13 @@ def plan_run(
     )
     run = replace(run, accumulation=_accumulation(config, run))
     if mode == "auto":
-        run = _with_recompute(run, compiles=trainer.compile)
-        said.append(f"recompute: {run.recompute} (the fastest that fits)")
+        run, has_room = _with_recompute(run, compiles=trainer.compile)
+        why = "the fastest that fits" if has_room else "none fits; this takes the least memory"
+        said.append(f"recompute: {run.recompute} ({why})")
     if trainer.micro_batch_size == "auto":
-        run = _with_micro_batch(run)
-        said.append(f"packs at once: {run.micro_batch_size} (the most that fit of a rank's step)")
+        run, has_room = _with_micro_batch(run)
+        why = "the most that fit of a rank's step" if has_room else "not even one fits"
+        said.append(f"packs at once: {run.micro_batch_size} ({why})")
     return run, said
 
 
@@ -203,20 +205,25 @@ def _accumulation(config: PlanConfig, run: PlannedRun) -> int:
     return max(1, trainer.global_batch_size // (run.micro_batch_size * run.num_data_ranks))
 
 
-def _with_recompute(run: PlannedRun, *, compiles: bool) -> PlannedRun:
+def _with_recompute(run: PlannedRun, *, compiles: bool) -> tuple[PlannedRun, bool]:
+    """Return the run with its recompute chosen, and whether it fits then."""
     modes = [mode for mode in BY_SPEED if not (compiles and mode == "selective")]
     tried = [replace(run, recompute=mode) for mode in modes]
     size = run.size
-    return next((each for each in tried if fits(each, estimate_gpu_memory(each, size))), tried[-1])
+    for each in tried:
+        if fits(each, estimate_gpu_memory(each, size)):
+            return each, True
+    return tried[-1], False
 
 
-def _with_micro_batch(run: PlannedRun) -> PlannedRun:
+def _with_micro_batch(run: PlannedRun) -> tuple[PlannedRun, bool]:
+    """Return the run with the packs that it does at once chosen, and whether it fits then."""
     packs, size = run.accumulation, run.size
     for number in reversed(divisors(packs)):
         tried = replace(run, micro_batch_size=number, accumulation=packs // number)
         if fits(tried, estimate_gpu_memory(tried, size)):
-            return tried
-    return run
+            return tried, True
+    return run, False
 
 
 def _choose_strategy(

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def inspect_base(model: ModelConfig) -> BaseModel:
         "(attention=NAME chooses)"
         for key in numbers
         if key.startswith(("_attn", "attn_implementation"))
+        and key != "_attn_implementation_autoset"  # true or false, written by transformers 4.48
     ]
     base.problems += _check_code("model.path", files, model)
     headers, problems = read_headers(folder)
@@ -265,7 +267,10 @@ def _check_ids(
 ) -> list[str]:
     """List the token ids of a config.json or generation_config.json that are no row's.
 
-    `numbers` say how many rows the embedding has; where they do not, only kinds are checked.
+    `numbers` say how many rows the embedding has; where they do not, only kinds are checked. What
+    begins texts and fills rows is the tokenizer's here: published files name ids without a row
+    (LLaMA's first ones -1, SmolVLM its whole model's), with which an embedding can be made but for
+    the padding of its own config.
     """
     text = text_numbers(numbers)
     rows = max((text[key] for key in VOCAB_SIZES if type(text.get(key)) is int), default=None)
@@ -275,7 +280,12 @@ def _check_ids(
         listed = [] if named is None else [named]
         if isinstance(named, list) and key != "pad_token_id":  # answers end in several ways
             listed = named
-        odd = [one for one in listed if type(one) is not int or not 0 <= one < (rows or math.inf)]
+        least, most = 0, rows or math.inf
+        if key == "pad_token_id" and ids is text:
+            least = -(rows or 0)  # counted from the end, as torch does
+        elif key in ("pad_token_id", "bos_token_id"):
+            least, most = -sys.maxsize, math.inf
+        odd = [one for one in listed if type(one) is not int or not least <= one < most]
         if odd:
             size = "" if rows is None else f", whose vocab_size is {rows:,}"
             problems.append(

@@ -46,8 +46,8 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
-    verdict = "fits" if facts["fits"] else "DOES NOT FIT"
     usable, memory = facts["gpu_usable_gib"], facts["gpu_memory_gib"]
+    verdict = "fits" if facts["gpu_total_gib"] <= usable else "DOES NOT FIT"
     lines = [
         f"{verdict}: {facts['gpu_total_gib']:.1f} GiB a GPU of {usable:.1f} that can be filled "
         f"({memory:.1f} less what is lost between blocks), by arithmetic",
@@ -58,8 +58,9 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
         lines.append(f"  {name:<12}{gib:8.2f} GiB  {bar}".rstrip())
     host = facts["host_gib"]
     of = f" of {host['memory']:,.0f}" if host["memory"] else ""
+    verdict = "" if facts["fits_host"] else "DOES NOT FIT: "
     lines.append(
-        f"a machine's host memory: {host['loading']:.1f} GiB while loading, "
+        f"{verdict}a machine's host memory: {host['loading']:.1f} GiB while loading, "
         f"{host['offloaded']:.1f} offloaded{of}; disk: {facts['disk_gib']:.1f} GiB"
     )
     if (known := facts["deepspeed_states_gib"]) is not None:

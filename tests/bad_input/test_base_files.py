@@ -110,7 +110,7 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
       "vocab_size is 768; write the id that ends its answers"]),
     ({"eos_token_id": [2, 768]}, ["eos_token_id=[2, 768]: 768 is not a token"]),
     ({"eos_token_id": ["2"]}, ["eos_token_id=['2']: '2' is not a token"]),
-    ({"pad_token_id": -1}, ["pad_token_id=-1: -1 is not a token", "or null for none"]),
+    ({"pad_token_id": 768}, ["pad_token_id=768: 768 is not a token", "or null for none"]),
     ({"pad_token_id": [0, 2]}, ["pad_token_id=[0, 2]: [0, 2] is not a token"]),
     ({"pad_token_id": "<pad>"}, ["pad_token_id=<pad>: '<pad>' is not a token"]),
     ({"bos_token_id": 1.5}, ["bos_token_id=1.5: 1.5 is not a token"]),
@@ -125,6 +125,16 @@ def test_values_of_a_config(
 ) -> None:
     change(base / "config.json", **values)
     refused(open_base(base, made), str(base), *fragments)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"pad_token_id": -1}, {"bos_token_id": 90000}, {"_attn_implementation_autoset": True}],
+)
+def test_what_published_files_hold_passes(base: Path, made: Path, values: dict[str, Any]) -> None:
+    change(base / "config.json", **values)
+    end = open_base(base, made)
+    assert end.code == 0, end.said
 
 
 def test_the_twin_of_these_passes(base: Path, made: Path) -> None:
@@ -144,8 +154,8 @@ TEXTS: list[tuple[str, bytes, list[str]]] = [
     ("generation_config.json", b'{"eos_token_id": [2, 1000000000]}',
      ["eos_token_id=[2, 1000000000]: 1000000000 is not a token", "vocab_size is 768"]),
     ("generation_config.json", b'{"eos_token_id": "2"}', ["eos_token_id=2: '2' is not a token"]),
-    ("generation_config.json", b'{"pad_token_id": -1}',
-     ["generation_config.json: pad_token_id=-1: -1 is not a token", "or null for none"]),
+    ("generation_config.json", b'{"pad_token_id": "x"}',
+     ["generation_config.json: pad_token_id=x: 'x' is not a token", "or null for none"]),
     ("generation_config.json", b'{"pad_token_id": [0]}', ["pad_token_id=[0]: [0] is not a token"]),
     ("tokenizer_config.json", b'{"model_max_length": -5}',
      ["tokenizer_config.json: model_max_length=-5: expected a number of tokens from 1 up"]),

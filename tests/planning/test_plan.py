@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_the_best_plan_is_written_as_an_experiment(tmp_path: Path) -> None:
     config = load_config("train", [f"+experiment={file}"])
     best = facts["advice"][0]
     assert (config.strategy.name, config.recompute.mode) == (best["strategy"], best["recompute"])
-    assert config.trainer.micro_batch_size == best["micro_batch_size"]
+    assert config.trainer.micro_batch_size == "auto"  # as it was asked: the GPU says
     assert (config.trainer.devices, config.trainer.num_nodes) == (4, 1)
     before = load_config("train", ["+experiment=llama8b"])
     for part in ("model", "adapter", "optimizer", "data", "schedule"):
@@ -183,3 +184,37 @@ def test_a_model_without_numbers_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     message = refused(f"model.path={folder}", "hardware=h100", f"output.dir={tmp_path / 'out'}")
     assert "no model_type" in message
+
+
+def test_host_memory_decides_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("model=llama70b", "data=dolly", "hardware=8xRTX4090")
+    facts, _ = plan_of(tmp_path, *words, "strategy=fsdp_offload")
+    assert not facts["fits"] and not facts["fits_host"]
+    assert facts["gpu_total_gib"] < facts["gpu_usable_gib"]
+    assert "DOES NOT FIT: a machine's host memory" in capsys.readouterr().out
+
+
+def test_one_gpu_is_offered_no_strategy_of_several(tmp_path: Path) -> None:
+    facts, _ = plan_of(tmp_path, "model=qwen3_0_6b", "data=dolly", "hardware=h100")
+    strategies = {row["strategy"] for row in facts["advice"]}
+    assert strategies <= {"auto", "single", "zero2_offload", "zero3_offload", "fsdp_offload"}
+    # As training would: no smaller micro-batch than what fits, since launches are not modelled.
+    assert not any("micro_batch_size" in row["type"] for row in facts["advice"])
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("best", "an experiment is a .yaml file; type best.yaml"),
+        ("nosuch/best.yaml", "there is no folder nosuch; make it first"),
+        ("here.yaml", "it is there already"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_first(
+    file: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.yaml").write_text("x: 1\n")
+    with pytest.raises(UserError, match=re.escape(said)):
+        plan_of(tmp_path / "out", "+experiment=llama8b", "hardware=h100", f"plan.write={file}")
+    assert (tmp_path / "here.yaml").read_text() == "x: 1\n"
