@@ -21,7 +21,7 @@ from app.planning.facts import describe_candidate, describe_run
 from app.planning.hardware import HardwareConfig, check_hardware, name_of_machine
 from app.planning.memory import PlannedRun
 from app.planning.planned import check_planned, config_on, on_hardware, plan_run, read_numbers
-from app.process.environment import keep_streams
+from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
@@ -38,6 +38,7 @@ def plan(config: PlanConfig) -> Path:
     """Estimate what `config` would take, print it with the advice; return the folder written."""
     if config.plan.write is not None:
         check_written(Path(config.plan.write))
+    quiet_libraries(offline=True)
     hardware = on_hardware(config, find_hardware(config.hardware))
     numbers = read_numbers(config.model)
     if problems := check_planned(config, hardware, numbers):
