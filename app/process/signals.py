@@ -121,13 +121,13 @@ def exit_after_grace() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with `code`; after a signal or a rank's error without finalizing Python.
+    """End this process with `code`; after a signal, and as a rank, without finalizing Python.
 
-    That takes seconds, in which no thread runs any more that could enforce the deadline. A rank
-    that stops with an error still has its process group, whose other ranks are ending, too:
-    finalizing was seen to abort, by which the exit code is lost (torch 2.13, gloo).
+    That takes seconds, in which no thread runs any more that could enforce the deadline. Under the
+    threads of a process group it was seen to abort (torch 2.13, gloo: "terminate called without an
+    active exception"), by which the exit code of a run that was done, or had refused, is lost.
     """
-    if _state is None or (_state.signum is None and not (code and _has_process_group())):
+    if _state is None or (_state.signum is None and not _has_process_group()):
         sys.exit(code)
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):
