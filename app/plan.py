@@ -38,7 +38,6 @@ def plan(config: PlanConfig) -> Path:
     """Estimate what `config` would take, print it with the advice; return the folder written."""
     if config.plan.write is not None:
         check_written(Path(config.plan.write))
-    quiet_libraries(offline=True)
     hardware = on_hardware(config, find_hardware(config.hardware))
     numbers = read_numbers(config.model)
     if problems := check_planned(config, hardware, numbers):
@@ -124,5 +123,6 @@ def write_best(
 
 if __name__ == "__main__":
     keep_streams()
+    quiet_libraries(offline=False)  # a plan fetches nothing in any case
     install_signal_handlers()
     end_process(run_verb("plan", plan))
