@@ -44,6 +44,8 @@ MEANINGLESS_WARNINGS = (
     ".*resuming from a checkpoint that ended before the epoch ended.*",
     # peft saves without a hub look-up; the base's name is in the manifest.
     ".*Could not find a config file in.*",
+    # Those of downloads stay on purpose, where weights are loaded without them.
+    ".*Cannot disable progress bars.*",
     # Our own error says the same.
     ".*adapter keys while loading.*",
     ".*not initialized from the model checkpoint.*",
