@@ -58,10 +58,11 @@ def test_what_does_not_fit_is_told_what_to_type(tmp_path: Path) -> None:
 
 
 def test_where_nothing_fits_more_gpus_are_named(tmp_path: Path) -> None:
-    facts, _ = plan_of(
-        tmp_path, "+experiment=llama70b", "adapter=full", "hardware=l40s", "strategy=single"
-    )
+    words = ("+experiment=llama70b", "adapter=full", "hardware=l40s", "strategy=single")
+    facts, _ = plan_of(tmp_path, *words, "recompute=auto")
     assert not any(row["fits"] for row in facts["advice"])
+    assert "recompute: offload (none fits; this takes the least memory)" in facts["chosen"]
+    assert "packs at once: 1 (not even one fits)" in facts["chosen"]
     assert any(words.startswith("hardware=") for words in facts["to_fit"])
 
 
