@@ -25,18 +25,12 @@ from app.config import (
     settings_of,
 )
 from app.evaluation.comparison import Evaluator
-from app.evaluation.conversation import Responder
+from app.evaluation.tuned import Tuned, find_tuned, read_tuned
 from app.model.adapter import (
     AdapterConfig,
-    FreezeConfig,
     FullConfig,
     LoraConfig,
-    apply_adapter,
     is_adapter,
-    save_adapter,
-    save_converted,
-    saves_whole_model,
-    write_origin,
 )
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
 from app.model.base import (
@@ -47,26 +41,21 @@ from app.model.base import (
     load_base,
 )
 from app.model.build import build_model, load_tuned, weight_dtype
-from app.model.experts import has_experts
 from app.model.quantization import QuantizationConfig, stored_settings
-from app.model.recompute import RecomputeConfig
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
     num_rows,
-    saved_stop_ids,
     stop_token_ids,
     trained_token_ids,
     with_chat_template,
 )
 from app.preflight import check_compatibility, describe_base
-from app.preflight.couplings.table import CHANGE_BASE
 from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank
 from app.run import Run, global_batch_of
-from app.run.find import checkpoints_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
 from app.strategy.build import build_strategy, choose_strategy
@@ -76,9 +65,7 @@ from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.progress import ProgressBar
 from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
 from app.training.callbacks.write_metadata import WriteMetadata
-from app.training.checkpoint.documents import MODEL
 from app.training.checkpoint.saving import build_checkpoints, build_saver
-from app.training.checkpoint.state import restore_model, trainable_parameters
 from app.training.logger import build_loggers, drop_rows_after
 from app.training.metrics import Metrics
 from app.training.micro_batch import try_micro_batch
@@ -86,9 +73,10 @@ from app.training.model_states import gather_facts
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
+from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer
-from data_modules import BatchSpec, ChatTemplate, DataSpec, FinetuneDataModule, ModelSpec
+from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -195,116 +183,14 @@ def adapter_of(config: TunedConfig) -> AdapterConfig:
     return LoraConfig() if is_lora else FullConfig()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tuned:
-    """A base with what was trained on it, and how it was taught to talk."""
-
-    base: Base
-    adapter: AdapterConfig
-    folder: Path | None
-    """of an adapter or a whole model; None for the base alone"""
-    tokenizer: PreTrainedTokenizerBase
-    """the one that training has saved, with its chat template"""
-    template: ChatTemplate
-    stop_ids: set[int]
-    """token ids that end an answer"""
-
-    def load(self, env: Environment) -> torch.nn.Module:
-        """Load the tuned model as an evaluation measures it, on the device of `env`."""
-        model = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
-        return place_as_trained(model, self.adapter, env).eval()
-
-    def responder(self, model: torch.nn.Module, env: Environment) -> Responder:
-        """Let `model` answer conversations, with the template and the stop tokens of training."""
-        return Responder(
-            model.eval(),
-            self.tokenizer,
-            self.template,
-            self.stop_ids,
-            context_len=self.base.spec.context_len,
-            autocast=env.autocast,
-        )
-
-
-def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> torch.nn.Module:
-    """Give a loaded model the dtypes that its training had, and move it to the device of `env`."""
-    if isinstance(adapter, FreezeConfig):  # its layers have the dtypes of their training
-        model = apply_adapter(model, adapter, half_precision=env.precision == "bf16-pure")
-    placed: torch.nn.Module = model.to(env.torch_device)
-    return placed
-
-
 def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
     """Open a base and read how what was trained on it talks; no weight is read.
 
     UserError where a run's adapter or model is gone.
     """
-    adapter = adapter_of(config)
-    folder = None if config.tuned_path is None else Path(config.tuned_path)
-    if folder is not None and not is_adapter(folder) and not (folder / "config.json").is_file():
-        raise UserError(f"run={config.run}: there is neither an adapter nor a model in {folder}")
+    adapter, folder = adapter_of(config), find_tuned(config)
     base = open_base(config, env, adapter)
-    tokenizer, stop_ids = base.tokenizer, set(base.stop_ids)
-    if folder is not None and (folder / "tokenizer_config.json").is_file():
-        tokenizer = build_tokenizer(ModelConfig(path=str(folder)))
-        stop_ids |= saved_stop_ids(folder)
-    template = ChatTemplate.resolve(
-        tokenizer,
-        None if tokenizer.chat_template else config.model.chat_template,
-        is_encoder_decoder=base.architecture.is_encoder_decoder,
-    )
-    return Tuned(
-        base=base,
-        adapter=adapter,
-        folder=folder,
-        tokenizer=tokenizer,
-        template=template,
-        stop_ids=stop_ids | template.stop_token_ids,
-    )
-
-
-def save_from_checkpoint(config: TunedConfig, env: Environment, folder: Path) -> Path:
-    """Write the adapter in a run's newest good checkpoint as a finished run would; no weight is
-    read of a base that training left as it is.
-
-    UserError where there is no such checkpoint, or it is of other weights than an adapter's.
-    """
-    run = load_run_config(Path(str(config.run)))
-    if saves_whole_model(run.adapter):
-        raise UserError(
-            f"run={config.run} trains the weights themselves, so there is no adapter to merge: "
-            f"finish it with python -m app.train resume={config.run}"
-        )
-    checkpoint, problems = checkpoints_of(Path(str(config.run))).newest_good()
-    for problem in problems:
-        log.warning("%s", problem)
-    if checkpoint is None:
-        raise UserError(f"run={config.run}: no good checkpoint is there to merge")
-    base = open_base(config, env, run.adapter)
-    keeps_base = not (isinstance(run.adapter, LoraConfig) and run.adapter.init in CHANGE_BASE)
-    model: Any = build_model(
-        config.model,
-        QuantizationConfig() if keeps_base else config.quantization,
-        base.backend,
-        run.adapter,
-        RecomputeConfig(mode="none"),
-        env.precision,
-        new_ids=base.new_ids,
-        token_ids=base.trained_ids,
-        on_meta=keeps_base,
-    )
-    trained = checkpoint.tensors(MODEL)
-    restore_model(model, trained)
-    if keeps_base:
-        names = {id(weight): name for name, weight in model.named_parameters()}
-        weights = trainable_parameters(model).items()
-        save_adapter(model, folder, {names[id(weight)]: trained[name] for name, weight in weights})
-    else:
-        save_converted(model, folder)
-    write_origin(folder, base.description)
-    base.tokenizer.save_pretrained(folder)
-    log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
-    return folder
+    return read_tuned(base, adapter, folder)
 
 
 def model_spec(
@@ -468,38 +354,42 @@ def build_trainer(
         now = {**facts, "global_batch": _global_batch(data)}
         save_manifest(run.folder, **now, run=identity, earlier=run.history())
 
-    callbacks: list[L.Callback] = [
-        ProgressBar(),
-        SameOnAllRanks(rank_invariant_values(config, facts)),
-        GradientCheck(),
-    ]
-    if config.trainer.compile:
-        # Imported here: the compiler takes a second to import.
-        from app.training.callbacks.compilation import Compilation
-
-        callbacks.append(Compilation())
-    if is_watched():
-        callbacks.append(Heartbeat(run.folder))
-    has_validation = len(data.val_examples) > 0
-    callbacks.append(
-        build_saver(config.trainer, checkpoints, data.plan, has_validation=has_validation)
-    )
-    callbacks.append(
-        WriteMetadata(write_metadata, write_manifest, is_resumed=run.checkpoint is not None)
-    )
     trainer = build_lightning_trainer(
         config.trainer,
         env=env,
         strategy=build_strategy(strategy, accelerator=env.accelerator, num_ranks=env.num_ranks),
         total_steps=data.total_steps,
         loggers=loggers,
-        callbacks=callbacks,
+        callbacks=[
+            *_build_watchers(run, facts),
+            build_saver(
+                config.trainer, checkpoints, data.plan, has_validation=len(data.val_examples) > 0
+            ),
+            WriteMetadata(write_metadata, write_manifest, is_resumed=run.checkpoint is not None),
+        ],
         folder=run.folder,
         checkpoints=checkpoints,
     )
     faults, _ = parse_faults(config.faults)
     arm(faults, run.folder, rank=trainer.global_rank, num_ranks=env.num_ranks)
     return trainer
+
+
+def _build_watchers(run: Run, facts: Mapping[str, Any]) -> list[L.Callback]:
+    """Return the callbacks that show and check how a training goes; they come before the saver."""
+    watchers: list[L.Callback] = [
+        ProgressBar(),
+        SameOnAllRanks(rank_invariant_values(run.config, facts)),
+        GradientCheck(),
+    ]
+    if run.config.trainer.compile:
+        # Imported here: the compiler takes a second to import.
+        from app.training.callbacks.compilation import Compilation
+
+        watchers.append(Compilation())
+    if is_watched():
+        watchers.append(Heartbeat(run.folder))
+    return watchers
 
 
 def build_module(
@@ -540,25 +430,10 @@ def build_module(
         is_packed=data.is_packed,
         metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
-        router_aux_loss=_router_aux_loss(config, base),
+        router_aux_loss=choose_router_aux_loss(
+            base.architecture, config.adapter, config.model.router_aux_loss
+        ),
         try_micro_batch=partial(try_micro_batch, optimizer=config.optimizer.name)
         if env.tries_micro_batch
         else None,
     )
-
-
-def _router_aux_loss(config: TrainConfig, base: Base) -> float:
-    """Return the weight of the routers' own loss, and say what becomes of a mixture's routers."""
-    if not has_experts(base.architecture):
-        return 0.0
-    if config.adapter.name != "full":
-        log.info(
-            "router: frozen, as the base chooses its experts (adapter=%s)", config.adapter.name
-        )
-        return 0.0
-    stored = getattr(base.architecture.get_text_config(), "router_aux_loss_coef", None)
-    typed = config.model.router_aux_loss
-    weight = float((stored or 0.0) if typed is None else typed)
-    whose = "config.json" if typed is None else "model.router_aux_loss"
-    log.info("router: trains, auxiliary loss %g (%s)", weight, whose)
-    return weight

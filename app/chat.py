@@ -22,8 +22,8 @@ from app.run.folder import CONFIG_FILE, decide_run_dir
 from data_modules import DataError, Turn, printable, redact
 
 if TYPE_CHECKING:
-    from app.assembly import Tuned
     from app.evaluation.conversation import Responder
+    from app.evaluation.tuned import Tuned
     from app.training.trainer import Environment
 
 CONVERSATIONS_FILE = "conversations.jsonl"

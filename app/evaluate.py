@@ -30,9 +30,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         build_datamodule,
         build_evaluator,
         open_base,
-        place_as_trained,
     )
     from app.evaluation.comparison import print_comparison
+    from app.evaluation.tuned import place_as_trained
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 

@@ -6,26 +6,32 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from app.config import MergeConfig, run_verb, save_config
-from app.model.adapter import is_adapter
+from app.config import MergeConfig, load_run_config, run_verb, save_config
+from app.model.adapter import LoraConfig, is_adapter, saves_whole_model
 from app.model.gguf import convert, find_converter
 from app.model.hub import is_offline
+from app.preflight.couplings.table import CHANGE_BASE
 from app.process.environment import keep_streams, quiet_libraries, return_memory
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
 from app.report.model_card import CARD_FILE, describe_merged, read_json, render_card
-from app.run.find import has_checkpoints
+from app.run.find import checkpoints_of, has_checkpoints
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.manifest import MANIFEST_FILE
 from data_modules import printable
 
 if TYPE_CHECKING:
     from app.model.merging import Difference
+    from app.training.trainer import Environment
+
+log = logging.getLogger(__name__)
 
 REPORT_FILE = "merge.json"
 
@@ -39,7 +45,7 @@ def merge(config: MergeConfig) -> Difference | None:
     quiet_libraries(offline=is_offline(config.model))
 
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import open_tuned, save_from_checkpoint
+    from app.assembly import open_tuned
     from app.evaluation.merged import CHECKED, check_gguf, check_tokens, verify
     from app.model.merging import merge_weights, plan_merge
     from app.model.tokenizer import keep_stop_tokens
@@ -95,6 +101,50 @@ def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
             "run calls adapter/"
         )
     return [(own, config.merge.weight), *further]
+
+
+def save_from_checkpoint(config: MergeConfig, env: Environment, folder: Path) -> Path:
+    """Write the adapter in a run's newest good checkpoint as a finished run would; no weight is
+    read of a base that training left as it is.
+
+    UserError where there is no such checkpoint, or it is of other weights than an adapter's.
+    """
+    from app.assembly import open_base
+    from app.model.adapter import save_adapter, save_converted, write_origin
+    from app.model.quantization import QuantizationConfig
+    from app.model.recompute import RecomputeConfig
+    from app.training.checkpoint.documents import MODEL
+    from app.training.checkpoint.state import restore_model, trainable_parameters
+
+    run = load_run_config(Path(str(config.run)))
+    if saves_whole_model(run.adapter):
+        raise UserError(
+            f"run={config.run} trains the weights themselves, so there is no adapter to merge: "
+            f"finish it with python -m app.train resume={config.run}"
+        )
+    checkpoint, problems = checkpoints_of(Path(str(config.run))).newest_good()
+    for problem in problems:
+        log.warning("%s", problem)
+    if checkpoint is None:
+        raise UserError(f"run={config.run}: no good checkpoint is there to merge")
+    base = open_base(config, env, run.adapter)
+    build = partial(base.model_builder(run, env), recompute=RecomputeConfig(mode="none"))
+    trained = checkpoint.tensors(MODEL)
+    model: Any
+    if isinstance(run.adapter, LoraConfig) and run.adapter.init in CHANGE_BASE:
+        model = build()
+        restore_model(model, trained)
+        save_converted(model, folder)
+    else:
+        model = build(quantization=QuantizationConfig(), on_meta=True)
+        restore_model(model, trained)
+        names = {id(weight): name for name, weight in model.named_parameters()}
+        weights = trainable_parameters(model).items()
+        save_adapter(model, folder, {names[id(weight)]: trained[name] for name, weight in weights})
+    write_origin(folder, base.description)
+    base.tokenizer.save_pretrained(folder)
+    log.info("checkpoint: step %d of %s", checkpoint.step, config.run)
+    return folder
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from app.assembly import Tuned
+    from app.evaluation.tuned import Tuned
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from app.assembly import Tuned
     from app.config import MergeConfig
+    from app.evaluation.tuned import Tuned
     from app.model.merging import Difference
     from app.training.trainer import Environment
 

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from app.model.experts import expert_modules
+from app.model.adapter import AdapterConfig
+from app.model.experts import expert_modules, has_experts
 from app.process.errors import UserError
 from data_modules import Batch
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+log = logging.getLogger(__name__)
+
 NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def choose_router_aux_loss(
+    architecture: PretrainedConfig, adapter: AdapterConfig, typed: float | None
+) -> float:
+    """Return the weight of the routers' own loss, and log what becomes of a mixture's routers.
+
+    `typed`: model.router_aux_loss, which wins over the base's config.json.
+    """
+    if not has_experts(architecture):
+        return 0.0
+    if adapter.name != "full":
+        log.info("router: frozen, as the base chooses its experts (adapter=%s)", adapter.name)
+        return 0.0
+    stored = getattr(architecture.get_text_config(), "router_aux_loss_coef", None)
+    weight = float((stored or 0.0) if typed is None else typed)
+    whose = "config.json" if typed is None else "model.router_aux_loss"
+    log.info("router: trains, auxiliary loss %g (%s)", weight, whose)
+    return weight
 
 
 class ExpertLoad:

@@ -1,0 +1,92 @@
+"""A trained model as it is measured, merged and talked to: its base, its template, its stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.evaluation.conversation import Responder
+from app.model.adapter import AdapterConfig, FreezeConfig, apply_adapter, is_adapter
+from app.model.base import ModelConfig
+from app.model.tokenizer import build_tokenizer, saved_stop_ids
+from app.process.errors import UserError
+from data_modules import ChatTemplate
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from app.assembly import Base
+    from app.config import TunedConfig
+    from app.training.trainer import Environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """A base with what was trained on it, and how it was taught to talk."""
+
+    base: Base
+    adapter: AdapterConfig
+    folder: Path | None
+    """of an adapter or a whole model; None for the base alone"""
+    tokenizer: PreTrainedTokenizerBase
+    """the one that training has saved, with its chat template"""
+    template: ChatTemplate
+    stop_ids: set[int]
+    """token ids that end an answer"""
+
+    def load(self, env: Environment) -> torch.nn.Module:
+        """Load the tuned model as an evaluation measures it, on the device of `env`."""
+        model = self.base.load() if self.folder is None else self.base.load_tuned(self.folder)
+        return place_as_trained(model, self.adapter, env).eval()
+
+    def responder(self, model: torch.nn.Module, env: Environment) -> Responder:
+        """Let `model` answer conversations, with the template and the stop tokens of training."""
+        return Responder(
+            model.eval(),
+            self.tokenizer,
+            self.template,
+            self.stop_ids,
+            context_len=self.base.spec.context_len,
+            autocast=env.autocast,
+        )
+
+
+def place_as_trained(model: Any, adapter: AdapterConfig, env: Environment) -> torch.nn.Module:
+    """Give a loaded model the dtypes that its training had, and move it to the device of `env`."""
+    if isinstance(adapter, FreezeConfig):  # its layers have the dtypes of their training
+        model = apply_adapter(model, adapter, half_precision=env.precision == "bf16-pure")
+    placed: torch.nn.Module = model.to(env.torch_device)
+    return placed
+
+
+def find_tuned(config: TunedConfig) -> Path | None:
+    """Return the folder of what was trained, None for a base alone; UserError where it is gone."""
+    if config.tuned_path is None:
+        return None
+    folder = Path(config.tuned_path)
+    if not is_adapter(folder) and not (folder / "config.json").is_file():
+        raise UserError(f"run={config.run}: there is neither an adapter nor a model in {folder}")
+    return folder
+
+
+def read_tuned(base: Base, adapter: AdapterConfig, folder: Path | None) -> Tuned:
+    """Read how what was trained in `folder` talks: the tokenizer and stops saved with it."""
+    tokenizer, stop_ids = base.tokenizer, set(base.stop_ids)
+    if folder is not None and (folder / "tokenizer_config.json").is_file():
+        tokenizer = build_tokenizer(ModelConfig(path=str(folder)))
+        stop_ids |= saved_stop_ids(folder)
+    template = ChatTemplate.resolve(
+        tokenizer,
+        None if tokenizer.chat_template else base.config.chat_template,
+        is_encoder_decoder=base.architecture.is_encoder_decoder,
+    )
+    return Tuned(
+        base=base,
+        adapter=adapter,
+        folder=folder,
+        tokenizer=tokenizer,
+        template=template,
+        stop_ids=stop_ids | template.stop_token_ids,
+    )
