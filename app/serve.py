@@ -59,7 +59,7 @@ def serve(config: ServerConfig) -> None:
     # Imported here and not above: --help and a config error must not wait for torch.
     from app.assembly import open_tuned
     from app.evaluation.conversation import check_served_tokens
-    from app.serving.server import build_app
+    from app.serving.application import build_app
     from app.training.trainer import resolve_single_device
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from app.evaluation.conversation import ConversationConfig
 from app.process.errors import nearest
-from data_modules import Turn, printable
+from data_modules import Turn, printable, redact
 
 ROLES = ("system", "user", "assistant")
 MAX_MESSAGES, MAX_STOPS, MAX_STOP_CHARACTERS, MAX_TOKENS = 512, 4, 256, 131_072
 MAX_SHOWN = 80
 """characters of a request that an error quotes"""
+SERVER_FAILED = "the server failed; its terminal says why"
 SAME_AS_NONE: dict[str, Any] = {
     "n": 1,
     "frequency_penalty": 0,
@@ -68,6 +70,19 @@ class RequestError(ValueError):
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         fields = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": fields}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What HTTP has a client told besides."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
+        return {"retry-after": "5"} if self.status == 503 else {}
+
+
+def print_failure(error: Exception) -> None:
+    """Print in the server's terminal what no client is told."""
+    shown = printable(redact(f"{type(error).__name__}: {error}"))
+    print(f"error while answering: {shown}", file=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

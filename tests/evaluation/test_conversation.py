@@ -19,7 +19,7 @@ from app.evaluation.conversation import (
     check_served_tokens,
 )
 from app.serving.address import ServeConfig
-from app.serving.server import build_app
+from app.serving.application import build_app
 from data_modules import TEMPLATE_NAMES, ChatTemplate, Conversation, Origin, Turn
 from data_modules.template.named_templates import _NEEDED
 from tests.tiny import TINY_BASE

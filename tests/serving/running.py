@@ -13,7 +13,8 @@ from typing import Any
 
 from app.evaluation.conversation import ConversationConfig, Reply
 from app.serving.address import ServeConfig, address_of, bind
-from app.serving.server import build_app, build_server
+from app.serving.application import build_app
+from app.serving.server import build_server
 from data_modules import Turn
 
 NAME = "tiny"

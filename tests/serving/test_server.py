@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from app.evaluation.conversation import ConversationConfig, Responder
 from app.process.errors import UserError
-from app.serving import server as module
+from app.serving import access, application, server
 from app.serving.address import KEY_VARIABLE, ServeConfig, bind, read_key
 from data_modules import ChatTemplate, Turn
 from tests.serving.running import ASKED, NAME, Told, ask, serving, wait_for
@@ -143,9 +143,9 @@ def test_a_key_is_needed_beyond_this_machine_and_compared_in_one_time(
     monkeypatch.setenv(KEY_VARIABLE, " s3cret\n")
     assert read_key(ServeConfig(host="0.0.0.0")) == "s3cret"
     compared = []
-    real = module.hmac.compare_digest
+    real = access.hmac.compare_digest
     monkeypatch.setattr(
-        module.hmac, "compare_digest", lambda *pair: compared.append(pair) or real(*pair)
+        access.hmac, "compare_digest", lambda *pair: compared.append(pair) or real(*pair)
     )
     with serving(Told("yes"), key="s3cret") as address:
         assert client_of(address, "s3cret").chat.completions.create(**ASKED)  # type: ignore[call-overload]
@@ -233,10 +233,10 @@ def test_an_address_that_is_taken_or_not_there_is_named() -> None:
 
 
 def test_bodies_that_are_too_long_or_too_slow_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BODY_SECONDS", 0.1)
-    monkeypatch.setattr(module, "HEADER_SECONDS", 0.1)
+    monkeypatch.setattr(application, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.1)
     with serving(Told("yes")) as address:
-        assert ask(address, b" " * (module.MAX_BODY + 1))[0] == 413
+        assert ask(address, b" " * (application.MAX_BODY + 1))[0] == 413
         host, port = urlsplit(address).netloc.split(":")
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         head += b"content-type: application/json\r\n"
@@ -339,7 +339,7 @@ def test_two_thousand_malformed_requests_leave_the_memory_as_it_was(address: str
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_writes_no_html() -> None:
-    page = Path(module.PAGE).read_text(encoding="utf-8")
+    page = Path(application.PAGE).read_text(encoding="utf-8")
     for word in (
         "innerHTML",
         "outerHTML",

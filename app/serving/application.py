@@ -1,0 +1,140 @@
+"""The application: the page, the API's paths, and what becomes of errors.
+
+A request is read and checked in full before it waits for its turn.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from app.evaluation.conversation import ConversationConfig, Responder
+from app.serving.access import AccessCheck
+from app.serving.address import ServeConfig
+from app.serving.answers import Answers
+from app.serving.requests import (
+    SERVER_FAILED,
+    RequestError,
+    check_contents,
+    read_chat,
+    read_json,
+)
+from data_modules import printable
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+MAX_BODY, MAX_DISCARDED = 2**20, 2**24
+"""bytes of a request, and of one that is read to its end before it is refused: a client that still
+writes sees no answer"""
+BODY_SECONDS = 30.0
+"""that a client may take to send the body of a request"""
+PAGE = Path(__file__).with_name("chat.html")
+
+
+def build_app(
+    responder: Responder,
+    config: ServeConfig,
+    defaults: ConversationConfig,
+    model: str,
+    key: str | None = None,
+) -> ASGIApp:
+    """Build the application: the page, `/v1/models`, `/v1/chat/completions`, `/health`."""
+    page = PAGE.read_text(encoding="utf-8")
+    answers = Answers(responder, config, model)
+    about = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "loft"}
+
+    async def show_page(request: Request) -> Response:
+        return HTMLResponse(page, headers={"content-security-policy": page_policy(page)})
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [about]})
+
+    async def one_model(request: Request) -> Response:
+        if request.path_params["name"] != model:
+            raise RequestError(f"this server has {model}", "model", status=404)
+        return JSONResponse(about)
+
+    async def complete_chat(request: Request) -> ASGIApp:
+        arrived = time.monotonic()
+        try:
+            chat = read_chat(read_json(await _read_body(request)), model, defaults)
+        except RecursionError as error:
+            raise RequestError("the body is nested too deeply") from error
+        check_contents(chat.turns, responder.control_texts)
+        return answers.response(chat, arrived)
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException):
+            where = f"{request.method} {printable(request.url.path)[:80]}"
+            error = RequestError(f"{where}: {error.detail}", status=error.status_code)
+        if not isinstance(error, RequestError):
+            error = RequestError(SERVER_FAILED, status=500)  # `AccessCheck` prints it
+        return JSONResponse(error.body, error.status, error.headers)
+
+    app = Starlette(
+        routes=[
+            Route("/", show_page),
+            Route("/health", health),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/v1/chat/completions", complete_chat, methods=["POST"]),
+        ],
+        exception_handlers={RequestError: refuse, HTTPException: refuse, Exception: refuse},
+    )
+    app.router.redirect_slashes = False
+    return AccessCheck(app, config.host, key)
+
+
+def page_policy(page: str) -> str:
+    """Return the Content-Security-Policy of a page: its own script and style, and this server."""
+    allowed = [
+        "'sha256-" + base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() + "'"
+        for tag in ("script", "style")
+        for inside in re.findall(f"<{tag}>(.*?)</{tag}>", page, re.S)
+    ]
+    return (
+        f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return the body of a JSON request; RequestError where it is too long or too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError("Content-Type: application/json is what this server reads", status=415)
+    too_long = RequestError(f"the body has more than {MAX_BODY:,} bytes", status=413)
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > MAX_DISCARDED:
+        raise too_long
+    body, size = bytearray(), 0
+    try:
+        with anyio.fail_after(BODY_SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_DISCARDED:
+                    raise too_long
+                if size <= MAX_BODY:
+                    body += part
+    except TimeoutError:
+        raise RequestError(
+            f"the body did not come within {BODY_SECONDS:g} seconds", status=408
+        ) from None
+    if size > MAX_BODY:
+        raise too_long
+    return bytes(body)
