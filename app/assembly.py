@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from app.config import (
 )
 from app.evaluation.comparison import Evaluator
 from app.evaluation.conversation import Responder
-from app.model.activation_memory import FP32, HALF, Kept, widths_of
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -51,7 +49,7 @@ from app.model.base import (
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.experts import has_experts
 from app.model.quantization import QuantizationConfig, stored_settings
-from app.model.recompute import Memory, RecomputeConfig, choose_recompute
+from app.model.recompute import RecomputeConfig
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -67,10 +65,10 @@ from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank
-from app.run import Run, describe_global_batch, global_batch_of
+from app.run import Run, global_batch_of
 from app.run.find import checkpoints_of
 from app.run.folder import CONFIG_FILE
-from app.run.manifest import read_manifest, save_manifest
+from app.run.manifest import save_manifest
 from app.strategy.build import build_strategy, choose_strategy
 from app.strategy.settings import StrategyConfig
 from app.training.callbacks.gradient_check import GradientCheck
@@ -83,13 +81,8 @@ from app.training.checkpoint.saving import build_checkpoints, build_saver
 from app.training.checkpoint.state import restore_model, trainable_parameters
 from app.training.logger import build_loggers, drop_rows_after
 from app.training.metrics import Metrics
-from app.training.micro_batch import (
-    MicroBatchChoice,
-    can_try,
-    choose_micro_batch,
-    try_micro_batch,
-)
-from app.training.model_states import gather_facts, gather_memory, measure_footprint
+from app.training.micro_batch import try_micro_batch
+from app.training.model_states import gather_facts
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
@@ -141,6 +134,31 @@ class Base:
         return load_tuned(
             self.config, folder, implementation, self.dtype, self.quantization, self.new_ids
         )
+
+    def model_builder(
+        self, config: TrainConfig, env: Environment
+    ) -> Callable[..., torch.nn.Module]:
+        """Return what builds the model to train."""
+        return partial(
+            build_model,
+            self.config,
+            quantization=self.quantization,
+            backend=self.backend,
+            adapter=config.adapter,
+            recompute=config.recompute,
+            precision=env.precision,
+            new_ids=self.new_ids,
+            token_ids=self.trained_ids,
+        )
+
+    def shapes_builder(
+        self, config: TrainConfig, env: Environment
+    ) -> Callable[[], torch.nn.Module] | None:
+        """Return what builds it on meta and not quantized; None where its files are quantized."""
+        if stored_settings(self.architecture):
+            return None
+        build = self.model_builder(config, env)
+        return partial(build, quantization=QuantizationConfig(), on_meta=True)
 
 
 def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: AdapterConfig) -> Base:
@@ -380,7 +398,7 @@ def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> Strat
             config.trainer,
             config.optimizer,
             config.quantization,
-            _shapes_builder(config, base, env),
+            base.shapes_builder(config, env),
         )
     )
     chosen: StrategyConfig = settings_of("strategy", choice.name)
@@ -391,105 +409,6 @@ def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> Strat
     if is_first_rank():
         log.info("strategy: %s", choice)
     return chosen
-
-
-def resolve_recompute(
-    config: TrainConfig,
-    base: Base,
-    data: FinetuneDataModule,
-    env: Environment,
-    strategy: StrategyConfig,
-) -> TrainConfig:
-    """Return `config` with recompute=auto chosen by what fits a GPU; on a CPU it stays as it is."""
-    if config.recompute.mode != "auto" or env.accelerator == "cpu":
-        return config
-    memory = _memory_of(config, base, data, env, strategy)(env.micro_batch_size)
-    choice = choose_recompute(memory, every=config.recompute.every, compiles=config.trainer.compile)
-    if is_first_rank():
-        log.info("recompute: %s", choice)
-    return replace(config, recompute=replace(config.recompute, mode=choice.mode))
-
-
-def resolve_micro_batch(
-    config: TrainConfig,
-    base: Base,
-    data: FinetuneDataModule,
-    env: Environment,
-    strategy: StrategyConfig,
-    run: Run,
-) -> Environment:
-    """Return `env` with trainer.micro_batch_size=auto chosen, and have `data` take it.
-
-    A resumed run takes its own again. What a GPU has room for is chosen by arithmetic; the module
-    tries it. The packs of a step stay the same.
-    """
-    if config.trainer.micro_batch_size != "auto":
-        return env
-    is_tried = False
-    if run.checkpoint is not None:
-        before = read_manifest(run.folder)["global_batch"]
-        now = describe_global_batch(config.trainer, env.num_data_ranks, before)
-        choice = MicroBatchChoice(now["micro_batch_size"], "as the run that is resumed")
-    elif config.data.streaming:
-        choice = MicroBatchChoice(1, "the order of a stream depends on it")
-    elif env.accelerator == "cpu":
-        choice = MicroBatchChoice(1, "more are for a GPU, whose memory says how many")
-    else:
-        is_tried = can_try(strategy)
-        choice = choose_micro_batch(
-            _memory_of(config, base, data, env, strategy),
-            env.packs_of_rank,
-            config.recompute,
-            compiles=config.trainer.compile,
-            is_tried=is_tried,
-        )
-    if is_first_rank():
-        log.info("micro-batch: %s", choice)
-    data.take_together(choice.size)
-    env = env.with_micro_batch(choice.size)
-    return replace(env, tries_micro_batch=is_tried and choice.size > 1)
-
-
-def _memory_of(
-    config: TrainConfig,
-    base: Base,
-    data: FinetuneDataModule,
-    env: Environment,
-    strategy: StrategyConfig,
-) -> Callable[[int], Memory]:
-    """Return a function from packs at once to the memory that a GPU has for them and they take."""
-    build = _shapes_builder(config, base, env)
-    footprint = build and measure_footprint(build(), config.optimizer.name, config.quantization)
-
-    def memory_of(packs: int) -> Memory:
-        return gather_memory(
-            env,
-            strategy,
-            config.trainer.num_nodes,
-            footprint,
-            widths_of(base.architecture),
-            _what_is_kept(config, base, packs * data.sequence_len, env),
-        )
-
-    return memory_of
-
-
-def _what_is_kept(config: TrainConfig, base: Base, tokens: int, env: Environment) -> Kept:
-    """Return what changes the activations of a micro-batch of `tokens` on one device."""
-    adapter, trainer = config.adapter, config.trainer
-    is_pair = base.architecture.is_encoder_decoder
-    has_liger = trainer.kernels == "auto" and find_spec("liger_kernel") is not None
-    return Kept(
-        tokens=tokens * (2 if is_pair else 1),
-        width=FP32 if env.precision == "fp32" else HALF,
-        residual=base.dtype.itemsize,
-        fuses_norm_and_gate=has_liger or trainer.compile,
-        trains_base=saves_whole_model(adapter),
-        drops=isinstance(adapter, LoraConfig) and adapter.dropout > 0,
-        fuses_adapters=config.quantization.method != "int8"
-        and not (isinstance(adapter, LoraConfig) and adapter.use_dora),
-        keeps_scores=is_pair or base.backend == "eager",
-    )
 
 
 def describe_run(
@@ -606,7 +525,7 @@ def build_module(
         log.warning(lr.warning)
     watch = StepWatch(trainer.max_skipped_steps, data.rows_of_step)
     return FinetuneModule(
-        _model_builder(config, base, env),
+        base.model_builder(config, env),
         backend=base.backend,
         build_optimizer=partial(
             build_optimizer,
@@ -643,30 +562,3 @@ def _router_aux_loss(config: TrainConfig, base: Base) -> float:
     whose = "config.json" if typed is None else "model.router_aux_loss"
     log.info("router: trains, auxiliary loss %g (%s)", weight, whose)
     return weight
-
-
-def _shapes_builder(
-    config: TrainConfig, base: Base, env: Environment
-) -> Callable[[], torch.nn.Module] | None:
-    """Return what builds the model on meta, not quantized; None where its files are quantized."""
-    if stored_settings(base.architecture):
-        return None
-    return partial(
-        _model_builder(config, base, env), quantization=QuantizationConfig(), on_meta=True
-    )
-
-
-def _model_builder(
-    config: TrainConfig, base: Base, env: Environment
-) -> Callable[..., torch.nn.Module]:
-    return partial(
-        build_model,
-        config.model,
-        quantization=config.quantization,
-        backend=base.backend,
-        adapter=config.adapter,
-        recompute=config.recompute,
-        precision=env.precision,
-        new_ids=base.new_ids,
-        token_ids=base.trained_ids,
-    )

@@ -48,10 +48,9 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
         build_trainer,
         describe_run,
         open_base,
-        resolve_micro_batch,
-        resolve_recompute,
         resolve_strategy,
     )
+    from app.planning.resolve import resolve_micro_batch, resolve_recompute
     from app.training.trainer import resolve_environment
 
     # Where it runs, what it starts from, and what it learns from: all steps are planned here.

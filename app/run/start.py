@@ -89,6 +89,17 @@ class Run:
             log.info("RESUME: %s", note)
         log.info("RESUME: %d of %d steps are done", self.step, total)
 
+    def micro_batch_size(self, num_data_ranks: int) -> int | None:
+        """Return the packs of a micro-batch that a resumed run goes on with; None for a new run.
+
+        The manifest is read here, since only the first rank has it.
+        """
+        if self.checkpoint is None:
+            return None
+        before = read_manifest(self.folder)["global_batch"]
+        now = describe_global_batch(self.config.trainer, num_data_ranks, before)
+        return now["micro_batch_size"]
+
     def history(self) -> list[dict[str, Any]]:
         """Return what earlier processes trained of this run, for its manifest."""
         if self.checkpoint is None:

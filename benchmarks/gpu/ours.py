@@ -86,7 +86,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
 def resolve_recompute(
     task: Task, part: Part, adapter: AdapterConfig, env: Environment, architecture: Any
 ) -> str:
-    """Return what recompute=auto takes for a part on this device, as `app.assembly` has it taken.
+    """Return what recompute=auto takes for a part on this device, as `app.planning` has it taken.
 
     A part's own words are not read here: it is 8B in bf16, alone on its device.
     """

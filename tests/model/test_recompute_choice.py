@@ -19,7 +19,6 @@ from transformers import (
     T5Config,
 )
 
-from app.assembly import resolve_recompute
 from app.config import load_config
 from app.model.activation_memory import (
     Kept,
@@ -30,6 +29,7 @@ from app.model.activation_memory import (
 )
 from app.model.adapter import LoraConfig, apply_adapter
 from app.model.recompute import Memory, RecomputeConfig, apply_recompute, choose_recompute
+from app.planning.resolve import resolve_recompute
 from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig
 from app.training.model_states import Footprint
 from app.training.trainer import Environment
@@ -203,16 +203,14 @@ def test_a_gpu_decides_and_a_cpu_keeps_everything(
         architecture=architecture,
         backend="varlen",
         dtype=torch.bfloat16,
-        new_ids=[],
-        trained_ids=[],
+        shapes_builder=lambda *_: lambda: None,
     )
     data: Any = SimpleNamespace(sequence_len=4096)
     config = load_config("train", ["+experiment=llama8b"])
     assert config.recompute.mode == "auto"
     on_cpu = replace(EIGHT, accelerator="cpu")
     assert resolve_recompute(config, base, data, on_cpu, StrategyConfig()) is config
-    monkeypatch.setattr("app.assembly._shapes_builder", lambda *_: lambda: None)
-    monkeypatch.setattr("app.assembly.measure_footprint", lambda *_: Footprint(15.1, 0.5))
+    monkeypatch.setattr("app.planning.resolve.measure_footprint", lambda *_: Footprint(15.1, 0.5))
     gpu = SimpleNamespace(total_memory=79 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     with caplog.at_level(logging.INFO):

@@ -10,7 +10,6 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from app.assembly import resolve_strategy
 from app.config import load_config
@@ -132,9 +131,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, facts: Facts, *words: str) -> Any:
     monkeypatch.setattr("app.assembly.gather_facts", lambda *_: facts)
     monkeypatch.setattr("app.preflight.couplings.devices.count_gpus", lambda: facts.num_ranks)
     config = load_config("train", ["+experiment=quickstart", *words])
-    base: Any = SimpleNamespace(
-        architecture=LlamaConfig(), backend="sdpa", new_ids=[], trained_ids=[]
-    )
+    base: Any = SimpleNamespace(shapes_builder=lambda *_: None)
     return resolve_strategy(config, base, place())
 
 

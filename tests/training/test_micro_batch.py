@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-import app.assembly
+import app.planning.resolve
 import app.training.module
-from app.assembly import resolve_micro_batch
 from app.config import load_config
 from app.model.recompute import RecomputeConfig, choose_recompute
-from app.run import describe_global_batch
+from app.planning.resolve import resolve_micro_batch
+from app.run import Run, describe_global_batch
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 from app.training.micro_batch import can_try, choose_micro_batch, divisors, try_micro_batch
 from app.training.model_states import Footprint
@@ -106,18 +106,16 @@ def test_a_gpu_takes_more_a_cpu_one_and_a_resumed_run_its_own(
         architecture=architecture,
         backend="varlen",
         dtype=torch.bfloat16,
-        new_ids=[],
-        trained_ids=[],
+        shapes_builder=lambda *_: lambda: None,
     )
     taken: list[int] = []
     data: Any = SimpleNamespace(sequence_len=2048, take_together=taken.append)
     config = load_config("train", ["+experiment=llama8b"])
     assert config.trainer.micro_batch_size == "auto"
-    monkeypatch.setattr("app.assembly._shapes_builder", lambda *_: lambda: None)
-    monkeypatch.setattr("app.assembly.measure_footprint", lambda *_: Footprint(15.1, 0.5))
+    monkeypatch.setattr("app.planning.resolve.measure_footprint", lambda *_: Footprint(15.1, 0.5))
     gpu = SimpleNamespace(total_memory=79 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    new: Any = SimpleNamespace(checkpoint=None)
+    new = Run(config=config, folder=tmp_path)
     single = StrategyConfig(name="single")
 
     def resolve(config: Any, env: Environment, run: Any) -> tuple[int, int, bool]:
@@ -133,8 +131,10 @@ def test_a_gpu_takes_more_a_cpu_one_and_a_resumed_run_its_own(
     assert resolve(streamed, ONE, new) == (1, 8, False)
 
     before = {"packs": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "num_ranks": 1}
-    monkeypatch.setattr("app.assembly.read_manifest", lambda _: {"global_batch": before})
-    resumed: Any = SimpleNamespace(checkpoint=tmp_path, folder=tmp_path)
+    manifest = {"versions": {}, "base": {}, "data": [], "global_batch": before}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    checkpoint: Any = object()
+    resumed = replace(new, checkpoint=checkpoint)
     assert resolve(config, ONE, resumed) == (2, 4, False)
     assert describe_global_batch(config.trainer, 1, before) == before
 
@@ -169,7 +169,7 @@ def start_with(monkeypatch: pytest.MonkeyPatch, packs: int, limit: int) -> Full:
         return replace(env.with_micro_batch(packs), tries_micro_batch=True)
 
     full = Full(limit)
-    monkeypatch.setattr(app.assembly, "resolve_micro_batch", resolve)
+    monkeypatch.setattr(app.planning.resolve, "resolve_micro_batch", resolve)
     monkeypatch.setattr(app.training.module, "batch_loss", full)
     return full
 
