@@ -91,6 +91,10 @@ class DataConfig:
     control_tokens: str = setting("keep", choices=("keep", "escape", "error"))
     """control tokens written in a row's own text: keep (they act as such), escape (tokenized as
     plain text) or error"""
+    unsupported_turns: str = setting("rewrite", choices=("rewrite", "refuse"))
+    """turns that the chat template refuses (Gemma 3: tool results, two questions in a row): rewrite
+    (calls and results as text, a system turn or a second question joined to a question) or refuse
+    the row"""
     on_long: str = setting(
         "drop",
         choices=("drop", "truncate_left", "truncate_right", "split", "error"),

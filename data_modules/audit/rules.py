@@ -54,6 +54,11 @@ NOTES = {
         "have control tokens in their text that act as such",
         "set data.control_tokens=escape, or remove them",
     ),
+    "rewritten_turns": (
+        "turns that the chat template refuses are written in turns that it takes",
+        "have turns that the chat template refuses, written in turns that it takes",
+        "look at them by app.preview, or set data.unsupported_turns=refuse",
+    ),
     "reasoning_in_tags": (
         "their answers hold reasoning in tags, as part of the text",
         "have answers with reasoning in tags, as part of the text",

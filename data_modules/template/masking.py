@@ -36,6 +36,7 @@ class MaskConfig:
     last_turn_only: bool = False
     reasoning: str = "keep"
     control_tokens: str = "keep"
+    unsupported_turns: str = "rewrite"
 
     @classmethod
     def of(cls, config: DataConfig) -> MaskConfig:

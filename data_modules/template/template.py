@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from data_modules.messages import DataError, Origin, shown
@@ -41,8 +41,9 @@ from data_modules.template.rendering import (
     attempt,
     render_errors,
 )
+from data_modules.template.rewriting import Refused, find_refused, rewrite
 from data_modules.template.spans import RenderedChat, SpanFinder
-from data_modules.types import Conversation, Document, Encoded, Item, Tokens, Turn
+from data_modules.types import Conversation, Document, Encoded, Item, Note, Tokens, Turn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -186,12 +187,18 @@ class ChatTemplate:
         """
         for first in range(0, len(items), CHUNK_ROWS):
             chunk = items[first : first + CHUNK_ROWS]
-            results = self._pairs.encode(chunk) if self._pairs else self._encode_chunk(chunk)
-            for item, result in zip(chunk, results, strict=True):
+            written = [
+                self._written(item) if isinstance(item, Conversation) else item for item in chunk
+            ]
+            results = self._pairs.encode(chunk) if self._pairs else self._encode_chunk(written)
+            for item, given, result in zip(chunk, written, results, strict=True):
                 if isinstance(result, RowRefusedError):
                     yield RowProblem(item.origin, str(result))
-                else:
+                elif given is item:
                     yield result
+                else:
+                    note = Note("rewritten_turns", ", ".join(self._refused.words))
+                    yield replace(result, notes=(*result.notes, note))
 
     def prompt(self, item: Item) -> Prompt | None:
         """Return what comes before the last answer, and that answer; None where nothing does.
@@ -205,6 +212,8 @@ class ChatTemplate:
         if self._pairs:
             ids = self._pairs.prompt_ids(item)
             return Prompt(ids, _last_answer(item), item.origin) if ids else None
+        if isinstance(item, Conversation):
+            item = self._written(item)
         prompt = self._layout_builder.prompt(item)
         if prompt is None:
             return None
@@ -223,7 +232,7 @@ class ChatTemplate:
         An encoder's have the special tokens that its tokenizer adds. DataError where the template
         refuses the chat.
         """
-        (text,) = self._renderer.render([Chat(tuple(turns))], True)
+        (text,) = self._renderer.render([self._waiting(turns)], True)
         if isinstance(text, RowRefusedError):
             raise DataError(str(text))
         if self._pairs:
@@ -236,7 +245,7 @@ class ChatTemplate:
 
     def messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         """Return a chat in the form in which this template reads it, OpenAI's."""
-        return self._renderer.messages(Chat(tuple(turns)))
+        return self._renderer.messages(self._waiting(turns))
 
     def trace(self, chat: Conversation) -> Traced | RowRefusedError:
         """Encode one conversation, and say which characters its tokens hold."""
@@ -245,6 +254,7 @@ class ChatTemplate:
     def _trace(self, layout_builder: LayoutBuilder, chat: Conversation) -> Traced | RowRefusedError:
         import numpy as np
 
+        chat = self._written(chat)
         (layout,) = layout_builder.build([chat])
         if isinstance(layout, RowRefusedError):
             return layout
@@ -259,6 +269,20 @@ class ChatTemplate:
         return Traced(
             layout.text, tokenized, weights, frozenset(note.kind for note in layout.notes)
         )
+
+    @cached_property
+    def _refused(self) -> Refused:
+        if self._pairs or self._mask.unsupported_turns == "refuse":
+            return Refused()
+        return find_refused(self._renderer)
+
+    def _written(self, chat: Conversation) -> Conversation:
+        """Return a conversation in turns that the template takes."""
+        return rewrite(chat, self._refused)
+
+    def _waiting(self, turns: Sequence[Turn]) -> Chat:
+        """Return what the template is given of a chat that waits for its answer."""
+        return Chat(rewrite(Conversation(tuple(turns), Origin("chat", 1)), self._refused).turns)
 
     def _write_bos(self) -> bool:
         """Let the template write the BOS that the tokenizer adds to texts; tell whether it had to.

@@ -50,6 +50,7 @@ TOKEN_SETTINGS = (
     "last_turn_only",
     "reasoning",
     "control_tokens",
+    "unsupported_turns",
     "on_long",
     "on_bad_row",
     "drop_empty",

@@ -321,7 +321,8 @@ def test_template_file_and_its_hash(tokenizer: Any, tmp_path: Path) -> None:
 
 
 def test_row_that_the_template_refuses_is_named() -> None:
-    template = template_of(GEMMA)
+    tokenizer = template_of(GEMMA)._tokenizer
+    template = ChatTemplate.resolve(tokenizer, None, MaskConfig(unsupported_turns="refuse"))
     refused = Conversation(
         (Turn("system", "s"), Turn("user", "q"), Turn("assistant", "a")), Origin("rows.json", 9)
     )
