@@ -61,9 +61,14 @@ from app.model.tokenizer import (
     trained_token_ids,
     with_chat_template,
 )
+from app.planning.hardware import HardwareConfig, name_of_machine
+from app.planning.memory import PlannedRun
+from app.planning.model_size import build_planned_model
+from app.planning.speed import estimate_flops
 from app.preflight import check_compatibility, describe_base
+from app.preflight.base_model import text_numbers
 from app.preflight.couplings.table import CHANGE_BASE
-from app.process.errors import UserError
+from app.process.errors import DeviceError, UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank
@@ -77,6 +82,7 @@ from app.training.callbacks.gradient_check import GradientCheck
 from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.progress import ProgressBar
 from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
+from app.training.callbacks.watch_machine import WatchMachine
 from app.training.callbacks.write_metadata import WriteMetadata
 from app.training.checkpoint.documents import MODEL
 from app.training.checkpoint.saving import build_checkpoints, build_saver
@@ -95,7 +101,14 @@ from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer
-from data_modules import BatchSpec, ChatTemplate, DataSpec, FinetuneDataModule, ModelSpec
+from data_modules import (
+    BatchSpec,
+    ChatTemplate,
+    DataSpec,
+    FinetuneDataModule,
+    ModelSpec,
+    redacted,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -544,6 +557,8 @@ def build_trainer(
         save_config(config, run.folder / CONFIG_FILE)
         data.write_reports(run.folder)
         write_manifest()
+        for logger in loggers:
+            logger.log_hyperparams(redacted(asdict(config)))
 
     def write_manifest() -> None:
         now = {**facts, "global_batch": _global_batch(data)}
@@ -553,6 +568,7 @@ def build_trainer(
         ProgressBar(),
         SameOnAllRanks(rank_invariant_values(config, facts)),
         GradientCheck(),
+        WatchMachine(run.folder),
     ]
     if config.trainer.compile:
         # Imported here: the compiler takes a second to import.
@@ -605,6 +621,8 @@ def build_module(
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
     watch = StepWatch(trainer.max_skipped_steps, data.rows_of_step)
+    metrics = Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch)
+    metrics.tokens_at_full_rate = tokens_at_full_rate(config, base, data.sequence_len, env)
     return FinetuneModule(
         _model_builder(config, base, env),
         backend=base.backend,
@@ -619,13 +637,43 @@ def build_module(
         schedule=config.schedule,
         total_steps=data.total_steps,
         is_packed=data.is_packed,
-        metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
+        metrics=metrics,
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
         router_aux_loss=_router_aux_loss(config, base),
         try_micro_batch=partial(try_micro_batch, optimizer=config.optimizer.name)
         if env.tries_micro_batch
         else None,
     )
+
+
+def tokens_at_full_rate(
+    config: TrainConfig, base: Base, sequence_len: int, env: Environment
+) -> float | None:
+    """Return the tokens a second of all GPUs, were each FLOP of their datasheet one of the model's.
+
+    None on a CPU, and for a card whose rate is not known. Attention counts as over whole rows.
+    """
+    if env.accelerator == "cpu":
+        return None
+    try:
+        card, _, _ = name_of_machine()
+        numbers = text_numbers(base.architecture.to_dict())
+        model = build_planned_model(config.model, numbers, config.adapter, env.precision)
+    except (UserError, DeviceError) as error:
+        log.info("mfu: not measured: %s", error)
+        return None
+    hardware: HardwareConfig = settings_of("hardware", card)
+    run = PlannedRun(
+        model=model,
+        hardware=hardware,
+        strategy=StrategyConfig(name="single"),
+        quantization=config.quantization,
+        recompute="none",
+        sequence_len=sequence_len,
+        precision=env.precision,
+    )
+    rate = hardware.fp32_tflops if env.precision == "fp32" else hardware.half_tflops
+    return env.num_ranks * rate * 1e12 / estimate_flops(run).model
 
 
 def _router_aux_loss(config: TrainConfig, base: Base) -> float:

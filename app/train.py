@@ -17,7 +17,7 @@ from app.process.errors import Interrupted
 from app.process.files import write_whole
 from app.process.launch import is_first_rank, live_with_parent
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
-from app.report.run_page import page_where_it_stops, write_page
+from app.report.run_page import end_loggers, page_where_it_stops, write_page
 from app.run import ExistingRun, Run, compare_existing, open_run
 from app.run.folder import METRICS_FILE
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
@@ -69,7 +69,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     trainer = build_trainer(run, env, strategy, data, facts)
     config = resolve_recompute(config, base, data, env, strategy)
     module = build_module(config, base, data, env, trainer.loggers)
-    with page_where_it_stops(run.folder, changed_settings(run.config)):
+    with page_where_it_stops(run.folder, changed_settings(run.config), trainer.loggers):
         trainer.fit(module, data, ckpt_path=run.checkpoint_path)
         return finish(run, module, data, base)
 
@@ -123,6 +123,7 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
         write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_comparison(metrics, data.dataset_names)
         write_page(run.folder, changed_settings(config))
+        end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
         print_next(run.folder, saved)
 
     if shards is None:

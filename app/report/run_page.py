@@ -13,13 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.process.files import write_whole
 from app.process.launch import is_first_rank
 from app.report.chart import HUES, Chart, Series, draw_svg, frame_of, write_png
 from app.report.run_files import NOT_DRAWN, RunFiles, read_run_files
+from app.training.logger import finish_loggers
 from data_modules import printable, redact
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +72,36 @@ class Section:
 
 
 @contextmanager
-def page_where_it_stops(folder: Path, settings: Sequence[Setting]) -> Iterator[None]:
-    """Write the page of a run that stops inside, by an error or a signal, once it has curves."""
+def page_where_it_stops(
+    folder: Path, settings: Sequence[Setting], loggers: Sequence[Logger] = ()
+) -> Iterator[None]:
+    """Write the page of a run that stops inside, by an error or a signal, once it has curves.
+
+    `loggers` are then ended.
+    """
     try:
         yield
     except BaseException as error:
         if is_first_rank() and (folder / "metrics.csv").is_file():
             write_page(folder, settings, why_stopped=str(error) or type(error).__name__)
+            end_loggers(loggers, folder, {}, settings, is_done=False)
         raise
+
+
+def end_loggers(
+    loggers: Sequence[Logger],
+    folder: Path,
+    metrics: Mapping[str, float],
+    settings: Sequence[Setting],
+    *,
+    is_done: bool = True,
+) -> None:
+    """Give the loggers of a run how it ended, its settings file and its page."""
+    from app.training.log_files import Outcome
+
+    files = [file for name in ("config.yaml", PAGE_FILE) if (file := folder / name).is_file()]
+    outcome = Outcome(metrics=metrics, settings=settings, files=files, is_done=is_done)
+    finish_loggers(loggers, outcome)
 
 
 def write_page(
