@@ -10,6 +10,7 @@ from app.process.errors import DONE, USER_ERROR, nearest
 VERBS = {
     "train": "config in, verified adapter out",
     "evaluate": "losses per data set and exact match, base vs tuned",
+    "report": "the page of a run, or several runs side by side",
     "preview": "what a run would learn from, before it is paid for",
     "plan": "will it fit, how fast, what to change",
     "merge": "adapter into base, checked; a Hugging Face folder, GGUF",

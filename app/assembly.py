@@ -78,6 +78,7 @@ from app.training.callbacks.gradient_check import GradientCheck
 from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.progress import ProgressBar
 from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
+from app.training.callbacks.watch_machine import WatchMachine
 from app.training.callbacks.write_metadata import WriteMetadata
 from app.training.checkpoint.saving import build_checkpoints, build_saver
 from app.training.logger import build_loggers, drop_rows_after
@@ -89,7 +90,13 @@ from app.training.optimizers import build_optimizer
 from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer
-from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
+from data_modules import (
+    BatchSpec,
+    DataSpec,
+    FinetuneDataModule,
+    ModelSpec,
+    redacted,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -403,10 +410,12 @@ def build_trainer(
     strategy: StrategyConfig,
     data: FinetuneDataModule,
     facts: Mapping[str, Any],
+    estimate: Estimate | None = None,
 ) -> L.Trainer:
     """Build the Lightning trainer of a run: strategy, loggers, checkpoints and callbacks.
 
-    `facts` describe the run (`describe_run`); all ranks must agree on them.
+    `facts` describe the run (`describe_run`); all ranks must agree on them. `estimate`: what it is
+    planned to take.
     """
     config = run.config
     identity = run.identity(facts)
@@ -421,6 +430,8 @@ def build_trainer(
         save_config(config, run.folder / CONFIG_FILE)
         data.write_reports(run.folder)
         write_manifest()
+        for logger in loggers:
+            logger.log_hyperparams(redacted(asdict(config)))
 
     def write_manifest() -> None:
         now = {**facts, "global_batch": _global_batch(data)}
@@ -433,7 +444,7 @@ def build_trainer(
         total_steps=data.total_steps,
         loggers=loggers,
         callbacks=[
-            *_build_watchers(run, facts),
+            *_build_watchers(run, facts, estimate),
             build_saver(
                 config.trainer, checkpoints, data.plan, has_validation=len(data.val_examples) > 0
             ),
@@ -447,12 +458,15 @@ def build_trainer(
     return trainer
 
 
-def _build_watchers(run: Run, facts: Mapping[str, Any]) -> list[L.Callback]:
+def _build_watchers(
+    run: Run, facts: Mapping[str, Any], estimate: Estimate | None
+) -> list[L.Callback]:
     """Return the callbacks that show and check how a training goes; they come before the saver."""
     watchers: list[L.Callback] = [
         ProgressBar(),
         SameOnAllRanks(rank_invariant_values(run.config, facts)),
         GradientCheck(),
+        WatchMachine(run.folder, None if estimate is None else estimate.tokens_at_full_rate),
     ]
     if run.config.trainer.compile:
         # Imported here: the compiler takes a second to import.

@@ -9,12 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from app.config import EvaluateConfig, run_verb, save_config
+from app.config import EvaluateConfig, changed_settings, run_verb, save_config
 from app.model.hub import is_offline
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
 from app.process.signals import end_process, install_signal_handlers
+from app.report.run_page import write_page
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from data_modules import printable
 
@@ -63,6 +64,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     evaluator.predictions.write(folder)
     write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     print_comparison(metrics, data.dataset_names)
+    write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
     return metrics
 

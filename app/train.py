@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config import TrainConfig, load_run_config, run_verb
+from app.config import TrainConfig, changed_settings, load_run_config, run_verb
 from app.model.hub import is_offline
 from app.process.environment import keep_memory, keep_streams, quiet_libraries
 from app.process.errors import Interrupted
 from app.process.files import write_whole
 from app.process.launch import is_first_rank, live_with_parent
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
+from app.report.run_page import end_loggers, page_where_it_stops, write_page
 from app.run import ExistingRun, Run, compare_existing, open_run
 from app.run.folder import METRICS_FILE
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
@@ -63,10 +64,11 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     run.check_unchanged(facts)
 
     # How it learns: the weights are read when the fit begins, where a strategy may shard them.
-    trainer = build_trainer(run, env, config.strategy, data, facts)
+    trainer = build_trainer(run, env, config.strategy, data, facts, estimate)
     module = build_module(config, base, data, env, trainer.loggers)
-    trainer.fit(module, data, ckpt_path=run.checkpoint_path)
-    return finish(run, module, data, base, estimate)
+    with page_where_it_stops(run.folder, changed_settings(run.config), trainer.loggers):
+        trainer.fit(module, data, ckpt_path=run.checkpoint_path)
+        return finish(run, module, data, base, estimate)
 
 
 def finish(
@@ -126,6 +128,8 @@ def finish(
             save_stop_tokens(model, saved)
         write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_comparison(metrics, data.dataset_names)
+        write_page(run.folder, changed_settings(config))
+        end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
         print_next(run.folder, saved)
 
     if shards is None:
@@ -139,7 +143,7 @@ def print_next(folder: Path, saved: Path) -> None:
     """Print where everything is, and what a person may want to type next."""
     shown = printable(str(folder))
     print(f"\n{shown}/{saved.name}: verified: reloaded and compared with the model in memory")
-    print(f"{shown}/: metrics.csv, metrics.json, config.yaml, manifest.json")
+    print(f"{shown}/: report.html, metrics.csv, metrics.json, config.yaml, manifest.json")
     # Commands that work as they stand, also after `make train` where no environment is active.
     python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
     print("next:")

@@ -8,7 +8,7 @@ takes, `help` the page.
 
 from app.config.dispatch import check_before_start, run_verb
 from app.config.load import Config, compose, load_config, load_run_config, settings_of
-from app.config.run_config import save_config, write_experiment
+from app.config.run_config import changed_settings, save_config, write_experiment
 from app.config.verbs import (
     ChatConfig,
     EvaluateConfig,
@@ -34,6 +34,7 @@ __all__ = [
     "SweepConfig",
     "TrainConfig",
     "TunedConfig",
+    "changed_settings",
     "check_before_start",
     "compose",
     "load_config",

@@ -20,6 +20,8 @@ PLAIN_VALUE = re.compile(r"[A-Za-z0-9_./@:+*%?|$-]*")
 NUMBERED_ELEMENT = re.compile(r"\[|\.\d+(\.|$)")
 HYDRAS_OWN = re.compile(r"hydra(\.|$)|.*[/@]", re.DOTALL)
 """keys that configure Hydra itself, or that it would read as a group in another place"""
+SEVERAL = re.compile(r"\[([\w, ]+)\]")
+"""a list of options, as of loggers"""
 ADDED_GROUPS = ("experiment", "sweep")
 """groups outside the defaults list: Hydra wants a plus sign before them, a person need not"""
 SECRET_NAMES = {"token", "api_key", "apikey", "secret", "password", "access_token", "hf_token"}
@@ -52,9 +54,13 @@ def read_words(
             problems.append(f"{word}: expected key=value{_hint_for_word(word, groups)}")
             continue
         key, value = TYPED_KEYS.get(match["key"], match["key"]), match["value"]
-        numbers: dict[str, int] = {}
+        beside: dict[str, str] = {}
         if key == "hardware":
             value, numbers = split_name(value)
+            beside = {name: str(number) for name, number in numbers.items()}
+        elif key == "logger" and (several := SEVERAL.fullmatch(value)):
+            value, _, others = several[1].replace(" ", "").partition(",")
+            beside = {"also": f"[{others}]"}
         if (refusal := refuse(key, value)) is not None:
             problems.append(refusal)
         elif REDACTED in value:
@@ -76,8 +82,8 @@ def read_words(
             prefix = "+" if key in ADDED_GROUPS else prefix
             try:
                 given.append(_read_word(key, value, prefix))
-                for name, number in numbers.items():
-                    given.append(_read_word(f"{key}.{name}", str(number), "++"))
+                for name, text in beside.items():
+                    given.append(_read_word(f"{key}.{name}", text, "++"))
             except UserError as error:
                 problems += error.problems
     return given, problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -28,7 +29,15 @@ from app.process.errors import UserError
 from app.process.files import write_whole
 from app.run import find_run, find_run_to_resume
 from app.run.folder import CONFIG_FILE
-from data_modules import REDACTED, DataConfig, hints_of, redacted, redacted_keys
+from data_modules import (
+    REDACTED,
+    DataConfig,
+    facts_of,
+    hints_of,
+    redact,
+    redacted,
+    redacted_keys,
+)
 
 log = logging.getLogger(__name__)
 TAKEN_FROM_TRAINER = ("precision", "micro_batch_size")
@@ -58,6 +67,31 @@ def write_experiment(config: TrainConfig, path: Path, header: str) -> None:
     settings = redacted({"defaults": [*defaults, "_self_"], **values})
     text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     write_whole(path, f"# @package _global_\n{header}\n{text}")
+
+
+def changed_settings(config: Any) -> list[tuple[str, str, str]]:
+    """List the settings that differ from their defaults, without secrets: key, value, default.
+
+    An option of a group is `adapter=full`; where a run lies and how it is watched is left out.
+    """
+    changed: list[tuple[str, str, str]] = []
+
+    def compare(prefix: str, part: Any) -> None:
+        for field in dataclasses.fields(part):
+            value, default = getattr(part, field.name), default_of(field)
+            key = f"{prefix}{facts_of(field).typed or field.name}"
+            if key in PER_START or key == "run":
+                continue
+            if dataclasses.is_dataclass(value):
+                option, first = getattr(value, "name", None), next(iter(PARTS.get(key, ())), None)
+                if first is not None and option != first:
+                    changed.append((key, str(option), first))
+                compare(f"{key}.", value)
+            elif value != default and not (field.name == "name" and prefix[:-1] in PARTS):
+                changed.append((key, redact(_as_typed(value)), _as_typed(default)))
+
+    compare("", config)
+    return changed
 
 
 def _given(value: Any, default: Any) -> Any:
@@ -193,4 +227,4 @@ def _as_typed(value: Any) -> str:
         return f"[{', '.join(map(_as_typed, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name}: {_as_typed(part)}' for name, part in value.items())}}}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -112,16 +112,15 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
     """Estimate the time of an optimizer step."""
     size = size or run.size
     hardware, split = run.hardware, run.tensor_size
-    rate = hardware.half_tflops if run.precision != "fp32" else hardware.fp32_tflops
-    flops = estimate_flops(run)
+    rate, flops = _full_rate(run), estimate_flops(run)
     tokens = run.tokens * run.accumulation
     bandwidth = BANDWIDTH * hardware.memory_gb_per_second * 1e9
     products = (flops.products + flops.recomputed_products) * tokens / split
-    products /= PRODUCTS * rate * 1e12
+    products /= PRODUCTS * rate
     # Few tokens: reading the weights takes longer than multiplying with them.
     products = max(products, _weight_reads(run) * run.accumulation / split / bandwidth)
     attention = (flops.attention + flops.recomputed_attention) * tokens / split
-    attention /= ATTENTION * rate * 1e12
+    attention /= ATTENTION * rate
     traffic = (_traffic(run) * tokens + _dequantized(run) * run.accumulation) / split / bandwidth
     stepped = size.whole.trained / num_shares(run.strategy, run.num_ranks, run.num_nodes)[2]
     offloads = isinstance(run.strategy, ZeroConfig) and run.strategy.offload_optimizer != "none"
@@ -145,9 +144,20 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
         host=host + waits,
         step=step,
         tokens_per_second=speed,
-        mfu=flops.model * speed / (run.num_ranks * rate * 1e12),
+        mfu=speed / tokens_at_full_rate(run),
         verdict=_verdict(run, products + attention, traffic, messages, host + waits, collectives),
     )
+
+
+def tokens_at_full_rate(run: PlannedRun) -> float:
+    """Return the tokens a second of all GPUs if each FLOP of their datasheet were the model's."""
+    return run.num_ranks * _full_rate(run) / estimate_flops(run).model
+
+
+def _full_rate(run: PlannedRun) -> float:
+    """Return the FLOPs a second of a GPU's datasheet."""
+    card = run.hardware
+    return 1e12 * (card.fp32_tflops if run.precision == "fp32" else card.half_tflops)
 
 
 def _weight_reads(run: PlannedRun) -> float:

@@ -28,7 +28,7 @@ from app.planning.memory import (
 )
 from app.planning.model_size import model_of_modules, model_of_numbers, model_on_meta
 from app.planning.planned import describe_training, is_stored_quantized
-from app.planning.speed import estimate_speed
+from app.planning.speed import estimate_speed, tokens_at_full_rate
 from app.process.environment import host_bytes
 from app.process.errors import UserError
 from app.strategy.settings import StrategyConfig
@@ -133,6 +133,8 @@ class Estimate:
     device_gib: float
     step_seconds: float | None
     """None where nothing is known of the device's rates"""
+    tokens_at_full_rate: float | None = None
+    """tokens a second of all GPUs, were each FLOP of their datasheet one of the model's"""
 
     def __str__(self) -> str:
         device = "GPU" if self.is_on_gpu else "rank"
@@ -188,6 +190,7 @@ def estimate_training(run: PlannedRun) -> Estimate:
         is_on_gpu=run.is_on_gpu,
         device_gib=run.hardware.memory_gib,
         step_seconds=estimate_speed(run, size).step if run.is_on_gpu and has_rates else None,
+        tokens_at_full_rate=tokens_at_full_rate(run) if run.is_on_gpu and has_rates else None,
     )
 
 

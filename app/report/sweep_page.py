@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.report.chart import frame_around
+
 WIDTH, HEIGHT, MARGIN = 900.0, 320.0, 52.0
 """of a chart's drawing area, in its own units"""
 MAX_MARK = 16
@@ -103,32 +105,24 @@ def parallel_coordinates(
 
 def curve_lines(trials: Sequence[TrialView]) -> tuple[list[tuple[float, float, str]], list[Line]]:
     """Return the marks of the two axes, and each trial's validation losses over its steps."""
-    shown = [
-        (index, trial)
-        for index, trial in enumerate(trials)
-        if any(map(math.isfinite, trial.curve.values()))
+    drawn = [
+        [point for point in sorted(trial.curve.items()) if math.isfinite(point[1])]
+        for trial in trials
     ]
-    losses = [y for _, trial in shown for y in trial.curve.values() if math.isfinite(y)]
-    if not losses:
+    area = (MARGIN, WIDTH - MARGIN, MARGIN, HEIGHT - MARGIN)
+    frame = frame_around(drawn, area, is_log=True)  # one that diverged leaves the others room
+    if frame is None:
         return [], []
-    last = max(max(trial.curve) for _, trial in shown)
-    low, high = min(losses), max(losses)
-    bend = math.log if low > 0 else float  # one that diverged leaves the others room
-
-    def place(step: int, loss: float) -> tuple[float, float]:
-        x = MARGIN + step / last * (WIDTH - 2 * MARGIN)
-        return x, _between(bend(loss), bend(low), bend(high))
-
-    lines = []
-    for index, trial in shown:
-        at = [place(*point) for point in sorted(trial.curve.items()) if math.isfinite(point[1])]
-        at *= 2 if len(at) == 1 else 1  # a line to itself is a dot
-        lines.append(_line(trial, " ".join(f"{x:.1f},{y:.1f}" for x, y in at), index, len(trials)))
-    bottom = HEIGHT - MARGIN / 4
+    lines = [
+        _line(trial, frame.line(points), index, len(trials))
+        for index, (trial, points) in enumerate(zip(trials, drawn, strict=True))
+        if points
+    ]
+    low, high, last = frame.low, frame.high, frame.last
     ends = [
-        (0.0, place(0, high)[1], f"{high:.3f}"),
-        (0.0, place(0, low)[1], f"{low:.3f}"),
-        (place(last, low)[0] - MARGIN, bottom, f"step {last}"),
+        (0.0, frame.place(0, high)[1], f"{high:.3f}"),
+        (0.0, frame.place(0, low)[1], f"{low:.3f}"),
+        (frame.place(last, low)[0] - MARGIN, HEIGHT - MARGIN / 4, f"step {last}"),
     ]
     return ends, lines[::-1]
 

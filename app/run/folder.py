@@ -54,9 +54,10 @@ LEFT_BY_REFUSED = re.compile(
 """what a process leaves in its folder if it is refused before training"""
 WRITTEN_AT_START = re.compile(
     rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
-    r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv"
+    r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|"
+    r"report\.html|training_curves\.png"
 )
-"""what a training writes before its first step"""
+"""what a training writes before its first step, or when it fails there"""
 MAX_NAMED = 5
 """entries of a folder that a message lists"""
 URL_BEGINS = re.compile(r"[A-Za-z][\w+.-]+:/")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import secrets
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 from app.process.errors import UserError
 from app.process.files import write_whole
+from app.process.gpus import read_machine
 from app.training.checkpoint.checkpoint import Checkpoint
 from app.training.checkpoint.schema import COUNT, IDENTITY, shown
 from data_modules import redacted
@@ -49,6 +51,7 @@ def save_manifest(folder: Path, **facts: Any) -> None:
         "versions": installed_versions(),
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "hardware": describe_hardware(),
         "git": git_state(),
     } | facts
     write_whole(folder / MANIFEST_FILE, json.dumps(redacted(manifest), indent=2) + "\n")
@@ -66,6 +69,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "or leave resume out and type another output.dir"
         ) from error
     return manifest
+
+
+def describe_hardware() -> dict[str, Any]:
+    """Return what a run's speed depends on of this machine: GPUs, cores, memory, system."""
+    machine = read_machine()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "gpus": ", ".join(f"{gpu.name} ({gpu.memory_gib:.1f} GiB)" for gpu in machine.gpus) or None,
+        "driver": machine.driver,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": platform.platform(),
+    }
 
 
 def installed_versions() -> dict[str, str]:

@@ -6,7 +6,10 @@ import csv
 import io
 import logging
 import os
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,27 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from app.process.files import open_no_follow, write_whole
 from app.training.checkpoint.disk import NO_ROOM, SaveError, format_bytes, free_bytes
+from data_modules import printable, redact
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a run has ended, for the loggers."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """figures of the whole run"""
+    settings: Sequence[tuple[str, str, str]] = ()
+    """key, value and default of those that differ from their defaults"""
+    files: Sequence[Path] = ()
+    """that a tracker attaches"""
+    is_done: bool = True
+
+
+def is_detail(name: str) -> bool:
+    """Tell the columns that most people never look at: shares and tokens, load of experts."""
+    return any(part in name for part in ("/tokens/", "/share/", "experts/"))
 
 
 def columns(dataset_names: list[str]) -> list[str]:
@@ -133,12 +155,20 @@ class TensorBoardLogger(Logger):
 
     Lightning's own logger imports tensorboard before training. Events after `last_step`, from which
     the run resumes, are hidden. A disk error ends these files with a warning and not the run:
-    metrics.csv has every row.
+    metrics.csv has every row. "Custom scalars" has training and validation of a data set on one
+    chart, "text" the command and config.yaml, "hparams" the settings with the final figures.
     """
 
-    def __init__(self, folder: Path, *, last_step: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dataset_names: Sequence[str] = (),
+        *,
+        last_step: int | None = None,
+        details: bool = False,
+    ) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder, self.dataset_names, self.details = folder, dataset_names, details
         self._next_step = 0 if last_step is None else last_step + 1
         self._writer: Any = None
         self._has_failed = False
@@ -169,9 +199,44 @@ class TensorBoardLogger(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Close the file."""
-        if self._writer is not None:
-            self._guarded(self._writer.close)
+        """Flush the events: more come when the run is evaluated."""
+        self.save()
+
+    @rank_zero_only
+    def finish(self, outcome: Outcome) -> None:
+        """Write the settings with the final figures, and close the file."""
+        if self._writer is None:
+            return
+        if outcome.metrics:
+            self._guarded(lambda: self._write_hparams(outcome))
+        self._guarded(self._writer.close)
+
+    def _write_hparams(self, outcome: Outcome) -> None:
+        from torch.utils.tensorboard.summary import hparams
+
+        settings = {key: value for key, value, _ in outcome.settings}
+        figures = {
+            f"final/{name}": value
+            for name, value in outcome.metrics.items()
+            if not is_detail(name) and "trained_tokens" not in name
+        }
+        # Not `add_hparams`: that makes a run of its own beside this one.
+        for summary in hparams(settings, figures):
+            self._writer.file_writer.add_summary(summary)
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value)
+
+    def _write_texts(self) -> None:
+        lines = {"loss": ["Multiline", ["train/loss$", "val/loss$"]]} | {
+            name: ["Multiline", [f"{phase}/loss/{re.escape(name)}$" for phase in ("train", "val")]]
+            for name in self.dataset_names
+        }
+        self._writer.add_custom_scalars({"loss": lines})
+        command = " ".join(sys.orig_argv[1:])
+        self._writer.add_text("command", f"```\n{printable(redact(command))}\n```")
+        config = self.folder.parent / "config.yaml"
+        if config.is_file():
+            self._writer.add_text("config", f"```yaml\n{config.read_text(encoding='utf-8')}\n```")
 
     def _write(self, metrics: dict[str, float], step: int | None) -> None:
         if self._writer is None:
@@ -180,8 +245,10 @@ class TensorBoardLogger(Logger):
             # TensorBoard hides events of earlier files from this step on.
             purge_step = self._next_step if self.folder.exists() else None
             self._writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+            self._write_texts()
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            if self.details or not is_detail(name):
+                self._writer.add_scalar(name, value, step)
 
     def _guarded(self, write: Callable[[], None]) -> None:
         if self._has_failed:

@@ -1,7 +1,8 @@
-"""Where metrics are logged: metrics.csv always, TensorBoard beside it."""
+"""Where metrics are logged: metrics.csv always, TensorBoard or trackers beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +12,24 @@ from data_modules import setting
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
+    from app.training.log_files import Outcome
+
+
+KINDS = ("tensorboard", "csv", "wandb", "mlflow")
+TRACKERS = ("wandb", "mlflow")
+
 
 @dataclass(kw_only=True, slots=True)
 class LoggerConfig:
-    name: str = setting("tensorboard", choices=("tensorboard", "csv"))
-    """tensorboard: event files beside metrics.csv; csv: metrics.csv alone"""
+    name: str = setting("tensorboard", choices=KINDS)
+    """tensorboard: event files beside metrics.csv; csv: metrics.csv alone; wandb, mlflow: a tracker
+    beside it, offline unless WANDB_API_KEY or MLFLOW_TRACKING_URI is set; a list is several:
+    logger=[tensorboard,wandb]"""
+    also: list[str] = setting(default_factory=list, choices=KINDS)
+    """more of them beside the first"""
+    details: bool = False
+    """also shares and tokens of each data set and the load of experts, which metrics.csv has in
+    any case"""
 
 
 def build_loggers(
@@ -28,9 +42,29 @@ def build_loggers(
     from app.training.log_files import CsvLogger, TensorBoardLogger
 
     loggers: list[Logger] = [CsvLogger(folder / "metrics.csv", dataset_names)]
-    if config.name == "tensorboard":
-        loggers.append(TensorBoardLogger(folder / "tensorboard", last_step=last_step))
+    chosen = list(dict.fromkeys([config.name, *config.also]))
+    if "tensorboard" in chosen:
+        loggers.append(
+            TensorBoardLogger(
+                folder / "tensorboard",
+                dataset_names,
+                last_step=last_step,
+                details=config.details,
+            )
+        )
+    if trackers := [kind for kind in chosen if kind in TRACKERS]:
+        from app.training.trackers import Tracker
+
+        loggers += [Tracker(kind, folder, details=config.details) for kind in trackers]
     return loggers
+
+
+def finish_loggers(loggers: Sequence[Logger], outcome: Outcome) -> None:
+    """Give the loggers the final figures and files, and end them."""
+    for logger in loggers:
+        finish = getattr(logger, "finish", None)
+        if finish is not None:
+            finish(outcome)
 
 
 def drop_rows_after(last_step: int | None, loggers: list[Logger]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from app.process.errors import TrainingFault, UserError
 from app.training.checkpoint.schema import listed
 from app.training.log_files import CsvLogger
+from app.training.machine import MachineWatch
 from app.training.nonfinite import StepWatch, not_finite
 from app.training.objective import losses_by_dataset
 from app.training.routing import ExpertLoad
@@ -80,18 +81,29 @@ class Metrics:
         self.train_seconds = 0.0
         self._block_started: float | None = None
         self.expert_load: ExpertLoad | None = None
+        self.machine: MachineWatch | None = None
+
+    def add_machine(self, machine: MachineWatch) -> None:
+        """Write what the run takes of its machine in each block's last row."""
+        self.machine = machine
+        self._add_columns(machine.names)
 
     def add_experts(self, load: ExpertLoad) -> None:
         """Write the load of experts in each step's row."""
         self.expert_load = load
+        self._add_columns(load.names)
+
+    def _add_columns(self, names: Sequence[str]) -> None:
         for logger in self.loggers:
             if isinstance(logger, CsvLogger):
-                logger.columns += load.names
+                logger.columns += names
 
     def resume_clock(self) -> None:
         """Start the training clock, or continue it after a validation."""
         if self._block_started is None:
             self._block_started = time.monotonic()
+            if self.machine is not None:
+                self.machine.begin()
 
     def add(self, record: StepRecord, reduce: Callable[[Tensor], Tensor]) -> None:
         """Add a step; write the block when it is full. `reduce` sums a tensor over all ranks."""
@@ -117,6 +129,8 @@ class Metrics:
         block_tokens = int(sums[:, num_sums].sum().item())
         self.num_tokens += block_tokens
         rate = block_tokens / max(seconds, 1e-9)
+        last = self.waiting[-1]
+        of_machine = {} if self.machine is None else self.machine.figures(seconds, rate)
 
         for record, row, norm in zip(self.waiting, sums, norms, strict=True):
             by_dataset = row[:num_sums].view(3, -1)
@@ -132,6 +146,7 @@ class Metrics:
             }
             if loads and self.expert_load is not None:
                 metrics |= self.expert_load.figures(row[num_sums + 1 :])
+            metrics |= of_machine if record is last else {}
             self.write(record.step, metrics)
             self.watch.check(record, metrics, reduce)
         self.waiting = []
@@ -173,6 +188,7 @@ class Metrics:
             "speed/train_seconds": self.train_seconds,
             "train/tokens": float(self.num_tokens),
             "train/skipped_steps": float(self.watch.num_skipped),
+            **({} if self.machine is None else self.machine.summary()),
         } | {
             f"train/trained_tokens/{name}": count
             for name, count in zip(self.dataset_names, self.trained_tokens, strict=True)

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from app.process.signals import signal_received, take_handlers, wait_for_data, wait_for_step
+from app.training.machine import WaitClock
 
 
 class Stopping:
@@ -54,15 +55,23 @@ class Stopping:
 class FetchWatch(PassThroughProfiler):
     """Tell the signal handlers when the training loop waits for a batch.
 
-    A profiler, since Lightning has no hook around the fetch of a batch.
+    A profiler, since Lightning has no hook around the fetch of a batch. `clock` adds up how long
+    training waited; a validation's batches count neither there nor as training time.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = WaitClock()
 
     def start(self, action_name: str) -> None:
         """Mark the start of a fetch."""
         if action_name.endswith("_next"):
             wait_for_data(True)
+            if "train" in action_name:
+                self.clock.start()
 
     def stop(self, action_name: str) -> None:
         """Mark the end of a fetch."""
         if action_name.endswith("_next"):
+            self.clock.stop()
             wait_for_data(False)

@@ -69,5 +69,5 @@ def test_another_number_of_ranks_takes_the_same_steps(train: Train, first: int) 
         for key in row:
             if "/tokens/" in key:
                 assert row[key] == expected[key], (row["step"], key)
-            elif row[key] and not key.startswith("speed/"):
+            elif row[key] and not key.startswith(("speed/", "machine/")):
                 assert float(row[key]) == pytest.approx(float(expected[key]), rel=1e-5), key

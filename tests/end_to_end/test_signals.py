@@ -48,6 +48,7 @@ def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path
     code, _, said = type_train(run, *words)
     assert (code, steps_of(run)) == (130, [2, 3])
     assert "stopped by SIGINT: step 3 is saved\n" in said and "Traceback" not in said
+    assert "stopped after step 3 of" in (run / "report.html").read_text()
     code, _, said = type_train(run, *words)
     assert (code, steps_of(run)) == (143, [6, 7])
     command = said.partition("to resume: ")[2].splitlines()[0]

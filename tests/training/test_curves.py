@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from app.config import load_run_config, run_verb
 from app.process.errors import TrainingFault
 from app.train import train
+from app.training import machine
 from app.training.log_files import columns
 from app.training.metrics import Metrics, StepRecord
 from app.training.schedule import ScheduleConfig, lr_factor
@@ -23,7 +24,6 @@ from data_modules import BatchSpec, DataSpec, FinetuneDataModule, ModelSpec
 from tests.conftest import TrainRun, read_column
 from tests.tiny import NAMES, TINY_BASE, small_run, train_into
 
-TIMING = "speed/tokens_per_second"
 Rows = list[dict[str, str]]
 
 
@@ -41,7 +41,11 @@ def validation_steps(folder: Path) -> list[int]:
 
 
 def without_clock(rows: Rows) -> Rows:
-    return [{key: value for key, value in row.items() if key != TIMING} for row in rows]
+    of_this_time = ("speed/", "machine/")
+    return [
+        {key: value for key, value in row.items() if not key.startswith(of_this_time)}
+        for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_columns_are_fixed_by_the_data_sets(run: Path) -> None:
     with (run / "metrics.csv").open() as file:
         header = next(csv.reader(file))
-    assert header == columns(NAMES)
+    assert header == columns(NAMES) + list(machine.NAMES)
     for phase in ("train", "val"):
         for what in ("loss", "tokens", "share"):
             assert {f"{phase}/{what}/lists", f"{phase}/{what}/orders"} <= set(header)
@@ -64,7 +68,8 @@ def test_steps_and_validations_have_a_row_each_in_order(run: Path) -> None:
     kinds = [(int(row["step"]), bool(row["val/loss"])) for row in read_rows(run)]
     assert kinds == [(0, True), *((step, kind) for step in (1, 2, 3, 4) for kind in (False, True))]
     for row in read_rows(run):
-        phases = {key.partition("/")[0] for key, value in row.items() if value} - {"step", "speed"}
+        phases = {key.partition("/")[0] for key, value in row.items() if value}
+        phases -= {"step", "speed", "machine"}
         assert len(phases) == 1, row
 
 

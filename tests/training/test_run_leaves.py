@@ -96,9 +96,13 @@ def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
         "metrics.json",
         "mixture.json",
         "predictions.jsonl",
+        "report.html",
         "run.lock",
         "tensorboard",
+        "training_curves.png",
     }
+    page = (run.folder / "report.html").read_text()
+    assert "finished after step 16" in page and "loss: capital" in page and "Prague" in page
 
 
 def test_the_adapter_opens_with_peft_alone_and_changes_the_base(run: Run) -> None:

@@ -79,7 +79,7 @@ def check_compatibility(
         clashes += _of_data(config)
     if is_training(config):
         clashes += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
-        clashes += _of_sweep(config)
+        clashes += [*_of_sweep(config), *_of_logger(config)]
         clashes += _of_strategy(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             clashes += _of_fsdp(config, config.strategy, devices)
@@ -144,6 +144,17 @@ def is_installed(module: str) -> bool:
     spec = importlib.util.find_spec(module)
     # flash-attn-4 alone leaves a folder flash_attn that is no package.
     return spec is not None and spec.origin is not None
+
+
+def _of_logger(config: TrainConfig) -> Iterator[Clash]:
+    chosen = [config.logger.name, *config.logger.also]
+    for tracker in ("wandb", "mlflow"):
+        if tracker in chosen and not is_installed(tracker):
+            yield Clash(
+                f"logger={tracker} needs the package {tracker}, which is not installed",
+                f"pip install -e '.[{tracker}]', or logger=tensorboard",
+                is_of_machine=True,
+            )
 
 
 def _of_base(config: TrainConfig | TunedConfig) -> Iterator[Clash]:

@@ -1,0 +1,85 @@
+"""Report: the page of a run, written again, or several runs side by side.
+
+`python -m app.report run=FOLDER run=FOLDER`. A package's own verb: the room has its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from app.config import changed_settings, load_run_config
+from app.config.plain import run_plain_verb
+from app.process.environment import keep_streams
+from app.process.errors import UserError
+from app.process.files import write_whole
+from app.process.signals import end_process, install_signal_handlers
+from app.report.run_files import read_run_files
+from app.report.run_page import PAGE_FILE, Setting, render_comparison, title_of, write_page
+from app.run import find_run
+from app.run.folder import CONFIG_FILE, OutputConfig, decide_run_dir, expand_home, is_training
+from data_modules import printable, setting
+
+
+@dataclass(kw_only=True, slots=True)
+class ReportConfig:
+    """Write the page of a run again, or lay several runs side by side."""
+
+    run: list[str] = field(default_factory=list)
+    """folder of a run, finished or not, or of an evaluation; typed once for each; the newest
+    finished run where none is typed"""
+    output_dir: str | None = setting(None, typed="output.dir")
+    """folder of the page of several runs; outputs/report/<time> where none is typed"""
+
+
+def report_runs(config: ReportConfig) -> Path:
+    """Write the page that `config` asks for, print where it is, and return it."""
+    folders = [existing_run(typed) for typed in config.run] or [find_run(None, verb="report")]
+    if len(folders) == 1:
+        if config.output_dir is not None:
+            raise UserError("output.dir: the page of one run lies in its own folder; leave it out")
+        if write_page(folders[0], settings_in(folders[0])) is None:
+            raise UserError(f"run={folders[0]}: no page could be made of it")
+        folder = folders[0]
+    else:
+        names = [title_of(folder) for folder in folders]
+        if len(set(names)) < len(names):
+            names = [str(folder) for folder in folders]
+        if len(set(names)) < len(names):
+            raise UserError(f"run={names[0]}: the same run is typed twice")
+        runs = {name: read_run_files(each) for name, each in zip(names, folders, strict=True)}
+        settings = {name: settings_in(each) for name, each in zip(names, folders, strict=True)}
+        folder = decide_run_dir(OutputConfig(name="report", dir=config.output_dir))
+        write_whole(folder / PAGE_FILE, render_comparison(runs, settings))
+    print(f"{printable(str(folder / PAGE_FILE))}: open it in a browser")
+    print(f"run: {printable(str(folder))}")
+    return folder / PAGE_FILE
+
+
+def existing_run(typed: str) -> Path:
+    """Return the folder of a run or an evaluation; UserError where there is nothing of one."""
+    folder = expand_home("run", typed)
+    if not folder.is_dir():
+        raise UserError(f"run={typed}: no such folder")
+    if not any((folder / name).is_file() for name in ("metrics.csv", "metrics.json")):
+        raise UserError(
+            f"run={typed}: neither metrics.csv nor metrics.json is there, so there is nothing to "
+            "show; type the folder that a run printed as its last line"
+        )
+    return folder
+
+
+def settings_in(folder: Path) -> list[Setting]:
+    """Return the settings of a training that differ from their defaults; none of a damaged one."""
+    if not (folder / CONFIG_FILE).is_file() or not is_training(folder / CONFIG_FILE):
+        return []
+    try:
+        return changed_settings(load_run_config(folder))
+    except UserError:
+        return []
+
+
+if __name__ == "__main__":
+    keep_streams()
+    install_signal_handlers()
+    end_process(run_plain_verb("report", ReportConfig, report_runs))

@@ -1,0 +1,282 @@
+"""The page of a run: made of its files alone, of hostile and damaged ones too."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import changed_settings, load_config
+from app.process.errors import Interrupted
+from app.report.chart import MAX_BUCKETS, Chart, Series, draw_svg, frame_around, round_numbers
+from app.report.run_files import choose_predictions, read_run_files
+from app.report.run_page import (
+    CURVES_FILE,
+    PAGE_FILE,
+    bound_by,
+    page_where_it_stops,
+    render_comparison,
+    render_run,
+    write_page,
+)
+from tests.serving.browser import browsing, needs_browser
+from tests.tiny import small_run
+
+HOSTILE = '<img src=x onerror="document.title=1">'
+NAMES = ("orders", HOSTILE)
+
+
+def write_run(
+    folder: Path, *, steps: int = 20, last_val: float = 1.0, finished: bool = True
+) -> Path:
+    """Write the files of a run, whose data set, prompts and settings hold markup."""
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = ["step", "train/loss", "val/loss", "speed/tokens_per_second", "speed/data_wait"]
+    columns += [f"{phase}/{what}/{name}" for phase in ("train", "val") for what in ("loss", "share")
+                for name in NAMES]  # fmt: skip
+    quoted = ['"' + name.replace('"', '""') + '"' for name in columns]
+    lines = [",".join(quoted)]
+    for step in range(steps + 1):
+        row = dict.fromkeys(columns, "") | {"step": str(step)}
+        if step:
+            row |= {"train/loss": str(3 - step / 20), "speed/tokens_per_second": "1500"}
+            row |= {f"train/loss/{NAMES[step % 2]}": str(3 - step / 20), "speed/data_wait": "0.01"}
+            row |= {f"train/share/{name}": "0.5" for name in NAMES}
+        if step % 10 == 0:
+            loss = 2 - (2 - last_val) * step / steps
+            row |= {"val/loss": str(loss)} | {f"val/loss/{name}": str(loss) for name in NAMES}
+        lines.append(",".join(row[name] for name in columns))
+    (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+    (folder / "config.yaml").write_text("model: {path: a/base}\nadapter: {name: lora, r: 16}\n")
+    manifest = {
+        "total_steps": steps, "versions": {"torch": "2.13"}, "started": "2026-11-23T07:00:00",
+        "hardware": {"cores": 2, "system": HOSTILE}, "command": ["python", "-m", "app.train"],
+        "global_batch": {"num_ranks": 1},
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    audit = {"datasets": [{"name": NAMES[1], "rows": 9, "train": 8, "duplicates": 2, "empty": 0}],
+             "warnings": [f"{HOSTILE} are duplicates"]}  # fmt: skip
+    (folder / "audit.json").write_text(json.dumps(audit))
+    mixture = {"name": NAMES[1], "rows": 9, "tokens": 900, "rows_seen": 9, "epochs": 1.0,
+               "share_of_rows": 1.0, "share_of_tokens": 1.0}  # fmt: skip
+    (folder / "mixture.json").write_text(json.dumps([mixture]))
+    answers = [
+        {"dataset": NAMES[i % 2], "source": f"/data/orders.json:{i}",
+         "prompt": HOSTILE + "x" * 3000, "reference": "1",
+         "base/answer": "2", "base/exact_match": False,
+         "tuned/answer": HOSTILE + "\x1b[31m" + "word" * 60, "tuned/exact_match": True}
+        for i in range(30)
+    ]  # fmt: skip
+    (folder / "predictions.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    if finished:
+        metrics = {"base/val/loss": 2.0, "tuned/val/loss": last_val, "val/loss": last_val,
+                   "base/exact_match/orders": 0.0, "tuned/exact_match/orders": 0.9,
+                   "speed/train_seconds": 13.0, "speed/tokens_per_second": 1500.0,
+                   "train/tokens": 20000.0}  # fmt: skip
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+    return folder
+
+
+class Elements(HTMLParser):
+    """What a page holds: its elements, what they refer to, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [str(value) for name, value in attrs if name in ("src", "href", "data")]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_page_needs_nothing_and_escapes_everything(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    settings = [("model.path", HOSTILE, "null")]
+    assert write_page(run, settings) == run / PAGE_FILE
+    page = Elements((run / PAGE_FILE).read_text())
+    assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
+    assert all(link.startswith("#") for link in page.links)
+    assert page.text.count(HOSTILE) > 20 and "\x1b" not in page.text
+    assert page.tags.count("svg") == 5  # loss, two data sets, tokens per second, data wait
+    assert (run / CURVES_FILE).read_bytes().startswith(b"\x89PNG")
+    for said in (
+        "finished after step 20",
+        "base base, lora, rank 16",
+        "validation loss 2.0000 at the start, 1.0000 at the end",
+        "20,000 tokens in 13.0 s: 1,500 tokens/s",
+        "1.0% of the training time was spent waiting for data",
+        "warning: <img",
+        "letters ...]",
+        "exact_match yes",
+    ):
+        assert said in page.text, said
+    assert "matplotlib" not in sys.modules
+
+
+def test_training_and_validation_of_a_data_set_share_a_chart(tmp_path: Path) -> None:
+    page = render_run(read_run_files(write_run(tmp_path / "run")))
+    figure = re.search(r"<h3>loss: orders</h3>(.*?)</figure>", page, re.DOTALL)
+    assert figure is not None and figure[1].count("<polyline") == 2
+    assert "training</title>" in figure[1] and "validation</title>" in figure[1]
+
+
+@pytest.mark.parametrize("content", ["", '{"datasets": 3}', "\x00\xff", "step,a\n1,x\n"])
+def test_damaged_files_leave_their_part_out(tmp_path: Path, content: str) -> None:
+    run = write_run(tmp_path / "run")
+    for file in sorted(run.iterdir()):
+        before = file.read_bytes()
+        file.write_text(content)
+        assert NAMES[0] in render_run(read_run_files(run)), file.name
+        file.write_bytes(before)
+
+
+def test_a_page_that_cannot_be_written_fails_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run")
+    monkeypatch.setattr("app.report.run_page.render_run", lambda *_: 1 / 0)
+    with caplog.at_level(logging.WARNING):
+        assert write_page(run) is None
+    assert caplog.messages == ["report.html was not written: division by zero"]
+
+
+@pytest.mark.parametrize("error", [ValueError("loss is nan"), Interrupted(15, "step 7 is saved")])
+def test_a_run_that_stops_has_a_page_once_it_has_curves(tmp_path: Path, error: Exception) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    run = write_run(tmp_path / "run", finished=False)
+    for folder in (empty, run):
+        with pytest.raises(type(error)), page_where_it_stops(folder, []):
+            raise error
+    assert not (empty / PAGE_FILE).exists()
+    assert f"stopped after step 20 of 20: {error}" in (run / PAGE_FILE).read_text()
+
+
+def test_a_long_run_is_written_within_a_second(tmp_path: Path) -> None:
+    """Measured on two cores: 0.9 s for 20,000 steps, of which reading takes a third."""
+    run = write_run(tmp_path / "run", steps=5000)
+    started = time.process_time()
+    page = render_run(read_run_files(run))
+    assert time.process_time() - started < 1
+    assert len(page) < 500_000
+
+
+def test_runs_stand_side_by_side(tmp_path: Path) -> None:
+    runs = {
+        name: read_run_files(write_run(tmp_path / name, last_val=loss))
+        for name, loss in (("a", 1.0), ("b", 1.5))
+    }
+    same = ("adapter.r", "8", "16")
+    settings = {"a": [same], "b": [same, ("optimizer.lr", "0.5", "null")]}
+    text = Elements(render_comparison(runs, settings)).text
+    assert "optimizer.lr" in text and "adapter.r" not in text
+    assert re.search(r"tuned/val/loss\s*1\s*1.5", text)
+    assert "a validation" in text and "b validation" in text
+
+
+def test_settings_that_differ_from_their_defaults() -> None:
+    config = load_config("train", small_run("adapter=full", "optimizer.lr=1e-3"))
+    changed = {key: (value, default) for key, value, default in changed_settings(config)}
+    assert changed["adapter"] == ("full", "lora")
+    assert changed["optimizer.lr"] == ("0.001", "null")
+    assert changed["trainer.max_steps"] == ("4", "null")
+    assert "name: lists" in changed["data.datasets"][0]
+    assert not [key for key in changed if key.startswith(("output", "seed", "adapter."))]
+
+
+def test_ten_predictions_of_all_data_sets_first_those_that_changed() -> None:
+    lines = [
+        {"dataset": name, "number": i, "base/answer": "1", "tuned/answer": "2" if i > 20 else "1"}
+        for name in "abc"
+        for i in range(25)
+    ]
+    chosen = choose_predictions(iter(lines))
+    assert [line["dataset"] for line in chosen] == list("abcabcabca")
+    assert all(line["number"] > 20 for line in chosen)
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"speed/data_wait": 0.4}, "That bound the speed: more data.num_workers"),
+        ({"speed/data_wait": 0.01}, "The rest was computing on the CPU"),
+        ({"speed/data_wait": 0.4, "machine/gpu_utilization": 0.97}, "its own work bound"),
+        ({"speed/data_wait": 0.01, "machine/gpu_utilization": 0.5}, "waited for the host to"),
+        ({}, ""),
+    ],
+)
+def test_what_bound_the_speed_is_said_of_what_was_measured(
+    tmp_path: Path, figures: dict[str, float], said: str
+) -> None:
+    header, row = ",".join(["step", *figures]), ",".join(["1", *map(str, figures.values())])
+    (tmp_path / "metrics.csv").write_text(f"{header}\n{row}\n")
+    words = " ".join(bound_by(read_run_files(tmp_path)))
+    assert said in words and bool(words) == bool(said)
+
+
+def test_a_chart_shows_spikes_of_long_lines_and_single_points() -> None:
+    points = [(float(step), 2.0) for step in range(30_000)]
+    points[12_345] = (12_345.0, 9.0)
+    line = Series(name="a", points=points)
+    assert len(line.drawn) <= 2 * MAX_BUCKETS and (12_345.0, 9.0) in line.drawn
+    one = str(draw_svg(Chart(title=HOSTILE, series=[Series(name="b", points=[(1, 5.0)])])))
+    assert "<circle" in one and "&lt;img" in one and "<img" not in one
+    gone = Series(name="c", points=[(1, float("nan")), (2, float("inf"))])
+    assert frame_around([gone.drawn], (0, 1, 0, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "marks"),
+    [(0, 10, [0, 5, 10]), (1.73, 3.1, [2, 2.5, 3]), (5, 5, [5]), (0, 0.0002, None)],
+)
+def test_marks_are_round_numbers(low: float, high: float, marks: list[float] | None) -> None:
+    found = round_numbers(low, high, 4)
+    assert 1 <= len(found) <= 6 and all(low <= one <= high * 1.001 for one in found)
+    assert marks is None or found == pytest.approx(marks)
+
+
+OUTSIDE = """
+const texts = "h1, h2, h3, p, li, td, th, pre, figcaption, svg text";
+const outside = [...document.querySelectorAll(texts)]
+  .filter(one => { const box = one.getBoundingClientRect();
+    return box.width && (box.left < 0 || box.right > document.documentElement.clientWidth + 1); })
+  .map(one => one.textContent);
+const cut = [...document.querySelectorAll("*")].filter(one =>
+  one.scrollWidth > one.clientWidth + 1 && one.clientWidth
+    && getComputedStyle(one).overflowX != "visible");
+return {outside, cut: cut.length,
+  wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+  charts: document.querySelectorAll("svg polyline").length, images: document.images.length};
+"""
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_is_cut_in_a_browser(width: int, tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / (name * 40)) for name in ("a", "b")]
+    write_page(runs[0], [("data.datasets", f"[{{path: {HOSTILE * 5}}}]", "[]")])
+    both = tmp_path / "both.html"
+    files = {run.name: read_run_files(run) for run in runs}
+    both.write_text(render_comparison(files, {run.name: [] for run in runs}))
+    with browsing(tmp_path / "profile", width) as browser:
+        for page in (runs[0] / PAGE_FILE, both):
+            browser.open(page.as_uri())
+            found: dict[str, Any] = browser.run(OUTSIDE)
+            assert found.pop("charts") >= 8
+            assert found == {"outside": [], "cut": 0, "wide": False, "images": 0}
+            assert browser.complaints() == []

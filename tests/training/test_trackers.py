@@ -1,0 +1,216 @@
+"""Trackers beside a run: what they get, and that one which fails or hangs costs the run nothing."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from app.config import load_config
+from app.preflight import check_compatibility
+from app.training import trackers
+from app.training.log_files import Outcome
+from app.training.logger import LoggerConfig, build_loggers
+from app.training.trackers import Tracker
+from tests.tiny import small_run, train_into
+
+
+class Recorder:
+    """Stands for Lightning's logger of a tracker."""
+
+    def __init__(self, run_id: str | None, *, fails_at: int = -1, hangs_at: int = -1) -> None:
+        self.version, self.experiment = run_id or "new", self
+        self.rows: list[tuple[dict[str, float], int]] = []
+        self.params: Any = None
+        self.status = ""
+        self.fails_at, self.hangs_at = fails_at, hangs_at
+        self.freed = threading.Event()
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if len(self.rows) == self.fails_at:
+            raise ConnectionError("the server is gone\nat line 3")
+        if len(self.rows) == self.hangs_at:
+            self.freed.wait(60)
+        self.rows.append((metrics, step))
+
+    def log_hyperparams(self, params: Any) -> None:
+        self.params = params
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+
+
+def tracked(folder: Path, **how: int) -> tuple[Tracker, list[Recorder]]:
+    made: list[Recorder] = []
+
+    def build(folder: Path, name: str, run_id: str | None) -> Recorder:
+        made.append(Recorder(run_id, **how))
+        return made[-1]
+
+    return Tracker("recorder", folder, build), made
+
+
+def test_rows_settings_and_the_end_arrive_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    for expected in ("new", "new"):
+        tracker, made = tracked(tmp_path)
+        tracker.log_hyperparams({"seed": 1})
+        for step in (1, 2):
+            tracker.log_metrics({"train/loss": 1.0, "train/share/a": 0.5}, step)
+        tracker.finish(Outcome(metrics={"val/loss": 1.0}))
+        (logger,) = made
+        assert logger.version == expected
+        assert logger.rows == [({"train/loss": 1.0}, 1), ({"train/loss": 1.0}, 2)]
+        assert logger.params == {"seed": 1} and logger.status == "success"
+        ids = json.loads((tmp_path / "trackers.json").read_text())
+        assert ids == {"recorder": "new"}
+        (tmp_path / "trackers.json").write_text(json.dumps({"recorder": "new"}))
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"fails_at": 3}, "logger=recorder: the server is gone; the run goes on without it"),
+        ({"hangs_at": 3}, "logger=recorder: it did not end within 0.1 s"),
+    ],
+)
+def test_a_tracker_that_fails_or_hangs_is_left_behind(
+    how: dict[str, int], said: str, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(trackers, "LAST_SECONDS", 0.1)
+    tracker, made = tracked(tmp_path, **how)
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        for step in range(500):
+            tracker.log_metrics({"train/loss": 1.0}, step)
+        tracker.finish(Outcome())
+    assert time.monotonic() - started < 2
+    (message,) = caplog.messages
+    assert message.startswith(said) and "\n" not in message
+    assert len(made[0].rows) == 3
+    made[0].freed.set()
+
+
+def test_a_tracker_that_falls_behind_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "MAX_WAITING", 20)
+    monkeypatch.setattr(trackers, "LAST_SECONDS", 0.1)
+    tracker, made = tracked(tmp_path, hangs_at=0)
+    with caplog.at_level(logging.WARNING):
+        for step in range(100):
+            tracker.log_metrics({"train/loss": 1.0}, step)
+        tracker.finish(Outcome())
+    assert len(caplog.messages) == 1 and "20 rows wait for it" in caplog.text
+    made[0].freed.set()
+
+
+def test_several_loggers_are_a_list(tmp_path: Path) -> None:
+    config = load_config("train", small_run("logger=[tensorboard, wandb,mlflow]"))
+    assert (config.logger.name, config.logger.also) == ("tensorboard", ["wandb", "mlflow"])
+    names = [one.name for one in build_loggers(config.logger, tmp_path, ["a"])]
+    assert names == ["csv", "tensorboard", "wandb", "mlflow"]
+    assert [one.name for one in build_loggers(LoggerConfig(name="csv"), tmp_path, ["a"])] == ["csv"]
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("train", small_run("logger=wandb"))
+    monkeypatch.setattr("app.preflight.couplings.table.is_installed", lambda name: name != "wandb")
+    (problem,) = [one for one in check_compatibility(config) if "logger" in one]
+    assert problem == (
+        "logger=wandb needs the package wandb, which is not installed; type pip install -e "
+        "'.[wandb]', or logger=tensorboard"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow-skinny")
+def test_mlflow_keeps_a_run_and_goes_on_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = train_into(tmp_path / "run", "logger=mlflow")
+    train_into(
+        run, "logger=mlflow", f"resume={run}", "trainer.max_steps=6", "resume_allow=[epochs]"
+    )
+    run_id = json.loads((run / "trackers.json").read_text())["mlflow"]
+    (kept,) = (run / "mlruns").glob(f"*/{run_id}")
+    losses = (kept / "metrics/train/loss").read_text().splitlines()
+    assert [int(line.split()[2]) for line in losses] == [1, 2, 3, 4, 5, 6]
+    assert (kept / "metrics/final/val/loss").is_file()
+    assert (kept / "artifacts/report.html").is_file()
+    assert "status: 3" in (kept / "meta.yaml").read_text()  # finished
+    assert yaml.safe_load((kept / "params/seed").read_text()) == 42
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
+def test_wandb_keeps_a_run_offline_and_goes_on_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    run = train_into(tmp_path / "run", "logger=[wandb,csv]")
+    train_into(run, "logger=wandb", f"resume={run}", "trainer.max_steps=6", "resume_allow=[epochs]")
+    run_id = json.loads((run / "trackers.json").read_text())["wandb"]
+    kept = sorted((run / "wandb").glob(f"offline-run-*-{run_id}"))
+    assert len(kept) == 2
+    for folder in kept:
+        assert (folder / "files/report.html").is_file()
+        assert b"train/loss" in (folder / f"run-{run_id}.wandb").read_bytes()
+
+
+class Dying(http.server.BaseHTTPRequestHandler):
+    """A tracking server that hangs from its third request on."""
+
+    requests, freed = 0, threading.Event()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def do_POST(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        type(self).requests += 1
+        if self.requests > 2:
+            self.freed.wait(60)
+        body = json.dumps({"experiment": {"experiment_id": "1", "lifecycle_stage": "active"}})
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow-skinny")
+@pytest.mark.parametrize("how", ["hangs", "gone"])
+def test_a_server_that_dies_stops_no_run(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dying)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(trackers, "LAST_SECONDS", 1.0)
+    if how == "gone":
+        server.shutdown()
+        server.server_close()
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with caplog.at_level(logging.WARNING):
+        run = train_into(tmp_path / "run", "logger=mlflow")
+    assert (run / "metrics.json").is_file() and (run / "report.html").is_file()
+    said = [one for one in caplog.messages if one.startswith("logger=mlflow: ")]
+    assert len(said) == 1 and said[0].endswith("metrics.csv has every row")
+    Dying.freed.set()
+    server.server_close()
