@@ -21,6 +21,7 @@ from app.config.verbs import (
     TrainConfig,
     TunedConfig,
 )
+from app.evaluation.metrics import check_metrics
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
@@ -138,6 +139,8 @@ def check_before_start(config: Config) -> ExistingRun | None:
         problems += check_launch(num_ranks) if not is_elsewhere else []
         problems += check_compatibility(config, on_this_machine=is_here)
         problems += check_files(config, needs_weights=not is_preview)
+        if isinstance(config, (TrainConfig, EvaluateConfig)):
+            problems += check_metrics(config.evaluation)
         if not problems and is_here:
             check_gpus(config)
     if problems:

@@ -1,19 +1,21 @@
 """Base vs tuned, data set by data set: how both are measured, and the closing table.
 
-Decides what a right answer is. `predictions.jsonl` has one line per prompt with the answers of base
-and tuned side by side, and the row of the user's file that the prompt comes from.
+`predictions.jsonl` has one line per prompt: the row of the user's file that it comes from, the
+answers of base and tuned side by side, and each metric of both.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
+from app.evaluation.generation import EvaluationConfig, answer_prompts
+from app.evaluation.metrics import Answer, Metric, build_metrics
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.files import write_whole
 from data_modules import redact
@@ -35,7 +37,15 @@ WHO = ("base", "tuned")
 MEASURES = {
     # name in metrics.json: heading, format
     "val/loss": ("loss", "{:.4f}"),
+    "val/perplexity": ("perplexity", "{:.4g}"),
     "exact_match": ("exact match", "{:.1%}"),
+    "numeric": ("numeric match", "{:.1%}"),
+    "f1": ("F1", "{:.1%}"),
+    "rouge1": ("ROUGE-1", "{:.1%}"),
+    "rouge2": ("ROUGE-2", "{:.1%}"),
+    "rougeL": ("ROUGE-L", "{:.1%}"),
+    "bleu": ("BLEU", "{:.1%}"),
+    "chrf": ("chrF", "{:.1%}"),
 }
 
 
@@ -51,12 +61,15 @@ class Predictions:
     ) -> None:
         self._tokenizer, self._stop_ids, self._config = tokenizer, stop_ids, config
         self._prompts = {name: list(rows) for name, rows in prompts.items() if rows}
+        self._metrics = build_metrics(config) if self._prompts else []
         self._answers: dict[str, dict[str, list[Answer]]] = {}
+        self._scores: dict[tuple[str, str, str], list[float]] = {}
+        """(who, metric, data set) -> a score a row"""
 
     def answer(
         self, who: str, model: PreTrainedModel, shards: StrategyMixin | None = None
     ) -> dict[str, float]:
-        """Answer every prompt; return `{who}/exact_match/<data set>`, the share answered right.
+        """Answer every prompt; return `{who}/<metric>/<data set>` of every metric.
 
         `shards`: the strategy where each rank holds a part of the weights; all answer together.
         """
@@ -64,11 +77,27 @@ class Predictions:
             name: answer_prompts(model, self._tokenizer, rows, self._stop_ids, self._config, shards)
             for name, rows in self._prompts.items()
         }
+        for name, answers in self._answers[who].items():
+            if num_empty := sum(not answer.text.strip() for answer in answers):
+                log.warning(
+                    "%s: %d of %d answers of %s are empty", name, num_empty, len(answers), who
+                )
         return {
-            f"{who}/exact_match/{name}": sum(map(is_exact_match, answers, self._prompts[name]))
-            / len(answers)
-            for name, answers in self._answers[who].items()
+            f"{who}/{metric.name}/{name}": self._measure(who, metric, name)
+            for metric in self._metrics
+            for name in self._prompts
         }
+
+    def _measure(self, who: str, metric: Metric, name: str) -> float:
+        rows = list(zip(self._answers[who][name], self._prompts[name], strict=True))
+        self._scores[who, metric.name, name] = [
+            metric.score(answer, prompt.answer, str(prompt.origin)) for answer, prompt in rows
+        ]
+        return metric.total(
+            self._scores[who, metric.name, name],
+            [answer.text for answer, _ in rows],
+            [prompt.answer for _, prompt in rows],
+        )
 
     def write(self, folder: Path) -> None:
         """Write `predictions.jsonl`, one line per prompt; nothing where no model has answered."""
@@ -81,31 +110,27 @@ class Predictions:
         ]
         write_whole(folder / PREDICTIONS_FILE, "".join(lines))
 
-    def _line(self, dataset: str, number: int) -> dict[str, str | bool]:
+    def _line(self, dataset: str, number: int) -> dict[str, Any]:
         prompt = self._prompts[dataset][number]
-        line: dict[str, str | bool] = {
-            "dataset": dataset,
+        answers = {who: found[dataset][number] for who, found in self._answers.items()}
+        return {
+            "data_set": dataset,
             "source": redact(str(prompt.origin)),
             "prompt": self._tokenizer.decode(prompt.input_ids),
             "reference": prompt.answer,
+            **{who: answer.text for who, answer in answers.items()},
+            "finished": {who: answer.is_finished for who, answer in answers.items()},
+            "metrics": {
+                metric.name: {
+                    who: self._scores[who, metric.name, dataset][number] for who in answers
+                }
+                for metric in self._metrics
+            },
         }
-        for who, answers in self._answers.items():
-            answer = answers[dataset][number]
-            line |= {
-                f"{who}/answer": answer.text,
-                f"{who}/finished": answer.is_finished,
-                f"{who}/exact_match": is_exact_match(answer, prompt),
-            }
-        return line
-
-
-def is_exact_match(answer: Answer, prompt: Prompt) -> bool:
-    """Tell whether an answer is finished and equals the reference up to surrounding whitespace."""
-    return answer.is_finished and answer.text.strip() == prompt.answer.strip()
 
 
 class Evaluator:
-    """Measure models on the same held-out rows: loss per data set, and exact match if configured.
+    """Measure models on the same held-out rows: loss per data set, and metrics of their answers.
 
     `shards` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
     ranks measure together, each its share of the validation rows.
@@ -124,7 +149,7 @@ class Evaluator:
     ) -> None:
         self.data, self.backend, self.stop_ids = data, backend, stop_ids
         self.shards, self.sum_over_ranks = shards, sum_over_ranks
-        self.prompts = data.prompts(config.max_rows) if config.exact_match else {}
+        self.prompts = data.prompts(config.max_rows) if config.asks_prompts else {}
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
 
     def losses(self, model: Any) -> dict[str, float]:
@@ -144,7 +169,7 @@ class Evaluator:
         )
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
-        """Return the exact match of every data set, named by `who`; nothing without prompts."""
+        """Return the metrics of every data set, named by `who`; nothing without prompts."""
         return self.predictions.answer(who, model, self.shards) if self.prompts else {}
 
     def measure(self, who: str, model: Any) -> dict[str, float]:
@@ -192,11 +217,21 @@ def compare_trained(
 
 
 def named(who: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Name a model's figures `base/...` or `tuned/...`; the tuned one's losses keep theirs too."""
+    """Name a model's figures `base/...` or `tuned/...`; the tuned one's losses keep theirs too.
+
+    Beside each loss comes its perplexity.
+    """
     own_names = {name: value for name, value in metrics.items() if name.startswith("val/")}
-    return {f"{who}/{name}": value for name, value in metrics.items()} | (
-        own_names if who == "tuned" else {}
-    )
+    found = {f"{who}/{name}": value for name, value in metrics.items()}
+    for name, loss in metrics.items():
+        if name.startswith("val/loss"):
+            found[f"{who}/{name.replace('loss', 'perplexity', 1)}"] = perplexity_of(loss)
+    return found | (own_names if who == "tuned" else {})
+
+
+def perplexity_of(loss: float) -> float:
+    """Return e to the mean loss of a token in nats; above e^700, which no float holds, that."""
+    return math.exp(min(loss, 700.0))
 
 
 def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Table:
@@ -209,7 +244,13 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
 
     table = Table(title="base vs tuned", title_justify="left")
     table.add_column("data set")
-    answered = [name for who in WHO for name in _names_after(f"{who}/exact_match/", metrics)]
+    answered = [
+        name
+        for measure in MEASURES
+        if not measure.startswith("val/")
+        for who in WHO
+        for name in _names_after(f"{who}/{measure}/", metrics)
+    ]
     names = list(dict.fromkeys([*dataset_names, *answered]))
     shown = {
         measure: heading_and_format

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from app.evaluation.metrics import METRICS, Answer
 from app.model.attention import generation_attention
 from data_modules import setting
 
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
 class EvaluationConfig:
     exact_match: bool = setting(False, shown=("train",))
     """answer held-out prompts greedily and compare letter by letter, base vs tuned"""
+    metrics: list[str] = setting(default_factory=list, choices=METRICS, shown=("evaluate",))
+    """what else answers to held-out prompts are measured by: numeric (the last number), f1 (words
+    in common), rouge1, rouge2, rougeL, bleu, chrf; each from 0 to 1"""
+    metric: str | None = setting(None)
+    """a metric of one's own, FILE.py:function of answer and reference, which returns a number;
+    needs evaluation.allow_code=true"""
+    allow_code: bool = setting(False, resume="trust")
+    """let code run: that of `metric`, and in a process with limits what a model answers to
+    programming tasks"""
     max_rows: int = setting(200, ge=1, shown=("evaluate",))
     """held-out rows of each data set that are answered"""
     max_new_tokens: int = setting(64, ge=1, shown=("evaluate",))
@@ -29,13 +39,10 @@ class EvaluationConfig:
     batch_size: int = setting(64, ge=1)
     """prompts answered at once; more memory, faster"""
 
-
-class Answer(NamedTuple):
-    """The answer of a model: its text up to the stop token."""
-
-    text: str
-    is_finished: bool
-    """whether a stop token came within `max_new_tokens`"""
+    @property
+    def asks_prompts(self) -> bool:
+        """Return whether held-out prompts are answered at all."""
+        return self.exact_match or bool(self.metrics) or self.metric is not None
 
 
 def answer_prompts(
