@@ -26,11 +26,54 @@ STORIES = SHARED / "models" / "stories260K"
 SCREEN = "screen.txt"
 """beside a run's folder: what the command printed"""
 
+LONGEST_FILES = (
+    "reliability/test_chaos.py",
+    "end_to_end/test_qlora_quickstart.py",
+    "end_to_end/test_learning.py",
+    "training/checkpoint/test_resume.py",
+    "parity/strategies/test_mixtures.py",
+    "strategy/test_sharded.py",
+    "parity/strategies/test_steps.py",
+    "end_to_end/test_resume.py",
+    "end_to_end/test_signals.py",
+    "end_to_end/test_merge_and_chat.py",
+    "end_to_end/test_multimodal.py",
+    "model/test_compile.py",
+    "strategy/test_deepspeed.py",
+    "parity/test_every_family.py",
+    "benchmarks/test_gpu_sheet.py",
+    "bad_input/test_secrets.py",
+    "strategy/test_fake_ranks.py",
+    "end_to_end/test_sweep.py",
+    "end_to_end/test_quickstart.py",
+    "end_to_end/test_encoder_decoder.py",
+    "benchmarks/test_gpu_ops.py",
+)
+"""with tests of a minute or more in all, those with the most first"""
+
 TrainRun = Callable[..., Path]
 
 
+ROOM_IN_MEMORY_GIB = 12
+"""free, with which a session's files fit there beside its processes"""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep files of tests in memory where it has room: checkpoints wait for a disk at each file.
+
+    What is synced, and in which order, tests see by the calls.
+    """
+    shared = Path("/dev/shm")
+    if config.option.basetemp is None and shared.is_dir() and os.access(shared, os.W_OK):
+        free = os.statvfs(shared)
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        room = min(free.f_bavail * free.f_frsize, int(lines["MemAvailable"].split()[0]) * 1024)
+        if room >= ROOM_IN_MEMORY_GIB * 2**30 and not free.f_flag & os.ST_NOEXEC:
+            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(shared))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put files with slow tests first; leave tests marked `gpu` out where there is no GPU.
+    """Put the longest files first; leave tests marked `gpu` out where there is no GPU.
 
     Those marked `strategies` run where `-m` names them.
     """
@@ -39,7 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     slow = {item.path for item in items if "slow" in item.keywords}
-    items.sort(key=lambda item: item.path not in slow)  # workers then end at about the same time
+    places = {ROOT / "tests" / file: place for place, file in enumerate(LONGEST_FILES)}
+    # A file is one worker's: the workers then end at about the same time.
+    items.sort(key=lambda item: (places.get(item.path, len(places)), item.path not in slow))
     if not any("gpu" in item.keywords for item in items):
         return
     import torch

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.process.errors import ROOT
+from tests.conftest import LONGEST_FILES
 from tests.processes import LONGEST
 
 PYTHON = f"""#!/bin/sh
@@ -97,3 +98,8 @@ def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
     everyday, slow = make(clone, "test-all", "WORKERS=4")
     assert everyday.startswith("-m pytest -n 4 ") and everyday.rstrip().endswith("-m not slow")
     assert slow.rstrip().endswith("-m slow")
+
+
+def test_the_files_that_are_run_first_are_there() -> None:
+    tests = ROOT / "tests"
+    assert [file for file in LONGEST_FILES if not (tests / file).exists()] == []

@@ -6,18 +6,15 @@ import base64
 import hashlib
 import http.server
 import json
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.conftest import ROOT
 from tests.door import ask
-from tests.processes import LONGEST, environment_of_a_person
+from tests.reliability.person import Person
 from tests.tiny import SAMPLES, small_run
 
 pytestmark = pytest.mark.slow
@@ -74,19 +71,26 @@ def data(url: str) -> str:
     return f"data.datasets=[{{path: '{url}', format: alpaca, name: lists}}]"
 
 
-def type_command(
-    verb: str, *words: str, cache: Path, lines: str = ""
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", f"app.{verb}", *words],
-        input=lines,
-        cwd=ROOT,
-        env=environment_of_a_person() | {"LOFT_DATA_CACHE": str(cache)},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
+Type = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def type_command(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Type:
+    def type_verb(
+        verb: str, *words: str, cache: Path, lines: str = "", is_warm: bool = True
+    ) -> tuple[int, str]:
+        """Type a verb; returns its exit code and what it printed."""
+        ending = person.type_train(
+            words,
+            tmp_path_factory.mktemp("typed"),
+            module=f"app.{verb}",
+            lines=lines,
+            is_warm=is_warm,
+            environment={"LOFT_DATA_CACHE": str(cache)},
+        )
+        return ending.code, ending.said
+
+    return type_verb
 
 
 def check_clean(*places: Path | str) -> None:
@@ -112,13 +116,17 @@ def small(url: str, folder: Path, *words: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def ended(server: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+def ended(
+    server: str, type_command: Type, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, str]:
     """A finished run, its cache, and what it printed."""
     folder = tmp_path_factory.mktemp("secrets")
     run, cache = folder / "run", folder / "cache"
-    done = type_command("train", *small(address(server), run), cache=cache)
-    assert done.returncode == 0, done.stderr
-    return run, cache, done.stdout + done.stderr
+    # By a command line of its own, which the manifest repeats.
+    words = small(address(server), run)
+    code, printed = type_command("train", *words, cache=cache, is_warm=False)
+    assert code == 0, printed
+    return run, cache, printed
 
 
 def test_a_run_leaves_no_secret_anywhere(ended: tuple[Path, Path, str], server: str) -> None:
@@ -131,7 +139,7 @@ def test_a_run_leaves_no_secret_anywhere(ended: tuple[Path, Path, str], server: 
     assert "<redacted>" in json.loads((run / "manifest.json").read_text())["command"][-9:].__str__()
 
 
-def test_errors_leave_no_secret_anywhere(server: str, tmp_path: Path) -> None:
+def test_errors_leave_no_secret_anywhere(server: str, type_command: Type, tmp_path: Path) -> None:
     wrong = {
         "refused": address(server, token="Zq7another"),
         "no-host": address("127.0.0.1:1"),
@@ -139,17 +147,17 @@ def test_errors_leave_no_secret_anywhere(server: str, tmp_path: Path) -> None:
     }
     for name, url in wrong.items():
         folder = tmp_path / name
-        done = type_command("train", *small(url, folder), cache=tmp_path / "cache")
+        code, printed = type_command("train", *small(url, folder), cache=tmp_path / "cache")
         expected = 3 if name == "no-host" else 2  # a server that cannot be reached is no bad input
-        assert done.returncode == expected, (name, done.stderr)
-        assert "Traceback" not in done.stderr
-        check_clean(done.stdout + done.stderr, folder)
+        assert code == expected, (name, printed)
+        assert "Traceback" not in printed
+        check_clean(printed, folder)
         assert (folder / "error.txt").exists() or name == "no-package"
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "preview"])
 def test_other_verbs_leave_no_secret_anywhere(
-    verb: str, ended: tuple[Path, Path, str], server: str, tmp_path: Path
+    verb: str, ended: tuple[Path, Path, str], server: str, type_command: Type, tmp_path: Path
 ) -> None:
     run, cache, _ = ended
     words = small(address(server), tmp_path / "out")
@@ -157,9 +165,9 @@ def test_other_verbs_leave_no_secret_anywhere(
         out = f"output.dir={tmp_path / 'out'}"
         words = [f"run={run}", data(address(server)), out, "evaluation.exact_match=false"]
         words.append("data.val_set_size=6")
-    done = type_command(verb, *words, cache=cache)
-    assert done.returncode == 0, done.stderr
-    check_clean(tmp_path / "out", done.stdout + done.stderr)
+    code, printed = type_command(verb, *words, cache=cache)
+    assert code == 0, printed
+    check_clean(tmp_path / "out", printed)
 
 
 BEARER = "Authorization: Bearer Zq7planted0bearer9"
@@ -167,22 +175,22 @@ BEARER = "Authorization: Bearer Zq7planted0bearer9"
 
 @pytest.mark.parametrize("verb", ["merge", "chat"])
 def test_verbs_on_a_run_leave_no_secret_anywhere(
-    verb: str, ended: tuple[Path, Path, str], tmp_path: Path
+    verb: str, ended: tuple[Path, Path, str], type_command: Type, tmp_path: Path
 ) -> None:
     run, cache, _ = ended
     words = [f"run={run}", f"output.dir={tmp_path / 'out'}"]
     if verb == "chat":
         words += [f"chat.system={BEARER}", "chat.max_new_tokens=4"]
-    done = type_command(verb, *words, cache=cache, lines="hello\n/save\n/exit\n")
-    assert done.returncode == 0, done.stderr
-    check_clean(tmp_path / "out", done.stdout + done.stderr)
+    code, printed = type_command(verb, *words, cache=cache, lines="hello\n/save\n/exit\n")
+    assert code == 0, printed
+    check_clean(tmp_path / "out", printed)
     kept = {"merge": "README.md", "chat": "conversations.jsonl"}
     assert (tmp_path / "out" / kept[verb]).stat().st_size > 0
 
 
 @pytest.mark.parametrize("search", ["grid", "optuna"])
 def test_a_sweep_of_an_experiment_leaves_no_secret_anywhere(
-    search: str, server: str, tmp_path: Path
+    search: str, server: str, type_command: Type, tmp_path: Path
 ) -> None:
     values: dict[str, dict[str, object]] = {}
     for key, value in (word.split("=", 1) for word in small(address(server), tmp_path / "x")):
@@ -193,13 +201,13 @@ def test_a_sweep_of_an_experiment_leaves_no_secret_anywhere(
     experiment.write_text("# @package _global_\n" + yaml.safe_dump(values))
     tried = {
         "grid": ["adapter.r=4,8"],
-        "optuna": ["optimizer.lr=interval(1e-4,1e-3)", "sweep.search=optuna", "sweep.trials=2"],
+        "optuna": ["optimizer.lr=interval(1e-4,1e-3)", "sweep.search=optuna", "sweep.trials=1"],
     }
     out = [f"output.dir={tmp_path / 'sweep'}"]
     words = ["-m", f"+experiment={experiment}", *tried[search], *out]
-    done = type_command("train", *words, cache=tmp_path / "cache")
-    assert done.returncode == 0, done.stderr
-    check_clean(tmp_path / "sweep", tmp_path / "cache", done.stdout + done.stderr)
+    code, printed = type_command("train", *words, cache=tmp_path / "cache")
+    assert code == 0, printed
+    check_clean(tmp_path / "sweep", tmp_path / "cache", printed)
     assert (tmp_path / "sweep" / "sweep.json").exists()
 
 

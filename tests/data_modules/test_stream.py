@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,7 +21,7 @@ from data_modules.settings import check_datasets
 from data_modules.stream import StreamPlan, TokenStream
 from data_modules.tokens.datasets import DataSpec
 from data_modules.types import BatchSpec, ModelSpec
-from tests.conftest import ROOT
+from tests.reliability.person import Person
 
 
 @pytest.fixture(autouse=True)
@@ -302,7 +299,9 @@ def test_settings_that_a_stream_cannot_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_a_stream_with_workers(tmp_path: Path, stories: Path) -> None:
+def test_a_run_trains_on_a_stream_with_workers(
+    person: Person, tmp_path: Path, stories: Path
+) -> None:
     # In a process of its own: a tokenizer that used its threads before the fork hung the workers.
     rows = [{"prompt": f"Once upon a time {index}", "completion": " yes"} for index in range(400)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -313,10 +312,7 @@ def test_a_run_trains_on_a_stream_with_workers(tmp_path: Path, stories: Path) ->
         "data.val_set_size=20",
         "data.num_workers=2",
         "trainer.max_steps=3",
-        f"output.dir={tmp_path / 'run'}",
         "logger=csv",
     ]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "true"}
-    command = [sys.executable, "-m", "app.train", *words]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120)
+    person.train_into(tmp_path / "run", *words, environment={"TOKENIZERS_PARALLELISM": "true"})
     assert (tmp_path / "run/metrics.json").exists()

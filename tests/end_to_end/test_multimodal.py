@@ -1,8 +1,7 @@
-"""A multimodal checkpoint learns the sample run's tasks with its language model alone."""
+"""The language model of a multimodal checkpoint, trained by several ranks."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import peft
@@ -11,33 +10,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from app.config import load_config
-from app.evaluate import evaluate
 from app.model.adapter import probe_logits
-from tests.multimodal import llava_of_the_tiny_base, tiny_multimodal
+from tests.multimodal import tiny_multimodal
 from tests.reliability.person import Person
 from tests.runs import figures_of
 from tests.tiny import probe, save_with_tokenizer, small_run
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_it_learns_the_lists(quantization: str, person: Person, tmp_path: Path) -> None:
-    base, run = llava_of_the_tiny_base(tmp_path / "llava"), tmp_path / "run"
-    said = person.train_into(
-        run,
-        "+experiment=quickstart",
-        f"model.path={base}",
-        f"quantization={quantization}",
-        "evaluation.max_rows=60",
-    )
-    assert "model.vision_tower, model.multi_modal_projector not loaded" in said
-    again = tmp_path / "again"
-    evaluate(load_config("evaluate", [f"run={run}", f"output.dir={again}"]))
-    figures = json.loads((again / "metrics.json").read_text())
-    assert figures["base/exact_match/lists"] < 0.1
-    assert figures["tuned/exact_match/lists"] > 0.9
 
 
 RUN = (
@@ -51,20 +30,40 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize("adapter", ["lora", "full"])
+ADAPTERS = {
+    "lora": ("adapter=lora", "adapter.dropout=0", "adapter.r=4"),
+    "full": ("adapter=full",),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_with_tokenizer(tiny_multimodal("mistral3"), tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module", params=ADAPTERS)
+def of_one(
+    request: pytest.FixtureRequest,
+    base: Path,
+    person: Person,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, Path]:
+    """An adapter, and the run of one rank with it."""
+    run = tmp_path_factory.mktemp("one") / "run"
+    words = (*RUN, *ADAPTERS[request.param], f"model.path={base}")
+    person.train_into(run, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
+    return request.param, run
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero3"])
 def test_several_ranks_end_as_one(
-    strategy: str, adapter: str, person: Person, tmp_path: Path
+    strategy: str, of_one: tuple[str, Path], base: Path, person: Person, tmp_path: Path
 ) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
-    base = save_with_tokenizer(tiny_multimodal("mistral3"), tmp_path / "base")
-    words = [*RUN, f"model.path={base}", f"adapter={adapter}"]
-    if adapter == "lora":
-        words += ["adapter.dropout=0", "adapter.r=4"]
-    one, two = tmp_path / "one", tmp_path / "two"
-    person.train_into(one, *small_run(*words, "trainer.gradient_accumulation_steps=2"))
-    person.train_into(two, *small_run(*words, "trainer.devices=2", f"strategy={strategy}"))
+    (adapter, one), two = of_one, tmp_path / "two"
+    words = (*RUN, *ADAPTERS[adapter], f"model.path={base}", f"strategy={strategy}")
+    person.train_into(two, *small_run(*words, "trainer.devices=2"))
     expected = figures_of(one)  # beside a whole model in parts there is no room for its base
     for figure, value in figures_of(two).items():
         assert value == pytest.approx(expected[figure], abs=1e-5), figure

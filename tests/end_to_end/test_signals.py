@@ -49,14 +49,12 @@ def test_a_stopped_run_resumes_by_the_command_it_prints(person: Person, tmp_path
     assert (code, steps_of(run)) == (130, [2, 3])
     assert "stopped by SIGINT: step 3 is saved\n" in said and "Traceback" not in said
     assert "stopped after step 3 of" in (run / "report.html").read_text()
-    code, _, said = type_train(run, *words)
-    assert (code, steps_of(run)) == (143, [6, 7])
+    said = person.train_into(run, *small_run(*RUN, *words), code=143)
+    assert steps_of(run) == [6, 7]
     command = said.partition("to resume: ")[2].splitlines()[0]
     typed = shlex.split(command)
     assert typed[:3] == ["python", "-m", "app.train"]
-    done = start_train(*typed[3:])
-    done.communicate(timeout=LONGEST)
-    assert done.returncode == 0
+    assert person.type_train(typed[3:], tmp_path).code == 0
     check_same_run(run, tmp_path / "whole")
 
 
@@ -94,8 +92,8 @@ def test_two_ranks_stop_together_and_are_started_again(
         # One rank alone hears of the time limit.
         "faults=[sigusr1:1@3,rank_killed:0@5,rank_killed:1@7]",
     )
-    code, _, said = type_train(run, *words, environment=slurm)
-    assert (code, steps_of(run)) == (138, [2, 3])
+    said = person.train_into(run, *small_run(*RUN, *words), environment=slurm, code=138)
+    assert steps_of(run) == [2, 3]
     assert "supervise.requeue: job 77 put back into the queue" in said
     assert (tmp_path / "scontrol").read_text() == "requeue 77\n"
     said = person.train_into(run, *small_run(*RUN, *words), environment=slurm)
@@ -127,10 +125,9 @@ def test_ranks_of_torchrun_are_started_again_by_it(whole_of_two: Path, tmp_path:
     check_same_run(tmp_path / "run", whole_of_two)
 
 
-def test_a_killed_loader_worker_is_named(tmp_path: Path) -> None:
+def test_a_killed_loader_worker_is_named(person: Person, tmp_path: Path) -> None:
     words = ("data.num_workers=1", "faults=[worker_killed@3]")
-    code, _, said = type_train(tmp_path / "run", *words)
-    assert code == 3
+    said = person.train_into(tmp_path / "run", *small_run(*RUN, *words), code=3)
     assert said.count("error") == 1 and "Traceback" not in said
     assert "DataLoader worker" in said and "killed by signal: Killed" in said
     assert "type a smaller data.num_workers" in said

@@ -10,48 +10,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from app.training.checkpoint.store import CheckpointStore
-from tests.conftest import ROOT
-from tests.processes import (
-    LONGEST,
-    ends_within,
-    environment_of_a_person,
-    processes_of,
-    wait_until_gone,
-)
+from tests.processes import LONGEST, ends_within
+from tests.reliability.person import Person
 from tests.tiny import SAMPLES, TINY_BASE, small_run, train_into
 
-STALLING = """
-import ctypes, importlib, os, runpy, sys, time
-verb, place, how, folder, calls, *words = sys.argv[1:]
-def hang():
-    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-    lock(mutex)
-    lock(mutex)
-module, _, name = place.partition(":")
-owner = importlib.import_module(module)
-*path, name = name.split(".")
-for part in path:
-    owner = getattr(owner, part)
-plain, left = getattr(owner, name), iter(range(int(calls)))
-def stalling(*args, **kwargs):
-    if next(left, None) is not None:
-        return plain(*args, **kwargs)
-    open(os.path.join(folder, "stalls"), "w").close()
-    time.sleep(300) if how == "sleeps" else hang()
-setattr(owner, name, stalling)
-if "data.num_proc=2" in words:
-    importlib.import_module("data_modules.tokens.encode").CHUNKS_IN_PROCESS = 0
-sys.argv = [verb, *words]
-runpy.run_module(f"app.{verb}", run_name="__main__")
-"""
+pytestmark = pytest.mark.slow
+
 ANSWERS = ("evaluation.exact_match=true",)
 IN_WORKERS = ("data.num_proc=2",)
 WHERE = {
@@ -63,57 +34,53 @@ WHERE = {
         IN_WORKERS,
     ),
     "the plan": ("data_modules.packing.plan:_pack_order", "hangs", 0, ()),
-    "the base": ("app.model.base:load_base", "hangs", 0, ()),
+    "the base": ("app.model.build:load_base", "hangs", 0, ()),
     "answers at the end": ("app.evaluation.comparison:answer_prompts", "hangs", 0, ANSWERS),
 }
 
 
-def stall(
-    folder: Path, verb: str, place: str, how: str, calls: int, words: list[str]
-) -> tuple[int, float, str]:
-    """Send SIGTERM to a command as it stalls; return its code, how long it took and what it said.
-
-    Nothing of it may be left.
-    """
-    folder.mkdir(exist_ok=True)
-    typed = [verb, place, how, str(folder), str(calls), *words]
-    process = subprocess.Popen(
-        [sys.executable, "-c", STALLING, *typed],
-        cwd=ROOT,
-        env=environment_of_a_person() | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        until = time.monotonic() + LONGEST
-        while not (folder / "stalls").exists():
-            assert process.poll() is None, process.communicate()[1]
-            assert time.monotonic() < until
-            time.sleep(0.05)
-        time.sleep(0.3)
-        sent = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=LONGEST)[1]
-        seconds = time.monotonic() - sent
-        wait_until_gone(folder, ends_within())
-    finally:
-        for pid in processes_of(folder):
-            os.kill(pid, signal.SIGKILL)
-    left = [
-        file.name for file in folder.rglob("*") if re.search(r"\.tmp|^\.\w+\.\w+\.\d+$", file.name)
-    ]
-    assert not left
-    return process.returncode, seconds, said
+Stall = Callable[..., tuple[int, float, str]]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=pytest.mark.slow) for name, case in WHERE.items()],
-)
+@pytest.fixture
+def stall(person: Person) -> Stall:
+    def stall_and_stop(
+        folder: Path, verb: str, place: str, how: str, calls: int, words: list[str]
+    ) -> tuple[int, float, str]:
+        """Send SIGTERM to a command as it stalls; return its code, how long it took, its words.
+
+        Nothing of it may be left.
+        """
+        folder.mkdir(exist_ok=True)
+        sent = []
+
+        def stop(pid: int) -> None:
+            until = time.monotonic() + LONGEST
+            while not (folder / "stalls").exists():
+                assert Path(f"/proc/{pid}").exists() and time.monotonic() < until
+                time.sleep(0.05)
+            time.sleep(0.3)
+            sent.append(time.monotonic())
+            os.kill(pid, signal.SIGTERM)
+
+        typed = [verb, place, how, str(folder), str(calls), *words]
+        module = "tests.end_to_end.stalling"
+        ending = person.type_train(typed, folder, module=module, meanwhile=stop)
+        seconds = time.monotonic() - sent[0]
+        left = [
+            file.name
+            for file in folder.rglob("*")
+            if re.search(r"\.tmp|^\.\w+\.\w+\.\d+$", file.name)
+        ]
+        assert not left
+        return ending.code, seconds, ending.said
+
+    return stall_and_stop
+
+
+@pytest.mark.parametrize("case", WHERE.values(), ids=WHERE)
 def test_a_run_ends_wherever_it_reads(
-    tmp_path: Path, case: tuple[str, str, int, tuple[str, ...]]
+    tmp_path: Path, stall: Stall, case: tuple[str, str, int, tuple[str, ...]]
 ) -> None:
     place, how, calls, words = case
     typed = [
@@ -125,8 +92,7 @@ def test_a_run_ends_wherever_it_reads(
     assert (code, seconds < ends_within()) == (143, True), (seconds, said)
 
 
-@pytest.mark.slow
-def test_a_checkpoint_that_is_read_is_left(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_read_is_left(tmp_path: Path, stall: Stall) -> None:
     made = train_into(tmp_path / "made", "trainer.max_steps=1", "logger=csv")
     run = shutil.copytree(made, tmp_path / "run" / "out")  # this process holds the other
     (run / "metrics.json").unlink()
@@ -137,9 +103,10 @@ def test_a_checkpoint_that_is_read_is_left(tmp_path: Path) -> None:
     assert (code, seconds < ends_within()) == (143, True), (seconds, said)
 
 
-@pytest.mark.parametrize("how", ["sleeps", pytest.param("hangs", marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_what_is_done_is_saved_where_the_next_data_does_not_come(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["sleeps", "hangs"])
+def test_what_is_done_is_saved_where_the_next_data_does_not_come(
+    tmp_path: Path, stall: Stall, how: str
+) -> None:
     folder = tmp_path / "run"
     typed = [
         *small_run("trainer.max_steps=9", "data.val_set_size=0", "logger=csv"),
@@ -158,9 +125,8 @@ def test_what_is_done_is_saved_where_the_next_data_does_not_come(tmp_path: Path,
         assert saved is None and "exited at once" in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["preview", "evaluate"])
-def test_other_verbs_end_too(tmp_path: Path, verb: str) -> None:
+def test_other_verbs_end_too(tmp_path: Path, stall: Stall, verb: str) -> None:
     data = f"data.datasets=[{{path: {SAMPLES / 'orders_test.jsonl'}}}]"
     words = [data, f"model.path={TINY_BASE}", f"data.cache_dir={tmp_path / 'run' / 'cache'}"]
     if verb == "evaluate":

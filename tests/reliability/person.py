@@ -21,6 +21,8 @@ from tests.processes import GONE_WITHIN, LONGEST, environment_of_a_person
 
 LOG = "log.txt"
 """beside a run's folder: all that its processes printed"""
+LINES = "stdin.txt"
+"""and what was typed into them"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,23 +67,31 @@ class Person:
         words: Sequence[str],
         folder: Path,
         *,
+        module: str = "app.train",
+        lines: str = "",
         is_warm: bool = True,
         environment: Mapping[str, str] | None = None,
         meanwhile: Callable[[int], None] | None = None,
     ) -> Ending:
         """Type `python -m app.train` with `words`, all it leaves in `folder`; wait for its end.
 
-        `meanwhile` is called with its process id once it runs.
+        `lines` are typed into it. `meanwhile` is called with its process id once it runs.
         """
         log = folder / LOG
         begins = log.stat().st_size if log.exists() else 0
+        (folder / LINES).write_text(lines)
         start = self._start_warm if is_warm else self._start_cold
-        pid, wait = start(words, folder, environment or {})
+        pid, wait = start(module, words, folder, environment or {})
         too_long = threading.Timer(LONGEST, end_session, (pid, signal.SIGABRT))
         too_long.start()
         try:
-            if meanwhile is not None:
-                meanwhile(pid)
+            try:
+                if meanwhile is not None:
+                    meanwhile(pid)
+            except BaseException:
+                end_session(pid)
+                wait()  # else the next command would be given this one's exit code
+                raise
             code = wait()
             seconds = _wait_until_gone(pid)
         finally:
@@ -97,14 +107,14 @@ class Person:
         return ending.said
 
     def _start_cold(
-        self, words: Sequence[str], folder: Path, environment: Mapping[str, str]
+        self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> tuple[int, Callable[[], int]]:
-        with (folder / LOG).open("ab") as log:
+        with (folder / LOG).open("ab") as log, (folder / LINES).open() as lines:
             process = subprocess.Popen(
-                [sys.executable, "-m", "app.train", *words],
+                [sys.executable, "-m", module, *words],
                 cwd=ROOT,
                 env=self._environment() | dict(environment),
-                stdin=subprocess.DEVNULL,
+                stdin=lines,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -112,12 +122,14 @@ class Person:
         return process.pid, process.wait
 
     def _start_warm(
-        self, words: Sequence[str], folder: Path, environment: Mapping[str, str]
+        self, module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str]
     ) -> tuple[int, Callable[[], int]]:
         if not self._is_ready:
             self._is_ready = bool(self._answer())
         request = {
+            "module": module,
             "words": list(words),
+            "stdin": str(folder / LINES),
             "log": str(folder / LOG),
             "record": str(folder),
             "num_processes": _num_processes_of_ranks(words),

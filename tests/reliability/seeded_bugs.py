@@ -34,6 +34,8 @@ PARTS = (
 """of the tree, as far as the tests need it"""
 PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5
 """pytest's exit codes"""
+NOT_KNOWN = 2
+"""exit code where no bug has the words that were given"""
 COLLATOR = "data_modules/collator.py"
 STORE = "app/training/checkpoint/store.py"
 MODULE = "app/training/module.py"
@@ -436,6 +438,10 @@ def run_tests(root: Path, tests: Sequence[str], *options: str) -> subprocess.Com
 def main(words: Sequence[str]) -> int:
     """Sow the bugs whose names hold one of `words`, all of them without any."""
     bugs = [bug for bug in BUGS if not words or any(word in bug.name for word in words)]
+    if not bugs:
+        print(f"no bug's name has {' or '.join(map(repr, words))}; their names:", file=sys.stderr)
+        print(*(f"  {bug.name}" for bug in BUGS), sep="\n", file=sys.stderr)
+        return NOT_KNOWN
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "tree"
         root.mkdir()

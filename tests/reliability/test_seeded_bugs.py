@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.reliability import seeded_bugs
 from tests.reliability.seeded_bugs import BUGS, Bug, sow
 
 
@@ -35,3 +36,13 @@ def test_a_bug_without_its_place_is_reported(tmp_path: Path) -> None:
         (tmp_path / "file.py").write_text(text)
         with pytest.raises(ValueError, match=r"gone: its text stands \d times in file\.py"):
             sow(bug, tmp_path)
+
+
+def test_words_that_no_bugs_name_has_run_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without names pytest would run every test."""
+    monkeypatch.setattr(seeded_bugs, "run_tests", lambda *_: pytest.fail("tests are run"))
+    assert seeded_bugs.main(["markr", "nothing"]) == 2
+    said = capsys.readouterr().err
+    assert "no bug's name has 'markr' or 'nothing'" in said and "the marker is written first" in said

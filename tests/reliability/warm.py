@@ -1,8 +1,8 @@
 """A process that has imported everything, and forks one that runs the ordinary command per request.
 
 Importing is most of what a small run takes. It is forked before any thread was started or number
-drawn, and its children run `app/train.py` as `python -m app.train` does. The ranks of a run are
-forked as early and wait until its supervisor starts them.
+drawn, and its children run `app/train.py` as `python -m app.train` does, or another module. The
+ranks of a run are forked as early and wait until its supervisor starts them.
 
 Its children record, where they are asked to: the hash of each batch by optimizer step, and each
 operation of a save.
@@ -83,10 +83,11 @@ def become(request: Mapping[str, Any]) -> NoReturn:
     os.environ[PARENT_VARIABLE] = str(os.getppid())  # whom it is not to outlive
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, source in enumerate((nothing, log, log)):
+    typed = os.open(request["stdin"], os.O_RDONLY)
+    for descriptor, source in enumerate((typed, log, log)):
         os.dup2(source, descriptor)
     os.closerange(3, 256)
+    sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,18 +99,18 @@ def become(request: Mapping[str, Any]) -> NoReturn:
         starter.subprocess = SimpleNamespace(  # type: ignore[assignment]
             PIPE=subprocess.PIPE, Popen=lambda *args, **options: waiting.pop(0).go(*args, **options)
         )
-    run_train(request["words"], record)
+    run_module(request["module"], request["words"], record)
 
 
-def run_train(words: Sequence[str], record: Path) -> NoReturn:
-    """Run the verb as the interpreter would; ends this process."""
+def run_module(name: str, words: Sequence[str], record: Path) -> NoReturn:
+    """Run a verb, or another module, as the interpreter would; ends this process."""
     from app.process.launch import read_launch
 
     read_launch.cache_clear()  # the environment is this process's own
     record_into(record)
-    sys.argv = ["app/train.py", *words]
-    sys.modules.pop("app.train")  # it becomes __main__
-    runpy.run_module("app.train", run_name="__main__", alter_sys=True)
+    sys.argv = [f"{name.replace('.', '/')}.py", *words]
+    sys.modules.pop(name, None)  # it becomes __main__
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
     sys.exit(0)
 
 
@@ -177,7 +178,7 @@ def _wait_to_be_rank(listens: int, record: Path) -> NoReturn:
             _close(descriptor)
     os.environ.clear()
     os.environ.update(start["environment"])
-    run_train(start["words"], record)
+    run_module("app.train", start["words"], record)
 
 
 def _duplicate_above(descriptor: int, number: int) -> int:

@@ -186,11 +186,11 @@ CASES = [
     Case(("llama70b", "strategy=fsdp_tp", "strategy.tensor_parallel_size=8"), 64),
 ]
 MORE_CASES = [
-    Case(("llama70b",), 64, 8),
+    Case(("llama70b",), 64, 4),
     Case(("llama70b", "strategy=fsdp_tp"), 8, 8),
     Case(("llama70b", "adapter=full"), 64),
     Case(("llama70b", "strategy=fsdp_grad_op"), 64, 4),
-    Case(("llama70b",), 8, 20),
+    Case(("llama70b",), 8, 8),
 ]
 
 

@@ -1,0 +1,129 @@
+"""Bases of other kinds than the default's learn the sample lists, by LoRA and by QLoRA."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from app.config import load_config
+from app.evaluate import evaluate
+from tests.multimodal import llava_of_the_tiny_base
+from tests.reliability.person import Person
+from tests.tiny import SAMPLES, TINY_BASE, save_with_tokenizer
+
+pytestmark = pytest.mark.slow
+
+LISTS = ("lists.json", "lists_test.json")
+NUM_EXPERTS = 4
+
+
+def tiny_base(*other: str) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+    """Return the weights and the numbers of the shipped base, less what another kind has itself."""
+    dense = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
+    numbers = dense.config.to_dict()
+    for name in ("model_type", "architectures", "dtype", *other):
+        numbers.pop(name, None)
+    torch.manual_seed(0)
+    return dense.state_dict(), numbers
+
+
+def save_mixture(folder: Path) -> Path:
+    """The tiny base with each feed-forward as four experts, near it but not alike."""
+    weights, numbers = tiny_base("attention_bias", "mlp_bias")
+    config = MixtralConfig(
+        **numbers, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2, sliding_window=None
+    )
+    mixture = MixtralForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in mixture.named_parameters():
+            if name in weights:
+                weight.copy_(weights[name])
+            elif ".experts." in name:
+                layer = name.partition(".experts.")[0]
+                parts = ["down_proj"] if "down_proj" in name else ["gate_proj", "up_proj"]
+                own = torch.cat([weights[f"{layer}.{part}.weight"] for part in parts])
+                weight.copy_(own + 0.02 * own.std() * torch.randn_like(weight))
+    return save_with_tokenizer(mixture, folder)
+
+
+def save_hybrid(folder: Path) -> Path:
+    """The tiny base with a random Mamba 2 beside the attention of each layer."""
+    weights, numbers = tiny_base("head_dim")
+    hybrid = FalconH1ForCausalLM(
+        FalconH1Config(
+            **numbers, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_state=16, mamba_chunk_size=64
+        )
+    )
+    renamed = {
+        ".mlp.": ".feed_forward.",
+        ".post_attention_layernorm.": ".pre_ff_layernorm.",
+        "model.norm.": "model.final_layernorm.",
+    }
+    for old, new in renamed.items():
+        weights = {name.replace(old, new): weight for name, weight in weights.items()}
+    missing, unexpected = hybrid.load_state_dict(weights, strict=False)
+    assert not unexpected and all(".mamba." in name for name in missing)
+    return save_with_tokenizer(hybrid, folder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A kind of base: how it is made, and what shows that it was trained as such."""
+
+    save: Callable[[Path], Path]
+    words: tuple[str, ...]
+    adapts: str
+    """part of the name of a module that has an adapter"""
+    says: str = ""
+
+
+KINDS = {
+    "mixture": Kind(
+        save=save_mixture,
+        words=("adapter.experts=lora", "trainer.max_steps=120"),
+        adapts=".experts.",
+    ),
+    "hybrid": Kind(save=save_hybrid, words=("trainer.max_steps=60",), adapts=".mamba."),
+    "multimodal": Kind(
+        save=llava_of_the_tiny_base,
+        words=("trainer.max_steps=60",),
+        adapts=".language_model.",
+        says="model.vision_tower, model.multi_modal_projector not loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_it_learns_the_lists(kind: Kind, quantization: str, person: Person, tmp_path: Path) -> None:
+    base, run = kind.save(tmp_path / "base"), tmp_path / "run"
+    rows, test_rows = (f"[{{path: {SAMPLES / file}, name: lists}}]" for file in LISTS)
+    said = person.train_into(
+        run,
+        *("+experiment=quickstart", f"model.path={base}", f"quantization={quantization}"),
+        *(f"data.datasets={rows}", f"data.test_datasets={test_rows}"),
+        *("evaluation.exact_match=false", *kind.words),
+    )
+    assert kind.says in said
+    # What was saved answers, opened by the verb.
+    words = ["evaluation.exact_match=true", "evaluation.max_rows=40"]
+    reopened = tmp_path / "evaluated"
+    evaluate(load_config("evaluate", [f"run={run}", f"output.dir={reopened}", *words]))
+    measured = json.loads((reopened / "metrics.json").read_text())
+    assert measured["base/exact_match/lists"] < 0.10
+    assert measured["tuned/exact_match/lists"] > 0.90
+    trained = load_file(run / "adapter" / "adapter_model.safetensors")
+    assert any(kind.adapts in name and weight.any() for name, weight in trained.items())
