@@ -229,7 +229,8 @@ def open_tuned(config: TunedConfig, env: Environment) -> Tuned:
     tokenizer, stop_ids = base.tokenizer, set(base.stop_ids)
     if folder is not None and (folder / "tokenizer_config.json").is_file():
         tokenizer = build_tokenizer(ModelConfig(path=str(folder)))
-        stop_ids |= saved_stop_ids(folder)
+        rows = num_rows(base.architecture, base.new_ids)
+        stop_ids |= saved_stop_ids(folder, max(rows, len(tokenizer)))
     template = ChatTemplate.resolve(
         tokenizer,
         None if tokenizer.chat_template else config.model.chat_template,
