@@ -43,6 +43,7 @@ from app.model.base import (
 )
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig, stored_settings
+from app.model.token_ids import text_numbers
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -64,7 +65,6 @@ from app.planning.training import (
     plan_training,
 )
 from app.preflight import check_compatibility, describe_base
-from app.preflight.base_model import text_numbers
 from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched

@@ -1,7 +1,8 @@
 """What an 8B model asks of a GPU, counted on a device that is not there; the time is modelled.
 
 Nothing is measured here but what the program does: kernels, FLOPs, bytes, memory, waits. The time
-follows from the rates of `fake_device/rates.py`, and what the host takes to launch is not in it.
+follows from the rates of `fake_device/rates.py`, and what the host takes to launch is not in it:
+`fake_device/host.py` measures that on the CPU, beside a plain transformers + peft step.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ WIDTH = 320
 """columns of the table: more than a terminal has, for it is kept as Markdown"""
 BARS = {"lora": 16_000.0, "full": 9_500.0, "llama8b": 12_500.0}
 """modelled tokens a second on an H100"""
+HOST_BAR = 1.25
+"""of the host's time over that of a plain step, which launches twice as many kernels"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,26 @@ def measure() -> list[Figure]:
     print_table(found)
     for name, numbers in found.items():
         print(json.dumps({"case": name} | numbers))
-    return figures_of(found)
+    return figures_of(found) + host_figures(measure_host())
+
+
+def measure_host() -> Mapping[str, float]:
+    """Return the host's milliseconds of a micro-batch of 32 layers, by system and recompute."""
+    (line,) = run_process("benchmarks.fake_device.host", "")
+    print(json.dumps({"case": "host, milliseconds"} | line))
+    return line
+
+
+def host_figures(milliseconds: Mapping[str, float]) -> list[Figure]:
+    """Set each recompute beside a plain step: none beside none, the others beside full."""
+    return [
+        Figure(
+            figure=f"gpu_ops/host_{mode}_against_plain",
+            value=milliseconds[f"ours/{mode}"] / milliseconds[f"plain/{beside}"],
+            bar=HOST_BAR,
+        )
+        for mode, beside in (("none", "none"), ("full", "full"), ("selective", "full"))
+    ]
 
 
 def trace_all(cases: Sequence[Case]) -> dict[str, Numbers]:
@@ -164,15 +186,16 @@ def lengths_of(case: Case) -> list[int]:
 
 def trace_jobs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Trace in a process of its own, which believes in a GPU; a line of numbers for each job."""
+    return run_process("benchmarks.fake_device", json.dumps([asdict(job) for job in jobs]))
+
+
+def run_process(module: str, given: str) -> list[dict[str, Any]]:
+    """Run a Python module on a standard input, and return the JSON objects that it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.fake_device"],
-        input=json.dumps([asdict(job) for job in jobs]),
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", module], input=given, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise RuntimeError(f"benchmarks.fake_device: {done.stderr.strip()[-2000:]}")
+        raise RuntimeError(f"{module}: {done.stderr.strip()[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

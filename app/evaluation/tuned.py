@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from app.evaluation.conversation import Responder
 from app.model.adapter import AdapterConfig, FreezeConfig, apply_adapter, is_adapter
 from app.model.base import ModelConfig
-from app.model.tokenizer import build_tokenizer, saved_stop_ids
+from app.model.tokenizer import build_tokenizer, num_rows, saved_stop_ids
 from app.process.errors import UserError
 from data_modules import ChatTemplate
 
@@ -76,7 +76,8 @@ def read_tuned(base: Base, adapter: AdapterConfig, folder: Path | None) -> Tuned
     tokenizer, stop_ids = base.tokenizer, set(base.stop_ids)
     if folder is not None and (folder / "tokenizer_config.json").is_file():
         tokenizer = build_tokenizer(ModelConfig(path=str(folder)))
-        stop_ids |= saved_stop_ids(folder)
+        rows = num_rows(base.architecture, base.new_ids)
+        stop_ids |= saved_stop_ids(folder, max(rows, len(tokenizer)))
     template = ChatTemplate.resolve(
         tokenizer,
         None if tokenizer.chat_template else base.config.chat_template,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,29 +54,50 @@ def is_expensive(operator: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool
     n <= k are expensive for the memory they take: an MLP's down projection, attention's own, LoRA's
     A. Those with more outputs than inputs, as an MLP's up projection and LoRA's B, are recomputed.
     """
-    name, _ = _facts_of(operator)
-    if name in RIGHT_HAND_SIDE:
-        height, width = args[RIGHT_HAND_SIDE[name]].shape
-    elif name in TRANSPOSED:
-        width, height = args[TRANSPOSED[name]].shape
-    elif name in PACKED:
-        width, height = args[PACKED[name]]
-    else:
-        return name.startswith(ATTENTION_KERNELS)
-    return bool(width <= height)
+    return _facts_of(operator).is_expensive(args)
 
 
-_facts: dict[int, tuple[str, tuple[int, ...]]] = {}
+def _never(args: tuple[Any, ...]) -> bool:
+    return False
 
 
-def _facts_of(operator: torch._ops.OpOverload) -> tuple[str, tuple[int, ...]]:
-    """Return an operator's name, and the places of the arguments that it changes."""
+def _always(args: tuple[Any, ...]) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What decides what is kept of an operator's calls."""
+
+    is_expensive: Callable[[tuple[Any, ...]], bool]
+    written: tuple[int, ...]
+    """places of the arguments that it changes"""
+    is_plain: bool
+    """changes nothing and is never kept: most calls, of which a mode must cost little"""
+
+
+_facts: dict[int, _Facts] = {}
+
+
+def _facts_of(operator: torch._ops.OpOverload) -> _Facts:
     # By identity: operators live as long as the process, and their own hash is slow.
     if (facts := _facts.get(id(operator))) is None:
         arguments = enumerate(operator._schema.arguments)
-        written = (place for place, one in arguments if one.alias_info and one.alias_info.is_write)
-        facts = _facts[id(operator)] = operator.name(), tuple(written)
+        written = tuple(n for n, one in arguments if one.alias_info and one.alias_info.is_write)
+        rule = _rule_of(operator.name())
+        facts = _facts[id(operator)] = _Facts(rule, written, not written and rule is _never)
     return facts
+
+
+def _rule_of(name: str) -> Callable[[tuple[Any, ...]], bool]:
+    """Return what tells from an operator's arguments whether its output is kept."""
+    if (right := RIGHT_HAND_SIDE.get(name)) is not None:
+        return lambda args: args[right].shape[1] <= args[right].shape[0]
+    if (turned := TRANSPOSED.get(name)) is not None:
+        return lambda args: args[turned].shape[0] <= args[turned].shape[1]
+    if (packed := PACKED.get(name)) is not None:
+        return lambda args: args[packed][0] <= args[packed][1]
+    return _always if name.startswith(ATTENTION_KERNELS) else _never
 
 
 class _LayerMode(TorchDispatchMode):
@@ -105,11 +127,13 @@ class _Keep(_LayerMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        _, written = _facts_of(func)
-        if written:
-            self._check_change(func, args, written)
+        facts = _facts.get(id(func)) or _facts_of(func)
+        if facts.is_plain:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if facts.written:
+            self._check_change(func, args, facts.written)
         output = func(*args, **(kwargs or {}))
-        if is_expensive(func, args):
+        if facts.is_expensive(args):
             # Detached: autograd is about to attach a history to the tensor itself.
             kept = _detached(output)
             self._kept.append(kept)
@@ -141,8 +165,9 @@ class _Reuse(_LayerMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not is_expensive(func, args):
-            return func(*args, **(kwargs or {}))
+        facts = _facts.get(id(func)) or _facts_of(func)
+        if facts.is_plain or not facts.is_expensive(args):
+            return func(*args, **kwargs) if kwargs else func(*args)
         self._next += 1
         return _detached(self._kept[self._next - 1])
 

@@ -36,6 +36,7 @@ from app.model.quantization import (
     quantizing_on,
     stored_settings,
 )
+from app.model.token_ids import check_token_ids, text_numbers
 from app.model.tokenizer import resize_embeddings
 from app.process.errors import UserError
 from app.process.untrusted import reading
@@ -309,8 +310,14 @@ def load_architecture(config: ModelConfig) -> PretrainedConfig:
     with reading_base(config):
         architecture = _load_architecture(config)
     if not config.from_scratch:
-        with reading(f"{config.path}/generation_config.json", "fix it, or remove it"):
-            _generation_config(config)
+        file = f"{config.path}/generation_config.json"
+        with reading(file, "fix it, or remove it"):
+            generation = _generation_config(config)
+        numbers = {"vocab_size": architecture.get_text_config().vocab_size}
+        if generation is not None and (
+            problems := check_token_ids(file, "", generation.to_dict(), numbers)
+        ):
+            raise UserError(problems)
     return architecture
 
 
@@ -332,6 +339,12 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
     numbers, _ = transformers.PreTrainedConfig.get_config_dict(
         config.path, revision=config.revision
     )
+    where = f"{config.path}/config.json"
+    problems = check_token_ids(where, "", numbers, numbers)
+    if (text := text_numbers(numbers)) is not numbers:
+        problems += check_token_ids(where, "text_config.", text, numbers)
+    if problems:  # of a hub id; the files of a folder were checked at the start
+        raise UserError(problems)
     model_type = numbers.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING and not config.trust_remote_code:
         raise UserError(
@@ -351,6 +364,12 @@ def _load_architecture(config: ModelConfig) -> PretrainedConfig:
         and language_model_class(architecture) is None
         and model_class(architecture)._model_mapping.get(type(architecture), None) is None
     ):
+        if type(architecture)().is_encoder_decoder != architecture.is_encoder_decoder:
+            raise UserError(
+                f"{where}: is_encoder_decoder={str(architecture.is_encoder_decoder).lower()}, "
+                f"which {model_type} models are{' not' * architecture.is_encoder_decoder}; remove "
+                "it, or download config.json again"
+            )
         raise UserError(
             f"model.path={config.path}: {model_type} models are not language models to train: "
             f"transformers' {model_class(architecture).__name__} has none of that type; "

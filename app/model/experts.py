@@ -85,7 +85,7 @@ def run_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     rows = _project(self, first, rows, experts, ends)
     rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
     rows = _project(self, "down_proj", rows, experts, ends)
-    if self.has_post_expert_norm:
+    if vars(self).get("has_post_expert_norm"):  # transformers 5.3 has no such norms
         rows = self.post_expert_norm(rows)
     weighted = rows * weights.reshape(-1)[order].unsqueeze(-1)
     summed = weighted[places].view(len(hidden), num_chosen, -1).sum(1)

@@ -288,8 +288,10 @@ def _shape_of(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
     # FSDP2 replaces a model's class by one derived from it.
     own = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    config = copy.deepcopy(model.config)
+    config._experts_implementation = None  # transformers 5.3 builds by no other than its own
     with torch.device("meta"):
-        shape = own(copy.deepcopy(model.config))
+        shape = own(config)
     for parameter in shape.parameters():
         parameter.data = parameter.data.to(dtype)
     shape.generation_config = model.generation_config

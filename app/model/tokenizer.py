@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 ANOTHER = "set model.tokenizer_path to a folder with tokenizer.json and tokenizer_config.json"
 PROBES = ["Say 1 word: Ωmega,\n\tor two.", *(letter * 300 + "!" for letter in "aA1 .\n")]
 """texts that a tokenizer is tried with, and long ones that make bad regular expressions slow"""
+LETTERS = string.ascii_letters + string.digits + "éßñΩяمअ中あ한"
+"""what a text is made of; a tokenizer without tokens for some of them has one for the unknown"""
+MARKS = " ▁"
+"""what tokenizers put before a text"""
 _CONFIG = "tokenizer_config.json"
 _T5, _LLAMA = "spiece.model", "tokenizer.model"
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
@@ -133,6 +138,7 @@ def _try(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
             raise UserError(
                 f"the tokenizer in {path}: its ids are not numbers from 0 up; {ANOTHER}"
             )
+    _check_letters(tokenizer, path)
     templates = tokenizer.chat_template or ""
     listed = templates.values() if isinstance(templates, dict) else [templates]
     if odd := [one for one in listed if not isinstance(one, str)]:
@@ -143,6 +149,31 @@ def _try(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     for token in (tokenizer.eos_token_id, tokenizer.pad_token_id):
         if token is not None and type(token) is not int:
             raise UserError(f"the tokenizer in {path}: a special id is {token!r}; {ANOTHER}")
+
+
+def _check_letters(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a tokenizer that drops letters before it looks for tokens, or makes others of them.
+
+    Case and accents may go, as in BERT's.
+    """
+    if not tokenizer.is_fast:
+        return
+    backend: Any = tokenizer.backend_tokenizer
+    lost = []
+    for letter in LETTERS:
+        text = backend.normalizer.normalize_str(letter) if backend.normalizer else letter
+        is_kept = letter.casefold() in text.casefold() if letter.isascii() else text.strip(MARKS)
+        if is_kept and letter.isascii() and backend.pre_tokenizer:  # bytes of others are renamed
+            pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+            is_kept = letter.casefold() in "".join(piece for piece, _ in pieces).casefold()
+        if not is_kept:
+            lost.append(letter)
+    if lost:
+        raise UserError(
+            f"{Path(path) / 'tokenizer.json'}: its normalizer or pre_tokenizer drops or changes "
+            f"{len(lost)} of {len(LETTERS)} letters and digits, {' '.join(lost[:5])} among them, "
+            f"of every text; download it again, or {ANOTHER}"
+        )
 
 
 def _blame_file(folder: Path, error: BaseException) -> None:
@@ -337,18 +368,21 @@ def save_stop_tokens(model: Any, folder: Path) -> None:
         ).save_pretrained(folder)
 
 
-def saved_stop_ids(folder: Path) -> set[int]:
-    """Return the stop tokens in the generation config of a folder; none where it has none."""
+def saved_stop_ids(folder: Path, num_tokens: int) -> set[int]:
+    """Return the stop tokens in the generation config of a folder; none where it has none.
+
+    UserError for what is not one of `num_tokens` ids.
+    """
     from transformers import GenerationConfig
 
     if not (folder / "generation_config.json").is_file():
         return set()
     own = GenerationConfig.from_pretrained(folder).eos_token_id
     ids = [] if own is None else own if isinstance(own, list) else [own]
-    if odd := [one for one in ids if type(one) is not int or one < 0]:
+    if odd := [one for one in ids if type(one) is not int or not 0 <= one < num_tokens]:
         raise UserError(
-            f"{folder / 'generation_config.json'}: eos_token_id: {odd[0]!r:.80} is not a token's "
-            "id; write the id that ends answers, or train again"
+            f"{folder / 'generation_config.json'}: eos_token_id: {odd[0]!r:.80} is not one of the "
+            f"base's {num_tokens:,} token ids; write the id that ends answers, or train again"
         )
     return set(ids)
 

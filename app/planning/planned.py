@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter import LoraConfig, saves_whole_model
 from app.model.base import ModelConfig
 from app.model.hub import cache_folder
+from app.model.token_ids import text_numbers
 from app.planning.choose import (
     choose_micro_batch,
     choose_recompute,
@@ -20,7 +21,7 @@ from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
 from app.planning.model_size import PlannedModel, build_planned_model
 from app.preflight import check_compatibility
-from app.preflight.base_model import BaseModel, check_config, inspect_base, text_numbers
+from app.preflight.base_model import BaseModel, check_config, inspect_base
 from app.preflight.files import check_sequence_len, check_tensor_parallel
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from app.model.base import ModelConfig
 from app.model.base_files import INDEX, WEIGHTS, check_dtypes
 from app.model.hub import problem_offline
 from app.model.quantization import stored_method
+from app.model.token_ids import brief, check_token_ids, text_numbers
 from app.preflight.shapes import LAYER, modules_of_architecture, modules_of_files
 from app.process.untrusted import Header, check_kinds, read_header, read_json_object, read_text
 
@@ -41,13 +40,6 @@ TOKENIZER_JSON = (
     "added_tokens.json",
     "vocab.json",
 )
-TOKEN_IDS = {
-    "eos_token_id": "the id that ends its answers",
-    "decoder_start_token_id": "the id that its decoder starts with",
-    "bos_token_id": "the id that its texts begin with, or null for none",
-    "pad_token_id": "the id that fills rows, or null for none",
-}
-VOCAB_SIZES = ("vocab_size", "decoder_vocab_size")
 TOKENIZER_TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
 
 
@@ -99,7 +91,8 @@ def inspect_base(model: ModelConfig) -> BaseModel:
         )
     if (generation := folder / "generation_config.json").exists():
         ids, problem = files.read(generation.name)
-        base.problems += [problem] if problem else _check_ids(str(generation), "", ids, numbers)
+        wrong = [problem] if problem else check_token_ids(str(generation), "", ids, numbers)
+        base.problems += wrong
     base.problems += [
         f"{config}: {key} chooses how transformers computes, and can name code; remove it "
         "(attention=NAME chooses)"
@@ -174,7 +167,7 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
         return [f"{where}: no model_type, so this is not a transformers model"]
     problems = []
     if not isinstance(numbers["model_type"], str):
-        problems.append(f"{where}: model_type={_brief(numbers['model_type'])}: expected a name")
+        problems.append(f"{where}: model_type={brief(numbers['model_type'])}: expected a name")
     parts = [("", numbers)]
     parts += [(f"{key}.", part) for key, part in numbers.items() if isinstance(part, dict)]
     for name in ("rope_parameters", "rope_scaling"):
@@ -182,28 +175,28 @@ def check_config(where: str, numbers: Mapping[str, Any]) -> list[str]:
         factor = scaled.get("factor") if isinstance(scaled, dict) else None
         if isinstance(factor, (int, float)) and not factor >= 1:
             problems.append(
-                f"{where}: {name}.factor={_brief(factor)}: expected a number from 1 up; download "
+                f"{where}: {name}.factor={brief(factor)}: expected a number from 1 up; download "
                 "config.json again"
             )
     for prefix, part in parts:
         for key, count in part.items():
             if (bounds := _why_out_of_bounds(key, count)) is not None:
-                problems.append(f"{where}: {prefix}{key}={_brief(count)}: expected {bounds}")
+                problems.append(f"{where}: {prefix}{key}={brief(count)}: expected {bounds}")
             if not COUNTS.fullmatch(key) or not isinstance(count, (int, float)):
                 continue
             if isinstance(count, float) or not 0 <= count <= MAX_COUNT:
                 problems.append(
-                    f"{where}: {prefix}{key}={_brief(count)}: expected a whole number of at most "
+                    f"{where}: {prefix}{key}={brief(count)}: expected a whole number of at most "
                     f"{MAX_COUNT:,}"
                 )
-    problems += _check_ids(where, "", numbers, numbers)
+    problems += check_token_ids(where, "", numbers, numbers)
     if (text := text_numbers(numbers)) is not numbers:
-        problems += _check_ids(where, "text_config.", text, numbers)
+        problems += check_token_ids(where, "text_config.", text, numbers)
     classes = numbers.get("architectures")
     are_names = isinstance(classes, list) and all(type(name) is str for name in classes)
     if classes is not None and not are_names:
         problems.append(
-            f"{where}: architectures={_brief(classes)}: expected a list of class names; download "
+            f"{where}: architectures={brief(classes)}: expected a list of class names; download "
             "config.json again, or remove the key"
         )
     if not isinstance(numbers.get("quantization_config") or {}, dict):
@@ -254,50 +247,6 @@ def check_layers_of_files(
         f"{len(left)} tensors would not be used, {left[0]} is the first; write {key}={there}, or "
         "download config.json again"
     ]
-
-
-def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the numbers of a multimodal model's language model; any other's are its own."""
-    text = numbers.get("text_config")
-    return text if isinstance(text, dict) else numbers
-
-
-def _check_ids(
-    where: str, prefix: str, ids: Mapping[str, Any], numbers: Mapping[str, Any]
-) -> list[str]:
-    """List the token ids of a config.json or generation_config.json that are no row's.
-
-    `numbers` say how many rows the embedding has; where they do not, only kinds are checked. What
-    begins texts and fills rows is the tokenizer's here: published files name ids without a row
-    (LLaMA's first ones -1, SmolVLM its whole model's), with which an embedding can be made but for
-    the padding of its own config.
-    """
-    text = text_numbers(numbers)
-    rows = max((text[key] for key in VOCAB_SIZES if type(text.get(key)) is int), default=None)
-    problems = []
-    for key, means in TOKEN_IDS.items():
-        named = ids.get(key)
-        listed = [] if named is None else [named]
-        if isinstance(named, list) and key != "pad_token_id":  # answers end in several ways
-            listed = named
-        least, most = 0, rows or math.inf
-        if key == "pad_token_id" and ids is text:
-            least = -(rows or 0)  # counted from the end, as torch does
-        elif key in ("pad_token_id", "bos_token_id"):
-            least, most = -sys.maxsize, math.inf
-        odd = [one for one in listed if type(one) is not int or not least <= one < most]
-        if odd:
-            size = "" if rows is None else f", whose vocab_size is {rows:,}"
-            problems.append(
-                f"{where}: {prefix}{key}={_brief(named)}: {odd[0]!r:.80} is not a token of this "
-                f"base{size}; write {means}, or download the file again"
-            )
-    return problems
-
-
-def _brief(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _check_missing(key: str, path: str) -> list[str]:
@@ -381,7 +330,7 @@ def _check_tokenizer(model: ModelConfig, base: Folder | None = None) -> list[str
     if longest is None or (type(longest) in (int, float) and longest >= 1):
         return code
     return [
-        f"{folder / 'tokenizer_config.json'}: model_max_length={_brief(longest)}: expected a "
+        f"{folder / 'tokenizer_config.json'}: model_max_length={brief(longest)}: expected a "
         "number of tokens from 1 up; remove the key, or download the file again",
         *code,
     ]

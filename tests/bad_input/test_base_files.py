@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.model.base import ModelConfig, load_base
+from app.model.base import ModelConfig, load_architecture, load_base
 from app.model.hub import check_hub, is_offline
 from app.model.tokenizer import build_tokenizer
 from app.process.errors import TrainingFault, UserError, exit_code
@@ -114,6 +114,8 @@ CONFIGS: list[tuple[dict[str, Any], list[str]]] = [
     ({"pad_token_id": [0, 2]}, ["pad_token_id=[0, 2]: [0, 2] is not a token"]),
     ({"pad_token_id": "<pad>"}, ["pad_token_id=<pad>: '<pad>' is not a token"]),
     ({"bos_token_id": 1.5}, ["bos_token_id=1.5: 1.5 is not a token"]),
+    ({"is_encoder_decoder": True},
+     ["config.json: is_encoder_decoder=true, which llama models are not; remove it"]),
 ]  # fmt: skip
 
 
@@ -261,6 +263,76 @@ def test_an_index_names_files(base: Path, made: Path, name: Any) -> None:
     index = base / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     refused(open_base(base, made), str(index))
+
+
+NORMALIZERS = [
+    ("normalizer", {"type": "Replace", "pattern": {"Regex": "[a-q]"}, "content": ""}, "17 of 72"),
+    ("normalizer", {"type": "Replace", "pattern": {"String": "7"}, "content": "1"}, "1 of 72"),
+    ("normalizer", {"type": "Replace", "pattern": {"Regex": "[^ -~]"}, "content": ""}, "10 of 72"),
+    ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "[A-Z]"}, "behavior": "Removed",
+     "invert": False}, "26 of 72"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "changed", "lost"), NORMALIZERS)
+def test_a_tokenizer_that_drops_letters(
+    base: Path, made: Path, part: str, changed: dict[str, Any], lost: str
+) -> None:
+    change(base / "tokenizer.json", **{part: changed})
+    refused(
+        open_base(base, made),
+        f"{base / 'tokenizer.json'}: its normalizer or pre_tokenizer drops or changes {lost} "
+        "letters and digits",
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
+         "strip_accents": True, "lowercase": True},
+        {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"}, {"type": "NFKC"}, {"type": "Strip",
+             "strip_left": True, "strip_right": True},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_only_folds_letters_passes(
+    base: Path, made: Path, changed: dict[str, Any]
+) -> None:
+    change(base / "tokenizer.json", normalizer=changed)
+    end = open_base(base, made)
+    assert end.code == 0, end.said
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "fragment"),
+    [
+        ("config.json", {"eos_token_id": 10**9}, "1000000000 is not a token of this base, whose"),
+        ("generation_config.json", {"eos_token_id": [2, 768]}, "768 is not a token of this base"),
+        ("config.json", {"eos_token_id": 2}, ""),
+    ],
+)
+def test_token_ids_of_a_base_of_the_hub(
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    values: dict[str, Any],
+    fragment: str,
+) -> None:
+    """Its files are seen once they are here, as a copy in the hub's cache."""
+    (base / "generation_config.json").write_text("{}")
+    change(base / name, **values)
+    cache = tmp_path / "hub" / "models--org--name"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(base, cache / "snapshots" / ("a" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    config = ModelConfig(path="org/name")
+    with pytest.raises(UserError, match=fragment) if fragment else nullcontext():
+        load_architecture(config)
 
 
 def test_an_unknown_class_of_tokenizer_is_said(

@@ -80,6 +80,11 @@ def test_a_shipped_experiment_takes_as_many_packs_at_once_as_fit() -> None:
     assert (numbers["syncs"], numbers["to_host"], numbers["pageable"]) == (0, 0, 0)
 
 
+def test_a_lora_launches_few_kernels(found: Any) -> None:
+    # 91 a layer: 11 scales of products were launches of their own.
+    assert found["traced"]["lora"]["launches"] <= 91 * LAYERS + 75
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_stay_within_their_budget(found: Any, method: str) -> None:
     assert found["traced"][method]["peak_bytes"] / 2**30 <= BUDGETS_GIB[method]
@@ -129,6 +134,19 @@ def test_the_fastest_that_fits_gives_the_figure() -> None:
     assert not figures["lora_activations_gib"].ok
     assert figures["host_syncs_a_micro_batch"].value == 2
     assert not figures["full_tokens_per_second"].ok  # none was traced
+
+
+def test_the_hosts_time_stands_beside_that_of_a_plain_step() -> None:
+    found = {"plain/none": 80.0, "plain/full": 200.0, "ours/none": 90.0, "ours/full": 190.0}
+    figures = bench.host_figures(found | {"ours/selective": 260.0})
+    assert [(one.value, one.ok) for one in figures] == [(1.125, True), (0.95, True), (1.3, False)]
+
+
+@pytest.mark.slow
+def test_the_host_is_measured_by_the_paths_of_a_gpu() -> None:
+    found = bench.measure_host()
+    assert {"plain/none", "plain/full", "ours/none", "ours/full", "ours/selective"} == found.keys()
+    assert all(found.values())
 
 
 def test_without_a_compiler_it_says_why_and_goes_on(

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from app.assembly import open_tuned
+from app.config import load_config
 from app.model.base import ModelConfig
 from app.model.tokenizer import (
     keep_stop_tokens,
@@ -21,6 +23,7 @@ from app.model.tokenizer import (
     with_chat_template,
 )
 from app.process.errors import UserError
+from app.training.trainer import resolve_single_device
 from data_modules import DataConfig
 from data_modules.template.named_templates import named_template
 from tests.door import ask
@@ -127,11 +130,20 @@ def test_the_token_that_ended_answers_in_training_is_saved(
     assert sorted(saved["eos_token_id"]) == sorted(ids)
 
 
-@pytest.mark.parametrize("ids", ["x", [2, -1], [[2]]])
+@pytest.mark.parametrize("ids", ["x", [2, -1], [[2]], [2, 10**9], 768])
 def test_saved_stop_tokens_that_are_no_ids_are_named(tmp_path: Path, ids: object) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id: .* is not a"):
-        saved_stop_ids(tmp_path)
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id: .* is not one of"):
+        saved_stop_ids(tmp_path, 768)
+
+
+def test_saved_stop_tokens_are_tokens_of_the_base(tmp_path: Path) -> None:
+    run = train_into(tmp_path / "run", "trainer.max_steps=1")
+    file = run / "adapter" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [2, 10**9]}))
+    config = load_config("evaluate", [f"run={run}"])
+    with pytest.raises(UserError, match=r"eos_token_id: 1000000000 is not one of the base's 768"):
+        open_tuned(config, resolve_single_device("cpu", "fp32"))
 
 
 def test_an_unknown_stop_token_is_named_before_anything_trains(

@@ -11,11 +11,11 @@ import pytest
 
 from app.config import load_config, settings_of
 from app.model.base import load_architecture
+from app.model.token_ids import text_numbers
 from app.planning.memory import PlannedRun
 from app.planning.model_size import build_planned_model
 from app.planning.speed import estimate_speed
 from app.planning.training import estimate_training
-from app.preflight.base_model import text_numbers
 from app.strategy.settings import StrategyConfig
 from app.training import machine
 from app.training.machine import GIB, MachineWatch, WaitClock, host_memory, process_memory

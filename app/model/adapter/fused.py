@@ -39,10 +39,13 @@ class FusedLoraLinear(peft.tuners.lora.Linear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the matrix's output with the adapter's added; in every other case peft's own."""
-        dtype = None if args or kwargs else fused_dtype(self, x)
-        if dtype is None:
+        if args or kwargs:
             return super().forward(x, *args, **kwargs)
-        if self.group is not None and (output := self.group.take(self, x, dtype)) is not None:
+        if self.group is not None and (waiting := self.group.waiting(self, x)) is not None:
+            return waiting
+        if (dtype := fused_dtype(self, x)) is None:
+            return super().forward(x)
+        if self.group is not None and (output := self.group.run(self, x, dtype)) is not None:
             return output
         # What is measured is computed as without an adapter, to compare with the base exactly.
         linear = onednn.linear if self.training else torch.nn.functional.linear
@@ -119,6 +122,13 @@ def matrix_beside_lora(
     return torch.addmm(output, x, matrix.T)
 
 
+def scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """Return scale left right: on a GPU one launch."""
+    if _adds_to_lora(left):
+        return torch.addmm(left.new_empty(1), left, right, beta=0, alpha=scale)
+    return (left @ right).mul_(scale)
+
+
 def _add_low(output: Tensor, low: Tensor, b: Tensor, scale: float, width: int) -> Tensor:
     """Add scale B low to the output of a matrix of `width` inputs."""
     if len(b) > width:
@@ -166,8 +176,11 @@ class _LoraLinear(torch.autograd.Function):
         grad = outer[0]
         if ctx.adds_before:
             low = ctx.linear(dropped, a)
-        grad_low = ctx.linear(grad, b.T).mul_(ctx.scale)
-        grad_a, grad_b = grad_low.T @ dropped, (grad.T @ low).mul_(ctx.scale)
+        if _adds_to_lora(grad):
+            grad_low = scaled_product(grad, b, ctx.scale)
+        else:
+            grad_low = ctx.linear(grad, b.T).mul_(ctx.scale)
+        grad_a, grad_b = grad_low.T @ dropped, scaled_product(grad.T, low, ctx.scale)
         grad_x = grad_dropped = None
         if ctx.needs_input_grad[0]:
             matrix = ctx.read(weight)
@@ -193,16 +206,23 @@ class LoraGroup:
     _waiting: dict[int, Tensor] = field(default_factory=dict)
     """outputs that were computed already, by the place of their layer"""
 
-    def take(self, layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return a layer's output for x [..., features]; None where it must compute it alone."""
-        place = self.layers.index(layer)
-        if place > 0:
-            given = self._input and self._input()
-            return self._waiting.pop(place, None) if given is x else None
+    def waiting(self, layer: Any, x: Tensor) -> Tensor | None:
+        """Return what was computed for a layer with the first one's, of the same x."""
+        if layer is self.layers[0] or self._input is None or self._input() is not x:
+            return None
+        return self._waiting.pop(self.layers.index(layer), None)
+
+    def run(self, layer: Any, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Compute for all layers, and return the first one's output for x [..., features].
+
+        None where `layer` is another, or each must compute alone.
+        """
+        if layer is not self.layers[0]:
+            return None
         self._waiting.clear()
         if not layer.training or not torch.is_grad_enabled():
             return None
-        if any(fused_dtype(other, x) != dtype for other in self.layers):
+        if any(fused_dtype(other, x) != dtype for other in self.layers[1:]):
             return None
         first, *others = self._compute(x, dtype)
         self._input, self._waiting = weakref.ref(x), dict(enumerate(others, 1))
@@ -249,12 +269,13 @@ class _LoraTogether(torch.autograd.Function):
         count = len(ctx.reads)
         weights, bs = rest[:count], rest[count:]
         parts = low.split([b.shape[1] for b in bs], 1)
-        grad_low = torch.cat([grad @ b for grad, b in zip(outer, bs, strict=True)], 1)
-        grad_low.mul_(ctx.scale)
+        products = zip(outer, bs, strict=True)
+        grad_low = torch.cat([scaled_product(grad, b, ctx.scale) for grad, b in products], 1)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_low @ stacked
             for grad, weight, read in zip(outer, weights, ctx.reads, strict=True):
                 grad_x.addmm_(grad, read(weight))
-        grad_bs = [(grad.T @ part).mul_(ctx.scale) for grad, part in zip(outer, parts, strict=True)]
+        pairs = zip(outer, parts, strict=True)
+        grad_bs = [scaled_product(grad.T, part, ctx.scale) for grad, part in pairs]
         return grad_x, None, None, grad_low.T @ x, *[None] * (2 * count), *grad_bs

@@ -23,14 +23,16 @@ class FusedLora4bit(peft.tuners.lora.Linear4bit):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the matrix's output with the adapter's added; in every other case peft's own."""
-        dtype = None if args or kwargs or not _is_faster(self, x) else fused_dtype(self, x)
-        if dtype is None:
-            # Not that of peft's 4-bit layer: it copies the matrix's output, in case of a view.
-            output: Tensor = peft.tuners.lora.Linear.forward(self, x, *args, **kwargs)
-            return output
-        if self.group is not None and (joint := self.group.take(self, x, dtype)) is not None:
-            return joint
-        return run_fused(self, x, dtype)
+        if not args and not kwargs and _is_faster(self, x):
+            if self.group is not None and (waiting := self.group.waiting(self, x)) is not None:
+                return waiting
+            if (dtype := fused_dtype(self, x)) is not None:
+                if self.group is not None and (joint := self.group.run(self, x, dtype)) is not None:
+                    return joint
+                return run_fused(self, x, dtype)
+        # Not that of peft's 4-bit layer: it copies the matrix's output, in case of a view.
+        output: Tensor = peft.tuners.lora.Linear.forward(self, x, *args, **kwargs)
+        return output
 
     def stored(self, dtype: torch.dtype) -> tuple[Tensor, Read]:
         """Return the packed weight, and what gives its matrix in `dtype`."""

@@ -1,0 +1,135 @@
+"""What the host takes to launch a micro-batch, which a GPU does not hide where its work is small.
+
+Layers are so small that computing them takes little, and run on the CPU by the paths of a GPU:
+grouped adapters, kernels by stand-ins that are called without an operator's overhead, attention by
+boundaries. In fp32, whose products start faster on a CPU: the casts of autocast are not in it.
+A process of its own, for what it replaces stays replaced.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+
+MODES = ("none", "full", "selective")
+NUM_LAYERS, TOKENS, REPEATS = 32, 32, 7
+Milliseconds = dict[str, float]
+SHAPE: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+}
+
+
+def measure() -> Milliseconds:
+    """Return processor time of a micro-batch, forward and backward, by system and recompute."""
+    torch.set_num_threads(1)
+    runs = {f"plain/{mode}": plain(mode) for mode in ("none", "full")}
+    runs |= {f"ours/{mode}": ours(mode) for mode in MODES}
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    gc.disable()
+    for _ in range(REPEATS):  # in turn: what else runs on the machine is the same for all
+        for name, run in runs.items():
+            gc.collect()
+            began = time.process_time()
+            run()
+            taken[name].append(time.process_time() - began)
+    return {name: 1e3 * min(seconds) for name, seconds in taken.items()}
+
+
+def ours(mode: str) -> Callable[[], None]:
+    """Build our model as for a GPU; return what runs a micro-batch."""
+    from app.model import kernels
+    from app.model.adapter import LoraConfig, fused, group_adapters
+    from app.model.head import run_probe
+    from app.training.objective import DatasetSums, batch_loss
+    from benchmarks.fake_device.kernels import install_kernels
+    from benchmarks.gpu.ours import build
+    from benchmarks.gpu.task import Part, Task, batches_of
+
+    install_kernels()
+    call_directly()
+    install_attention()
+    task = Task(shape=SHAPE, device="cpu", sequence_len=TOKENS, tokens_a_step=TOKENS)
+    part, cpu = Part(packs=1), torch.device("cpu")
+    model: Any = build(task, part, LoraConfig(dropout=0.0), mode, "varlen", "fp32").float()
+    fused._adds_to_lora = lambda _: True
+    run = partial(run_probe, model, "varlen", cpu)
+    with (
+        patch.object(kernels, "_is_on_gpu", lambda _: True),
+        patch.object(kernels, "_are_same", lambda *_: True),
+    ):
+        kernels.fuse_layers(model, device=cpu, run=run)
+        group_adapters(model, run)
+    batch, sums = batches_of(task, part)[0], DatasetSums(1)
+
+    def micro_batch() -> None:
+        batch_loss(model, batch, "varlen", sums).backward()
+
+    return micro_batch
+
+
+def plain(mode: str) -> Callable[[], None]:
+    """Build what a person writes with transformers and peft; return what runs a micro-batch."""
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from benchmarks.gpu.task import RANK
+
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**SHAPE), dtype=torch.float32
+    )
+    if mode == "full":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+    model = peft.get_peft_model(model, lora).train()
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64)
+
+    def micro_batch() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    return micro_batch
+
+
+def call_directly() -> None:
+    """Let the stand-ins be plain functions: what PyTorch adds to an operator, Triton does not."""
+    from benchmarks.fake_device import kernels
+
+    for operator in vars(kernels).values():
+        if isinstance(operator, CustomOpDef):
+            setattr(torch.ops.standin, operator._name, operator._init_fn)
+
+
+def install_attention() -> None:
+    """Let PyTorch's attention by boundaries run on a CPU: it returns shapes without numbers."""
+    from torch.nn.attention import varlen
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        sums = query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
+        return torch.zeros_like(query), sums, torch.empty(0, dtype=torch.uint64)
+
+    def attend_backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> Any:
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+    varlen._varlen_attn.register_kernel("cpu")(attend)
+    varlen._varlen_attn_backward.register_kernel("cpu")(attend_backward)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure()))
