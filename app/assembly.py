@@ -67,6 +67,7 @@ from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank
+from app.process.logs import keep_log
 from app.run import Run, describe_global_batch, global_batch_of
 from app.run.find import checkpoints_of
 from app.run.folder import CONFIG_FILE
@@ -342,8 +343,10 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
     if config.evaluation.exact_match:
         data.prompts(config.evaluation.max_rows)  # warns now of those that are too long
     if is_first_rank():
-        for line in (*data.report.lines(), *data.audit.lines()):
-            log.info("data: %s", line)
+        for line in data.brief():
+            log.info("%s", line)
+        for line in (*data.report.lines(), *data.audit.notes()):
+            log.debug("data: %s", line)
         data.audit.check()
     return data
 
@@ -389,7 +392,7 @@ def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> Strat
     if problems := [problem for problem in found if problem not in known]:
         raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
     if is_first_rank():
-        log.info("strategy: %s", choice)
+        log.log(logging.DEBUG if choice.name == "single" else logging.INFO, "strategy: %s", choice)
     return chosen
 
 
@@ -444,7 +447,7 @@ def resolve_micro_batch(
             is_tried=is_tried,
         )
     if is_first_rank():
-        log.info("micro-batch: %s", choice)
+        log.log(logging.INFO if is_tried else logging.DEBUG, "micro-batch: %s", choice)
     data.take_together(choice.size)
     env = env.with_micro_batch(choice.size)
     return replace(env, tries_micro_batch=is_tried and choice.size > 1)
@@ -539,6 +542,7 @@ def build_trainer(
 
     def write_metadata() -> None:
         run.discard_later_steps()
+        keep_log(run.folder)
         # Behind it: a crash in between must not leave checkpoints without their rows.
         drop_rows_after(resumed_step, loggers)
         save_config(config, run.folder / CONFIG_FILE)
@@ -601,10 +605,16 @@ def build_module(
         env.packs_of_rank * env.num_data_ranks,
         from_scratch=config.model.from_scratch,
     )
-    log.info("plan: %s; %s", data.plan.line(), lr.sentence)
+    log.debug("plan: %s", data.plan.line())
+    log.info("plan: %s; %s", data.plan.brief(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
-    watch = StepWatch(trainer.max_skipped_steps, data.rows_of_step)
+    watch = StepWatch(
+        trainer.max_skipped_steps,
+        data.rows_of_step,
+        total_steps=data.total_steps,
+        vocab_size=base.spec.vocab_size or 0,
+    )
     return FinetuneModule(
         _model_builder(config, base, env),
         backend=base.backend,

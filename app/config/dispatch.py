@@ -25,6 +25,7 @@ from app.preflight import check_compatibility, check_files, check_gpus, requeste
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child
+from app.process.logs import be_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
 from app.run.folder import NO_URL, UNSET, check_output
@@ -66,7 +67,8 @@ def _dispatch(
         print(help_page(verb, VERBS[verb], PARTS, CONF, topic))
         return DONE
     is_sweep = bool({"-m", "--multirun"} & set(words))
-    words = [word for word in words if word not in ("-m", "--multirun")]
+    be_verbose("--verbose" in words)
+    words = [word for word in words if word not in ("-m", "--multirun", "--verbose")]
     shows_settings, words = _take_cfg(words)
     if verb in ("train", "preview", "plan") and not words:
         words = [f"+experiment={DEFAULT_EXPERIMENT}"]
