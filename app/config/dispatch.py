@@ -66,6 +66,9 @@ def _dispatch(
         topic = next((word for word in words if word[0] != "-" and "=" not in word), None)
         print(help_page(verb, VERBS[verb], PARTS, CONF, topic))
         return DONE
+    if "--version" in words:
+        print(f"loft {version()}")
+        return DONE
     is_sweep = bool({"-m", "--multirun"} & set(words))
     be_verbose("--verbose" in words)
     words = [word for word in words if word not in ("-m", "--multirun", "--verbose")]
@@ -92,6 +95,16 @@ def _dispatch(
     else:
         function(config, existing)
     return DONE
+
+
+def version() -> str:
+    """Return the version of this program, as it was installed."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("loft")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _check_current_folder() -> None:
