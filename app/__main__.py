@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 
-from app.process.errors import DONE, USER_ERROR, nearest
+from app.process.errors import DONE, USER_ERROR, UserError, nearest
+from app.process.reporting import report
 
 VERBS = {
+    "init": "write a commented experiment for your model and data",
     "train": "config in, verified adapter out",
     "evaluate": "losses per data set and exact match, base vs tuned",
     "report": "the page of a run, or several runs side by side",
@@ -26,7 +29,22 @@ def main() -> None:
         print("usage: loft VERB [SETTING=VALUE ...]\n")
         for verb, what in VERBS.items():
             print(f"  {verb:<10}{what}")
-        print("\n`loft VERB --help` lists the settings of a verb")
+        print("\n`loft VERB --help` lists the settings of a verb; --version;")
+        print("--install-completion bash|zsh|fish")
+        sys.exit(DONE)
+    if typed == "--version":
+        from app.config.dispatch import version
+
+        print(f"loft {version()}")
+        sys.exit(DONE)
+    if typed == "--install-completion":
+        from app.config.completion import install_completion
+
+        shell = sys.argv[2] if len(sys.argv) > 2 else ""
+        try:
+            print(install_completion(shell, VERBS, Path.home()))
+        except (UserError, OSError) as error:
+            sys.exit(report(error))
         sys.exit(DONE)
     if typed not in VERBS:
         hint = nearest(typed, VERBS) or "; loft --help lists the verbs"

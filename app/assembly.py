@@ -69,6 +69,7 @@ from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank
+from app.process.logs import keep_log
 from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
@@ -266,8 +267,10 @@ def build_data(config: TrainConfig, base: Base, env: Environment, run: Run) -> F
     if config.evaluation.exact_match:
         data.prompts(config.evaluation.max_rows)  # warns now of those that are too long
     if is_first_rank():
-        for line in (*data.report.lines(), *data.audit.lines()):
-            log.info("data: %s", line)
+        for line in data.brief():
+            log.info("%s", line)
+        for line in (*data.report.lines(), *data.audit.notes()):
+            log.debug("data: %s", line)
         data.audit.check()
     return data
 
@@ -357,7 +360,7 @@ def resolve_strategy(
     if problems := [problem for problem in found if problem not in known]:
         raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in problems])
     if is_first_rank():
-        log.info("strategy: %s", choice)
+        log.log(logging.DEBUG if choice.name == "single" else logging.INFO, "strategy: %s", choice)
     return chosen
 
 
@@ -425,6 +428,7 @@ def build_trainer(
 
     def write_metadata() -> None:
         run.discard_later_steps()
+        keep_log(run.folder)
         # Behind it: a crash in between must not leave checkpoints without their rows.
         drop_rows_after(resumed_step, loggers)
         save_config(config, run.folder / CONFIG_FILE)
@@ -496,10 +500,16 @@ def build_module(
         env.packs_of_rank * env.num_data_ranks,
         from_scratch=config.model.from_scratch,
     )
-    log.info("plan: %s; %s", data.plan.line(), lr.sentence)
+    log.debug("plan: %s", data.plan.line())
+    log.info("plan: %s; %s", data.plan.brief(), lr.sentence)
     if lr.warning is not None and is_first_rank():
         log.warning(lr.warning)
-    watch = StepWatch(trainer.max_skipped_steps, data.rows_of_step)
+    watch = StepWatch(
+        trainer.max_skipped_steps,
+        data.rows_of_step,
+        total_steps=data.total_steps,
+        vocab_size=base.spec.vocab_size or 0,
+    )
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,

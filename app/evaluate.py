@@ -14,6 +14,7 @@ from app.model.hub import is_offline
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
+from app.process.logs import say_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.run_page import write_page
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
@@ -25,6 +26,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     folder = decide_run_dir(config.output)
     quiet_libraries(offline=is_offline(config.model, config.data))
 
+    say_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
     from app.assembly import (
         adapter_of,

@@ -16,6 +16,7 @@ from app.process.environment import keep_memory, keep_streams, quiet_libraries
 from app.process.errors import Interrupted
 from app.process.files import write_whole
 from app.process.launch import is_first_rank, live_with_parent
+from app.process.logs import LOG_FILE, say_loading
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
 from app.report.run_page import end_loggers, page_where_it_stops, write_page
 from app.run import ExistingRun, Run, compare_existing, open_run
@@ -41,6 +42,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     if run.is_done:
         return print_done(run)
 
+    say_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
     import lightning as L
 
@@ -130,7 +132,7 @@ def finish(
         print_comparison(metrics, data.dataset_names)
         write_page(run.folder, changed_settings(config))
         end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
-        print_next(run.folder, saved)
+        print_next(run, saved)
 
     if shards is None:
         write()
@@ -139,17 +141,21 @@ def finish(
     return metrics.get("val/loss") if trainer.is_global_zero else None
 
 
-def print_next(folder: Path, saved: Path) -> None:
+def print_next(run: Run, saved: Path) -> None:
     """Print where everything is, and what a person may want to type next."""
-    shown = printable(str(folder))
-    print(f"\n{shown}/{saved.name}: verified: reloaded and compared with the model in memory")
-    print(f"{shown}/: report.html, metrics.csv, metrics.json, config.yaml, manifest.json")
+    shown, folder = printable(str(run.folder)), shlex.quote(printable(str(run.folder)))
+    print(f"\n{shown}/:")
+    print(f"  {saved.name}/, report.html, metrics.csv, metrics.json, {LOG_FILE}")
+    print("  config.yaml, manifest.json")
     # Commands that work as they stand, also after `make train` where no environment is active.
     python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
+    commands = [f"app.evaluate run={folder}", f"app.chat run={folder}", f"app.merge run={folder}"]
+    if "tensorboard" in (run.config.logger.name, *run.config.logger.also):
+        logs = shlex.quote(printable(str(run.folder.parent)))
+        commands[-1] = f"tensorboard.main --logdir {logs}"
     print("next:")
-    print(f"  {python} -m app.evaluate run={shlex.quote(shown)}")
-    logs = shlex.quote(printable(str(folder.parent)))
-    print(f"  {python} -m tensorboard.main --logdir {logs}")
+    for command in commands:
+        print(f"  {python} -m {command}")
     print(f"run: {shown}")
 
 

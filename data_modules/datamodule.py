@@ -117,6 +117,22 @@ class FinetuneDataModule(lightning.LightningDataModule):
         if len(mixture := self.mixture_report()) > 1:
             self.report.mixture = describe_mixture(mixture)
 
+    def brief(self) -> list[str]:
+        """Return what a run says of its data at the start: one table, and what is wrong."""
+        reports, mixture = self.report.datasets, self.mixture_report()
+        columns = {
+            "format": [f"{one.format}{' (guessed)' * one.format_guessed}" for one in reports]
+        }
+        if any(row.epochs != 1 for row in mixture):
+            columns["epochs"] = [f"{row.epochs:.3g}" for row in mixture]
+        if any(row.requested is not None for row in mixture):
+            columns["requested"] = [f"{row.requested or 0:.1%}" for row in mixture]
+        if len(mixture) > 1:
+            columns["of tokens"] = [f"{row.share_of_tokens:.1%}" for row in mixture]
+        lines = self.audit.brief(columns if len(self.audit.datasets) == len(reports) else {})
+        lines += filter(None, (one.remark() for one in reports))
+        return lines + [line for line in self.report.mixture if line.startswith("warning:")]
+
     def write_reports(self, folder: Path) -> None:
         """Write audit, mixture and the rows that a quarantine took into a run's folder."""
         self.audit.write(folder)

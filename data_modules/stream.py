@@ -55,6 +55,10 @@ class StreamPlan:
             "shuffled and packed a window at a time"
         )
 
+    def brief(self) -> str:
+        """Say it in half a line."""
+        return f"{self.num_steps:,} steps of {self.packs_per_step:,} packs of a stream"
+
     def ends_epoch(self, step: int) -> bool:
         """Tell whether a tenth of the run is through: the length of a stream's epoch is unknown."""
         return step % math.ceil(self.num_steps / 10) == 0

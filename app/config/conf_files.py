@@ -5,6 +5,7 @@ as plain values with the line of every key. Composing them is Hydra's work.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 from pathlib import Path
@@ -99,8 +100,9 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
         return file
     ours = OPTIONS_ELSEWHERE.get(group, {}).get(str(option).lower())
     hint = f"; type {group}={ours}" if ours else nearest(str(option), options)
-    if group == "model" and not hint:
-        hint = f"; for a folder or hub id type model.path={option}"
+    if group == "model":
+        hint = _hint_for_model(str(option), options)
+        raise UserError(f"model={option}: no such option{hint}; --help model lists {len(options)}")
     if group == "data" and not hint:
         hint = f"; for a file type 'data.datasets=[{{path: {option}}}]'"
     if group == "hardware":
@@ -108,6 +110,22 @@ def find_option(conf: Path, group: str, option: Any) -> Path:
     if group == "experiment" and not hint:
         hint = "; a file of your own: +experiment=PATH.yaml"
     raise UserError(f"{group}={option}: no such option; there are {', '.join(options)}{hint}")
+
+
+def _hint_for_model(option: str, options: list[str]) -> str:
+    """Word which shipped models have a name like `option`, and how another one is typed."""
+
+    def plain(name: str) -> str:
+        return re.sub(r"[^a-z0-9]|meta|instruct|chat|base|hf", "", name.lower())
+
+    if "/" not in option and (hint := nearest(option, options)):
+        return hint
+    by_name: dict[str, str] = {plain(name): name for name in options}
+    near = difflib.get_close_matches(plain(option.rpartition("/")[2]), by_name, n=2, cutoff=0.75)
+    named = " or ".join(by_name[one] for one in near)
+    meant = f"; did you mean {named}?" if near else ""
+    is_path = "/" in option or not near
+    return f"; for a folder or hub id type model.path={option}{meant}" if is_path else meant
 
 
 def read_conf_file(

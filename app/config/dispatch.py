@@ -26,6 +26,7 @@ from app.preflight import check_compatibility, check_files, check_gpus, requeste
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
 from app.process.launch import check_launch, is_child
+from app.process.logs import be_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
 from app.run.folder import NO_URL, UNSET, check_output
@@ -66,8 +67,12 @@ def _dispatch(
         topic = next((word for word in words if word[0] != "-" and "=" not in word), None)
         print(help_page(verb, VERBS[verb], PARTS, CONF, topic))
         return DONE
+    if "--version" in words:
+        print(f"loft {version()}")
+        return DONE
     is_sweep = bool({"-m", "--multirun"} & set(words))
-    words = [word for word in words if word not in ("-m", "--multirun")]
+    be_verbose("--verbose" in words)
+    words = [word for word in words if word not in ("-m", "--multirun", "--verbose")]
     shows_settings, words = _take_cfg(words)
     if verb in ("train", "preview", "plan") and not words:
         words = [f"+experiment={DEFAULT_EXPERIMENT}"]
@@ -91,6 +96,16 @@ def _dispatch(
     else:
         function(config, existing)
     return DONE
+
+
+def version() -> str:
+    """Return the version of this program, as it was installed."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("loft")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _check_current_folder() -> None:

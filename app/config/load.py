@@ -221,6 +221,7 @@ def _build(
     `options`: group -> the option that was chosen; a part's own `name` where there is none.
     `replaced`: groups whose option the command line chose, whatever an experiment says of them.
     """
+    values = with_dataset_paths(values)
     names, parts = {}, {}
     for group in PARTS.keys() & {field.name for field in dataclasses.fields(schema)}:
         part = values.get(group)
@@ -239,6 +240,19 @@ def _build(
     if problems or found:
         raise UserError([*problems, *found])
     return _give_types(schema, parts, values, names)
+
+
+def with_dataset_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """Return composed values with each path that stands for a data set as {path: PATH}."""
+    if not isinstance(data := values.get("data"), dict):
+        return values
+    changed = {}
+    for name in ("datasets", "test_datasets"):
+        given = data.get(name)
+        several = [given] if isinstance(given, str) and not given.startswith("${") else given
+        if isinstance(several, list) and any(isinstance(one, str) for one in several):
+            changed[name] = [{"path": one} if isinstance(one, str) else one for one in several]
+    return {**values, "data": {**data, **changed}} if changed else values
 
 
 def _give_types(

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from app.config.verbs import TYPED_KEYS
+from app.config.schema import suggest
+from app.config.verbs import OPTIONS_ELSEWHERE, SETTINGS, TYPED_KEYS
 from app.planning.hardware import split_name
 from app.process.errors import UserError, nearest
 from data_modules import REDACTED, holds_token
@@ -48,6 +49,8 @@ def read_words(
     (whether they exist is checked later, better than Hydra does), however they were typed.
     """
     given, problems = [], []
+    words, dashed = _take_dashed(words)
+    problems += dashed
     for word in words:
         match = WORD.fullmatch(word)
         if match is None:
@@ -87,6 +90,34 @@ def read_words(
             except UserError as error:
                 problems += error.problems
     return given, problems
+
+
+def _take_dashed(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take `--name value` and `--name=value` out of the words; returns what to type instead."""
+    left, problems = [], []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            left.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals and remaining and WORD.fullmatch(remaining[0]) is None:
+            value = "" if remaining[0].startswith("-") else remaining.pop(0)
+        typed = f"{word} {value}" if value and not equals else word
+        name = name.replace("-", "_")
+        meant = meant_by(name)
+        example = f"{meant or name}={value or 'VALUE'}"
+        known = f"type {example}" if meant else "--help shows the settings"
+        problems.append(f"{typed}: settings are typed without dashes, as KEY=VALUE; {known}")
+    return left, problems
+
+
+def meant_by(name: str) -> str:
+    """Return the key of a setting that other tools call `name`, empty where it is not known."""
+    guess = suggest(name, [], SETTINGS)
+    found = re.search(r"(?:did you mean|type) ([^\s?=]+)", guess)
+    return found[1] if found else ""
 
 
 def _read_word(key: str, value: str, prefix: str) -> Given:
@@ -139,6 +170,9 @@ def _hint_for_word(word: str, groups: Mapping[str, Sequence[str]]) -> str:
     homes = [group for group, options in groups.items() if word in options]
     if homes:
         return f"; did you mean {homes[0]}={word}?"
+    elsewhere = {name: group for group, names in OPTIONS_ELSEWHERE.items() for name in names}
+    if word in elsewhere:
+        return f"; type {elsewhere[word]}={OPTIONS_ELSEWHERE[elsewhere[word]][word]}"
     return "; `--help` shows the settings" if word.startswith("-") else ""
 
 
@@ -188,6 +222,11 @@ def _end_of_quote(value: str, start: int) -> int:
     return min(position + 1, len(value))
 
 
+def _is_number(value: Any) -> bool:
+    """Tell whether a value is a number of a misspelt setting (plan.token=5), not a secret."""
+    return len(str(value)) <= 12 and re.fullmatch(r"[\d.]+(e\d+)?", str(value)) is not None
+
+
 def refuse(key: str, value: Any, name: str | None = None) -> str | None:
     """Say why a given key and value are refused unread: secrets, code, the environment.
 
@@ -195,7 +234,8 @@ def refuse(key: str, value: Any, name: str | None = None) -> str | None:
     """
     name = key.rpartition(".")[2] if name is None else name
     text = value if isinstance(value, str) else ""
-    if name.lower() in SECRET_NAMES or holds_token(text):
+    is_secret = name.lower() in SECRET_NAMES and not (name == "token" and _is_number(value))
+    if is_secret or holds_token(text):
         return (
             f"{key}: secrets do not go into settings, where files and process lists show them; "
             "export HF_TOKEN, or run `hf auth login`"

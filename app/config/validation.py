@@ -22,6 +22,16 @@ from app.process.launch import is_child, is_first_rank
 from data_modules import expected, facts_of, hints_of, printable, redact, takes
 
 COMMAND_LINE = "command line:"
+ELSEWHERE = {
+    "push_to_hub": "a run uploads nothing; afterwards type hf upload OWNER/NAME RUN/adapter",
+    "hub_model_id": "a run uploads nothing; afterwards type hf upload OWNER/NAME RUN/adapter",
+    "tf32": "leave it out: half precision is trainer.precision=bf16",
+    "wandb_project": "curves go to metrics.csv and TensorBoard: logger=tensorboard",
+    "method": "training is supervised fine-tuning; leave it out",
+    "run_name": "type output.name=NAME",
+    "local_rank": "leave it out: torchrun and srun set it",
+}
+"""settings of other tools that have no counterpart of one name, and what to do"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,6 +80,8 @@ class Settings:
         if (option := self.option_with(found.key)) is not None:
             here = self.options.get(group)
             return f"{found.key}: a setting of {group}={option}, but here {group}={here}"
+        if (advice := ELSEWHERE.get(found.key.rpartition(".")[2].lower())) is not None:
+            return f"unknown key {found.key}={_brief(found.value)}; {advice}"
         siblings = list(hints_of(found.owner or self.verb))
         guess = schema.suggest(found.key, siblings, self.all_settings())
         guess = guess or f"; there are {', '.join(siblings)}"
@@ -174,6 +186,8 @@ def find_problems(
     for found in list(settings.walk(values)):
         if _is_word_for_list(found, sources):
             _replace(values, found.key, [found.value])
+        elif (whole := _whole_number(found)) is not None:
+            _replace(values, found.key, whole)
         elif (replaced_in := _file_replaced_by_option(found, settings, sources)) is not None:
             left_out.setdefault(replaced_in.path.stem, []).append(found.key)
             _replace(values, found.key)
@@ -190,6 +204,14 @@ def find_problems(
         for name, keys in left_out.items():
             print_note(f"note: {name}'s {', '.join(keys)} do not apply to {chosen}")
     return values, list(problems)
+
+
+def _whole_number(found: schema.Leaf | schema.Unknown) -> int | None:
+    """Return the number where 1e9 was typed for a whole one."""
+    if not (isinstance(found, schema.Leaf) and isinstance(found.value, float)):
+        return None
+    hint = schema.element_of(hints_of(found.owner)[found.field])
+    return int(found.value) if hint is int and found.value.is_integer() else None
 
 
 def _is_word_for_list(found: schema.Leaf | schema.Unknown, sources: Sources) -> bool:

@@ -103,13 +103,22 @@ class TrainConfig:
     quantization: QuantizationConfig = setting(
         default_factory=QuantizationConfig,
         resume="fixed",
+        aliases=("load_in_4bit=nf4", "load_in_8bit=int8"),
         options_elsewhere={
             "4bit": "nf4",
             "8bit": "int8",
         },
     )
     """the frozen base in 4 or 8 bits"""
-    attention: AttentionConfig = setting(default_factory=AttentionConfig, resume="rounding")
+    attention: AttentionConfig = setting(
+        default_factory=AttentionConfig,
+        resume="rounding",
+        options_elsewhere={
+            "flash_attention_2": "auto",
+            "flash_attention_3": "auto",
+            "flex_attention": "flex",
+        },
+    )
     """how attention is computed"""
     recompute: RecomputeConfig = setting(
         default_factory=RecomputeConfig,
@@ -186,7 +195,9 @@ class TrainConfig:
         },
     )
     """how a run is spread over several devices"""
-    logger: LoggerConfig = setting(default_factory=LoggerConfig, resume="free")
+    logger: LoggerConfig = setting(
+        default_factory=LoggerConfig, resume="free", aliases=("report_to", "log_with")
+    )
     """where the curves go"""
     evaluation: EvaluationConfig = setting(default_factory=EvaluationConfig, resume="free")
     """what the trained model is asked"""
@@ -348,18 +359,19 @@ PARTS: dict[str, dict[str, type]] = {
     "strategy": FAMILIES,
 }
 """the parts whose settings depend on the option: group -> option -> schema"""
-_SETTINGS = list_settings(TrainConfig, PARTS)
-TRUST_KEYS = [one.key for one in _SETTINGS if one.resume == "trust"]
+SETTINGS = list_settings(TrainConfig, PARTS)
+"""every setting of a training"""
+TRUST_KEYS = [one.key for one in SETTINGS if one.resume == "trust"]
 """settings that let code run: typed at each start, never taken from a run's own files"""
-PER_START = {one.key for one in _SETTINGS if one.resume == "per_start" and "." not in one.key}
+PER_START = {one.key for one in SETTINGS if one.resume == "per_start" and "." not in one.key}
 """parts and settings of one start of a run: never taken from it"""
-TYPED_KEYS = {one.typed_key: one.key for one in _SETTINGS if one.facts.typed}
+TYPED_KEYS = {one.typed_key: one.key for one in SETTINGS if one.facts.typed}
 """keys as people type them, where Python keeps the word for itself"""
-OPTIONS_ELSEWHERE = {one.key: one.facts.options_elsewhere for one in _SETTINGS if one.is_part}
+OPTIONS_ELSEWHERE = {one.key: one.facts.options_elsewhere for one in SETTINGS if one.is_part}
 """group -> what other tools call its options"""
 ALTERNATIVES = [
     (one.key, f"{one.key.rpartition('.')[0]}.{one.facts.instead_of}")
-    for one in _SETTINGS
+    for one in SETTINGS
     if one.facts.instead_of
 ]
 """two ways to say the same thing"""

@@ -18,6 +18,7 @@ from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.evaluation.metrics import Answer, Metric, build_metrics
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.files import write_whole
+from app.process.progress import track
 from data_modules import redact
 
 if TYPE_CHECKING:
@@ -74,7 +75,15 @@ class Predictions:
         `shards`: the strategy where each rank holds a part of the weights; all answer together.
         """
         self._answers[who] = {
-            name: answer_prompts(model, self._tokenizer, rows, self._stop_ids, self._config, shards)
+            name: answer_prompts(
+                model,
+                self._tokenizer,
+                rows,
+                self._stop_ids,
+                self._config,
+                shards,
+                who=f"{who}, {name}:",
+            )
             for name, rows in self._prompts.items()
         }
         for name, answers in self._answers[who].items():
@@ -162,7 +171,8 @@ class Evaluator:
         is_packed = self.data.is_packed
         if self.shards is None:
             rows = self.data.whole_val_dataloader()
-            return validate(model, rows, self.backend, names, is_packed=is_packed)
+            counted = track(rows, "validation loss", len(rows))
+            return validate(model, counted, self.backend, names, is_packed=is_packed)
         share, device = self.data.val_dataloader(), self.shards.root_device
         return validate(
             model, share, self.backend, names, device, self.sum_over_ranks, is_packed=is_packed

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.evaluation.metrics import METRICS, Answer
 from app.model.attention import generation_attention
+from app.process.progress import track
 from data_modules import setting
 
 if TYPE_CHECKING:
@@ -52,8 +53,10 @@ def answer_prompts(
     stop_ids: set[int],
     config: EvaluationConfig,
     shards: StrategyMixin | None = None,
+    *,
+    who: str = "",
 ) -> list[Answer]:
-    """Answer each prompt greedily, up to the first of `stop_ids`.
+    """Answer each prompt greedily, up to the first of `stop_ids`; `who` answers what, for the bar.
 
     `shards`: the strategy where each rank holds a part of the weights; all answer together.
     """
@@ -73,7 +76,8 @@ def answer_prompts(
         generation_attention(model),
         decoding(model, stops, pad, config.max_new_tokens),
     ):
-        for chosen in _batches(order, config.batch_size):
+        batches = _batches(order, config.batch_size)
+        for chosen in track(batches, f"{who} answers".strip(), len(prompts), len):
             ids = [prompts[i].input_ids for i in chosen]
             padded, mask = _pad(ids, pad, on_the_right=pairs)
             # `generate` calls encoders and adapted models past the hooks that gather weights.

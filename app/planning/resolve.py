@@ -72,7 +72,7 @@ def resolve_micro_batch(
             plan = replace(plan, recompute=mode.name)
         choice, _ = choose_micro_batch(plan)
     if is_first_rank():
-        log.info("micro-batch: %s", choice)
+        log.log(logging.INFO if is_tried else logging.DEBUG, "micro-batch: %s", choice)
     data.take_together(choice.size)
     env = env.with_micro_batch(choice.size)
     return replace(env, tries_micro_batch=is_tried and choice.size > 1)

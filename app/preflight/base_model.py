@@ -260,9 +260,9 @@ def _check_missing(key: str, path: str) -> list[str]:
     if HUB_ID.fullmatch(path) and not looks_local:
         offline = problem_offline(key, path)
         return [offline] if offline else []
-    siblings = [str(parent / entry.name) for entry in parent.iterdir()] if parent.is_dir() else []
-    near = difflib.get_close_matches(path, siblings, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "; a hub id has the form org/name"
+    siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(Path(path).name, siblings, n=1)
+    hint = f"; did you mean {parent / near[0]}?" if near else "; a hub id has the form org/name"
     return [f"{key}={path}: no such folder, seen from {seen_from()}{hint}"]
 
 

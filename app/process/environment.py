@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import logging
 import os
 import sys
 import warnings
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import TextIO
 
 from app.process.gpus import num_device_files
-from app.process.launch import is_first_rank
-from data_modules import printable, redact
+from app.process.logs import start_logging
+from data_modules import redact
 
 DEVICES = Path("/dev")
 STATUS = Path("/proc/self/status")
@@ -135,14 +134,6 @@ def return_memory() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, RETURNED_BLOCK)
 
 
-class CleanFormatter(logging.Formatter):
-    """Log messages without secrets, and with control characters in names escaped."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a log record."""
-        return printable(redact(super().format(record)), keep="\n")
-
-
 def quiet_libraries(*, offline: bool) -> None:
     """Set the environment and filters of this process; call before torch is imported.
 
@@ -171,18 +162,7 @@ def quiet_libraries(*, offline: bool) -> None:
     # Changes in a library's next version concern us, who pin the versions, not the user.
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    # Ranks above 0 only log warnings.
-    logging.basicConfig(
-        level=logging.INFO if is_first_rank() else logging.WARNING,
-        stream=sys.stdout,
-        force=True,
-    )
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(CleanFormatter("%(message)s"))
-    for noisy in ("bitsandbytes", "httpx", "httpx2"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    # As torch sets it at the end of its import: a signal during that would print statistics.
-    logging.getLogger("torch").setLevel(logging.WARNING)
+    start_logging()
 
 
 def host_bytes(name: str) -> int:

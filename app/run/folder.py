@@ -54,7 +54,7 @@ LEFT_BY_REFUSED = re.compile(
 """what a process leaves in its folder if it is refused before training"""
 WRITTEN_AT_START = re.compile(
     rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
-    r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|"
+    r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|train\.log|"
     r"report\.html|training_curves\.png"
 )
 """what a training writes before its first step, or when it fails there"""

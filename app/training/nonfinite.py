@@ -10,7 +10,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +35,14 @@ with fewer steps one of few tokens looks like a spike"""
 SPIKE_FACTOR, SPIKE_RISE = 3.0, 1.0
 """a spike is above this multiple of the median, and this many nats above it: none of 4,393 steps of
 a healthy run reached 1.5 times; a loss near zero, of memorized rows, often jumps by more"""
+HIGH_SHARE, HIGH_FACTOR = 0.9, 1.5
+"""and above this multiple of what this share of the steps stays below: where a tenth of the packs
+holds rows that are harder, their loss is no spike"""
+MIN_TOKEN_SHARE = 0.5
+"""steps with less than this share of the median's trained tokens are neither judged nor counted"""
+LEARNS_WITHIN, MIN_CHANGE, MIN_PART_STEPS = 3, 0.01, 8
+"""a loss that changes by less than this share within one of so many parts of a run has learned
+nothing; compared are means of at least so many steps"""
 MAX_ROWS = 5
 """rows listed in a message"""
 LOSS_FAULTS = {"nan": math.nan, "inf": math.inf}
@@ -127,21 +135,29 @@ def _no_rows(step: int) -> Iterable[StepRow]:
 
 
 class StepWatch:
-    """Check steps as they are written: warn of skipped ones and of spikes, stop at one too many.
+    """Check steps as they are written: warn of skipped ones, of spikes and where nothing is
+    learned, stop at one skipped too many.
 
-    `rows_of` returns the rows of a step, counted from 1; none if they are not known.
+    `rows_of` returns the rows of a step, counted from 1; none if they are not known. `total_steps`
+    are those of the run and `vocab_size` the model's tokens, 0 where nothing is to be learned.
     """
 
     def __init__(
         self,
         max_skipped_steps: int = 0,
         rows_of: Callable[[int], Iterable[StepRow]] = _no_rows,
+        *,
+        total_steps: int = 0,
+        vocab_size: int = 0,
     ) -> None:
         self.max_skipped_steps, self.rows_of = max_skipped_steps, rows_of
+        self._first_part, self._vocab_size = total_steps // LEARNS_WITHIN, vocab_size
+        self._first_losses: list[float] = []
         self.num_skipped = 0
         """nonfinite steps of the run so far"""
         self._num_overflows = 0
-        self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        self._before: dict[str, deque[tuple[float, float]]] = {}
+        """loss and trained tokens of the latest steps, by data set"""
         self._no_warning_before = 0
 
     def check(
@@ -158,7 +174,8 @@ class StepWatch:
         self._count_overflow(record, norm)
         # A loss scaler skips steps whose scaled gradients overflow: that is no fault.
         if math.isfinite(loss) and (math.isfinite(norm) or record.is_scaled):
-            self._check_spike(record.step, loss)
+            self._check_spikes(record.step, metrics)
+            self._check_learning(record.step, loss)
             return
         self.num_skipped += 1
         what = f"step {record.step}: {self._describe(record, metrics, reduce)}"
@@ -206,18 +223,62 @@ class StepWatch:
                 "trainer.precision=bf16 or fp32, or lower optimizer.lr"
             )
 
-    def _check_spike(self, step: int, loss: float) -> None:
-        if len(self._losses) >= MIN_SPIKE_STEPS and step >= self._no_warning_before:
-            median = statistics.median(self._losses)
-            if loss > max(SPIKE_FACTOR * median, median + SPIKE_RISE):
-                self._no_warning_before = step + SPIKE_WINDOW
-                if is_first_rank():
-                    rows = _listed(self.rows_of(step))
-                    log.warning(
-                        f"step {step}: loss {loss:.4f} is {loss / median:.1f} times the median of "
-                        f"the {len(self._losses)} steps before ({median:.4f}); {rows}"
-                    )
-        self._losses.append(loss)
+    def _check_spikes(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare each data set's loss with its own of the steps before."""
+        spikes = []
+        for key, loss in metrics.items():
+            name = key.removeprefix("train/loss/")
+            tokens = metrics.get(f"train/tokens/{name}", 0.0)
+            if name == key or not tokens or not math.isfinite(loss):
+                continue
+            before = self._before.setdefault(name, deque(maxlen=SPIKE_WINDOW))
+            counts = [count for _, count in before]
+            if before and tokens < MIN_TOKEN_SHARE * statistics.median(counts):
+                continue
+            losses = sorted(one for one, _ in before)
+            before.append((loss, tokens))
+            if len(losses) >= MIN_SPIKE_STEPS and _is_spike(loss, losses):
+                spikes.append((name, loss, losses))
+        if not spikes or step < self._no_warning_before:
+            return
+        self._no_warning_before = step + SPIKE_WINDOW
+        if is_first_rank():
+            name, loss, losses = max(spikes, key=lambda spike: spike[1])
+            median = statistics.median(losses)
+            rows = _listed(row for row in self.rows_of(step) if row.dataset == name)
+            log.warning(
+                f"step {step}: loss of {name} {loss:.4f} is {loss / median:.1f} times the median "
+                f"of the {len(losses)} steps before ({median:.4f}); {rows}"
+            )
+
+    def _check_learning(self, step: int, loss: float) -> None:
+        """Warn once, after the first part of the run, where the loss is what it was."""
+        if step > self._first_part or len(self._first_losses) != step - 1:
+            return  # later, or resumed in between
+        self._first_losses.append(loss)
+        num_steps = self._first_part // 3
+        if step < self._first_part or num_steps < MIN_PART_STEPS or not is_first_rank():
+            return
+        start = statistics.fmean(self._first_losses[:num_steps])
+        now = statistics.fmean(self._first_losses[-num_steps:])
+        chance = math.log(self._vocab_size) if self._vocab_size > 1 else math.inf
+        if abs(now - chance) <= MIN_CHANGE * chance < math.inf:
+            what = f"it is that of chance, log({self._vocab_size:,}) = {chance:.4f}"
+        elif abs(now - start) <= MIN_CHANGE * start:
+            what = f"it was {start:.4f} over the first {num_steps}"
+        else:
+            return
+        log.warning(
+            f"step {step}: nothing is learned so far: loss {now:.4f} over the last {num_steps} "
+            f"steps, {what}; look at the rows (python -m app.preview), try another optimizer.lr, "
+            "or train more weights (adapter.r, adapter.target_modules)"
+        )
+
+
+def _is_spike(loss: float, before: Sequence[float]) -> bool:
+    """Tell whether a loss stands out of those `before` it, which are sorted."""
+    median, high = statistics.median(before), before[int(HIGH_SHARE * (len(before) - 1))]
+    return loss > max(SPIKE_FACTOR * median, median + SPIKE_RISE, HIGH_FACTOR * high)
 
 
 def _bad_micro_batches(

@@ -1,7 +1,9 @@
-"""The tables at the start of a run: trainable parameters and parameter groups."""
+"""What trains: short for the start of a run, each parameter pattern and group in its log."""
 
 from __future__ import annotations
 
+import io
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,10 @@ if TYPE_CHECKING:
 
     from app.model.adapter.weights import TrainableReport
 
+log = logging.getLogger(__name__)
+
 MAX_ROWS = 20
+MAX_BRIEF_ROWS = 5
 MAX_SHAPES = 4
 SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -180,8 +185,74 @@ def describe_parameters(report: TrainableReport) -> list[str]:
     ]
 
 
+def brief_table(patterns: list[TrainedPattern]) -> Table:
+    """Lay out what trains by short names, the modules of one parent in a row: 80 columns hold it.
+
+    `self_attn: q_proj, k_proj` are these modules of every layer. Settings that rows do not share
+    have columns of their own.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    rows: dict[Any, list[TrainedPattern]] = {}
+    for pattern in patterns:
+        parent, _ = _short_name(pattern.pattern)
+        settings = (pattern.dtype, pattern.lr, pattern.weight_decay)
+        rows.setdefault((parent, tuple(pattern.kinds), settings), []).append(pattern)
+    by_size = sorted(rows.values(), key=_num_weights, reverse=True)
+    largest = {id(row) for row in by_size[: MAX_BRIEF_ROWS - 1]}
+    if len(rows) <= MAX_BRIEF_ROWS:
+        largest = {id(row) for row in by_size}
+    shown = [row for row in rows.values() if id(row) in largest]
+    others = [each for row in rows.values() if id(row) not in largest for each in row]
+    total = _num_weights(patterns)
+
+    own = [name for name in _settings(patterns) if name not in shared_settings(patterns)]
+    table = Table(box=None, pad_edge=False)
+    for heading in ("trains", "part", "number", "weights", "share", *own):
+        is_text = heading in ("trains", "part")
+        justify: JustifyMethod = "left" if is_text else "right"
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=not is_text)
+    for row in [*shown, *([others] if others else [])]:
+        name = f"{len(others):,} smaller ones" if row is others else _names_of(row)
+        kinds = "" if row is others else ", ".join(row[0].kinds).replace(", lora ", ", ")
+        number = sum(len(pattern.modules) for pattern in row)
+        settings_of_row = _settings(row)
+        table.add_row(
+            escape(name),
+            kinds,
+            f"{number:,}",
+            *_size(_num_weights(row), total),
+            *(settings_of_row[setting] for setting in own),
+        )
+    return table
+
+
+def _num_weights(patterns: Iterable[TrainedPattern]) -> int:
+    return sum(pattern.num_weights for pattern in patterns)
+
+
+def _short_name(pattern: str) -> tuple[str, str]:
+    """Return parent and name of a module, within its layer where it is in one."""
+    before, star, inside = pattern.partition("*.")
+    parent, _, name = (inside if star else before).rpartition(".")
+    return (parent, name) if star else ("", name)
+
+
+def _names_of(row: list[TrainedPattern]) -> str:
+    parents, names = zip(*(_short_name(pattern.pattern) for pattern in row), strict=True)
+    joined = ", ".join(dict.fromkeys(names))
+    return f"{parents[0]}: {joined}" if parents[0] else joined
+
+
+def shared_settings(patterns: list[TrainedPattern]) -> dict[str, str]:
+    """Return the settings that all patterns share: dtype, learning rate, decay, as text."""
+    each = [_settings([pattern]) for pattern in patterns]
+    return {name: text for name, text in each[0].items() if _is_same(each, name)}
+
+
 def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Print trainable parameters, parameter groups, and their share of the model.
+    """Print what trains, and log its details: every pattern, shape and group of the optimizer.
 
     ValueError if the groups do not hold all trainable parameters.
     """
@@ -193,13 +264,23 @@ def print_parameter_table(model: torch.nn.Module, optimizer: torch.optim.Optimiz
             f"the optimizer's groups hold {grouped:,} weights, but {report.num_trainable:,} are "
             "trainable"
         )
-    console = Console(highlight=False)
-    tables = [trainable_table(trained_patterns(model, optimizer)), groups_table(optimizer)]
-    if not console.is_terminal:
+    patterns = trained_patterns(model, optimizer)
+    for table in (trainable_table(patterns), groups_table(optimizer)):
         # A log file has no width that its lines would have to fit.
-        widths = [Console(width=1000).measure(table).maximum for table in tables]
-        console.width = max(console.width, *widths)
-    for table in tables:
-        console.print(table)
-    for line in describe_parameters(report):
-        console.print(line, soft_wrap=True)
+        wide = Console(file=io.StringIO(), width=1000, highlight=False)
+        with wide.capture() as laid_out:
+            wide.print(table)
+        log.debug("%s", laid_out.get().rstrip())
+    trainable, memory = describe_parameters(report)
+    shared = shared_settings(patterns)
+    texts = [
+        SHORT_DTYPES.get(text, text) if name == "dtype" else f"{name} {text}"
+        for name, text in shared.items()
+    ]
+    log.info("%s", ", ".join([trainable, *texts]))
+    log.info("%s", memory)
+    console = Console(highlight=False)
+    table = brief_table(patterns)
+    if not console.is_terminal:
+        console.width = max(console.width, Console(width=1000).measure(table).maximum)
+    console.print(table)

@@ -29,7 +29,9 @@ VALIDATIONS_PER_RUN = 10
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    every_steps: int | None = setting(None, ge=1, shown=("train",), aliases=("save_steps",))
+    every_steps: int | None = setting(
+        None, ge=1, shown=("train",), aliases=("save_steps", "save_every_steps")
+    )
     """optimizer steps between checkpoints; null = ten times a run, and once an epoch of the data;
     one more at the end"""
     keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
@@ -84,6 +86,7 @@ class TrainerConfig:
         choices=PRECISIONS,
         resume="content",
         shown=("train",),
+        aliases=("bf16=bf16", "fp16=fp16", "mixed_precision"),
     )
     """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (GPU, scaled
     loss)"""
@@ -105,7 +108,12 @@ class TrainerConfig:
     accelerator: str = setting("auto", choices=ACCELERATORS, resume="rounding")
     """auto, cpu or gpu"""
     devices: int | str = setting(
-        "auto", choices=("auto",), ge=1, resume="content", shown=("train", "preview")
+        "auto",
+        choices=("auto",),
+        ge=1,
+        resume="content",
+        shown=("train", "preview"),
+        aliases=("num_gpus", "nproc_per_node"),
     )
     """ranks on this machine; auto = all GPUs, 1 on CPU"""
     num_nodes: int = setting(1, ge=1, resume="content")

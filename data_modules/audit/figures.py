@@ -41,6 +41,8 @@ ALWAYS = ("rows", "train", "validation", "tokens", "trained")
 """columns that are shown even where they are zero"""
 ON_SCREEN = (*ALWAYS, "lost_tokens")
 """columns that a screen shows; warnings say the others"""
+SHORT_HEADINGS = {"validation": "val"}
+"""where a run's start has further columns"""
 MAX_LINE = 160
 """letters of a line on the screen, where two data sets go into so many"""
 
@@ -222,9 +224,14 @@ class Audit:
         lines += [f"problem: {problem}" for problem in self.problems]
         return [printable(relative(line)) for line in lines]
 
-    def remarks(self) -> list[str]:
-        """Return what a screen shows besides the table, a line a kind of warning."""
-        longest = [f"{origin} {tokens:,}" for tokens, origin in self.longest]
+    def remarks(self, *, warnings_alone: bool = False) -> list[str]:
+        """Return what a screen shows besides the table, a line a kind of warning.
+
+        `warnings_alone`: neither facts, nor the problems that `check` raises.
+        """
+        longest = (
+            [] if warnings_alone else [f"{where} {tokens:,}" for tokens, where in self.longest]
+        )
         lines = [f"longest rows, in tokens: {', '.join(short_paths(longest))}"] if longest else []
         same = [
             f"{test.name} {test.repeated:,} of {test.rows:,}"
@@ -234,15 +241,27 @@ class Audit:
         if same:
             named = ", ".join(same)
             lines.append(f"test documents are the same as one of training, to the token: {named}")
-        lines += self.facts
+        lines += [] if warnings_alone else self.facts
         lines += [f"warning: {line}" for line in compact(self.findings)]
-        lines += [f"problem: {problem}" for problem in self.problems]
+        lines += [] if warnings_alone else [f"problem: {problem}" for problem in self.problems]
         return [printable(line) for line in lines]
 
     def lines(self) -> list[str]:
         """Return what a screen shows: a narrow table, and the remarks."""
         cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
         return [*(aligned(cells) if self.datasets else []), *self.remarks()]
+
+    def brief(self, columns: Mapping[str, Sequence[str]]) -> list[str]:
+        """Return what a run says at its start: the table, and what is wrong with the data.
+
+        `columns`: heading -> a cell a data set, of what others know of them.
+        """
+        cells = _cells([asdict(dataset) for dataset in self.datasets], on_screen=True)
+        cells[0] = [SHORT_HEADINGS.get(heading, heading) for heading in cells[0]]
+        for heading, texts in columns.items():
+            below = [*map(printable, texts), *[""] * (len(cells) - 1 - len(texts))]
+            cells = [[*row, cell] for row, cell in zip(cells, [heading, *below], strict=True)]
+        return [*(aligned(cells) if self.datasets else []), *self.remarks(warnings_alone=True)]
 
     def full_lines(self) -> list[str]:
         """Return the whole table, aligned, and all that is said, in full."""

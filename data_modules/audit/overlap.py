@@ -33,6 +33,8 @@ CHUNK_TOKENS = 1 << 20
 """tokens that are hashed at a time: about 60 MB with what comes of them"""
 BOILERPLATE_SHARE, BOILERPLATE_DOCUMENTS = 0.10, 2
 """an n-gram in more documents of a data set than the larger of the two is boilerplate"""
+WHOLE_SHARE = 0.6
+"""share of a question's n-grams from which on it is the other one, whatever its answer"""
 FEW_DOCUMENTS = 20
 """in data sets of up to so many documents of training the loss mask is looked at too"""
 _MAX_TABLE_BITS = 27
@@ -163,6 +165,8 @@ def find_overlap(
 ) -> Overlap:
     """Find the held-out documents of whose n-grams at least `min_share` stand in training.
 
+    Not where both have a question and the two differ, unless their answers share an n-gram.
+
     Documents shorter than `ngram` tokens are compared whole, and so are copies to the token.
     N-grams in more than 10 % of the documents of a data set of either side (and in more than 2) are
     boilerplate and do not count, wherever they stand. In data sets of up to 20 documents of
@@ -185,7 +189,12 @@ def find_overlap(
             known = np.where(known < 0, first, known)
             boilerplate |= is_common
     known[boilerplate] = -1
-    _match_shares(index, known, min_share, len(train), partner)
+    matched = _match_shares(index, known, min_share, len(train), partner)
+    for one in np.flatnonzero(matched >= 0).tolist() if min_share else ():
+        own, other = held_out[one], train[int(matched[one])]
+        if _asks_another(own, other, ngram, index, boilerplate):
+            matched[one] = -1
+    partner = np.where(partner < 0, matched, partner)
     return Overlap(partner, train_share, held_out_share)
 
 
@@ -217,8 +226,11 @@ def _match_copies(train: Columns, held_out: Columns, partner: Indices) -> None:
 
 def _match_shares(
     index: _Index, known: Indices, min_share: float, num_train: int, partner: Indices
-) -> None:
-    """Match documents enough of whose n-grams are `known`: a training document of each, or -1."""
+) -> Indices:
+    """Return a training document of each enough of whose n-grams are `known`, or -1, int64 [n].
+
+    Those that have a `partner` are left out. `num_train`: documents of training.
+    """
     import numpy as np
 
     owners = np.repeat(known, np.diff(index.starts))
@@ -233,7 +245,49 @@ def _match_shares(
     matched = np.full(len(partner), -1, dtype=np.int64)
     matched[pairs // max(1, num_train)] = pairs % max(1, num_train)
     enough = (found > 0) & (found >= min_share * counts) & (partner < 0)
-    partner[enough] = matched[enough]
+    return np.where(enough, matched, -1)
+
+
+def _asks_another(
+    own: Example, other: Example, ngram: int, index: _Index, boilerplate: Flags
+) -> bool:
+    """Tell whether two documents have different questions, and answers without common words.
+
+    Exercises of one kind share most of their words. A text without a question is its own answer.
+    """
+    import numpy as np
+
+    (question, answer), (other_question, other_answer) = _parts(own), _parts(other)
+    if not all(map(len, (question, answer, other_question, other_answer))):
+        return False
+    if np.array_equal(question, other_question) or _share(answer, other_answer, ngram):
+        return False
+    if len(question) < ngram:
+        return True
+    _, grams = index.find(hash_grams(question, ngram))
+    telling = index.grams[grams[~boilerplate[grams]]]
+    return _share_of(telling, other_question, ngram) < WHOLE_SHARE
+
+
+def _share(ids: npt.NDArray[np.int32], others: npt.NDArray[np.int32], ngram: int) -> float:
+    return _share_of(hash_grams(ids, ngram), others, ngram) if len(ids) >= ngram else 0.0
+
+
+def _share_of(hashes: Hashes, others: npt.NDArray[np.int32], ngram: int) -> float:
+    """Return the share of n-grams that stand in `others`; 0 where there are none."""
+    import numpy as np
+
+    if not len(hashes) or len(others) < ngram:
+        return 0.0
+    return float(np.isin(hashes, hash_grams(others, ngram)).mean())
+
+
+def _parts(example: Example) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Return the ids that are not trained on, and those that are."""
+    if example.target_ids is not None:
+        return example.input_ids, example.target_ids
+    is_trained = example.weights > 0
+    return example.input_ids[~is_trained], example.input_ids[is_trained]
 
 
 def _index_grams(held_out: Columns, run: Indices, ngram: int) -> _Index:

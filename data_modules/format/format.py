@@ -83,6 +83,9 @@ def format_of(columns: Iterable[str]) -> str | None:
     return next((name for name, form in FORMATS.items() if form.fits(present)), None)
 
 
+_PREFERENCES = {"chosen", "rejected"}
+
+
 def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     """Return the format of most rows; raises DataError where the first, and most, are of none."""
     votes: Counter[str] = Counter()
@@ -95,6 +98,12 @@ def guess_format(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
             continue
         name = format_of(values)
         if name is None:
+            if _PREFERENCES.issubset(values):
+                raise DataError(
+                    f"{row.origin} columns {listed(row.values)}: preference pairs, as for DPO, "
+                    "which are not trained on here; to train on the answers that were chosen, type "
+                    "{path: ..., format: prompt_completion, columns: {completion: chosen}}"
+                )
             suggestion = suggest_settings(row.values)
             example = "as in {instruction: question, output: answer}"
             unknown[number] = (

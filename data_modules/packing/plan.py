@@ -99,22 +99,36 @@ class StepPlan:
     def line(self) -> str:
         """Say how the first epoch's rows become packs and steps, and how many steps there are."""
         packs, steps = self._epoch(0).packs, len(self._epoch(0).step_weights)
-        tokens = int(self._lengths[packs.documents].sum())
         line = (
             f"{len(packs.documents):,} documents in {_count(len(packs), 'pack')}, "
-            f"{tokens / (len(packs) * self._capacity):.1%} of {self._capacity:,} tokens full; "
+            f"{self._fill:.1%} of {self._capacity:,} tokens full; "
             f"{_count(steps, 'step')} of {_count(self.packs_per_step, 'pack')} an epoch"
         )
         if self.num_steps != steps:
             line += f"; {_count(self.num_steps, 'step')} = {self.num_steps / steps:.2f} epochs"
-        if len(packs) < self.packs_per_step:
-            line += (
-                f"; {_count(len(packs), 'pack')} for a global batch of {self.packs_per_step:,}: "
+        return line + self._remarks()
+
+    def brief(self) -> str:
+        """Say how many steps there are, of what, in half a line."""
+        each, epochs = _count(self.packs_per_step, "pack"), len(self._epoch(0).step_weights)
+        line = f"{_count(self.num_steps, 'step')} of {each}, {self.num_steps / epochs:.3g} epochs"
+        return f"{line}, packs {self._fill:.1%} full{self._remarks()}"
+
+    @property
+    def _fill(self) -> float:
+        packs = self._epoch(0).packs
+        return int(self._lengths[packs.documents].sum()) / (len(packs) * self._capacity)
+
+    def _remarks(self) -> str:
+        packs, remarks = len(self._epoch(0).packs), ""
+        if packs < self.packs_per_step:
+            remarks += (
+                f"; {_count(packs, 'pack')} for a global batch of {self.packs_per_step:,}: "
                 "lower trainer.global_batch_size"
             )
-        if (idle := self.world_size - len(packs)) > 0:
-            line += f"; {_count(idle, 'rank')} of {self.world_size} will have nothing to do"
-        return line
+        if (idle := self.world_size - packs) > 0:
+            remarks += f"; {_count(idle, 'rank')} of {self.world_size} will have nothing to do"
+        return remarks
 
     def ends_epoch(self, step: int) -> bool:
         """Tell whether an epoch is through when `step` steps are done."""

@@ -100,13 +100,25 @@ class DatasetReport:
             f"{self.train_rows:,} train + {self.validation_rows:,} validation",
             self.how,
         ]
+        return f"{self.name}: {', '.join([*parts, *self._remarks()])}"
+
+    def remark(self) -> str:
+        """Return what a table of counts does not say: a line, empty where there is nothing."""
+        if self.is_streamed:
+            return self.line()
+        remarks = [f"only its first {self.rows:,} rows were read"] if self.is_cut else []
+        remarks += self._remarks()
+        return f"{self.name}: {', '.join(remarks)}" if remarks else ""
+
+    def _remarks(self) -> list[str]:
+        remarks = []
         if self.asks_validation and not self.validation_rows:
-            parts.append("too few distinct rows for validation")
+            remarks.append("too few distinct rows for validation")
         if self.repeated_rows:
-            parts.append(f"{self.repeated_rows:,} left out that stand in validation")
+            remarks.append(f"{self.repeated_rows:,} left out that stand in validation")
         if self.rejected:
-            parts.append(f"{self.rejected:,} bad rows left out")
-        return f"{self.name}: {', '.join(parts)}"
+            remarks.append(f"{self.rejected:,} bad rows left out")
+        return remarks
 
 
 @dataclass(kw_only=True, slots=True)

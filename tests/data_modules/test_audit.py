@@ -287,6 +287,26 @@ def test_words_that_many_documents_share_are_boilerplate() -> None:
     assert run_audit(prompted[:5], [copied, *prompted[6:]]).datasets[0].overlapping == 1
 
 
+def test_a_question_that_is_near_another_one_overlaps_by_its_answer() -> None:
+    story, answer, other = words(60), words(20), words(20)
+    asked = answered(story, answer)
+    changed = [*story[:30], *words(30)]
+    others = [answered(words(60), words(20)) for _ in range(30)]
+    for held_out, is_overlap in (
+        (answered(changed, other), False),  # the same exercise with other numbers
+        (answered(changed, answer[:3]), False),
+        (answered(changed, [*words(3), *answer]), True),
+        (answered(story, other), True),  # the question itself
+        (answered([*words(10), *story], other), True),
+        (Doc([*HEADER, *changed], [1] * 90), True),  # text, of which all is trained on
+    ):
+        found = run_audit([asked, *others], [held_out])
+        assert found.datasets[0].overlapping == is_overlap
+    one_is_enough, held_out = AuditConfig(overlap_share=0), [answered(changed, other)]
+    everything = run_audit([asked, *others], held_out, config=one_is_enough)
+    assert everything.datasets[0].overlapping == 1
+
+
 HEADER = list(range(40_000, 40_030))
 """what a chat template writes before every prompt"""
 
@@ -401,6 +421,7 @@ def test_overlap_is_that_of_plain_sets(
     with (
         mock.patch.object(overlap, "CHUNK_TOKENS", chunk),
         mock.patch.object(overlap, "FEW_DOCUMENTS", few),
+        mock.patch.object(overlap, "WHOLE_SHARE", 0),  # questions are compared above
     ):
         found = find_overlap(*sides, ngram, min_share=min_share, **limits)
         bulk = find_overlap(*map(BulkSide.count_of, sides), ngram, min_share=min_share, **limits)

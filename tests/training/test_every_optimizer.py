@@ -15,6 +15,7 @@ import transformers.optimization
 
 from app.config.verbs import PARTS
 from app.model.adapter import AdapterConfig, FullConfig, Ia3Config, LoraConfig
+from app.process.logs import LOG_FILE
 from app.training.algorithms import use_averaged_weights, use_training_weights
 from app.training.eight_bit import AdamW8bit
 from app.training.optimizers import (
@@ -270,9 +271,7 @@ def test_the_loss_falls_and_every_weight_moves(config: OptimizerConfig, dtype: t
         ("schedule_free", "lora"),
     ],
 )
-def test_a_run_learns_and_prints_its_groups(
-    name: str, adapter: str, train_run: TrainRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_learns_and_logs_its_groups(name: str, adapter: str, train_run: TrainRun) -> None:
     words = [f"optimizer={name}", f"adapter={adapter}", "schedule=constant"]
     words += ["optimizer.lr=3e-3", "schedule.warmup_steps=2", "trainer.max_steps=6"]
     folder = train_run(*small_run(), *words)
@@ -280,7 +279,7 @@ def test_a_run_learns_and_prints_its_groups(
     assert metrics["tuned/val/loss"] < metrics["base/val/loss"]
     rates = read_column(folder, "train/lr")
     assert list(rates.values()) == pytest.approx([1.5e-3, *[3e-3] * 5])
-    said = capsys.readouterr().out
+    said = (folder / LOG_FILE).read_text()
     assert "parameter groups of" in said
     assert ("there is nowhere to page to" in said) is (name == "paged_adamw8bit")
 

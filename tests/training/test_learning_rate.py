@@ -19,6 +19,7 @@ from app.model.adapter import (
     Ia3Config,
     LoraConfig,
 )
+from app.process.logs import LOG_FILE
 from app.training.optimizers import AdamWConfig
 from app.training.schedule import FAR, USUAL_LR, LearningRate, format_lr, resolve_lr
 from tests.conftest import read_column
@@ -124,5 +125,6 @@ def test_a_run_scales_by_all_packs_of_a_step_and_says_what_it_does(tmp_path: Pat
     # The curves show the base rate; the table shows that of B, too.
     rates = read_column(tmp_path / "run", "train/lr")
     assert list(rates.values()) == pytest.approx([0.01 / math.sqrt(2)])
-    row = next(line for line in said.splitlines() if re.search(r"q_proj +lora B", line))
+    details = (tmp_path / "run" / LOG_FILE).read_text().splitlines()
+    row = next(line for line in details if re.search(r"q_proj +lora B", line))
     assert "0.0283" in row

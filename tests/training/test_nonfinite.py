@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -422,9 +423,9 @@ def test_a_spike_gives_one_warning_with_its_rows(
     losses = usual * 5 + [9.0, 9.5] + usual * 20 + [8.0]
     said = spike_warnings(losses, caplog)
     assert len(said) == 2
-    assert said[0].startswith("step 21: loss 9.0000 is 4.4 times the median of the 20 steps before")
-    assert "rows lists-00:0, " in said[0]
-    assert said[1].startswith(f"step {len(losses)}: loss 8.0000")
+    start = "step 21: loss of lists 9.0000 is 4.4 times the median of the 20 steps before"
+    assert said[0].startswith(start) and "rows lists-00:0, " in said[0]
+    assert said[1].startswith(f"step {len(losses)}: loss of lists 8.0000")
 
 
 @pytest.mark.parametrize(
@@ -434,11 +435,55 @@ def test_a_spike_gives_one_warning_with_its_rows(
         [2.0, 3.0] * 20 + [5.0],
         [0.001] * 40 + [0.9],
         [9.0, 1.0, 9.0],
+        [3.0] * 4 + [0.02, 0.04, 0.01, 1.8, 0.02, 0.01, 0.05] * 9,
     ],
-    ids=["falling", "twice the median", "memorized", "too early"],
+    ids=["falling", "twice the median", "memorized", "too early", "a seventh is harder"],
 )
 def test_not_a_spike(losses: list[float], caplog: pytest.LogCaptureFixture) -> None:
     assert spike_warnings(losses, caplog) == []
+
+
+def test_a_spike_is_one_of_its_own_data_set_and_of_a_full_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch = StepWatch()
+    hard, easy, few = {"lists": (4.0, 90)}, {"orders": (0.2, 80)}, {"orders": (4.0, 8)}
+
+    def check(step: int, by_name: dict[str, tuple[float, int]]) -> None:
+        metrics = {"train/loss": 1.0, "train/grad_norm": 1.0}
+        for name, (loss, tokens) in by_name.items():
+            metrics |= {f"train/loss/{name}": loss, f"train/tokens/{name}": tokens}
+        watch.check(SimpleNamespace(step=step, is_scaled=False), metrics, lambda tensor: tensor)  # type: ignore[arg-type]
+
+    with caplog.at_level(logging.WARNING):
+        for step in range(40):
+            check(step, hard if step % 20 == 19 else few if step % 9 == 8 else easy)
+        assert not caplog.messages
+        check(40, {"orders": (4.0, 80)})
+    assert len(caplog.messages) == 1 and "loss of orders 4.0000 is 20.0 times" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "says"),
+    [
+        ([2.30 + 0.004 * (-1) ** step for step in range(90)], "it was 2.3"),
+        ([math.log(64)] * 90, "that of chance, log(64) = 4.1589"),
+        ([2.30 - 0.004 * step for step in range(90)], ""),
+        ([2.30] * 60, ""),
+    ],
+    ids=["as at first", "chance", "learns", "a short run"],
+)
+def test_a_run_that_learns_nothing_says_so_after_a_third(
+    losses: list[float], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = StepWatch(total_steps=len(losses), vocab_size=64)
+    with caplog.at_level(logging.WARNING):
+        for step, loss in enumerate(losses, start=1):
+            record = SimpleNamespace(step=step, is_scaled=False)
+            metrics = {"train/loss": loss, "train/grad_norm": 1.0}
+            watch.check(record, metrics, lambda tensor: tensor)  # type: ignore[arg-type]
+    assert len(caplog.messages) == bool(says)
+    assert says in caplog.text and ("step 30: nothing is learned" in caplog.text) == bool(says)
 
 
 # A loss scaler (fp16), with a double on the CPU.

@@ -10,6 +10,7 @@ import pytest
 
 from app.model.adapter import AdapterConfig, FullConfig, LoraConfig, trained_weights
 from app.process.errors import UserError
+from app.process.logs import LOG_FILE
 from app.training.optimizers import (
     AdamWConfig,
     LrPattern,
@@ -159,12 +160,12 @@ def test_groups_that_leave_out_repeat_or_invent_weights_are_a_bug_and_say_so() -
 
 
 def test_a_run_takes_patterns_and_says_their_groups(
-    train_run: TrainRun, capsys: pytest.CaptureFixture[str]
+    train_run: TrainRun,
 ) -> None:
     patterns = "[{pattern: *.layers.0.*, ratio: 0.5}, {pattern: *.layers.1.*, ratio: 2}]"
     words = small_run("trainer.max_steps=1", "data.val_set_size=0", "optimizer.lr=1e-3")
-    train_run(*words, f"optimizer.lr_by_pattern={patterns}")
-    lines = capsys.readouterr().out.splitlines()
+    folder = train_run(*words, f"optimizer.lr_by_pattern={patterns}")
+    lines = (folder / LOG_FILE).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if "parameter groups of AdamW" in line)
     rows = [line.split() for line in lines[start:] if line.lstrip().startswith("matrices")][:3]
     assert [(row[-2], row[-1]) for row in rows] == [("1e-3", "0"), ("5e-4", "0"), ("2e-3", "0")]

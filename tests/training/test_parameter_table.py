@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from rich.console import Console
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -33,10 +36,13 @@ from app.training.optimizers import (
     build_optimizer,
 )
 from app.training.parameter_table import (
+    MAX_BRIEF_ROWS,
     MAX_ROWS,
     TrainedPattern,
+    brief_table,
     describe_parameters,
     print_parameter_table,
+    shared_settings,
     trainable_table,
     trained_patterns,
 )
@@ -164,13 +170,14 @@ def test_more_patterns_than_rows_are_summed_up_in_the_last_row() -> None:
 
 
 def test_the_groups_are_listed_with_their_settings_and_sum_up(
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_llama(attention_bias=True)
     config = MuonConfig(weight_decay=0.1, matrix_lr_ratio=3.0)
     config.lr_by_pattern = [LrPattern(pattern="*.layers.0.*", ratio=0.5)]
-    print_parameter_table(model, optimizer_of(model, FullConfig(), config))
-    lines = capsys.readouterr().out.splitlines()
+    with caplog.at_level(logging.DEBUG, logger="app"):
+        print_parameter_table(model, optimizer_of(model, FullConfig(), config))
+    lines = caplog.text.splitlines()
     start = lines.index(next(line for line in lines if "groups of MuonWithAdamW" in line))
     rows = [line.rsplit(maxsplit=5) for line in lines[start + 4 :] if line.count("%") == 1][:-1]
     layer = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
@@ -200,21 +207,50 @@ def test_groups_without_all_trainable_parameters_are_refused() -> None:
         print_parameter_table(model, optimizer)
 
 
-def test_a_log_file_gets_unwrapped_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_gets_unwrapped_lines(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
-    print_parameter_table(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
-    lines = capsys.readouterr().out.splitlines()
+    with caplog.at_level(logging.DEBUG, logger="app"):
+        print_parameter_table(model, optimizer_of(model, LoraConfig(lora_plus_ratio=16)))
+    lines = [line for message in caplog.messages for line in message.splitlines()]
     (row,) = (line for line in lines if Q_PROJ in line and "lora B" in line)
     assert row.split() == [Q_PROJ, "lora", "B", "2", "32x4", "256", "6.9%", "0.016"]
     report = report_trainable(model)
     assert report.num_bytes == 4 * report.num_total
     assert lines[-2:] == [
         f"trainable params: {report.num_trainable:,} / {report.num_total:,} "
-        f"({100 * report.num_trainable / report.num_total:.2f} %)",
+        f"({100 * report.num_trainable / report.num_total:.2f} %), fp32, decay 0",
         f"model weights: fp32, {report.num_bytes / 2**20:.1f} MiB",
     ]
     lines = describe_parameters(TrainableReport(512, 2**30, {"bfloat16": 7, "nf4": 2000}, 2**31))
     assert lines[1] == "model weights: 7 bf16, 2,000 nf4, 2.0 GiB"
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_short_table_has_a_row_a_parent_and_fits_80_columns(width: int) -> None:
+    model = adapted(peft.LoraConfig(r=4, target_modules="all-linear"))
+    patterns = patterns_of(model, LoraConfig())
+    console = Console(width=width, file=io.StringIO(), highlight=False)
+    console.print(table := brief_table(patterns))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    heading, attention, mlp = (line.split("  ") for line in lines)
+    assert heading[0] == "trains"
+    assert attention[0] == "self_attn: q_proj, k_proj, v_proj, o_proj"
+    assert mlp[0] == "mlp: gate_proj, up_proj, down_proj"
+    assert list(table.columns[1].cells) == ["lora A, B"] * 2
+    counts = [int(cell.replace(",", "")) for cell in table.columns[3].cells]
+    assert sum(counts) == sum(pattern.num_weights for pattern in patterns)
+    assert shared_settings(patterns)["lr"] == "1e-3"
+
+
+def test_the_short_table_sums_up_what_it_has_no_row_for() -> None:
+    patterns = patterns_of(many_layers(), FullConfig(), MuonConfig(matrix_lr_ratio=3.0))
+    table = brief_table(patterns)
+    assert table.row_count == MAX_BRIEF_ROWS
+    assert [str(column.header) for column in table.columns][-1] == "lr"
+    numbers = sum(int(cell.replace(",", "")) for cell in table.columns[3].cells)
+    assert numbers == sum(pattern.num_weights for pattern in patterns)
+    assert list(table.columns[0].cells)[-1].endswith(" smaller ones")
 
 
 @pytest.mark.parametrize("double_quant", [True, False])

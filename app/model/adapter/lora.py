@@ -185,7 +185,7 @@ def apply_lora(
     rows = rows_to_train(model, token_ids, whole)
     every = [name for name, _ in model.named_modules() if not is_inside(name, whole)]
     every += tower_modules(model)
-    log.info("lora: %s", _say_targets(config, modules, found.experts))
+    log.debug("lora: %s", _say_targets(config, modules, found.experts))
     adapted = wrap(
         model,
         peft.LoraConfig(

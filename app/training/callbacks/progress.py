@@ -17,10 +17,12 @@ LINES_PER_RUN = 10
 FIGURES = {
     "train/loss": "loss {:.4f}",
     "val/loss": "val {:.4f}",
-    "train/lr": "lr {:.1e}",
     "speed/tokens_per_second": "{:,.0f} tok/s",
+    "train/lr": "lr {:.1e}",
 }
-"""what the bar shows of the latest row, short enough for a terminal of 80 columns"""
+"""what is shown of the latest row, of a bar as much as its line holds"""
+BAR_WIDTH, TIME_WIDTH = 12, 7
+WORDS = ("validate", "train", "done", "stopped")
 
 
 class ProgressBar(L.Callback):
@@ -41,7 +43,7 @@ class ProgressBar(L.Callback):
             return
         self.progress = Progress(
             TextColumn("{task.fields[what]}"),
-            BarColumn(bar_width=12),
+            BarColumn(bar_width=BAR_WIDTH),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
@@ -71,7 +73,7 @@ class ProgressBar(L.Callback):
             return
         step, total = trainer.global_step, trainer.max_steps
         if self.progress is not None:
-            shown = figures(pl_module.metrics)
+            shown = figures(pl_module.metrics, self._room(total))
             self.progress.update(self.task, completed=step, what="train", figures=shown)
         elif pl_module.metrics.latest_step == step and self.next_line <= step < total:
             self.next_line = step + total / LINES_PER_RUN
@@ -90,7 +92,7 @@ class ProgressBar(L.Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Give the terminal back before an error is printed."""
-        self._close()
+        self._close("stopped")
 
     def _print(self, step: int, total: int, metrics: Metrics) -> None:
         seconds = time.monotonic() - self.started
@@ -98,14 +100,26 @@ class ProgressBar(L.Callback):
         left = f"{a_step * (total - step):.0f} s left" if step < total else "done"
         print(f"step {step}/{total}  {figures(metrics)}  {left}", flush=True)
 
-    def _close(self) -> None:
+    def _room(self, total: int) -> int:
+        """Return the letters that a line has for figures, beside the rest of the bar."""
+        counts = 2 * len(str(total)) + 1
+        rest = (max(map(len, WORDS)), BAR_WIDTH, counts, TIME_WIDTH)
+        return self.console.width - sum(rest) - len(rest)
+
+    def _close(self, word: str = "done") -> None:
         if self.progress is not None:
-            self.progress.update(self.task, what="done")
+            self.progress.update(self.task, what=word)
             self.progress.stop()
             self.progress = None
 
 
-def figures(metrics: Metrics) -> str:
-    """Return the latest figures in one line."""
+def figures(metrics: Metrics, room: int | None = None) -> str:
+    """Return the latest figures in one line, as many as `room` letters hold."""
     shown = ((metrics.latest.get(name), form) for name, form in FIGURES.items())
-    return "  ".join(form.format(value) for value, form in shown if value is not None)
+    line = ""
+    for text in (form.format(value) for value, form in shown if value is not None):
+        longer = f"{line}  {text}" if line else text
+        if room is not None and len(longer) > room:
+            break
+        line = longer
+    return line

@@ -1,0 +1,83 @@
+"""Completion of `loft` in a shell: verbs, settings, and the options of groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.config.conf_files import CONF, groups
+from app.config.schema import list_settings
+from app.config.verbs import PARTS, VERBS
+from app.process.errors import UserError
+
+FILES = {
+    "bash": Path(".local/share/bash-completion/completions/loft"),
+    "zsh": Path(".zfunc/_loft"),
+    "fish": Path(".config/fish/completions/loft.fish"),
+}
+"""where a shell looks for completions, below the home folder"""
+BASH = """\
+_loft() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" key="" words
+  [ "$word" = "=" ] && {{ key="$before"; word=""; }}
+  [ "$before" = "=" ] && key="${{COMP_WORDS[COMP_CWORD-2]}}"
+  if [ -n "$key" ]; then
+    case "$key" in
+{options}
+      *) COMPREPLY=($(compgen -f -- "$word")); return ;;
+    esac
+  elif [ "$COMP_CWORD" -eq 1 ]; then
+    words="{verbs}"
+  else
+    case "${{COMP_WORDS[1]}}" in
+{settings}
+    esac
+    [[ "$word" != --* ]] && compopt -o nospace
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -F _loft loft
+"""
+ZSH = "#compdef loft\nautoload -U +X bashcompinit && bashcompinit\n"
+
+
+def completion_script(shell: str, verbs: dict[str, str]) -> str:
+    """Return what `shell` reads to complete `loft`; `verbs` with what each does."""
+    options = {group: [*names] for group, names in groups(CONF).items()}
+    settings = {
+        verb: [f"{one.typed_key}=" for one in list_settings(top, PARTS) if "[]" not in one.key]
+        for verb, top in VERBS.items()
+    }
+    for words in settings.values():
+        words += ["+experiment=", "--help", "--verbose"]
+    if shell == "fish":
+        lines = [
+            f"complete -c loft -f -n __fish_use_subcommand -a {verb} -d '{what}'"
+            for verb, what in verbs.items()
+        ]
+        for verb, words in settings.items():
+            full = [f"{group}={name}" for group, names in options.items() for name in names]
+            every = " ".join(dict.fromkeys([*words, *full]))
+            lines.append(f"complete -c loft -n '__fish_seen_subcommand_from {verb}' -a '{every}'")
+        return "\n".join(lines) + "\n"
+    by_key = [
+        f'      {group}|+{group}) words="{" ".join(names)}" ;;' for group, names in options.items()
+    ]
+    by_verb = [f'      {verb}) words="{" ".join(words)}" ;;' for verb, words in settings.items()]
+    script = BASH.format(
+        verbs=" ".join([*verbs, "--help", "--version"]),
+        options="\n".join(by_key),
+        settings="\n".join(by_verb),
+    )
+    return ZSH * (shell == "zsh") + script
+
+
+def install_completion(shell: str, verbs: dict[str, str], home: Path) -> str:
+    """Write the completion where `shell` looks for it; return what to do then."""
+    if shell not in FILES:
+        known = "|".join(FILES)
+        raise UserError(f"--install-completion {shell}: expected --install-completion {known}")
+    file = home / FILES[shell]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(completion_script(shell, verbs), encoding="utf-8")
+    then = {"zsh": "; ~/.zshrc needs: fpath+=~/.zfunc; autoload -U compinit; compinit"}
+    return f"written: {file}{then.get(shell, '')}; open a new terminal"

@@ -1,0 +1,159 @@
+"""Words of other tools, and near misses: each is answered with what to type here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app import __main__ as console
+from app.config import load_config
+from app.config.completion import FILES, completion_script
+from app.init import init
+from app.process.errors import UserError
+from tests.conftest import ROOT
+from tests.door import ask, make_data, make_model
+
+RUN = "+experiment=quickstart"
+ANSWERS = [
+    ("push_to_hub=true", "hf upload OWNER/NAME RUN/adapter"),
+    ("report_to=wandb", "did you mean logger?"),
+    ("load_in_4bit=true", "type quantization=nf4"),
+    ("load_in_8bit=true", "type quantization=int8"),
+    ("bf16=true", "type trainer.precision=bf16"),
+    ("save_every_steps=100", "did you mean trainer.checkpoint.every_steps?"),
+    ("deepspeed=x.json", "type strategy=zero2"),
+    ("model=meta-llama/Llama-3.1-8B", "type model.path=meta-llama/Llama-3.1-8B"),
+    ("model=llama-3-8b", "did you mean llama3_8b?"),
+    ("model=nothing_like_it", "type model.path=nothing_like_it"),
+    ("--lr=1e-4", "type optimizer.lr=1e-4"),
+    ("--learning-rate=1e-4", "type optimizer.lr=1e-4"),
+    ("--what=1", "--help shows the settings"),
+    ("attention=flash_attention_2", "type attention=auto"),
+    ("flash_attention_2", "type attention=auto"),
+    ("num_gpus=4", "did you mean trainer.devices?"),
+    ("method=dpo", "supervised fine-tuning"),
+    ("wandb_project=mine", "metrics.csv"),
+]
+
+
+@pytest.mark.parametrize(("word", "fragment"), ANSWERS, ids=[word for word, _ in ANSWERS])
+def test_a_word_of_another_tool_is_answered_with_ours(word: str, fragment: str) -> None:
+    answer = ask(RUN, word)
+    assert answer.code == 2 and fragment in answer.said, answer.said
+    assert len(answer.said) < 400
+
+
+def test_a_dashed_word_takes_its_value_with_it() -> None:
+    answer = ask(RUN, "--lr", "1e-4")
+    assert answer.said.count("\n") == 1 and "--lr 1e-4: " in answer.said
+
+
+def test_a_token_is_a_secret_and_a_number_is_none() -> None:
+    assert "secrets do not go into settings" in ask(RUN, "model.token=hf_abcdefgh").said
+    assert (
+        "did you mean plan.tokens?" in ask("+experiment=llama8b", "plan.token=5", verb="plan").said
+    )
+
+
+def test_a_whole_number_may_be_typed_with_an_exponent() -> None:
+    config: Any = load_config("plan", ["+experiment=llama8b", "plan.tokens=1e9"])
+    assert config.plan.tokens == 10**9 and isinstance(config.plan.tokens, int)
+    assert "expected a whole number" in ask(RUN, "trainer.max_steps=1.5").said
+
+
+def test_a_path_alone_is_a_data_set(tmp_path: Path) -> None:
+    one, two = make_data(tmp_path / "a.jsonl"), make_data(tmp_path / "b c.jsonl")
+    for word in (f"data.datasets={one}", f"data.datasets=[{one}]"):
+        (dataset,) = ask(RUN, word).config.data.datasets
+        assert dataset.path == str(one)
+    both = ask(RUN, f"data.datasets=[{one}, {{path: '{two}', weight: 2}}]").config.data.datasets
+    assert [(each.path, each.weight) for each in both] == [(str(one), 1), (str(two), 2)]
+    assert "no such file" in ask(RUN, f"data.datasets={tmp_path / 'none.json'}").said
+
+
+def test_preference_pairs_are_named_as_such(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    said = ask(RUN, f"data.datasets={file}").said
+    assert "preference pairs" in said and "columns: {completion: chosen}" in said
+    chosen = f"path: {file}, format: prompt_completion, columns: {{completion: chosen}}"
+    assert ask(RUN, f"data.datasets=[{{{chosen}}}]").code == 0
+
+
+def test_a_folder_that_is_not_there_is_not_mistaken_for_another(tmp_path: Path) -> None:
+    (tmp_path / "opt").mkdir()
+    assert "did you mean" not in ask(RUN, f"model.path={tmp_path / 'nope'}").said
+    (tmp_path / "my_model").mkdir()
+    assert (
+        f"did you mean {tmp_path / 'my_model'}?" in ask(RUN, f"model.path={tmp_path}/my_modl").said
+    )
+
+
+def test_the_version_and_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ask("--version").printed.startswith("loft ")
+    for words, fragment in ((["--version"], "loft "), (["--help"], "  init"), ([], "  train")):
+        with pytest.raises(SystemExit) as ended, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["loft", *words])
+            console.main()
+        assert ended.value.code == 0 and fragment in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", FILES)
+def test_shells_complete_verbs_settings_and_options(shell: str, tmp_path: Path) -> None:
+    script = completion_script(shell, console.VERBS)
+    assert all(word in script for word in ("train", "optimizer.lr=", "muon", "quickstart"))
+    if shell == "bash":
+        line = (
+            f"source {tmp_path}/loft; COMP_WORDS=({{}}); COMP_CWORD=$((${{{{#COMP_WORDS[@]}}}}-1));"
+            "compopt() { :; }; _loft; echo ${COMPREPLY[@]}"
+        )
+        (tmp_path / "loft").write_text(script)
+        for typed, expected in (("loft tr", "train"), ("loft train optimizer = mu", "muon")):
+            words = line.replace("({})", f"({typed})").replace("{{", "{").replace("}}", "}")
+            shown = subprocess.run(
+                ["bash", "-c", words], capture_output=True, text=True, check=True
+            )
+            assert shown.stdout.split() == [expected]
+
+
+def test_init_writes_an_experiment_that_validates(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, data = make_model(tmp_path / "my model"), make_data(tmp_path / "a.jsonl")
+    file = init(["mine", f"model={model}", f"data={data},{data}"], None)
+    assert file == Path("mine.yaml") and file.read_text().count("#") > 10
+    answer = ask(f"+experiment={file}")
+    assert answer.code == 0, answer.said
+    assert answer.config.model.path == str(model) and len(answer.config.data.datasets) == 2
+    with pytest.raises(UserError, match=r"mine.yaml exists"):
+        init(["mine", f"model={model}", f"data={data}"], None)
+    with pytest.raises(UserError, match=r"data is missing; type data=data.jsonl"):
+        init(["other", f"model={model}"], None)
+    asked: list[str] = []
+
+    def answer_of(question: str) -> str:
+        asked.append(question)
+        return str(model if "base model" in question else data)
+
+    assert ask(f"+experiment={init(['asked'], answer_of)}").code == 0 and len(asked) == 2
+
+
+@pytest.mark.slow
+def test_what_init_writes_previews(tmp_path: Path) -> None:
+    base = ROOT / "data_modules/samples/tiny_base"
+    file = tmp_path / "mine.yaml"
+    words = [f"model={base}", f"data={make_data(tmp_path / 'a.jsonl', 40)}", f"output={file}"]
+    done = [
+        subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+        for command in (
+            ["app", "init", *words],
+            ["app", "preview", f"+experiment={file}", f"output.dir={tmp_path / 'preview'}"],
+        )
+    ]
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    assert (tmp_path / "preview" / "preview.html").exists()

@@ -1,0 +1,93 @@
+"""What a person sees of the first run, in terminals of three widths and through a pipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from app.process.logs import LOG_FILE
+from tests.processes import run_verb
+from tests.terminal import CTRL_C, type_in_terminal
+
+SHORT = ("trainer.max_steps=20", "evaluation.max_rows=4", "evaluation.max_new_tokens=4")
+MOST_LINES = 14
+"""before the first step"""
+PROGRESS = re.compile(r"(train|validate|done|stopped|step) .*\d+/\d+ ")
+
+
+def lines_before_the_first_step(lines: list[str]) -> list[str]:
+    first = next(
+        i for i, line in enumerate(lines) if re.match(r"(train|validate|done|step) ", line)
+    )
+    return [line for line in lines[:first] if line]
+
+
+def check_end(lines: list[str], folder: Path, *, logger: str) -> None:
+    end = "".join(lines[lines.index("next:") :])  # a narrow terminal wraps the paths
+    third = "tensorboard.main" if logger == "tensorboard" else "app.merge"
+    assert re.findall(r" -m ([\w.]+)", end) == ["app.evaluate", "app.chat", third]
+    assert end.endswith(f"run: {folder}")
+    assert any("base vs tuned" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("columns", "logger"), [(80, "csv"), (120, "tensorboard"), (200, "csv")])
+def test_the_first_run_in_a_terminal(columns: int, logger: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ["+experiment=quickstart", *SHORT, f"logger={logger}", f"output.dir={folder}"]
+    screen = type_in_terminal(columns, "app.train", *words)
+    assert screen.code == 0, screen.lines
+    assert screen.lines[0] == "loading libraries ..."
+    before = lines_before_the_first_step(screen.lines)
+    assert len(before) <= MOST_LINES, before
+    (bar,) = (line for line in screen.lines if PROGRESS.match(line))
+    assert re.match(r"done ━+ 20/20 loss [\d.]+  val [\d.]+  [\d,]+ tok/s", bar)
+    assert len(bar) <= columns
+    check_end(screen.lines, folder, logger=logger)
+    details = (folder / LOG_FILE).read_text()
+    assert "parameter groups of AdamW" in details and "chat template:" in details
+
+
+@pytest.mark.slow
+def test_the_first_run_through_a_pipe(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ["+experiment=quickstart", *SHORT, "logger=csv", f"output.dir={folder}"]
+    lines = run_verb("train", *words).splitlines()
+    before = lines_before_the_first_step(lines)
+    assert before[0] == "loading libraries ..." and len(before) <= MOST_LINES
+    assert "\x1b" not in "".join(lines)
+    assert sum(line.startswith("step ") for line in lines) > 2
+    check_end(lines, folder, logger="csv")
+    verbose = run_verb("train", *words[:-1], "--verbose", f"output.dir={tmp_path / 'verbose'}")
+    assert "parameter groups of AdamW" in verbose
+
+
+@pytest.mark.slow
+def test_the_bar_says_stopped_after_ctrl_c(tmp_path: Path) -> None:
+    words = ["+experiment=quickstart", "logger=csv", f"output.dir={tmp_path / 'run'}"]
+    screen = type_in_terminal(80, "app.train", *words, press=CTRL_C, after=" 3/300 ")
+    assert screen.code == 130
+    (bar,) = (line for line in screen.lines if PROGRESS.match(line))
+    assert bar.startswith("stopped ") and "/300 " in bar
+    end = [line for line in screen.lines[screen.lines.index(bar) + 1 :] if line]
+    assert end[0].startswith("stopped by SIGINT: step ") and end[1].startswith("to resume: ")
+
+
+@pytest.mark.slow
+def test_bars_count_answers_and_validation_and_go(tmp_path: Path, default_run: Path) -> None:
+    words = [f"run={default_run}", f"output.dir={tmp_path / 'evaluation'}"]
+    screen = type_in_terminal(80, "app.evaluate", *words, "evaluation.max_rows=8")
+    assert screen.code == 0 and not any("answers" in line for line in screen.lines)
+    assert screen.lines[0] == "loading libraries ..."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_the_first_run_gives_no_false_alarm(seed: int, tmp_path: Path) -> None:
+    words = ["+experiment=quickstart", "evaluation.exact_match=false", "logger=csv"]
+    words += [f"seed={seed}", "trainer.max_steps=120", f"output.dir={tmp_path / 'run'}"]
+    said = run_verb("train", *words)
+    log = (tmp_path / "run" / LOG_FILE).read_text()
+    assert " WARNING " not in log and "warning" not in said + log
