@@ -95,7 +95,14 @@ from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
 from app.training.schedule import resolve_lr
 from app.training.trainer import Environment, build_lightning_trainer
-from data_modules import BatchSpec, ChatTemplate, DataSpec, FinetuneDataModule, ModelSpec
+from data_modules import (
+    BatchSpec,
+    ChatTemplate,
+    DataSpec,
+    FinetuneDataModule,
+    ModelSpec,
+    dataset_names,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -175,6 +182,21 @@ def adapter_of(config: TunedConfig) -> AdapterConfig:
         return load_run_config(Path(config.run)).adapter
     is_lora = config.tuned_path is None or is_adapter(Path(config.tuned_path))
     return LoraConfig() if is_lora else FullConfig()
+
+
+def trained_datasets(config: EvaluateConfig) -> set[str] | None:
+    """Return which data sets of an evaluation its run was trained on, by name or by path.
+
+    None where there is no run to ask.
+    """
+    if config.run is None or config.adapter_path is not None:
+        return None
+    of_run = load_run_config(Path(config.run)).data.datasets
+    trained, paths = set(dataset_names(of_run)), {dataset.path for dataset in of_run}
+    for datasets in (config.data.datasets, config.data.test_datasets):
+        named = zip(dataset_names(datasets), datasets, strict=True)
+        trained |= {name for name, dataset in named if dataset.path in paths}
+    return trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,8 +31,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         build_evaluator,
         open_base,
         place_as_trained,
+        trained_datasets,
     )
     from app.evaluation.comparison import print_comparison
+    from app.evaluation.significance import check_regression, figures_of, print_changes
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
@@ -59,11 +61,15 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         metrics |= measure("base", base.load())
     if config.tuned_path:
         metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
+    changes = evaluator.changes(trained_datasets(config))
+    metrics |= figures_of(changes)
     save_config(config, folder / CONFIG_FILE)
     evaluator.predictions.write(folder)
     write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     print_comparison(metrics, data.dataset_names)
+    print_changes(changes)
     print(f"run: {printable(str(folder))}")
+    check_regression(changes, config.evaluation.max_regression)
     return metrics
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
+from app.evaluation.significance import Change, RowScores, compare_rows
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.files import write_whole
 from data_modules import redact
@@ -68,6 +69,15 @@ class Predictions:
             f"{who}/exact_match/{name}": sum(map(is_exact_match, answers, self._prompts[name]))
             / len(answers)
             for name, answers in self._answers[who].items()
+        }
+
+    def scores(self, who: str) -> dict[str, RowScores]:
+        """Return whether each answer of a model is an exact match, by data set."""
+        return {
+            name: RowScores(
+                scores=list(map(float, map(is_exact_match, answers, self._prompts[name])))
+            )
+            for name, answers in self._answers.get(who, {}).items()
         }
 
     def write(self, folder: Path) -> None:
@@ -126,22 +136,37 @@ class Evaluator:
         self.shards, self.sum_over_ranks = shards, sum_over_ranks
         self.prompts = data.prompts(config.max_rows) if config.exact_match else {}
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
+        self.row_losses: dict[str, Tensor] = {}
+        """of base and tuned: weighted losses and weights of every validation row [2, rows]"""
 
-    def losses(self, model: Any) -> dict[str, float]:
+    def losses(self, who: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set; nothing without validation rows."""
-        from app.training.objective import validate
+        from app.training.objective import DocumentSums, validate
 
-        names = self.data.dataset_names
-        if not len(self.data.val_examples):
+        names, num_rows = self.data.dataset_names, len(self.data.val_examples)
+        if not num_rows:
             return {}
-        is_packed = self.data.is_packed
-        if self.shards is None:
+        documents, is_packed = DocumentSums(), self.data.is_packed
+        if self.shards is None or self.sum_over_ranks is None:
             rows = self.data.whole_val_dataloader()
-            return validate(model, rows, self.backend, names, is_packed=is_packed)
-        share, device = self.data.val_dataloader(), self.shards.root_device
-        return validate(
-            model, share, self.backend, names, device, self.sum_over_ranks, is_packed=is_packed
-        )
+            losses = validate(
+                model, rows, self.backend, names, is_packed=is_packed, documents=documents
+            )
+            total = documents.take(self.data.val_order, num_rows)
+        else:
+            losses = validate(
+                model,
+                self.data.val_dataloader(),
+                self.backend,
+                names,
+                self.shards.root_device,
+                self.sum_over_ranks,
+                is_packed=is_packed,
+                documents=documents,
+            )
+            total = self.sum_over_ranks(documents.take(self.data.val_order, num_rows))
+        self.row_losses[who] = total.cpu()
+        return losses
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
         """Return the exact match of every data set, named by `who`; nothing without prompts."""
@@ -149,7 +174,31 @@ class Evaluator:
 
     def measure(self, who: str, model: Any) -> dict[str, float]:
         """Return all figures of a model, named by `who`: base or tuned."""
-        return named(who, self.losses(model)) | self.answers(who, model)
+        return named(who, self.losses(who, model)) | self.answers(who, model)
+
+    def changes(self, trained: Collection[str] | None) -> list[Change]:
+        """Compare base and tuned row by row, where both were measured.
+
+        `trained`: the data sets that the tuned model was trained on, None where nobody knows.
+        """
+        base, tuned = (
+            {"val/loss": self._loss_scores(who), "exact_match": self.predictions.scores(who)}
+            for who in WHO
+        )
+        return compare_rows(base, tuned, trained)
+
+    def _loss_scores(self, who: str) -> dict[str, RowScores]:
+        if who not in self.row_losses:
+            return {}
+        losses, weights = self.row_losses[who].numpy()
+        scores = {}
+        for number, name in enumerate(self.data.dataset_names):
+            # A row without a trained token has no loss.
+            of_name = (self.data.val_examples.datasets == number) & (weights > 0)
+            scores[name] = RowScores(
+                scores=losses[of_name] / weights[of_name], weights=weights[of_name]
+            )
+        return scores
 
 
 def compare_trained(
@@ -159,24 +208,32 @@ def compare_trained(
     validations: Sequence[dict[str, float]],
     load_base: Callable[[], PreTrainedModel] | None,
     *,
+    row_losses: Sequence[Tensor | None] = (None, None),
     is_as_trained: bool,
 ) -> dict[str, float]:
     """Compare a model that was just trained with its base, reusing what training has measured.
 
-    `validations` are those of the training, the first before its first step. `is_as_trained`:
-    `model` is the one that was trained, not one that was loaded again. `load_base` is None for a
-    model that was trained from scratch.
+    `validations` are those of the training, the first before its first step; `row_losses` are the
+    first and the last one's as `Evaluator.row_losses`, None where this start of the run has not
+    measured it. `is_as_trained`: `model` is the one that was trained, not one that was loaded
+    again. `load_base` is None for a model that was trained from scratch.
     """
     is_whole = saves_whole_model(adapter)
     metrics: dict[str, float] = {}
     if validations:
+        evaluator.row_losses = {
+            who: rows for who, rows in zip(WHO, row_losses, strict=True) if rows is not None
+        }
         # Saving rounds a full model to its base's dtype: its last validation was before that.
-        tuned = validations[-1] if is_as_trained and not is_whole else evaluator.losses(model)
+        if is_as_trained and not is_whole:
+            tuned = validations[-1]
+        else:
+            tuned = evaluator.losses("tuned", model)
         if is_whole or (is_as_trained and not continued_from(adapter)):
             base = validations[0]
         else:  # the run did not start as its base
             with adapter_switched_off(model):
-                base = evaluator.losses(model)
+                base = evaluator.losses("base", model)
         metrics |= named("base", base) | named("tuned", tuned)
     if not evaluator.prompts:
         return metrics
