@@ -96,6 +96,7 @@ from data_modules import (
     DataSpec,
     FinetuneDataModule,
     ModelSpec,
+    dataset_names,
     redacted,
 )
 
@@ -202,6 +203,21 @@ def adapter_of(config: TunedConfig) -> AdapterConfig:
         return load_run_config(Path(config.run)).adapter
     is_lora = config.tuned_path is None or is_adapter(Path(config.tuned_path))
     return LoraConfig() if is_lora else FullConfig()
+
+
+def trained_datasets(config: EvaluateConfig) -> set[str] | None:
+    """Return which data sets of an evaluation its run was trained on, by name or by path.
+
+    None where there is no run to ask.
+    """
+    if config.run is None or config.adapter_path is not None:
+        return None
+    of_run = load_run_config(Path(config.run)).data.datasets
+    trained, paths = set(dataset_names(of_run)), {dataset.path for dataset in of_run}
+    for datasets in (config.data.datasets, config.data.test_datasets):
+        named = zip(dataset_names(datasets), datasets, strict=True)
+        trained |= {name for name, dataset in named if dataset.path in paths}
+    return trained
 
 
 def open_tuned(config: TunedConfig, env: Environment) -> Tuned:

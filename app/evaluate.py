@@ -33,8 +33,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         build_datamodule,
         build_evaluator,
         open_base,
+        trained_datasets,
     )
     from app.evaluation.comparison import print_comparison
+    from app.evaluation.significance import check_regression, figures_of, print_changes
     from app.evaluation.tuned import place_as_trained
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
@@ -62,12 +64,16 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         metrics |= measure("base", base.load())
     if config.tuned_path:
         metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
+    changes = evaluator.changes(trained_datasets(config))
+    metrics |= figures_of(changes)
     save_config(config, folder / CONFIG_FILE)
     evaluator.predictions.write(folder)
     write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     print_comparison(metrics, data.dataset_names)
+    print_changes(changes)
     write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
+    check_regression(changes, config.evaluation.max_regression)
     return metrics
 
 

@@ -89,6 +89,7 @@ def finish(
     """
     from app.assembly import build_evaluator
     from app.evaluation.comparison import compare_trained, print_comparison
+    from app.evaluation.significance import check_regression, figures_of, print_changes
     from app.model.adapter import saves_whole_model
     from app.model.save import save_model
     from app.model.tokenizer import keep_stop_tokens, save_stop_tokens
@@ -119,9 +120,11 @@ def finish(
             config.adapter,
             module.metrics.validations,
             None if config.model.from_scratch else base.load,
+            row_losses=module.metrics.row_losses,
             is_as_trained=model is module.model,
         )
-    metrics |= module.metrics.summary() | measured
+    changes = evaluator.changes(trained=data.dataset_names)
+    metrics |= figures_of(changes) | module.metrics.summary() | measured
 
     def write() -> None:
         base.tokenizer.save_pretrained(saved)
@@ -130,6 +133,7 @@ def finish(
             save_stop_tokens(model, saved)
         write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_comparison(metrics, data.dataset_names)
+        print_changes(changes)
         write_page(run.folder, changed_settings(config))
         end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
         print_next(run, saved)
@@ -138,6 +142,7 @@ def finish(
         write()
     else:
         run_on_rank0(write)
+    check_regression(changes, config.evaluation.max_regression)
     return metrics.get("val/loss") if trainer.is_global_zero else None
 
 

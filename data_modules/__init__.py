@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from data_modules.template import Prompt as Prompt
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
+    from data_modules.tokens.datasets import dataset_names as dataset_names
     from data_modules.types import BatchSpec as BatchSpec
     from data_modules.types import Conversation as Conversation
     from data_modules.types import Example as Example
@@ -77,6 +78,7 @@ _HOMES = {
     "Turn": "types",
     "check_datasets": "settings",
     "check_values": "facts",
+    "dataset_names": "tokens.datasets",
     "describe_values": "facts",
     "expected": "facts",
     "facts_of": "facts",

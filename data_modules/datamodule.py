@@ -80,6 +80,8 @@ class FinetuneDataModule(lightning.LightningDataModule):
         self.first_step = 0
         self._data: PreparedData | None = None
         self._prompts: dict[int, dict[str, list[Prompt]]] = {}
+        self.val_order: list[int] = []
+        """numbers of the validation rows in the order of the last validation loader's batches"""
 
     @property
     def is_packed(self) -> bool:
@@ -297,6 +299,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         method, lengths = self._spec.packing.method, self.val_examples.lengths
         packs = pack_documents(lengths, self.sequence_len, self._spec.seed, 0, method)
         batches = shard_packs(packs, self._batching.micro_batch_size, num_ranks, rank)
+        self.val_order = [int(row) for batch in batches for pack in batch.packs for row in pack]
         return self._loader(self.val_examples, batches)
 
     def rows_of_step(self, step: int) -> Iterator[StepRow]:

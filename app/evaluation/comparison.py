@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_prompts
 from app.evaluation.metrics import Answer, Metric, build_metrics
+from app.evaluation.significance import MEASURES, Change, RowScores, compare_rows
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.files import write_whole
 from app.process.progress import track
@@ -35,19 +36,6 @@ PREDICTIONS_FILE = "predictions.jsonl"
 log = logging.getLogger(__name__)
 
 WHO = ("base", "tuned")
-MEASURES = {
-    # name in metrics.json: heading, format
-    "val/loss": ("loss", "{:.4f}"),
-    "val/perplexity": ("perplexity", "{:.4g}"),
-    "exact_match": ("exact match", "{:.1%}"),
-    "numeric": ("numeric match", "{:.1%}"),
-    "f1": ("F1", "{:.1%}"),
-    "rouge1": ("ROUGE-1", "{:.1%}"),
-    "rouge2": ("ROUGE-2", "{:.1%}"),
-    "rougeL": ("ROUGE-L", "{:.1%}"),
-    "bleu": ("BLEU", "{:.1%}"),
-    "chrf": ("chrF", "{:.1%}"),
-}
 
 
 class Predictions:
@@ -108,6 +96,20 @@ class Predictions:
             [prompt.answer for _, prompt in rows],
         )
 
+    def scores(self, who: str) -> dict[str, dict[str, RowScores]]:
+        """Return a model's score of each answer: metric -> data set -> scores.
+
+        Metrics whose total is not the mean over rows are left out.
+        """
+        return {
+            metric.name: {
+                name: RowScores(scores=self._scores[who, metric.name, name])
+                for name in self._answers.get(who, {})
+            }
+            for metric in self._metrics
+            if metric.of_all is None
+        }
+
     def write(self, folder: Path) -> None:
         """Write `predictions.jsonl`, one line per prompt; nothing where no model has answered."""
         if not self._answers:
@@ -160,23 +162,38 @@ class Evaluator:
         self.shards, self.sum_over_ranks = shards, sum_over_ranks
         self.prompts = data.prompts(config.max_rows) if config.asks_prompts else {}
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
+        self.row_losses: dict[str, Tensor] = {}
+        """of base and tuned: weighted losses and weights of every validation row [2, rows]"""
 
-    def losses(self, model: Any) -> dict[str, float]:
+    def losses(self, who: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set; nothing without validation rows."""
-        from app.training.objective import validate
+        from app.training.objective import DocumentSums, validate
 
-        names = self.data.dataset_names
-        if not len(self.data.val_examples):
+        names, num_rows = self.data.dataset_names, len(self.data.val_examples)
+        if not num_rows:
             return {}
-        is_packed = self.data.is_packed
-        if self.shards is None:
+        documents, is_packed = DocumentSums(), self.data.is_packed
+        if self.shards is None or self.sum_over_ranks is None:
             rows = self.data.whole_val_dataloader()
-            counted = track(rows, "validation loss", len(rows))
-            return validate(model, counted, self.backend, names, is_packed=is_packed)
-        share, device = self.data.val_dataloader(), self.shards.root_device
-        return validate(
-            model, share, self.backend, names, device, self.sum_over_ranks, is_packed=is_packed
-        )
+            rows = track(rows, "validation loss", len(rows))
+            losses = validate(
+                model, rows, self.backend, names, is_packed=is_packed, documents=documents
+            )
+            total = documents.take(self.data.val_order, num_rows)
+        else:
+            losses = validate(
+                model,
+                self.data.val_dataloader(),
+                self.backend,
+                names,
+                self.shards.root_device,
+                self.sum_over_ranks,
+                is_packed=is_packed,
+                documents=documents,
+            )
+            total = self.sum_over_ranks(documents.take(self.data.val_order, num_rows))
+        self.row_losses[who] = total.cpu()
+        return losses
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
         """Return the metrics of every data set, named by `who`; nothing without prompts."""
@@ -184,7 +201,30 @@ class Evaluator:
 
     def measure(self, who: str, model: Any) -> dict[str, float]:
         """Return all figures of a model, named by `who`: base or tuned."""
-        return named(who, self.losses(model)) | self.answers(who, model)
+        return named(who, self.losses(who, model)) | self.answers(who, model)
+
+    def changes(self, trained: Collection[str] | None) -> list[Change]:
+        """Compare base and tuned row by row, where both were measured.
+
+        `trained`: the data sets that the tuned model was trained on, None where nobody knows.
+        """
+        base, tuned = (
+            {"val/loss": self._loss_scores(who), **self.predictions.scores(who)} for who in WHO
+        )
+        return compare_rows(base, tuned, trained)
+
+    def _loss_scores(self, who: str) -> dict[str, RowScores]:
+        if who not in self.row_losses:
+            return {}
+        losses, weights = self.row_losses[who].numpy()
+        scores = {}
+        for number, name in enumerate(self.data.dataset_names):
+            # A row without a trained token has no loss.
+            of_name = (self.data.val_examples.datasets == number) & (weights > 0)
+            scores[name] = RowScores(
+                scores=losses[of_name] / weights[of_name], weights=weights[of_name]
+            )
+        return scores
 
 
 def compare_trained(
@@ -194,24 +234,32 @@ def compare_trained(
     validations: Sequence[dict[str, float]],
     load_base: Callable[[], PreTrainedModel] | None,
     *,
+    row_losses: Sequence[Tensor | None] = (None, None),
     is_as_trained: bool,
 ) -> dict[str, float]:
     """Compare a model that was just trained with its base, reusing what training has measured.
 
-    `validations` are those of the training, the first before its first step. `is_as_trained`:
-    `model` is the one that was trained, not one that was loaded again. `load_base` is None for a
-    model that was trained from scratch.
+    `validations` are those of the training, the first before its first step; `row_losses` are the
+    first and the last one's as `Evaluator.row_losses`, None where this start of the run has not
+    measured it. `is_as_trained`: `model` is the one that was trained, not one that was loaded
+    again. `load_base` is None for a model that was trained from scratch.
     """
     is_whole = saves_whole_model(adapter)
     metrics: dict[str, float] = {}
     if validations:
+        evaluator.row_losses = {
+            who: rows for who, rows in zip(WHO, row_losses, strict=True) if rows is not None
+        }
         # Saving rounds a full model to its base's dtype: its last validation was before that.
-        tuned = validations[-1] if is_as_trained and not is_whole else evaluator.losses(model)
+        if is_as_trained and not is_whole:
+            tuned = validations[-1]
+        else:
+            tuned = evaluator.losses("tuned", model)
         if is_whole or (is_as_trained and not continued_from(adapter)):
             base = validations[0]
         else:  # the run did not start as its base
             with adapter_switched_off(model):
-                base = evaluator.losses(model)
+                base = evaluator.losses("base", model)
         metrics |= named("base", base) | named("tuned", tuned)
     if not evaluator.prompts:
         return metrics
@@ -263,17 +311,17 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     ]
     names = list(dict.fromkeys([*dataset_names, *answered]))
     shown = {
-        measure: heading_and_format
-        for measure, heading_and_format in MEASURES.items()
+        measure: how
+        for measure, how in MEASURES.items()
         if any(f"{who}/{measure}/{name}" in metrics for who in WHO for name in names)
     }
-    for heading, _ in shown.values():
-        table.add_column(f"{heading}: base", justify="right")
+    for how in shown.values():
+        table.add_column(f"{how.heading}: base", justify="right")
         table.add_column("tuned", justify="right")
     for name in names:
         cells = [
-            "-" if value is None else form.format(value)
-            for measure, (_, form) in shown.items()
+            "-" if value is None else how.form.format(value)
+            for measure, how in shown.items()
             for value in (metrics.get(f"{who}/{measure}/{name}") for who in WHO)
         ]
         table.add_row(escape(name), *cells)

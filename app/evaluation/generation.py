@@ -39,6 +39,10 @@ class EvaluationConfig:
     """an answer longer than this many tokens counts as wrong"""
     batch_size: int = setting(64, ge=1)
     """prompts answered at once; more memory, faster"""
+    max_regression: float | None = setting(None, ge=0, shown=("evaluate",))
+    """ends with exit code 4, after all is written, where the tuned model is worse than its base by
+    more than this beyond chance: 0.02 = 2 points of accuracy, 0.02 nats of loss a token, 0.2 of a
+    judge's 10 points; null = never"""
 
     @property
     def asks_prompts(self) -> bool:

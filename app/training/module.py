@@ -32,7 +32,7 @@ from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state, restore_model
 from app.training.metrics import Metrics, StepRecord
 from app.training.nonfinite import StepSkipped, inject, propagate_nonfinite, skip_nonfinite_step
-from app.training.objective import DatasetSums, batch_loss
+from app.training.objective import DatasetSums, DocumentSums, batch_loss
 from app.training.optimizers import base_lr
 from app.training.parameter_table import print_parameter_table
 from app.training.resume import Resume, check_same_step, run_owed_validation
@@ -78,6 +78,7 @@ class FinetuneModule(L.LightningModule):
         self.balance: RouterBalance | None = None
         self.train_sums = DatasetSums(len(metrics.dataset_names))
         self.val_sums = DatasetSums(len(metrics.dataset_names))
+        self.val_documents = DocumentSums()
         self.step_tokens = 0
         self.step_losses: list[Tensor] = []
         self.grad_norm: Tensor | None = None
@@ -244,12 +245,24 @@ class FinetuneModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a micro-batch to the validation sums."""
-        batch_loss(self.model, batch, self.backend, self.val_sums)
+        documents = None if self._validates_at is None else self.val_documents
+        batch_loss(self.model, batch, self.backend, self.val_sums, documents)
 
     def on_validation_epoch_end(self) -> None:
         """Write the exact validation loss of every data set."""
         step = 0 if self.trainer.sanity_checking else self.trainer.global_step
+        if self._validates_at is not None:
+            data: Any = self.trainer.datamodule
+            rows = self.val_documents.take(data.val_order, len(data.val_examples))
+            self.metrics.row_losses[self._validates_at] = self.sum_over_ranks(rows).cpu()
         self.metrics.add_validation(step, self.sum_over_ranks(self.val_sums.take()))
+
+    @property
+    def _validates_at(self) -> int | None:
+        """Return 0 in the validation before the first step, -1 in that after the last."""
+        if self.trainer.sanity_checking:
+            return 0
+        return -1 if self.trainer.global_step >= self.total_steps else None
 
     def on_train_end(self) -> None:
         """Write the last steps."""

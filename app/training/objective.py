@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,62 @@ class DatasetSums:
         return taken
 
 
-def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Tensor:
-    """Return the sum of loss times weight over a micro-batch; its parts are added to `sums`."""
+class DocumentSums:
+    """Weighted losses and weights of each document of a validation, on the device."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def add(self, losses: Tensor, batch: Batch, columns: Tensor | slice) -> None:
+        """Add the documents of a batch; `losses` [positions] are of its trained `columns`."""
+        weights = batch.loss_weights[:, columns]
+        documents = _document_numbers(batch).to(weights.device)[:, columns].flatten()
+        parts = torch.stack([losses * weights.flatten(), weights.flatten()]).double()
+        sums = parts.new_zeros(2, sum(map(len, _labelled_lengths(batch))) + 1)
+        self._parts.append(sums.index_add_(1, documents, parts)[:, :-1])
+
+    def take(self, places: Sequence[int], num_documents: int) -> Tensor:
+        """Return the sums [2, num_documents] and reset them.
+
+        `places`: which document each of those added is; the others have sums of 0.
+        """
+        added, self._parts = torch.cat(self._parts, dim=1), []
+        sums = added.new_zeros(2, num_documents)
+        sums[:, torch.tensor(places, dtype=torch.long, device=added.device)] = added
+        return sums
+
+
+def _labelled_lengths(batch: Batch) -> list[list[int]]:
+    return (batch if batch.decoder is None else batch.decoder).document_lengths
+
+
+def _document_numbers(batch: Batch) -> Tensor:
+    """Return the number of each position's document [rows, tokens], counted through the batch.
+
+    Padding has the number after the last.
+    """
+    rows = _labelled_lengths(batch)
+    last = sum(map(len, rows))
+    numbers = torch.full(batch.labels.shape, last)
+    first = 0
+    for row, lengths in enumerate(rows):
+        of_row = torch.arange(first, first + len(lengths))
+        numbers[row, : sum(lengths)] = of_row.repeat_interleave(torch.tensor(lengths).long())
+        first += len(lengths)
+    return numbers
+
+
+def batch_loss(
+    model: Any,
+    batch: Batch,
+    backend: str,
+    sums: DatasetSums,
+    documents: DocumentSums | None = None,
+) -> Tensor:
+    """Return the sum of loss times weight over a micro-batch; its parts are added to `sums`.
+
+    And to `documents`, document by document.
+    """
     columns: Tensor | slice = slice(None)  # nearly all positions of a decoder are trained on
     if batch.decoder is None:
         # The head runs only on trained positions: prompts cost no logits.
@@ -54,6 +108,8 @@ def batch_loss(model: Any, batch: Batch, backend: str, sums: DatasetSums) -> Ten
     weights = batch.loss_weights[:, columns]
     total, losses = head_loss(model, inputs, batch.labels[:, columns], weights)
     sums.add(losses, weights.flatten(), batch.dataset_ids[:, columns].flatten())
+    if documents is not None:
+        documents.add(losses, batch, columns)
     return total
 
 
@@ -98,11 +154,13 @@ def validate(
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     *,
     is_packed: bool = False,
+    documents: DocumentSums | None = None,
 ) -> dict[str, float]:
     """Return exact validation losses over all batches, on `device` or the model's own.
 
     With `sum_over_ranks` each rank has a share of the batches, and all return the same figures.
-    `is_packed`: rows may hold several documents, which the model must keep apart.
+    `is_packed`: rows may hold several documents, which the model must keep apart. The sums of this
+    rank's documents are added to `documents`.
     """
     sums = DatasetSums(len(dataset_names))
     device = device or model.device
@@ -112,7 +170,7 @@ def validate(
     check_head_loss(model, backend, device)
     model.eval()
     for batch in batches:
-        batch_loss(model, batch.to(device, non_blocking=True), backend, sums)
+        batch_loss(model, batch.to(device, non_blocking=True), backend, sums, documents)
     taken = sums.take()
     total = taken if sum_over_ranks is None else sum_over_ranks(taken)
     return losses_by_dataset(total.cpu(), dataset_names, "val")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from app.evaluation.comparison import (
     adapter_switched_off,
@@ -29,8 +30,13 @@ METRICS = {
 
 def drawn(metrics: dict[str, float], names: list[str]) -> list[list[str]]:
     """Cells of the table as they are drawn, row by row, the headings first."""
+    return cells(comparison_table(metrics, names))
+
+
+def cells(table: Table) -> list[list[str]]:
+    """Cells of any table as they are drawn."""
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(comparison_table(metrics, names))
+    console.print(table)
     lines = [line for line in console.export_text().splitlines() if line[:1] in "│┃"]
     rows = [line.replace("┃", "│").strip("│").split("│") for line in lines]
     return [[cell.strip() for cell in row] for row in rows]

@@ -91,6 +91,15 @@ def test_numbers_are_written_in_full_precision(run: Path) -> None:
     assert max(len(text.replace(".", "")) for text in losses) >= 15
 
 
+def test_the_change_of_a_loss_is_that_of_its_rows(run: Path) -> None:
+    metrics = json.loads((run / "metrics.json").read_text())
+    for name in NAMES:
+        change = metrics[f"tuned/val/loss/{name}"] - metrics[f"base/val/loss/{name}"]
+        key = f"change/val/loss/{name}"
+        assert metrics[key] == pytest.approx(change, rel=1e-9)
+        assert metrics[f"{key}/low"] < change < metrics[f"{key}/high"]
+
+
 def test_the_loss_of_a_step_is_the_token_mean_of_its_data_sets(run: Path) -> None:
     for row in read_rows(run):
         phase = "val" if row["val/loss"] else "train"

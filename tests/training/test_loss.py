@@ -11,6 +11,7 @@ from app.model.attention import attention_implementation
 from app.model.head import check_head_loss, fuse_head, token_losses
 from app.training.objective import (
     DatasetSums,
+    DocumentSums,
     batch_loss,
     losses_by_dataset,
     validate,
@@ -179,6 +180,19 @@ def test_the_loss_of_a_pack_is_that_of_its_documents_alone(
         own = [(x, w) for dataset, x, w in tokens if dataset == index]
         expected = [sum(x * w for x, w in own), sum(w for _, w in own), len(own)]
         assert taken[:, index].tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_documents_of_a_batch_have_sums_of_their_own(model: Any, batch: Batch) -> None:
+    documents = DocumentSums()
+    batch_loss(model, batch, "sdpa", DatasetSums(3), documents)
+    tokens = [(x * w, w) for _, x, w in by_hand(model, batch)]
+    expected = [
+        [sum(part) for part in zip(*own, strict=True)]
+        for own in (tokens[:3], tokens[3:5], tokens[5:])
+    ]
+    taken = documents.take([4, 0, 2], 5)  # those at 1 and 3 are another rank's
+    assert taken[:, [1, 3]].tolist() == [[0, 0], [0, 0]]
+    torch.testing.assert_close(taken[:, [4, 0, 2]].T, torch.tensor(expected).double())
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

@@ -1,0 +1,316 @@
+"""Is it more than noise: base vs tuned on the same rows, with paired bootstrap intervals.
+
+Both models have answered the same rows, so that what is resampled is the difference of each row.
+Decides what counts as better, as worse and as forgotten; never how a row is scored. Rows are
+resampled with a fixed seed and in an order of their own: the same rows give the same interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from app.process.errors import TrainingFault
+from data_modules import printable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from rich.table import Table
+
+    Floats = npt.NDArray[np.float64]
+
+NUM_RESAMPLES, SEED = 10_000, 0
+CONFIDENCE = 0.95
+"""that all intervals of a table hold at once"""
+MAX_UNITS = 10_000
+"""rows that are resampled one by one; more are joined at random into as many groups"""
+MIN_CHANGED = 6
+"""rows that must differ before anything is better or worse: of fewer a sign test at 5 % cannot say
+it either, while their resamples may all have the same sign"""
+SMALLEST = 1e-4
+"""difference that means anything: batches and precision move a loss in the digits below"""
+CELLS = 2**20
+"""drawn at a time"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """What a row's score is, and how it is shown."""
+
+    heading: str
+    form: str
+    is_lower_better: bool = False
+    scale: float = 1.0
+    """what evaluation.max_regression counts as 1"""
+
+
+MEASURES = {
+    "val/loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
+    "val/perplexity": Measure(heading="perplexity", form="{:.4g}", is_lower_better=True),
+    "exact_match": Measure(heading="exact match", form="{:.1%}"),
+    "numeric": Measure(heading="numeric match", form="{:.1%}"),
+    "f1": Measure(heading="F1", form="{:.1%}"),
+    "rouge1": Measure(heading="ROUGE-1", form="{:.1%}"),
+    "rouge2": Measure(heading="ROUGE-2", form="{:.1%}"),
+    "rougeL": Measure(heading="ROUGE-L", form="{:.1%}"),
+    "bleu": Measure(heading="BLEU", form="{:.1%}"),
+    "chrf": Measure(heading="chrF", form="{:.1%}"),
+    "judge": Measure(heading="judge's score", form="{:.2f}", scale=10),
+}
+"""name in metrics.json -> what it measures"""
+SHARE = Measure(heading="", form="{:.1%}")
+"""of a measure that is not listed: a share of 1, more is better, named as it is"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowScores:
+    """What a model scored on each row of a data set or task, in the order of the rows.
+
+    `scores` [rows]; `weights` [rows], such as the trained tokens of each row whose loss per token
+    is scored, None where each row counts the same.
+    """
+
+    scores: Sequence[float] | Floats
+    weights: Sequence[float] | Floats | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Base vs tuned by one measure on one data set or task."""
+
+    measure: str
+    name: str
+    """of the data set or task"""
+    base: float
+    tuned: float
+    low: float
+    """of tuned - base, as `high`"""
+    high: float
+    num_rows: int
+    num_changed: int
+    """rows whose scores differ"""
+    is_trained: bool | None = None
+    """whether the tuned model was trained on such data; None where nobody knows"""
+
+    @property
+    def how(self) -> Measure:
+        return MEASURES.get(self.measure, SHARE)
+
+    @property
+    def difference(self) -> float:
+        return self.tuned - self.base
+
+    @property
+    def is_real(self) -> bool:
+        """Whether the interval excludes zero, by rows and digits enough to say so."""
+        nearest_zero = max(self.low, -self.high)
+        return nearest_zero > SMALLEST / 2 and self.num_changed >= MIN_CHANGED
+
+    @property
+    def is_better(self) -> bool:
+        return self.is_real and (self.difference < 0) == self.how.is_lower_better
+
+    @property
+    def is_worse(self) -> bool:
+        return self.is_real and not self.is_better
+
+    @property
+    def regression(self) -> float:
+        """The least regression that the interval leaves open; 0 where it holds zero."""
+        if not self.is_worse:
+            return 0.0
+        return (self.low if self.how.is_lower_better else -self.high) / self.how.scale
+
+    @property
+    def word(self) -> str:
+        """The verdict of this line."""
+        if not self.is_real:
+            return "no difference"
+        if self.is_better:
+            return "better"
+        return "worse" if self.is_trained is not False else "forgotten"
+
+    def figures(self) -> dict[str, float]:
+        """Return its figures by their names in metrics.json."""
+        key = f"change/{self.measure}/{self.name}"
+        return {key: self.difference, f"{key}/low": self.low, f"{key}/high": self.high}
+
+
+def compare_rows(
+    base: Mapping[str, Mapping[str, RowScores]],
+    tuned: Mapping[str, Mapping[str, RowScores]],
+    trained: Collection[str] | None = None,
+) -> list[Change]:
+    """Compare what both models scored on the same rows: measure -> data set or task -> scores.
+
+    `trained`: the data sets that the tuned model was trained on, None where nobody knows. What one
+    of the models has no scores of is left out. The intervals hold all at once with `CONFIDENCE`:
+    of many that each hold with 95 %, a few would exclude zero by chance. ValueError where the
+    models have scored different rows.
+    """
+    pairs = [
+        (measure, name, scores, tuned[measure][name])
+        for measure, by_name in base.items()
+        for name, scores in by_name.items()
+        if name in tuned.get(measure, {}) and len(scores.scores)
+    ]
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(pairs))
+    return [
+        _compare(
+            measure, name, one, other, confidence, None if trained is None else name in trained
+        )
+        for measure, name, one, other in pairs
+    ]
+
+
+def _compare(
+    measure: str,
+    name: str,
+    base: RowScores,
+    tuned: RowScores,
+    confidence: float,
+    is_trained: bool | None,
+) -> Change:
+    import numpy as np
+
+    one, other = (np.asarray(scores.scores, np.float64) for scores in (base, tuned))
+    if one.shape != other.shape:
+        raise ValueError(f"{measure} of {name}: {len(one)} rows of the base, {len(other)} tuned")
+    weights = np.ones_like(one) if base.weights is None else np.asarray(base.weights, np.float64)
+    low, high = paired_bootstrap(other - one, weights, confidence)
+    return Change(
+        measure=measure,
+        name=name,
+        base=float(np.average(one, weights=weights)),
+        tuned=float(np.average(other, weights=weights)),
+        low=low,
+        high=high,
+        num_rows=len(one),
+        num_changed=int(np.count_nonzero(one != other)),
+        is_trained=is_trained,
+    )
+
+
+def paired_bootstrap(
+    differences: Floats, weights: Floats, confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Return the percentile interval of the weighted mean of `differences` [rows].
+
+    Rows are drawn with replacement together with their weights, so that the mean of a resample is a
+    ratio of sums (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, ch. 13). Resamples
+    of few rows vary too little: their deviations are widened as Student's t is wider than the
+    normal distribution (Hesterberg, What Teachers Should Know About the Bootstrap, 2015, 4.3).
+    """
+    import numpy as np
+
+    order = np.lexsort((weights, differences))
+    sums = np.stack([(differences * weights)[order], weights[order]])
+    draw = np.random.default_rng(SEED)
+    if sums.shape[1] > MAX_UNITS:
+        groups = draw.permutation(np.arange(sums.shape[1]) % MAX_UNITS)
+        sums = np.stack([np.bincount(groups, row, MAX_UNITS) for row in sums])
+    num_units = sums.shape[1]
+    at_once = max(1, CELLS // num_units)
+    means = []
+    for start in range(0, NUM_RESAMPLES, at_once):
+        size = (min(at_once, NUM_RESAMPLES - start), num_units)
+        drawn = draw.integers(0, num_units, size, dtype=np.int32)
+        top, bottom = (row[drawn].sum(axis=1) for row in sums)
+        means.append(top / bottom)
+    tail, free = (1 - confidence) / 2, max(1, len(differences) - 1)
+    normal = NormalDist().inv_cdf(1 - tail)
+    student = normal + (normal**3 + normal) / (4 * free)
+    wider = student / normal * math.sqrt(1 + 1 / free)
+    mean = sums[0].sum() / sums[1].sum()
+    low, high = mean + wider * (np.quantile(np.concatenate(means), [tail, 1 - tail]) - mean)
+    return float(low), float(high)
+
+
+def figures_of(changes: Iterable[Change]) -> dict[str, float]:
+    """Return the figures of all lines by their names in metrics.json."""
+    return {name: value for change in changes for name, value in change.figures().items()}
+
+
+def verdict(changes: Sequence[Change]) -> str:
+    """Say in one line what became better and worse, and what of it was forgotten."""
+    better = _named(change for change in changes if change.is_better)
+    forgotten = _named(c for c in changes if c.is_worse and c.is_trained is False)
+    worse = _named(c for c in changes if c.is_worse and c.is_trained is not False)
+    parts = [
+        f"{words} {names}"
+        for words, names in (
+            ("better on", better),
+            ("worse on", worse),
+            ("forgot", f"{forgotten}, not trained on" if forgotten else ""),
+        )
+        if names
+    ]
+    return "; ".join(parts) or "no difference"
+
+
+def _named(changes: Iterable[Change]) -> str:
+    by_name: dict[str, list[str]] = {}
+    for change in changes:
+        by_name.setdefault(change.name, []).append(change.how.heading or change.measure)
+    return ", ".join(f"{name} ({', '.join(measures)})" for name, measures in by_name.items())
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """Table of all lines: both figures, their difference, its interval and a verdict each."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(
+        title=f"from base to tuned: {CONFIDENCE:.0%} that all intervals hold",
+        title_justify="left",
+    )
+    for heading in ("data set", "measure"):
+        table.add_column(heading)
+    for heading in ("rows", "change", "interval"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    for change in changes:
+        form = change.how.form
+        signed = form.replace(":", ":+")
+        table.add_row(
+            escape(change.name),
+            escape(change.how.heading or change.measure),
+            f"{change.num_rows:,}",
+            signed.format(change.difference),
+            f"{signed.format(change.low)} to {signed.format(change.high)}",
+            change.word,
+        )
+    return table
+
+
+def print_changes(changes: Sequence[Change]) -> None:
+    """Print the table and the verdict; nothing where nothing was compared."""
+    if not changes:
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(changes_table(changes))
+    print(f"verdict: {printable(verdict(changes))}")
+
+
+def check_regression(changes: Iterable[Change], most: float | None) -> None:
+    """TrainingFault where a line is worse by more than `most`, beyond what chance explains."""
+    if most is None:
+        return
+    problems = [
+        f"{change.name}: {change.how.heading or change.measure} "
+        f"{change.how.form.format(change.base)} -> {change.how.form.format(change.tuned)}, worse "
+        f"by at least {change.how.form.format(change.regression * change.how.scale)}"
+        for change in changes
+        if change.regression > most
+    ]
+    if problems:
+        listed = "\n".join(map(printable, problems))
+        raise TrainingFault(
+            f"the tuned model is worse than its base by more than "
+            f"evaluation.max_regression={most:g}\n{listed}"
+        )

@@ -1,0 +1,48 @@
+"""A run that forgets says so, by more than noise, and ends a gate of CI with exit code 4."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from app.config import load_config
+from app.evaluate import evaluate
+from app.process.errors import TrainingFault
+from tests.tiny import SAMPLES, train_into
+
+pytestmark = pytest.mark.slow
+
+LISTS = f"{{path: {SAMPLES / 'lists_test.json'}, name: lists}}"
+TEXT = "{path: 'sample:list_corpus', name: text, format: completion, max_rows: 60}"
+"""of what the base was made from"""
+
+
+def test_a_run_that_forgets_says_so_and_ends_with_exit_code_4(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ("optimizer.lr=1e-2", "trainer.max_steps=8", "data.val_set_size=12")
+    run = train_into(tmp_path / "run", f"data.datasets=[{LISTS}]", *how)
+    assert "verdict: better on lists (loss)\n" in capsys.readouterr().out
+    words = [f"run={run}", f"data.datasets=[{LISTS}, {TEXT}]", "data.val_set_size=12"]
+    config = load_config(
+        "evaluate", [*words, "evaluation.max_regression=0.1", f"output.dir={tmp_path / 'gate'}"]
+    )
+    os.environ.pop("LOFT_RUN_DIR", None)
+    with pytest.raises(TrainingFault, match=r"text: loss .* worse by at least"):
+        evaluate(config)
+    os.environ.pop("LOFT_RUN_DIR", None)
+    said = capsys.readouterr().out
+    assert "verdict: better on lists (loss); forgot text (loss), not trained on\n" in said
+    metrics = json.loads((tmp_path / "gate" / "metrics.json").read_text())
+    assert metrics["change/val/loss/text/low"] > 0.1
+    assert metrics["change/val/loss/lists/high"] < 0
+
+
+def test_a_run_of_no_effect_says_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_into(tmp_path / "run", "optimizer.lr=1e-12", "evaluation.exact_match=true")
+    assert "verdict: no difference\n" in capsys.readouterr().out

@@ -1,0 +1,183 @@
+"""Base vs tuned: intervals that cover, verdicts that noise does not give, and CI's exit code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.evaluation import significance as room
+from app.evaluation.significance import (
+    Change,
+    RowScores,
+    changes_table,
+    check_regression,
+    compare_rows,
+    figures_of,
+    paired_bootstrap,
+    print_changes,
+    verdict,
+)
+from app.process.errors import TrainingFault, exit_code
+from tests.evaluation.test_comparison import cells
+
+LOSS = Change(
+    measure="val/loss",
+    name="orders",
+    base=0.2,
+    tuned=0.7,
+    low=0.4,
+    high=0.6,
+    num_rows=100,
+    num_changed=100,
+    is_trained=False,
+)
+
+
+def compared(base: list[float], tuned: list[float], weights: list[float] | None = None) -> Change:
+    of_base, of_tuned = (RowScores(scores=s, weights=weights) for s in (base, tuned))
+    (change,) = compare_rows({"val/loss": {"a": of_base}}, {"val/loss": {"a": of_tuned}})
+    return change
+
+
+@pytest.fixture
+def few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough of them to count how often an interval is right."""
+    monkeypatch.setattr(room, "NUM_RESAMPLES", 500)
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_intervals_cover_the_true_difference_as_often_as_they_say() -> None:
+    random, truth, covered, studies = np.random.default_rng(7), 0.3, 0, 300
+    for _ in range(studies):
+        tokens = random.integers(1, 40, 60).astype(float)
+        differences = truth + random.standard_gamma(2, 60) - 2  # skewed
+        low, high = paired_bootstrap(differences, tokens, 0.9)
+        covered += low <= truth <= high
+    assert covered / studies == pytest.approx(0.9, abs=0.04)
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_models_that_differ_by_chance_are_seldom_called_different() -> None:
+    random, wrong, studies = np.random.default_rng(2), 0, 150
+    for _ in range(studies):
+        base, tuned = (random.random((8, 40)) < 0.5 for _ in range(2))
+        one, other = (
+            {
+                "exact_match": {
+                    str(n): RowScores(scores=row.astype(float)) for n, row in enumerate(s)
+                }
+            }
+            for s in (base, tuned)
+        )
+        wrong += verdict(compare_rows(one, other)) != "no difference"
+    # Of 8 intervals that each hold with 95 %, one in three studies would have one that excludes 0.
+    assert wrong / studies < 0.1
+
+
+@pytest.mark.usefixtures("few_resamples")
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_the_order_of_rows_and_what_both_share_do_not_matter(data: st.DataObject) -> None:
+    scores = st.floats(0, 10, allow_subnormal=False)
+    rows = data.draw(st.lists(st.tuples(scores, scores, st.integers(1, 50)), min_size=1))
+    mixed = data.draw(st.permutations(rows))
+    one, other = (
+        compared(*(list(column) for column in zip(*some, strict=True))) for some in (rows, mixed)
+    )
+    assert (one.low, one.high, one.word) == (other.low, other.high, other.word)
+    assert one.low <= one.high
+    assert one.base == pytest.approx(other.base)
+
+
+def test_no_effect_is_no_difference() -> None:
+    same = [1.0, 2.0, 0.5] * 20
+    assert compared(same, same).word == "no difference"
+    noise = [loss - 2e-5 for loss in same]  # on every row, as another precision gives
+    assert compared(same, noise).word == "no difference"
+    assert compared(same, [loss - 2e-3 for loss in same]).word == "better"
+
+
+def test_few_rows_say_nothing_although_all_of_them_agree() -> None:
+    # Every resample of them has the same sign; a sign test of five rows is at 6 %.
+    assert compared([1.0] * 5, [0.0] * 5).word == "no difference"
+    assert compared([1.0] * 6, [0.0] * 6).word == "better"
+    assert compared([1.0] * 100, [1.0] * 95 + [0.0] * 5).word == "no difference"
+
+
+def test_rows_are_weighted_by_their_tokens() -> None:
+    change = compared([1.0, 3.0], [2.0, 3.0], [3.0, 1.0])
+    assert (change.base, change.tuned, change.difference) == (1.5, 2.25, 0.75)
+
+
+@pytest.mark.usefixtures("few_resamples")
+def test_many_rows_are_resampled_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(3)
+    differences, tokens = random.normal(0.1, 1, 4000), random.integers(1, 9, 4000).astype(float)
+    one_by_one = paired_bootstrap(differences, tokens)
+    monkeypatch.setattr(room, "MAX_UNITS", 500)
+    in_groups = paired_bootstrap(differences, tokens)
+    assert in_groups == pytest.approx(one_by_one, abs=0.01)  # of 0.03 on each side
+
+
+def test_what_was_not_trained_on_is_forgotten() -> None:
+    rows = {"val/loss": {n: RowScores(scores=[1.0] * 20) for n in ("lists", "orders", "people")}}
+    worse = RowScores(scores=[1.5] * 20)
+    tuned = {"val/loss": {"lists": RowScores(scores=[0.5] * 20), "orders": worse, "people": worse}}
+    changes = compare_rows(rows, tuned, trained={"lists", "people"})
+    assert [change.word for change in changes] == ["better", "forgotten", "worse"]
+    assert verdict(changes) == (
+        "better on lists (loss); worse on people (loss); forgot orders (loss), not trained on"
+    )
+    assert verdict(compare_rows(rows, tuned)) == (  # nobody knows what an adapter was trained on
+        "better on lists (loss); worse on orders (loss), people (loss)"
+    )
+    assert figures_of(changes)["change/val/loss/lists"] == -0.5
+    assert figures_of(changes)["change/val/loss/orders/low"] == 0.5
+
+
+def test_what_one_model_has_no_scores_of_is_left_out_and_other_rows_are_refused() -> None:
+    one, none = {"exact_match": {"a": RowScores(scores=[1.0])}}, {"exact_match": {}}
+    assert compare_rows(one, none) == compare_rows(none, one) == compare_rows(one, {}) == []
+    assert compare_rows({"exact_match": {"a": RowScores(scores=[])}}, one) == []
+    with pytest.raises(ValueError, match="1 rows of the base, 2 tuned"):
+        compare_rows(one, {"exact_match": {"a": RowScores(scores=[1.0, 0.0])}})
+
+
+def test_a_regression_ends_with_exit_code_4_and_noise_does_not() -> None:
+    check_regression([LOSS], None)
+    check_regression([LOSS], 0.4)  # the interval leaves it open
+    check_regression([replace(LOSS, low=-0.1)], 0.0)
+    check_regression([replace(LOSS, tuned=0.1, low=-0.6, high=-0.4)], 0.0)
+    judged = replace(LOSS, measure="judge", base=8.0, tuned=7.0, low=-1.5, high=-0.5)
+    check_regression([judged], 0.05)  # of the ten points of a judge
+    answers = replace(LOSS, measure="exact_match", base=0.9, tuned=0.5, low=-0.5, high=-0.3)
+    with pytest.raises(TrainingFault) as failed:
+        check_regression([LOSS, judged, answers], 0.04)
+    assert exit_code(failed.value) == 4
+    assert str(failed.value).splitlines() == [
+        "the tuned model is worse than its base by more than evaluation.max_regression=0.04",
+        "orders: loss 0.2000 -> 0.7000, worse by at least 0.4000",
+        "orders: judge's score 8.00 -> 7.00, worse by at least 0.50",
+        "orders: exact match 90.0% -> 50.0%, worse by at least 30.0%",
+    ]
+
+
+def test_the_table_has_signs_and_names_that_are_no_markup(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task = replace(LOSS, measure="task/accuracy", name="old[new]", base=0.7, tuned=0.4)
+    table = cells(changes_table([LOSS, replace(task, low=-0.4, high=-0.2)]))
+    assert table[1:] == [
+        ["orders", "loss", "100", "+0.5000", "+0.4000 to +0.6000", "forgotten"],
+        ["old[new]", "task/accuracy", "100", "-30.0%", "-40.0% to -20.0%", "forgotten"],
+    ]
+    print_changes([])
+    assert capsys.readouterr().out == ""
+    print_changes([LOSS])
+    assert "verdict: forgot orders (loss), not trained on" in capsys.readouterr().out
