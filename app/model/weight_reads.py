@@ -72,6 +72,16 @@ class InParts:
 
 
 @cache
+def children_read(kind: type) -> tuple[str, ...]:
+    """Return the children of a layer of class `kind` whose weights its own code reads."""
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # a class that was made while the program runs
+        return ()
+    return tuple(sorted(set(READ.findall(source))))
+
+
+@cache
 def _read_in_training(kind: type) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return by method of a class the modules whose weights it reads where `self.training`."""
     try:

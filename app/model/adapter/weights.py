@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.model.quantization import storage_of
+from app.model.weight_reads import children_read
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def reached_weights(
     """Go over layers and what each reads past its owner's forward: strategies gather it for both.
 
     IA3's vectors and LoRA's of embeddings lie in mere containers, trained token rows are put into
-    the whole embedding, DoRA measures what a matrix and its adapter come to, and experts are given
-    their matrices.
+    the whole embedding, DoRA measures what a matrix and its adapter come to, experts are given
+    their matrices, and mixers read the weight of their convolution.
     """
     import torch
     from peft.tuners.lora import LoraLayer
@@ -64,6 +65,8 @@ def reached_weights(
             reached += [*layer.lora_A.values(), *layer.lora_B.values()]
         elif isinstance(layer, LoraLayer) and len(layer.lora_magnitude_vector) > 0:
             reached += layer.children()
+        read = (layer._modules.get(name) for name in children_read(layer.__class__))
+        reached += [child for child in read if child is not None]
         for owner in reached:
             for weight in owner.parameters():
                 yield layer, weight
