@@ -45,4 +45,6 @@ def test_words_that_no_bugs_name_has_run_nothing(
     monkeypatch.setattr(seeded_bugs, "run_tests", lambda *_: pytest.fail("tests are run"))
     assert seeded_bugs.main(["markr", "nothing"]) == 2
     said = capsys.readouterr().err
-    assert "no bug's name has 'markr' or 'nothing'" in said and "the marker is written first" in said
+    assert (
+        "no bug's name has 'markr' or 'nothing'" in said and "the marker is written first" in said
+    )
