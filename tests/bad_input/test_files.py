@@ -23,6 +23,7 @@ from tests.bad_input.asking import ASKED_ONLY, ROWS, chat, named, prepare, probl
 from tests.conftest import ROOT
 from tests.door import ask, make_data
 from tests.processes import LONGEST
+from tests.reliability.person import Person
 
 
 @pytest.mark.parametrize(
@@ -199,26 +200,25 @@ def test_problems_of_several_files_are_listed_together(tmp_path: Path) -> None:
     assert ask(*words, f"data.datasets=[{{path: {good}, weight: 1}}]").code == 0
 
 
-def run_train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Type `python -m app.train` in `folder`."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "app.train", "model=tiny", "output.dir=run", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LONGEST
-    )
-
-
 def test_a_bad_row_ends_a_typed_run_with_two(tmp_path: Path) -> None:
     write(tmp_path / "d.jsonl", [*ROWS, chat("q", "one", weight=-1)])
-    done = run_train(tmp_path, "data.datasets=[{path: d.jsonl}]")
+    words = ["model=tiny", "output.dir=run", "data.datasets=[{path: d.jsonl}]"]
+    done = subprocess.run(
+        [sys.executable, "-m", "app.train", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+    )
     assert done.returncode == 2
     assert done.stderr.strip().endswith("d.jsonl:13 weight is -1; a weight is a number from 0 up")
     assert len(done.stderr.splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_nothing_to_learn_ends_a_typed_run_with_two(tmp_path: Path) -> None:
-    write(tmp_path / "d.jsonl", [ASKED_ONLY] * 3)
-    done = run_train(tmp_path, "data.datasets=[{path: d.jsonl}]")
-    assert done.returncode == 2, done.stderr
-    assert "d.jsonl: no row of 3 is left: " in done.stderr and "Traceback" not in done.stderr
+def test_nothing_to_learn_ends_a_typed_run_with_two(person: Person, tmp_path: Path) -> None:
+    data = write(tmp_path / "d.jsonl", [ASKED_ONLY] * 3)
+    words = ["model=tiny", f"data.datasets=[{{path: {data}}}]"]
+    said = person.train_into(tmp_path / "run", *words, code=2)
+    assert "d.jsonl: no row of 3 is left: " in said and "Traceback" not in said

@@ -252,7 +252,10 @@ def test_long_rows_can_stop_a_stream(tmp_path: Path, tokenizer: Any) -> None:
     assert len(stream_of(build([dataset], tokenizer), 30)) == 30
 
 
-def test_an_error_of_a_worker_is_reported_as_it_is(tmp_path: Path, tokenizer: Any) -> None:
+def test_an_error_of_a_worker_is_reported_as_it_is(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_modules.stream.WINDOW_PACKS", 8)  # it ends after one that it reads
     dataset = write(tmp_path / "a.jsonl", 30)
     with Path(dataset.path).open("a") as file:
         file.write('{"prompt": 3, "completion": "x"}\n' * 2)

@@ -241,6 +241,17 @@ def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(
     assert json.loads((tmp_path / "mine.jsonl").read_text())["messages"] == row
 
 
+def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
+    """The turns before every fourth held-out answer, and what evaluate measured there."""
+    lines = (run / "predictions.jsonl").read_text().splitlines()
+    measured = [json.loads(line)["tuned/answer"] for line in lines]
+    questions = questions_of(run)
+    assert len(questions) == len(measured)
+    questions, measured = questions[::4], measured[::4]
+    assert len(measured) >= 150
+    return questions, measured
+
+
 def questions_of(run: Path) -> list[tuple[Any, ...]]:
     """The turns before each held-out answer, in the order of predictions.jsonl."""
     from app.assembly import build_datamodule, open_base
@@ -271,13 +282,10 @@ def answers_of(questions: list[tuple[Any, ...]], *words: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_chat_and_the_merged_folder_answer_every_held_out_row_as_evaluate(
+def test_chat_and_the_merged_folder_answer_held_out_rows_as_evaluate(
     default_run: Path, tmp_path: Path
 ) -> None:
-    lines = (default_run / "predictions.jsonl").read_text().splitlines()
-    measured = [json.loads(line)["tuned"] for line in lines]
-    questions = questions_of(default_run)
-    assert len(questions) == len(measured) >= 150
+    questions, measured = held_out_answers(default_run)
     merged = tmp_path / "merged"
     said = run_verb("merge", f"run={default_run}", f"output.dir={merged}")
     assert "merge verified" in said and "chat template verified" in said
@@ -303,8 +311,8 @@ def test_chat_and_the_merged_folder_answer_every_held_out_row_as_evaluate(
     assert answers == list(typed.values())
 
 
-def served_answers(run: Path, folder: Path) -> list[str]:
-    """What OpenAI's client gets from a server for each held-out row; every third as a stream."""
+def served_answers(run: Path, folder: Path, questions: list[tuple[Any, ...]]) -> list[str]:
+    """What OpenAI's client gets from a server for each question; every third as a stream."""
     import openai
 
     answers = []
@@ -314,7 +322,7 @@ def served_answers(run: Path, folder: Path) -> list[str]:
         assert url is not None, server.line
         name = server.line.split()[1].rstrip(":")
         client: Any = openai.OpenAI(base_url=url[1], api_key="none", max_retries=0)
-        for number, turns in enumerate(questions_of(run)):
+        for number, turns in enumerate(questions):
             messages = [{"role": turn.role, "content": turn.content} for turn in turns]
             asked = {"model": name, "messages": messages, "max_tokens": 64, "temperature": 0}
             if number % 3:
@@ -332,13 +340,9 @@ def served_answers(run: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_server_answers_every_held_out_row_as_evaluate(
-    default_run: Path, tmp_path: Path
-) -> None:
-    lines = (default_run / "predictions.jsonl").read_text().splitlines()
-    measured = [json.loads(line)["tuned"] for line in lines]
-    assert len(measured) >= 150
-    assert served_answers(default_run, tmp_path / "serve") == measured
+def test_the_server_answers_held_out_rows_as_evaluate(default_run: Path, tmp_path: Path) -> None:
+    questions, measured = held_out_answers(default_run)
+    assert served_answers(default_run, tmp_path / "serve", questions) == measured
 
 
 @pytest.mark.slow

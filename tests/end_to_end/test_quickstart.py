@@ -28,15 +28,23 @@ def test_the_default_run_learns_all_three_tasks(default_run: Path) -> None:
 
 @pytest.mark.slow
 def test_evaluate_repeats_the_closing_table(default_run: Path, tmp_path: Path) -> None:
-    screen = run_verb("evaluate", f"run={default_run}", f"output.dir={tmp_path / 'evaluation'}")
-    assert screen.splitlines()[-1] == f"run: {tmp_path / 'evaluation'}"
-    again = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
-    at_training = json.loads((default_run / "metrics.json").read_text())
-    for name, value in again.items():
-        assert value == pytest.approx(at_training[name], rel=1e-6), name
-    assert {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS} <= set(
-        again
+    """Its losses over all rows, and the answers to a quarter of them."""
+    folder = tmp_path / "evaluation"
+    words = (f"run={default_run}", f"output.dir={folder}", "evaluation.max_rows=50")
+    screen = run_verb("evaluate", *words)
+    assert screen.splitlines()[-1] == f"run: {folder}"
+    again, at_training = (
+        json.loads((one / "metrics.json").read_text()) for one in (folder, default_run)
     )
+    answered = {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS}
+    assert answered <= set(again)
+    for name in set(again) - answered:
+        assert again[name] == pytest.approx(at_training[name], rel=1e-6), name
+    answers, at_the_end = (
+        [json.loads(line) for line in (one / "predictions.jsonl").read_text().splitlines()]
+        for one in (folder, default_run)
+    )
+    assert len(answers) == 50 * len(TASKS) and all(one in at_the_end for one in answers)
 
 
 @pytest.mark.slow

@@ -10,29 +10,30 @@ import pytest
 
 from app.process.errors import ROOT
 from tests.runs import rows_of
+from tests.tiny import small_run
 
 pytestmark = pytest.mark.slow
 
 
-def test_two_by_two_trials_of_two_ranks_each(tmp_path: Path) -> None:
-    """Four trials and no sweep within one: ranks are started by the same command line."""
-    words = ["adapter.r=4,8", "optimizer.lr=1e-3,3e-3", "trainer.devices=2", "strategy=ddp"]
-    words += ["trainer.max_steps=2", "evaluation.exact_match=false", "output.dir=sweep"]
-    command = [sys.executable, "-m", "app.train", "-m", "+experiment=quickstart", *words]
+def test_two_trials_of_two_ranks_each(tmp_path: Path) -> None:
+    """Two trials and no sweep within one: ranks are started by the same command line."""
+    words = small_run("trainer.max_steps=2", "trainer.devices=2", "strategy=ddp")
+    words += ["adapter.r=4,8", "evaluation.exact_match=false", "output.dir=sweep"]
+    command = [sys.executable, "-m", "app.train", "-m", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
     trials = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert len(trials) == 4
+    assert len(trials) == 2
     assert all(trial["objective"] > 0 for trial in trials)
-    assert len({tuple(trial["overrides"]) for trial in trials}) == 4
+    assert len({tuple(trial["overrides"]) for trial in trials}) == 2
     for trial in trials:
         assert rows_of(tmp_path / trial["folder"])[-1]["step"] == "2"
     left = {path.name for path in (tmp_path / "sweep").iterdir()}
-    numbers = {str(number) for number in range(4)}
-    logs = {f"{number}.log" for number in range(4)}
+    numbers = {str(number) for number in range(2)}
+    logs = {f"{number}.log" for number in range(2)}
     files = {"sweep.json", "sweep.csv", "sweep.html", "sweep.yaml", "run.lock"}
     assert left == numbers | logs | files
     assert done.stdout.strip().splitlines()[-1] == "run: sweep"

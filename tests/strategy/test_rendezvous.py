@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ import torch.distributed as dist
 from app.strategy.build import build_strategy
 from app.strategy.rendezvous import _listen
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
-from tests.processes import TWO_RANKS, processes_of, start_train
+from tests.processes import LONGEST, TWO_RANKS
 from tests.ranks import on_ranks, ready
+from tests.reliability.person import LOG, Person, end_session, processes_of_session
 from tests.tiny import small_run
 
 pytestmark = pytest.mark.slow
@@ -94,19 +97,19 @@ def test_a_taken_port_is_an_error() -> None:
 
 
 @linux
-def test_a_run_of_two_ranks_listens_on_loopback_only(tmp_path: Path) -> None:
-    typed = small_run(*TWO_RANKS, "trainer.max_steps=400", "logger=csv")
-    process = start_train(*typed, f"output.dir={tmp_path / 'run'}")
+def test_a_run_of_two_ranks_listens_on_loopback_only(person: Person, tmp_path: Path) -> None:
     seen: list[str] = []
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step "):
-                break
-        for pid in processes_of(tmp_path / "run"):
-            seen += listening(pid)
-    finally:
-        process.kill()
-        process.communicate()
+    (tmp_path / LOG).touch()
+
+    def look(pid: int) -> None:
+        until = time.monotonic() + LONGEST
+        while "\nstep " not in (tmp_path / LOG).read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        for one in processes_of_session(pid):
+            seen.extend(listening(one))
+        end_session(pid)
+
+    words = small_run(*TWO_RANKS, "trainer.max_steps=400", "logger=csv")
+    person.train_into(tmp_path / "run", *words, code=-signal.SIGKILL, meanwhile=look)
     assert len(seen) >= 3, seen
     assert all(map(is_loopback, seen)), seen

@@ -6,8 +6,6 @@ import csv
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ from app.process import faults
 from app.train import train
 from app.training.checkpoint.saving import CheckpointSaver
 from app.training.checkpoint.store import CheckpointStore
-from tests.conftest import ROOT
-from tests.processes import LONGEST
 from tests.reliability.person import Person
 from tests.runs import check_same_run
 from tests.tiny import SAMPLES, small_run
@@ -160,16 +156,7 @@ def test_a_nonfinite_number_of_one_rank_stops_both_with_one_message(
     assert steps_kept(tmp_path / "run") == [2]
 
 
-def test_the_ordinary_command_ends_with_code_4(tmp_path: Path) -> None:
-    words = [*small_run(*RUN), "faults=[inf@2]", f"output.dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "app.train", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    assert done.returncode == 4, done.stdout + done.stderr
-    assert "error (training stopped): step 2: loss inf (of " in done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_ordinary_command_ends_with_code_4(person: Person, tmp_path: Path) -> None:
+    said = person.train_into(tmp_path / "run", *small_run(*RUN), "faults=[inf@2]", code=4)
+    assert "error (training stopped): step 2: loss inf (of " in said
+    assert "Traceback" not in said
