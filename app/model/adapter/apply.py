@@ -18,7 +18,7 @@ from app.model.adapter.settings import (
     LoraConfig,
     continued_from,
 )
-from app.model.adapter.wrap import check_rows_train, wrap
+from app.model.adapter.wrap import check_rows_train, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import by_ending, is_inside, shortest
 from app.process.errors import UserError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@without_bitsandbytes()
 def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     """Put vectors of ones on the outputs of keys and values and the inputs of the feed-forward.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter import targets
 from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
-from app.model.adapter.wrap import rows_to_train, wrap
+from app.model.adapter.wrap import rows_to_train, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, last_parts, shortest
 from app.process.errors import UserError
@@ -150,6 +150,7 @@ MAX_GROWTH = 4.0
 """of the largest entry, where A and B take their start out of a base, that is worth no word yet"""
 
 
+@without_bitsandbytes()
 def apply_lora(
     model: PreTrainedModel,
     config: LoraConfig,

@@ -6,7 +6,9 @@ tied pair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MODULES_TO_SAVE = "adapter.modules_to_save"
+
+
+@contextmanager
+def without_bitsandbytes() -> Iterator[None]:
+    """Have peft pass over bitsandbytes where no weight is quantized: importing it takes seconds.
+
+    peft (0.21) imports it wherever it is installed. What is None among the modules cannot be
+    imported; peft's answers are forgotten at the end, since a quantized base may come next.
+    """
+    if "bitsandbytes" in sys.modules:  # by the base, which is quantized
+        yield
+        return
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    try:
+        from peft.import_utils import is_bnb_4bit_available, is_bnb_available
+
+        is_bnb_available.cache_clear()
+        is_bnb_4bit_available.cache_clear()
+        yield
+        is_bnb_available.cache_clear()
+        is_bnb_4bit_available.cache_clear()
+    finally:
+        del sys.modules["bitsandbytes"]
 
 
 def wrap(
