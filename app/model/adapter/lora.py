@@ -164,9 +164,7 @@ def apply_lora(
     The rows `token_ids` of embedding and head train besides. UserError for a pattern that matches
     nothing, a rank above a matrix's, and for what peft would train wrongly.
     """
-    import peft
     import torch
-    from transformers.pytorch_utils import Conv1D
 
     from app.model.adapter.experts import check_stock_opens
 
@@ -184,28 +182,8 @@ def apply_lora(
     _check_init(config, modules)
     check_stock_opens(config, model, found.matrices)
     rows = rows_to_train(model, token_ids, whole)
-    every = [name for name, _ in model.named_modules() if not is_inside(name, whole)]
-    every += tower_modules(model)
     log.info("lora: %s", _say_targets(config, modules, found.experts))
-    adapted = wrap(
-        model,
-        peft.LoraConfig(
-            task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
-            r=config.r,
-            lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
-            target_modules=shortest(found.matrices, found.endings, every),
-            target_parameters=_experts_by_name(model, found) or None,
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
-            rank_pattern=dict(config.rank_pattern),
-            alpha_pattern=dict(config.alpha_pattern),
-            init_lora_weights="gaussian" if config.init == "gaussian" else True,
-            use_dora=config.use_dora,
-            use_rslora=config.use_rslora,
-            modules_to_save=whole or None,
-            trainable_token_indices=rows or None,
-        ),
-    )
+    adapted = wrap(model, _peft_config(model, config, found, rows))
     if not half_precision:
         _start_in_fp32(adapted, config)
     if config.init in ("pissa", "olora"):
@@ -215,6 +193,34 @@ def apply_lora(
         adapted.peft_config["default"].init_lora_weights = config.init
         remember_start(adapted)
     return adapted
+
+
+def _peft_config(
+    model: PreTrainedModel, config: LoraConfig, found: targets.Targets, rows: Any
+) -> peft.LoraConfig:
+    """Return peft's settings of a new adapter on `found`; `rows`: tokens that train by module."""
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    every = [name for name, _ in model.named_modules() if not is_inside(name, found.whole)]
+    every += tower_modules(model)
+    is_transposed = (isinstance(model.get_submodule(name), Conv1D) for name in found.matrices)
+    return peft.LoraConfig(
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=shortest(found.matrices, found.endings, every),
+        target_parameters=_experts_by_name(model, found) or None,
+        fan_in_fan_out=any(is_transposed),
+        rank_pattern=dict(config.rank_pattern),
+        alpha_pattern=dict(config.alpha_pattern),
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+        modules_to_save=found.whole or None,
+        trainable_token_indices=rows or None,
+    )
 
 
 def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
