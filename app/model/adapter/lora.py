@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
+from app.model.adapter.modules import is_quantized, modules_of
 from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
 from app.model.adapter.wrap import rows_to_train, without_bitsandbytes, wrap
@@ -168,12 +169,12 @@ def apply_lora(
 
     from app.model.adapter.experts import check_stock_opens
 
-    found = targets.find_targets(config, targets.modules_of(model))
+    found = targets.find_targets(config, modules_of(model))
     if found.problems:
         raise UserError(found.problems)
     whole = found.whole
     for name in whole:
-        if targets.is_quantized(model.get_submodule(name)):
+        if is_quantized(model.get_submodule(name)):
             raise UserError(
                 f"adapter.modules_to_save: {name} is quantized and cannot train; leave it out"
             )
@@ -242,7 +243,7 @@ def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> N
     if config.init not in ("pissa", "olora"):
         return
     for name, module in modules.items():
-        if targets.is_quantized(module):
+        if is_quantized(module):
             raise UserError(
                 f"adapter.init={config.init} takes its start out of the base's weights, and {name} "
                 "is quantized; type adapter.init=default or quantization=none"
@@ -330,7 +331,7 @@ def _lora_layers(model: peft.PeftModel) -> list[Any]:
 def _experts_by_name(model: PreTrainedModel, found: targets.Targets) -> list[str]:
     """Return the experts' parameters as shortly as is exact: a layer's name and the own one."""
     endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
-    return shortest(found.experts, endings, targets.modules_of(model).experts)
+    return shortest(found.experts, endings, modules_of(model).experts)
 
 
 def _say_targets(
