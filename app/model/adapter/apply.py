@@ -89,13 +89,13 @@ def apply_freeze(
                 "or adapter=lora"
             )
         module.requires_grad_(True)
-    _say_tied(model, chosen)
+    _log_tied(model, chosen)
     if token_ids:
         _check_rows_train(model)
     return model
 
 
-def _say_tied(model: PreTrainedModel, chosen: Sequence[str]) -> None:
+def _log_tied(model: PreTrainedModel, chosen: Sequence[str]) -> None:
     sharing = sharing_embedding(model)
     if len(sharing) > 1 and model.get_input_embeddings().weight.requires_grad:
         named = next(s for s in sharing if is_inside(s, chosen))
