@@ -115,10 +115,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if of_weight:
                     grad_weight = _add(grad_weight, logits.T @ (rows * scale).to(rows.dtype))
                 continue
-            logits = linear(rows, weight).float()
-            if bias is not None:
-                logits += bias
-            logits, slope = _bound(logits, softcap, needs_slope=needs_grad)
+            products = linear(rows, weight).float()
+            logits, slope = _logits_of(products, bias, softcap, needs_slope=needs_grad)
             losses[chunk], grad = _cross_entropy(
                 logits, labels[chunk], loss_weights[chunk], share, needs_grad=needs_grad
             )
@@ -148,10 +146,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None, None)
 
 
-def _bound(
-    logits: Tensor, softcap: float | None, *, needs_slope: bool
+def _logits_of(
+    logits: Tensor, bias: Tensor | None, softcap: float | None, *, needs_slope: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the logits within the softcap, in their place, and the slope of its tanh."""
+    """Add the bias and apply the softcap, in place; return the logits and the slope of its tanh."""
+    if bias is not None:
+        logits += bias
     if softcap is None:
         return logits, None
     bounded = logits.div_(softcap).tanh_()

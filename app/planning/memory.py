@@ -193,9 +193,7 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     )
     whole, strategy = size.whole, run.strategy
     trained_share = whole.trained / max(1.0, whole.frozen + whole.trained)
-    weights = states.weights
-    if isinstance(strategy, ZeroConfig) and strategy.partition_within_node:
-        weights += (whole.frozen + whole.trained) / run.hardware.gpus_per_node
+    weights = states.weights + _secondary_partition(run, whole.frozen + whole.trained)
     kept, copies = run.kept, _half_copies(run, whole.frozen + whole.trained)
     at_loss, at_layers, at_step = _gathered(size, strategy, states.gathered)
     gradients = states.gradients
@@ -237,6 +235,12 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
         at("end of the backward pass", activations=layers.of_stream),
         at("optimizer step", gathered=at_step, copies=0.0),
     ]
+
+
+def _secondary_partition(run: PlannedRun, weights: float) -> float:
+    """Return the bytes of the copy of `weights` that ZeRO++ shards within each node (hpZ)."""
+    is_within_node = isinstance(run.strategy, ZeroConfig) and run.strategy.partition_within_node
+    return weights / run.hardware.gpus_per_node if is_within_node else 0.0
 
 
 def _gathered(
