@@ -110,13 +110,13 @@ class Session:
             print(f"no command {printable(command)}\n{HELP}")
 
     def _answer(self, question: str) -> None:
-        asked = [*self.turns, Turn("user", question)]
+        turns = [*self.turns, Turn("user", question)]
         pieces = []
-        for piece in self._responder.stream(asked, self.config.chat):
+        for piece in self._responder.stream(turns, self.config.chat):
             print(printable(piece, keep="\n\t"), end="", flush=True)
             pieces.append(piece)
         print()
-        self.turns = [*asked, Turn("assistant", "".join(pieces))]
+        self.turns = [*turns, Turn("assistant", "".join(pieces))]
 
     def _compare(self, question: str) -> None:
         from rich.console import Console
@@ -126,32 +126,35 @@ class Session:
         if self._tuned.folder is None:
             raise UserError("/compare: there is no adapter here, only a base")
         if question:
-            asked = [*self.turns, Turn("user", question)]
+            turns = [*self.turns, Turn("user", question)]
         elif self.turns and self.turns[-1].role == "assistant":
-            asked = self.turns[:-1]
+            turns = self.turns[:-1]
         else:
             raise UserError("/compare: there is no question yet; type /compare TEXT")
-        answers = {"base": self._ask_base(asked), "tuned": self._ask(self._responder, asked)}
+        answers = {
+            "base": self._answer_of_base(turns),
+            "tuned": self._answer_of(self._responder, turns),
+        }
         table = Table(*answers, show_lines=False, expand=True)
         table.add_row(*(Text(printable(text, keep="\n\t")) for text in answers.values()))
         Console(highlight=False).print(table)
-        self.turns = [*asked, Turn("assistant", answers["tuned"])]
+        self.turns = [*turns, Turn("assistant", answers["tuned"])]
 
-    def _ask(self, responder: Responder, asked: list[Turn]) -> str:
-        return "".join(responder.stream(asked, self.config.chat))
+    def _answer_of(self, responder: Responder, turns: list[Turn]) -> str:
+        return "".join(responder.stream(turns, self.config.chat))
 
-    def _ask_base(self, asked: list[Turn]) -> str:
+    def _answer_of_base(self, turns: list[Turn]) -> str:
         from app.evaluation.comparison import adapter_switched_off
         from app.model.adapter import is_adapter
 
         model: Any = self._responder.model
         is_adapted = is_adapter(self._tuned.folder or Path())
         with adapter_switched_off(model) if is_adapted else nullcontext():
-            return self._ask(self._responder if is_adapted else self._base, asked)
+            return self._answer_of(self._responder if is_adapted else self._base, turns)
 
     @cached_property
     def _base(self) -> Responder:
-        """The base beside a model that was trained whole, loaded when it is first asked."""
+        """The base beside a model that was trained whole, loaded for its first answer."""
         model: Any = self._tuned.base.load()
         return self._tuned.responder(model.to(self._env.torch_device), self._env)
 

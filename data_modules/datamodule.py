@@ -195,7 +195,7 @@ class FinetuneDataModule(lightning.LightningDataModule):
         return self._batching
 
     def take_together(self, size: int) -> None:
-        """Take `size` packs at once and fewer or more times, before a loader is made.
+        """Take micro-batches of `size` packs, fewer or more of them, before a loader is made.
 
         It must divide the packs of a rank's step, which stay the same.
         """

@@ -43,9 +43,9 @@ def convert(converter: Path, model: Path, dtype: str) -> Path:
         check=False,
     )
     if done.returncode or not file.is_file():
-        said = [line for line in done.stderr.splitlines() if line.strip()][-3:]
+        tail = [line for line in done.stderr.splitlines() if line.strip()][-3:]
         raise UserError(
-            f"{converter} does not convert {model}: {' / '.join(said) or 'no word of why'}; the "
+            f"{converter} does not convert {model}: {' / '.join(tail) or 'no word of why'}; the "
             "merged model itself is complete: leave merge.gguf=true out"
         )
     return file

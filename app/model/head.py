@@ -91,65 +91,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         share: VocabularyShare | None,
     ) -> tuple[Tensor, Tensor]:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        needs_grad = any(ctx.needs_input_grad[:3])
         losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if of_hidden else None
         # Sums over chunks are in fp32: half precision would lose small terms.
         grad_weight = torch.zeros_like(weight) if of_weight and not len(labels) else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if of_bias else None
-        linear = onednn.linear if any(ctx.needs_input_grad[:3]) else torch.nn.functional.linear
+        linear = onednn.linear if needs_grad else torch.nn.functional.linear
         size = rows_per_chunk(len(weight), hidden.device.type)
-        if share is not None:
-            kernel = None  # it sees a whole row of logits
-        if kernel is not None and bias is None:
+        if share is not None or bias is not None:
+            kernel = None  # it sees a whole row of logits, and no bias
+        if kernel is not None:
             size *= TRAINED_CHUNKS if of_weight else FUSED_CHUNKS
         for start in range(0, len(labels), size):
             chunk = slice(start, start + size)
             rows = hidden[chunk]
-            if kernel is not None and bias is None:
+            if kernel is not None:
                 logits = rows @ weight.T
-                kernel(
-                    logits,
-                    labels[chunk],
-                    losses[chunk],
-                    softcap,
-                    writes_gradient=of_hidden or of_weight,
-                )
+                kernel(logits, labels[chunk], losses[chunk], softcap, writes_gradient=needs_grad)
                 scale = loss_weights[chunk].float().unsqueeze(1)
                 if grad_hidden is not None:
                     torch.mul(logits @ weight, scale, out=grad_hidden[chunk])
                 if of_weight:
                     grad_weight = _add(grad_weight, logits.T @ (rows * scale).to(rows.dtype))
                 continue
-            logits = linear(rows, weight).float()
-            if bias is not None:
-                logits += bias
-            slope = None
-            if softcap is not None:
-                bounded = logits.div_(softcap).tanh_()
-                slope = 1 - bounded.square() if any(ctx.needs_input_grad[:3]) else None
-                logits = bounded.mul_(softcap)
-
-            is_trained_on = labels[chunk] >= 0
-            target = labels[chunk].clamp(min=0).unsqueeze(1)
-            highest = logits.amax(1, keepdim=True)
-            if share is not None:
-                share.largest_(highest)
-                target = target - share.first_row
-                is_here = (target >= 0) & (target < len(weight))
-                target = target.clamp(0, len(weight) - 1)
-            own = logits.gather(1, target)
-            exponentials = logits.sub_(highest).exp_()
-            sums = exponentials.sum(1, keepdim=True)
-            if share is not None:
-                share.sum_(both := torch.stack([own * is_here, sums]))
-                own, sums = both.unbind()
-            losses[chunk] = (sums.log() + highest - own).squeeze(1) * is_trained_on
-            if not any(ctx.needs_input_grad[:3]):
+            products = linear(rows, weight).float()
+            logits, slope = _logits_of(products, bias, softcap, needs_slope=needs_grad)
+            losses[chunk], grad = _cross_entropy(
+                logits, labels[chunk], loss_weights[chunk], share, needs_grad=needs_grad
+            )
+            if grad is None:
                 continue
-
-            scale = (loss_weights[chunk] * is_trained_on).float().unsqueeze(1)
-            here = scale if share is None else scale * is_here
-            grad = exponentials.mul_(scale / sums).scatter_add_(1, target, -here)
             if slope is not None:
                 grad *= slope
             if grad_bias is not None:
@@ -172,6 +144,50 @@ class _LinearCrossEntropy(torch.autograd.Function):
         """Scale by the gradient of the sum."""
         scaled = (None if grad is None else grad * outer[0] for grad in ctx.grads)
         return (*scaled, None, None, None, None, None)
+
+
+def _logits_of(
+    logits: Tensor, bias: Tensor | None, softcap: float | None, *, needs_slope: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Add the bias and apply the softcap, in place; return the logits and the slope of its tanh."""
+    if bias is not None:
+        logits += bias
+    if softcap is None:
+        return logits, None
+    bounded = logits.div_(softcap).tanh_()
+    slope = 1 - bounded.square() if needs_slope else None
+    return bounded.mul_(softcap), slope
+
+
+def _cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    share: VocabularyShare | None,
+    *,
+    needs_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the losses of a chunk, and its logits (fp32) turned into their gradients."""
+    is_trained_on = labels >= 0
+    target = labels.clamp(min=0).unsqueeze(1)
+    highest = logits.amax(1, keepdim=True)
+    if share is not None:
+        share.largest_(highest)
+        target = target - share.first_row
+        is_here = (target >= 0) & (target < logits.shape[1])
+        target = target.clamp(0, logits.shape[1] - 1)
+    own = logits.gather(1, target)
+    exponentials = logits.sub_(highest).exp_()
+    sums = exponentials.sum(1, keepdim=True)
+    if share is not None:
+        share.sum_(both := torch.stack([own * is_here, sums]))
+        own, sums = both.unbind()
+    losses = (sums.log() + highest - own).squeeze(1) * is_trained_on
+    if not needs_grad:
+        return losses, None
+    scale = (loss_weights * is_trained_on).float().unsqueeze(1)
+    here = scale if share is None else scale * is_here
+    return losses, exponentials.mul_(scale / sums).scatter_add_(1, target, -here)
 
 
 def _add(total: Tensor | None, part: Tensor) -> Tensor:

@@ -179,10 +179,10 @@ def fuse_layers(
         setattr(rope.home, ROPE, rope)
     counts = Counter(type(forward.module).__name__ for forward in fused)
     names = [f"{count} {name}" for name, count in counts.items()] + ["rope"] * bool(ropes)
-    said = ", ".join(names) or "none of the layers"
+    fused_names = ", ".join(names) or "none of the layers"
     differing = sorted(refused | refused_ropes)
     own = "".join(f"; the model's own for {name}, which differs" for name in differing)
-    log.info("kernels: Liger's for %s, proven equal%s", said, own)
+    log.info("kernels: Liger's for %s, proven equal%s", fused_names, own)
 
 
 def _fuse_loss(model: Any, device: torch.device) -> None:

@@ -194,6 +194,8 @@ def quantize_experts(
 
     Block by block of 64 weights, as linear layers are; each on `device`, and back where it was.
     """
+    if config.method != "nf4":
+        return
     from bitsandbytes.nn import Params4bit
 
     from app.model.experts import pack_experts
@@ -210,8 +212,7 @@ def quantize_experts(
             return packed
         return packed.to(device or weight.device).to(weight.device)
 
-    if config.method == "nf4":
-        pack_experts(model, pack)
+    pack_experts(model, pack)
 
 
 def quantize_on_meta(

@@ -28,7 +28,7 @@ def describe_run(run: PlannedRun, tokens: int | None) -> dict[str, Any]:
     host = estimate_host_memory(run, size)
     speed = estimate_speed(run, size)
     flops = estimate_flops(run)
-    facts: dict[str, Any] = {
+    return {
         "model": run.model.name,
         "num_weights": run.model.num_weights,
         "num_trained": run.model.count(trained=True),
@@ -74,15 +74,18 @@ def describe_run(run: PlannedRun, tokens: int | None) -> dict[str, Any]:
         "mfu": speed.mfu,
         "verdict": speed.verdict,
         "batch": batch_word(run),
-        "tokens": tokens,
-        "hours": None,
-        "cost": None,
+        **_hours_and_cost(run, tokens, speed.tokens_per_second),
     }
-    if tokens is not None:
-        facts["hours"] = tokens / speed.tokens_per_second / 3600
-        if hardware.price_per_hour is not None:
-            facts["cost"] = facts["hours"] * hardware.price_per_hour * run.num_ranks
-    return facts
+
+
+def _hours_and_cost(
+    run: PlannedRun, tokens: int | None, tokens_per_second: float
+) -> dict[str, float | None]:
+    """Return how long a training of `tokens` takes, and what it costs at the GPUs' price."""
+    hours = None if tokens is None else tokens / tokens_per_second / 3600
+    price = run.hardware.price_per_hour
+    cost = None if hours is None or price is None else hours * price * run.num_ranks
+    return {"tokens": tokens, "hours": hours, "cost": cost}
 
 
 def _states_by_deepspeed(run: PlannedRun) -> dict[str, float] | None:

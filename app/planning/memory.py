@@ -205,16 +205,9 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     )
     whole, strategy = size.whole, run.strategy
     trained_share = whole.trained / max(1.0, whole.frozen + whole.trained)
-    weights = states.weights
-    if isinstance(strategy, ZeroConfig) and strategy.partition_within_node:
-        weights += (whole.frozen + whole.trained) / run.hardware.gpus_per_node
-    kept = run.kept
-    copies = 0.0
-    if kept.width < kept.residual and not isinstance(strategy, FsdpConfig):
-        copies = (whole.frozen + whole.trained) * kept.width / kept.residual
-    at_loss = at_layers = at_step = states.gathered
-    if isinstance(strategy, FsdpConfig) and states.gathered:
-        (at_loss, at_layers), at_step = gathered_by_fsdp(size, strategy), 0.0
+    weights = states.weights + _secondary_partition(run, whole.frozen + whole.trained)
+    kept, copies = run.kept, _half_copies(run, whole.frozen + whole.trained)
+    at_loss, at_layers, at_step = _gathered(size, strategy, states.gathered)
     gradients = states.gradients
     # DDP's and DeepSpeed's buffers stay, as gradients do between micro-batches.
     rises = run.accumulation == 1 and (
@@ -254,6 +247,29 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
         at("end of the backward pass", activations=layers.of_stream),
         at("optimizer step", gathered=at_step, copies=0.0),
     ]
+
+
+def _secondary_partition(run: PlannedRun, weights: float) -> float:
+    """Return the bytes of the copy of `weights` that ZeRO++ shards within each node (hpZ)."""
+    is_within_node = isinstance(run.strategy, ZeroConfig) and run.strategy.partition_within_node
+    return weights / run.hardware.gpus_per_node if is_within_node else 0.0
+
+
+def _gathered(
+    size: ModelSize, strategy: StrategyConfig, gathered: float
+) -> tuple[float, float, float]:
+    """Return the bytes gathered of other ranks: at the loss, in the layers, at the step."""
+    if isinstance(strategy, FsdpConfig) and gathered:
+        return *gathered_by_fsdp(size, strategy), 0.0
+    return gathered, gathered, gathered
+
+
+def _half_copies(run: PlannedRun, weights: float) -> float:
+    """Return the bytes of autocast's copies of `weights`; FSDP gathers them in half already."""
+    kept = run.kept
+    if kept.width >= kept.residual or isinstance(run.strategy, FsdpConfig):
+        return 0.0
+    return weights * kept.width / kept.residual
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

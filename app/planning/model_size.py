@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from app.model.adapter import (
     FullConfig,
     Ia3Config,
     LoraConfig,
+    Targets,
     find_targets,
 )
 from app.model.base import ModelConfig
@@ -237,31 +238,7 @@ def model_of_numbers(
     found = find_targets(adapter, base)
     if found.problems:
         raise UserError(found.problems)
-    is_full = isinstance(adapter, FullConfig)
-    frozen, trained = (dtype_bytes(precision, trains=flag) for flag in (is_full, True))
-    ranks = _ranks(adapter, found.matrices)
-    whole = tuple(f"{each}." for each in found.whole)
-    vector_inputs = set(found.scaled_inputs)
-
-    def weights_of(module: str, shape: tuple[int, ...], local: str) -> dict[str, Weight]:
-        is_whole = is_full or f"{module}.".startswith(whole)
-        if is_whole and isinstance(adapter, FreezeConfig):
-            return {f"{local}.weight": Weight(shape, trained, True)}
-        weights = {f"{local}.weight": Weight(shape, frozen, is_full)}
-        if is_whole and not is_full:  # modules_to_save: a copy that trains, beside the base's
-            weights[f"{local}.modules_to_save.weight"] = Weight(shape, trained, True)
-        if (rank := ranks.get(module)) is not None:
-            rows, columns = shape
-            weights[f"{local}.lora_A.weight"] = Weight((rank, columns), trained, True)
-            weights[f"{local}.lora_B.weight"] = Weight((rows, rank), trained, True)
-            if isinstance(adapter, LoraConfig) and adapter.use_dora:
-                weights[f"{local}.lora_magnitude.weight"] = Weight((rows,), trained, True)
-        elif isinstance(adapter, Ia3Config) and module in matrices:
-            side = shape[1] if module in vector_inputs else shape[0]
-            weights[f"{local}.ia3_l"] = Weight((side,), trained, True)
-        return weights
-
-    matrices = set(found.matrices)
+    weights_of = _weights_by(adapter, found, precision)
     layers: dict[str, dict[str, Weight]] = {layer: {} for layer in base.layers}
     rest: dict[str, Weight] = {}
     is_tied = bool(numbers.get("tie_word_embeddings", numbers.get("model_type") in TIED))
@@ -278,7 +255,9 @@ def model_of_numbers(
     if (positions := LEARNED_POSITIONS.get(str(numbers.get("model_type")))) is not None:
         tables, name_of_length, more = positions
         rows = tables * (numbers[name_of_length] + more)
-        rest["positions.weight"] = Weight((rows, widths.hidden), frozen, is_full)
+        is_full = isinstance(adapter, FullConfig)
+        num_bytes = dtype_bytes(precision, trains=is_full)
+        rest["positions.weight"] = Weight((rows, widths.hidden), num_bytes, is_full)
     table = base.embeddings[0]
     width = (widths.vocabulary, widths.hidden)
     kinds = Counter(_signature(weights) for weights in layers.values())
@@ -299,6 +278,37 @@ def model_of_numbers(
         plan=_split_plan(next(iter(layers.values()))),
         is_pair=numbers.get("model_type") in PAIRS,
     )
+
+
+def _weights_by(
+    adapter: AdapterConfig, found: Targets, precision: str
+) -> Callable[[str, tuple[int, ...], str], dict[str, Weight]]:
+    """Return what tells the weights of a module: (name, shape, name in its layer) -> by name."""
+    is_full = isinstance(adapter, FullConfig)
+    frozen, trained = (dtype_bytes(precision, trains=flag) for flag in (is_full, True))
+    ranks = _ranks(adapter, found.matrices)
+    whole = tuple(f"{each}." for each in found.whole)
+    matrices, vector_inputs = set(found.matrices), set(found.scaled_inputs)
+
+    def weights_of(module: str, shape: tuple[int, ...], local: str) -> dict[str, Weight]:
+        is_whole = is_full or f"{module}.".startswith(whole)
+        if is_whole and isinstance(adapter, FreezeConfig):
+            return {f"{local}.weight": Weight(shape, trained, True)}
+        weights = {f"{local}.weight": Weight(shape, frozen, is_full)}
+        if is_whole and not is_full:  # modules_to_save: a copy that trains, beside the base's
+            weights[f"{local}.modules_to_save.weight"] = Weight(shape, trained, True)
+        if (rank := ranks.get(module)) is not None:
+            rows, columns = shape
+            weights[f"{local}.lora_A.weight"] = Weight((rank, columns), trained, True)
+            weights[f"{local}.lora_B.weight"] = Weight((rows, rank), trained, True)
+            if isinstance(adapter, LoraConfig) and adapter.use_dora:
+                weights[f"{local}.lora_magnitude.weight"] = Weight((rows,), trained, True)
+        elif isinstance(adapter, Ia3Config) and module in matrices:
+            side = shape[1] if module in vector_inputs else shape[0]
+            weights[f"{local}.ia3_l"] = Weight((side,), trained, True)
+        return weights
+
+    return weights_of
 
 
 def _layer_of(module: str, layers: Mapping[str, object]) -> str | None:

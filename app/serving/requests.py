@@ -186,12 +186,12 @@ def _check_supported(name: str, value: Any) -> None:
 
 
 def _check_model(given: dict[str, Any], model: str) -> None:
-    asked = given.get("model")
-    if not isinstance(asked, str):
+    requested = given.get("model")
+    if not isinstance(requested, str):
         raise RequestError(f"model: a name; this server has {model}", "model")
-    if asked != model:
+    if requested != model:
         raise RequestError(
-            f"model: there is no {_shown(asked)} here; this server has {model}",
+            f"model: there is no {_shown(requested)} here; this server has {model}",
             "model",
             status=404,
             code="model_not_found",

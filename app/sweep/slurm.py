@@ -59,8 +59,8 @@ class TrialJob:
         self._waiter = threading.Thread(target=self._process.wait)
         self._waiter.start()
         self._waiter.join()
-        said = {"exit_code": self._process.returncode, "seconds": time.time() - started}
-        write_whole(self._end, json.dumps(said) + "\n")
+        outcome = {"exit_code": self._process.returncode, "seconds": time.time() - started}
+        write_whole(self._end, json.dumps(outcome) + "\n")
         return int(self._process.returncode)
 
     def checkpoint(self) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import schedulefree
 import torch
-import transformers.optimization
 
 
 def build_adafactor(
@@ -21,7 +20,10 @@ def build_adafactor(
     Not torch's: its learning rate is relative to each weight's norm, so that LoRA's B, which starts
     at zero, hardly moves, and it reads the norm of every weight on the host in every step.
     """
-    return transformers.optimization.Adafactor(
+    # Imported here: it imports peft, and with that bitsandbytes.
+    from transformers.optimization import Adafactor
+
+    return Adafactor(
         groups,
         decay_rate=beta2_decay,
         clip_threshold=clip_threshold,

@@ -61,8 +61,8 @@ class TrainerConfig:
         shown=("train", "preview"),
         aliases=("accumulate_grad_batches",),
     )
-    """micro-batches a rank accumulates before an optimizer step; fewer where auto takes more packs
-    at once: the global batch stays"""
+    """micro-batches a rank accumulates before an optimizer step; fewer where auto takes larger
+    ones: the global batch stays"""
     global_batch_size: int | None = setting(
         None,
         ge=1,
@@ -158,7 +158,7 @@ class Environment:
         return self.micro_batch_size * self.accumulation
 
     def with_micro_batch(self, size: int) -> Environment:
-        """Return it with `size` packs at once, of the same packs a step."""
+        """Return it with micro-batches of `size` packs; those of a step stay."""
         return replace(self, micro_batch_size=size, accumulation=self.packs_of_rank // size)
 
     @property

@@ -245,8 +245,8 @@ def _split_rows(data: Content, kind: str, options: ReadOptions) -> Iterator[Chun
         elif len(rest) > max_row_bytes and rest.strip():
             raw = rest[: 4 * MAX_RAW].decode(errors="replace")
             size, num_lines, after = _skip_row(data, bytes(rest), end_of_row)
-            said = f"more than {size:,}" if data.cut else f"{size:,}"
-            bad = too_large(Origin(file, line), said, max_row_bytes, raw)
+            shown_size = f"more than {size:,}" if data.cut else f"{size:,}"
+            bad = too_large(Origin(file, line), shown_size, max_row_bytes, raw)
             yield RowChunk(file, size, (bad,))
             line += num_lines
             rest = bytearray(after)

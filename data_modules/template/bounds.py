@@ -118,8 +118,8 @@ class BoundFinder:
             own = runs.get(number, [])
             written = {mark.part for run in own for mark in run.marks}
             if "c" not in written and not turn.tool_calls and holds_content(turn.content):
-                said = unmarked(turn.content)[0] or "..."
-                why = f"the chat template does not write the answer `{shown(said)}`"
+                answer = unmarked(turn.content)[0] or "..."
+                why = f"the chat template does not write the answer `{shown(answer)}`"
                 raise self._lost(number, turn, why)
             if not own:
                 continue
@@ -354,8 +354,8 @@ class BoundFinder:
                 return
 
     def _no_stop(self, number: int, turn: Turn) -> RowRefusedError:
-        said = unmarked(turn.content)[0].strip()
-        what = f"the answer `{shown(said)}`" if said else "its call"
+        answer = unmarked(turn.content)[0].strip()
+        what = f"the answer `{shown(answer)}`" if answer else "its call"
         why = f"the chat template writes no stop token after {what}, so no end can be trained on"
         return self._lost(number, turn, why)
 
@@ -426,10 +426,10 @@ def _in_all(tails: Sequence[Tails]) -> list[Tails]:
 
 def _following(turn: Turn) -> tuple[Turn, ...]:
     """Return what may follow an answer: the results of its calls, or another question."""
-    said = "\ue0f1c99999999\ue0f2"
+    content = "\ue0f1c99999999\ue0f2"
     if not turn.tool_calls:
-        return (Turn("user", said),)
-    return tuple(Turn("tool", said, tool_call_id=call.id) for call in turn.tool_calls)
+        return (Turn("user", content),)
+    return tuple(Turn("tool", content, tool_call_id=call.id) for call in turn.tool_calls)
 
 
 def _whose(mark: Mark | None, number: int) -> tuple[int, str] | None:

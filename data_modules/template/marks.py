@@ -125,7 +125,7 @@ def form_of(chat: Chat) -> tuple[object, ...]:
     has_ids = False
     for turn in chat.turns:
         content = turn.content
-        parts = thought_and_said(turn) if "</think>" in content else None
+        parts = thought_and_answer(turn) if "</think>" in content else None
         blanks = parts and (*parts[::2], str(bool(parts[1])), str(bool(parts[3])))
         form.append((turn.role, bool(content), blanks))
         if turn.reasoning is not None or turn.tool_calls or turn.name or turn.tool_call_id:
@@ -138,7 +138,7 @@ def form_of(chat: Chat) -> tuple[object, ...]:
     return tuple(form)
 
 
-def thought_and_said(turn: Turn) -> tuple[str, ...] | None:
+def thought_and_answer(turn: Turn) -> tuple[str, ...] | None:
     """Take an answer apart whose content is a thought in tags and what is said after it.
 
     The second and fourth parts are the thought and what is said, without the blanks around them.
@@ -162,7 +162,7 @@ def part_of(turn: Turn, part: str, call: int) -> str:
     if part == "f":
         return turn.tool_calls[call].name
     content = turn.content
-    parts = thought_and_said(turn) if "</think>" in content else None
+    parts = thought_and_answer(turn) if "</think>" in content else None
     if parts:
         return parts[3] if part == "c" else parts[1]
     return content if part == "c" else turn.reasoning or ""
@@ -207,7 +207,7 @@ def _whole(put: Callable[..., str]) -> Wrap:
     return wrap
 
 
-def _thought_and_said(find: Callable[[str, str], int]) -> Wrap:
+def _thought_and_answer(find: Callable[[str, str], int]) -> Wrap:
     """Mark the thought in a content and what is said after it, parted at a closing tag."""
 
     def wrap(turn: Turn, number: int) -> Turn:
@@ -215,11 +215,11 @@ def _thought_and_said(find: Callable[[str, str], int]) -> Wrap:
         at = find(content, tag) if turn.role == "assistant" else -1
         if at < 0:
             return _wrapped_rest(turn, number, _around("c", content, number))
-        before, said = content[:at], content[at + len(tag) :]
+        before, answer = content[:at], content[at + len(tag) :]
         head = before.find("<think>")
         first = head + len("<think>") if head >= 0 else 0
         thought = before[:first] + _around("r", before[first:], number)
-        return _wrapped_rest(turn, number, thought + tag + _around("c", said, number))
+        return _wrapped_rest(turn, number, thought + tag + _around("c", answer, number))
 
     return wrap
 
@@ -242,8 +242,8 @@ def _wrapped_rest(turn: Turn, number: int, content: str) -> Turn:
 
 WRAPS: tuple[Wrap, ...] = (
     _whole(_around),
-    _thought_and_said(str.find),
-    _thought_and_said(str.rfind),
+    _thought_and_answer(str.find),
+    _thought_and_answer(str.rfind),
     _whole(_behind),
 )
 """the ways to mark a row's own texts, tried in this order: templates look at some of them"""
@@ -266,7 +266,7 @@ def _marked(turn: Turn, number: int, ids: Mapping[str, str]) -> Turn:
         tool_call_id=ids[turn.tool_call_id] if turn.tool_call_id else turn.tool_call_id,
     )
     said, thought = _mark("c", number), _mark("r", number)
-    if parts := thought_and_said(turn):
+    if parts := thought_and_answer(turn):
         first, own, middle, rest, last = parts
         content = first + (thought if own else "") + middle + (said if rest else "") + last
         return replace(turn, content=content)

@@ -131,10 +131,10 @@ def lost_reasoning(
         if turn.reasoning is None and "</think>" not in turn.content:
             continue
         found = thought.search(turn.content)
-        said = turn.reasoning or (found[1] if found else "")
+        reasoning = turn.reasoning or (found[1] if found else "")
         start, end = extents.get(number, (0, 0))
-        if said.strip() and said.strip() not in text[start:end]:
-            return [Note("lost_reasoning", shown(said.strip()))]
+        if reasoning.strip() and reasoning.strip() not in text[start:end]:
+            return [Note("lost_reasoning", shown(reasoning.strip()))]
     return []
 
 

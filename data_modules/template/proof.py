@@ -114,9 +114,9 @@ def conversation(form: str) -> Conversation:
             turns += [Turn(role, _word("c", len(turns) + number)) for number in range(len(word))]
             continue
         number = len(turns)
-        said = _word("c", number)
+        content = _word("c", number)
         if "x" in word:
-            said = f"<think>\n{_word('r', number)}\n</think>\n\n{said}"
+            content = f"<think>\n{_word('r', number)}\n</think>\n\n{content}"
         thought = _word("r", number) if "r" in word else None
         calls = tuple(
             ToolCall(
@@ -125,7 +125,7 @@ def conversation(form: str) -> Conversation:
             for index in range(word.count("c"))
         )
         speaks = "a" in word or "x" in word
-        turns.append(Turn("assistant", said if speaks else "", None, thought, calls))
+        turns.append(Turn("assistant", content if speaks else "", None, thought, calls))
     return Conversation(tuple(turns), _ORIGIN, _TOOLS if words[0] == "T" else ())
 
 

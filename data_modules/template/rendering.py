@@ -145,8 +145,8 @@ class Renderer:
             return replace(turn, content=THOUGHT.sub("", turn.content), reasoning=None)
         if self.format.reasoning_key:
             return turn
-        said = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
-        return replace(turn, content=said, reasoning=None)
+        content = f"<think>\n{turn.reasoning}\n</think>\n\n{turn.content}"
+        return replace(turn, content=content, reasoning=None)
 
     def _find_format(self) -> MessageFormat:
         """Return the first format in which the template writes what it is given."""

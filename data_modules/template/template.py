@@ -331,8 +331,8 @@ class ChatTemplate:
             return
         name, text = twin
         self._finder.twin = self._build_finder(Renderer(self._tokenizer, text))
-        said = f"; its answers are located by `{name}`, which renders the same text"
-        self.note = self.note.replace(said, "") + said
+        note = f"; its answers are located by `{name}`, which renders the same text"
+        self.note = self.note.replace(note, "") + note
 
     def _build_finder(self, renderer: Renderer) -> SpanFinder:
         framing = filter(None, (self._tokenizer.bos_token, self._tokenizer.eos_token))

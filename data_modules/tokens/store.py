@@ -114,7 +114,7 @@ class StoreWriter:
             labels = documents.target_lengths
             columns["target_ids"] = _lists(documents.target_ids, labels)
         columns["weights"] = _lists(documents.weights, labels)
-        columns |= {name: pyarrow.array(getattr(documents, name)) for name in _COLUMNS}
+        columns |= {name: _to_arrow(getattr(documents, name)) for name in _COLUMNS}
         batch = pyarrow.RecordBatch.from_pydict(columns)
         if self._writer is None:
             self._writer = pyarrow.ipc.new_file(self._sink, batch.schema)
@@ -150,7 +150,7 @@ class TokenStore:
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
         def column(name: str) -> Any:
-            return np.concatenate([np.asarray(batch[name]) for batch in batches])
+            return np.concatenate([_to_numpy(batch[name]) for batch in batches])
 
         self.rows = column("rows")
         self.lines = column("lines")
@@ -209,8 +209,8 @@ class _Lists:
     """Hand out the lists of an Arrow column as arrays, without copying."""
 
     def __init__(self, column: Any) -> None:
-        self._values = column.values.to_numpy()
-        self.offsets = column.offsets.to_numpy()
+        self._values = _to_numpy(column.values)
+        self.offsets = _to_numpy(column.offsets)
 
     def __getitem__(self, index: int) -> Any:
         return self._values[self.offsets[index] : self.offsets[index + 1]]
@@ -313,7 +313,29 @@ def _lists(values: Any, lengths: Any) -> Any:
     import pyarrow
 
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values))
+    return pyarrow.ListArray.from_arrays(_to_arrow(offsets), _to_arrow(values))
+
+
+# By their buffers: `pyarrow.array` and `to_numpy` import pandas (pyarrow 26), which takes a second.
+def _to_arrow(values: Any) -> Any:
+    import numpy as np
+    import pyarrow
+
+    kind = pyarrow.from_numpy_dtype(values.dtype)
+    bits = np.packbits(values, bitorder="little") if values.dtype == bool else values
+    return pyarrow.Array.from_buffers(kind, len(values), [None, pyarrow.py_buffer(bits)])
+
+
+def _to_numpy(column: Any) -> Any:
+    """Return an Arrow column without nulls as a NumPy array, of numbers without copying."""
+    import numpy as np
+
+    name, data = str(column.type), column.buffers()[1]
+    if name == "bool":
+        values = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").view(bool)
+    else:
+        values = np.frombuffer(data, {"float": "float32", "double": "float64"}.get(name, name))
+    return values[column.offset : column.offset + len(column)]
 
 
 class TokenizerFacts(Protocol):

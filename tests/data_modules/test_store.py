@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -31,7 +33,7 @@ def documents(tokens: Lists, first_row: int = 0, file: str = "a.jsonl") -> Docum
         trained=np.array([sum(t % 2 for t in one[1:]) for one in tokens], dtype=np.int64),
         label_weights=np.array([float(sum(t % 2 for t in one[1:])) for one in tokens]),
         digests=np.array([hash(tuple(one)) & 0xFFFF for one in tokens], dtype=np.uint64),
-        ends_in_stop=np.ones(count, dtype=np.bool_),
+        ends_in_stop=np.array([one[-1] % 2 == 1 for one in tokens], dtype=np.bool_),
         double_bos=np.zeros(count, dtype=np.bool_),
     )
 
@@ -63,6 +65,20 @@ def test_every_document_comes_back(
     assert [(str(e.origin), e.input_ids.tolist()) for e in found] == expected
     assert all((e.weights == e.input_ids % 2).all() for e in found)
     assert store.lengths.tolist() == [len(one) for _, one in expected]
+    assert store.ends_in_stop.tolist() == [one[-1] % 2 == 1 for _, one in expected]
+
+
+def test_writing_and_reading_needs_no_pandas(tmp_path: Path) -> None:
+    code = (
+        "import pickle, sys; from pathlib import Path; from data_modules.tokens import store\n"
+        "writer = store.StoreWriter(Path(sys.argv[1]))\n"
+        "writer.add(pickle.load(sys.stdin.buffer))\n"
+        "writer.close()\n"
+        "read = store.TokenStore(Path(sys.argv[1])).example(1, 0)\n"
+        "sys.exit(read.input_ids.tolist() != [3] or 'pandas' in sys.modules)"
+    )
+    given = pickle.dumps(documents([[1, 2], [3]]))
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], input=given, check=True)
 
 
 def test_a_pickled_store_opens_its_file_again(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(
 def held_out_answers(run: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
     """The turns before every fourth held-out answer, and what evaluate measured there."""
     lines = (run / "predictions.jsonl").read_text().splitlines()
-    measured = [json.loads(line)["tuned/answer"] for line in lines]
+    measured = [json.loads(line)["tuned"] for line in lines]
     questions = questions_of(run)
     assert len(questions) == len(measured)
     questions, measured = questions[::4], measured[::4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,19 @@ def adapted_names(model: Any) -> list[str]:
 
 def trained(model: Any) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_bitsandbytes_stays_out_where_nothing_is_quantized(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("bitsandbytes", "peft.tuners.lora.bnb"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    adapted = adapt(tiny_llama())
+    move(adapted)
+    save_adapter(adapted, tmp_path)
+    load_adapter(tiny_llama(), tmp_path)
+    assert "bitsandbytes" not in sys.modules
+    assert peft.import_utils.is_bnb_available()  # for the next base, which may be quantized
 
 
 def flan_t5(folder: Path) -> T5ForConditionalGeneration:

@@ -53,7 +53,6 @@ def import_all() -> None:
     import bitsandbytes  # noqa: F401
     import deepspeed  # noqa: F401
     import lightning  # noqa: F401
-    import pandas  # noqa: F401  by Arrow, when it gives its first array
     import peft.tuners.lora.bnb
     import peft.utils.transformers_weight_conversion  # noqa: F401
     import pyarrow  # noqa: F401

@@ -9,6 +9,7 @@ from app.model.adapter.lora import (
     start_weights,
 )
 from app.model.adapter.merge import Change, load_weighted, read_changes
+from app.model.adapter.modules import BaseModules, modules_of
 from app.model.adapter.saved import (
     check_adapter_file,
     check_same_logits,
@@ -32,7 +33,7 @@ from app.model.adapter.settings import (
     saves_whole_model,
     write_origin,
 )
-from app.model.adapter.targets import BaseModules, Targets, find_targets, modules_of
+from app.model.adapter.targets import Targets, find_targets
 from app.model.adapter.weights import (
     TrainedWeight,
     adapter_matrices,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from app.model.adapter import targets
 from app.model.adapter.lora import apply_lora
+from app.model.adapter.modules import is_quantized, modules_of, name_of, sharing_embedding
 from app.model.adapter.saved import load_adapter
 from app.model.adapter.settings import (
     AdapterConfig,
@@ -18,7 +19,7 @@ from app.model.adapter.settings import (
     LoraConfig,
     continued_from,
 )
-from app.model.adapter.wrap import check_rows_train, wrap
+from app.model.adapter.wrap import check_rows_train, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import by_ending, is_inside, shortest
 from app.process.errors import UserError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@without_bitsandbytes()
 def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     """Put vectors of ones on the outputs of keys and values and the inputs of the feed-forward.
 
@@ -40,7 +42,7 @@ def apply_ia3(model: PreTrainedModel, config: Ia3Config) -> peft.PeftModel:
     import peft
     from transformers.pytorch_utils import Conv1D
 
-    found = targets.find_targets(config, targets.modules_of(model))
+    found = targets.find_targets(config, modules_of(model))
     if found.problems:
         raise UserError(found.problems)
     names, inner = found.matrices, found.scaled_inputs
@@ -74,27 +76,27 @@ def apply_freeze(
     UserError for a pattern that matches nothing, ValueError for weights that cannot train and for
     `token_ids` whose rows would not.
     """
-    found = targets.find_targets(config, targets.modules_of(model))
+    found = targets.find_targets(config, modules_of(model))
     if found.problems:
         raise UserError(found.problems)
     chosen = found.whole
     model.requires_grad_(False)
     for name in chosen:
         module = model.get_submodule(name)
-        if targets.is_quantized(module):
+        if is_quantized(module):
             raise UserError(
                 f"adapter=freeze: {name} is quantized and cannot train; type quantization=none, "
                 "or adapter=lora"
             )
         module.requires_grad_(True)
-    _say_tied(model, chosen)
+    _log_tied(model, chosen)
     if token_ids:
         _check_rows_train(model)
     return model
 
 
-def _say_tied(model: PreTrainedModel, chosen: Sequence[str]) -> None:
-    sharing = targets.sharing_embedding(model)
+def _log_tied(model: PreTrainedModel, chosen: Sequence[str]) -> None:
+    sharing = sharing_embedding(model)
     if len(sharing) > 1 and model.get_input_embeddings().weight.requires_grad:
         named = next(s for s in sharing if is_inside(s, chosen))
         others = ", ".join(name for name in sharing if name != named)
@@ -104,7 +106,7 @@ def _say_tied(model: PreTrainedModel, chosen: Sequence[str]) -> None:
 def _check_rows_train(model: PreTrainedModel) -> None:
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         if not module.weight.requires_grad:
-            name = targets.name_of(model, module)
+            name = name_of(model, module)
             raise UserError(
                 f"model.added_tokens: with adapter=freeze the rows of new tokens in {name} would "
                 f"stay what they started as; type {KEY}=[{name.rpartition('.')[2]}] (with what it "

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import targets
+from app.model.adapter.modules import is_quantized, modules_of
 from app.model.adapter.saved import load_adapter, probe_logits, put_in_order
 from app.model.adapter.settings import ADAPTER_FILE, INITS, LoraConfig
-from app.model.adapter.wrap import rows_to_train, wrap
+from app.model.adapter.wrap import rows_to_train, without_bitsandbytes, wrap
 from app.model.multimodal import tower_modules
 from app.model.patterns import is_inside, last_parts, shortest
 from app.process.errors import UserError
@@ -150,6 +151,7 @@ MAX_GROWTH = 4.0
 """of the largest entry, where A and B take their start out of a base, that is worth no word yet"""
 
 
+@without_bitsandbytes()
 def apply_lora(
     model: PreTrainedModel,
     config: LoraConfig,
@@ -163,18 +165,16 @@ def apply_lora(
     The rows `token_ids` of embedding and head train besides. UserError for a pattern that matches
     nothing, a rank above a matrix's, and for what peft would train wrongly.
     """
-    import peft
     import torch
-    from transformers.pytorch_utils import Conv1D
 
     from app.model.adapter.experts import check_stock_opens
 
-    found = targets.find_targets(config, targets.modules_of(model))
+    found = targets.find_targets(config, modules_of(model))
     if found.problems:
         raise UserError(found.problems)
     whole = found.whole
     for name in whole:
-        if targets.is_quantized(model.get_submodule(name)):
+        if is_quantized(model.get_submodule(name)):
             raise UserError(
                 f"adapter.modules_to_save: {name} is quantized and cannot train; leave it out"
             )
@@ -183,28 +183,8 @@ def apply_lora(
     _check_init(config, modules)
     check_stock_opens(config, model, found.matrices)
     rows = rows_to_train(model, token_ids, whole)
-    every = [name for name, _ in model.named_modules() if not is_inside(name, whole)]
-    every += tower_modules(model)
     log.debug("lora: %s", _say_targets(config, modules, found.experts))
-    adapted = wrap(
-        model,
-        peft.LoraConfig(
-            task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
-            r=config.r,
-            lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
-            target_modules=shortest(found.matrices, found.endings, every),
-            target_parameters=_experts_by_name(model, found) or None,
-            fan_in_fan_out=any(isinstance(module, Conv1D) for module in modules.values()),
-            rank_pattern=dict(config.rank_pattern),
-            alpha_pattern=dict(config.alpha_pattern),
-            init_lora_weights="gaussian" if config.init == "gaussian" else True,
-            use_dora=config.use_dora,
-            use_rslora=config.use_rslora,
-            modules_to_save=whole or None,
-            trainable_token_indices=rows or None,
-        ),
-    )
+    adapted = wrap(model, _peft_config(model, config, found, rows))
     if not half_precision:
         _start_in_fp32(adapted, config)
     if config.init in ("pissa", "olora"):
@@ -214,6 +194,34 @@ def apply_lora(
         adapted.peft_config["default"].init_lora_weights = config.init
         remember_start(adapted)
     return adapted
+
+
+def _peft_config(
+    model: PreTrainedModel, config: LoraConfig, found: targets.Targets, rows: Any
+) -> peft.LoraConfig:
+    """Return peft's settings of a new adapter on `found`; `rows`: tokens that train by module."""
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    every = [name for name, _ in model.named_modules() if not is_inside(name, found.whole)]
+    every += tower_modules(model)
+    is_transposed = (isinstance(model.get_submodule(name), Conv1D) for name in found.matrices)
+    return peft.LoraConfig(
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+        r=config.r,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=shortest(found.matrices, found.endings, every),
+        target_parameters=_experts_by_name(model, found) or None,
+        fan_in_fan_out=any(is_transposed),
+        rank_pattern=dict(config.rank_pattern),
+        alpha_pattern=dict(config.alpha_pattern),
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
+        use_dora=config.use_dora,
+        use_rslora=config.use_rslora,
+        modules_to_save=found.whole or None,
+        trainable_token_indices=rows or None,
+    )
 
 
 def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
@@ -235,7 +243,7 @@ def _check_init(config: LoraConfig, modules: Mapping[str, torch.nn.Module]) -> N
     if config.init not in ("pissa", "olora"):
         return
     for name, module in modules.items():
-        if targets.is_quantized(module):
+        if is_quantized(module):
             raise UserError(
                 f"adapter.init={config.init} takes its start out of the base's weights, and {name} "
                 "is quantized; type adapter.init=default or quantization=none"
@@ -323,7 +331,7 @@ def _lora_layers(model: peft.PeftModel) -> list[Any]:
 def _experts_by_name(model: PreTrainedModel, found: targets.Targets) -> list[str]:
     """Return the experts' parameters as shortly as is exact: a layer's name and the own one."""
     endings = dict.fromkeys(".".join(name.split(".")[-2:]) for name in found.experts)
-    return shortest(found.experts, endings, targets.modules_of(model).experts)
+    return shortest(found.experts, endings, modules_of(model).experts)
 
 
 def _say_targets(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from app.model.adapter.saved_config import CONFIG_FILE, peft_config_of, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE, ORIGIN_FILE
-from app.model.adapter.wrap import wrap
+from app.model.adapter.wrap import without_bitsandbytes, wrap
 from app.model.patterns import check_patterns, expression_of_key
 from app.process.errors import UserError
 from app.process.untrusted import reading
@@ -31,6 +31,7 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG_FILE).exists()
 
 
+@without_bitsandbytes()
 def load_adapter(
     model: PreTrainedModel, folder: Path, *, trainable: bool = False, half_precision: bool = False
 ) -> peft.PeftModel:

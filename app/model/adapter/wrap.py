@@ -6,11 +6,13 @@ tied pair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from app.model.adapter import targets
+from app.model.adapter.modules import is_quantized, is_tied, name_of
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +21,29 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MODULES_TO_SAVE = "adapter.modules_to_save"
+
+
+@contextmanager
+def without_bitsandbytes() -> Iterator[None]:
+    """Have peft pass over bitsandbytes where no weight is quantized: importing it takes seconds.
+
+    peft (0.21) imports it wherever it is installed. What is None among the modules cannot be
+    imported; peft's answers are forgotten at the end, since a quantized base may come next.
+    """
+    if "bitsandbytes" in sys.modules:  # by the base, which is quantized
+        yield
+        return
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    try:
+        from peft.import_utils import is_bnb_4bit_available, is_bnb_available
+
+        is_bnb_available.cache_clear()
+        is_bnb_4bit_available.cache_clear()
+        yield
+        is_bnb_available.cache_clear()
+        is_bnb_4bit_available.cache_clear()
+    finally:
+        del sys.modules["bitsandbytes"]
 
 
 def wrap(
@@ -38,7 +63,7 @@ def wrap(
     fuse_experts(adapted)
     check_rows(adapted)
     for module in adapted.modules():
-        if isinstance(module, peft.tuners.ia3.IA3Layer) and targets.is_quantized(module):
+        if isinstance(module, peft.tuners.ia3.IA3Layer) and is_quantized(module):
             module.register_forward_hook(_keep_dtype)
     # peft asks for gradients at the embedding's output where layers are computed again; only
     # reentrant checkpointing needs them, and the backward pass would go too deep.
@@ -221,10 +246,10 @@ def rows_to_train(
             f"token {max(token_ids)} has no row: the embedding has {num_rows}; "
             "name new tokens in model.added_tokens"
         )
-    modules: list[Any] = [embedding] if targets.is_tied(model) else [embedding, head]
-    names = [targets.name_of(model, module) for module in modules]
+    modules: list[Any] = [embedding] if is_tied(model) else [embedding, head]
+    names = [name_of(model, module) for module in modules]
     rows = {name: list(token_ids) for name in names if name not in whole}
-    if rows and head.bias is not None and targets.name_of(model, head) not in whole:
+    if rows and head.bias is not None and name_of(model, head) not in whole:
         raise UserError(
             "model.added_tokens, adapter.trainable_tokens: the head of this base has a bias, which "
             f"peft would lose; type {MODULES_TO_SAVE}=[{','.join(names)}] to train all rows"

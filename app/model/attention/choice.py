@@ -263,8 +263,8 @@ def find_fault(backend: str) -> str | None:
     try:
         importlib.import_module(module)
     except IMPORT_FAULTS as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        return f"{package} {version} is installed, but its import fails ({said})"
+        message = " ".join(str(error).split()) or type(error).__name__
+        return f"{package} {version} is installed, but its import fails ({message})"
     if not _transformers_takes(backend):
         return f"{package} {version} is installed, but transformers does not take it"
     return None

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.attention.backends import running
 from app.model.attention.inputs import attention_inputs, pair_inputs
-from app.model.attention.mixers import isolate_mixers, takes_documents
+from app.model.attention.mixer_search import isolate_mixers
+from app.model.attention.mixers import takes_documents
 from app.process.errors import UserError
 
 if TYPE_CHECKING:
