@@ -91,12 +91,15 @@ def _facts_of(operator: torch._ops.OpOverload) -> _Facts:
 
 def _rule_of(name: str) -> Callable[[tuple[Any, ...]], bool]:
     """Return what tells from an operator's arguments whether its output is kept."""
-    if (place := RIGHT_HAND_SIDE.get(name)) is not None:
-        return lambda args: args[place].shape[1] <= args[place].shape[0]
-    if (place := TRANSPOSED.get(name)) is not None:
-        return lambda args: args[place].shape[0] <= args[place].shape[1]
-    if (place := PACKED.get(name)) is not None:
-        return lambda args: args[place][0] <= args[place][1]
+    if name in RIGHT_HAND_SIDE:
+        right = RIGHT_HAND_SIDE[name]
+        return lambda args: bool(args[right].shape[1] <= args[right].shape[0])
+    if name in TRANSPOSED:
+        turned = TRANSPOSED[name]
+        return lambda args: bool(args[turned].shape[0] <= args[turned].shape[1])
+    if name in PACKED:
+        shape = PACKED[name]
+        return lambda args: bool(args[shape][0] <= args[shape][1])
     return _always if name.startswith(ATTENTION_KERNELS) else _never
 
 
