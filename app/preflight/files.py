@@ -26,12 +26,12 @@ from app.model.base import ModelConfig
 from app.model.layers import why_not_compiled
 from app.model.neftune import why_no_noise
 from app.model.quantization import find_stored_problem
+from app.model.token_ids import text_numbers
 from app.preflight.base_model import (
     BaseModel,
     inspect_base,
     inspect_tokenizer,
     seen_from,
-    text_numbers,
 )
 from app.preflight.couplings import has_data, is_on_tuned, is_training, requested_devices
 from app.preflight.fingerprint import describe_base, same_form
