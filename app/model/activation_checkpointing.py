@@ -91,12 +91,15 @@ def _facts_of(operator: torch._ops.OpOverload) -> _Facts:
 
 def _rule_of(name: str) -> Callable[[tuple[Any, ...]], bool]:
     """Return what tells from an operator's arguments whether its output is kept."""
-    if (right := RIGHT_HAND_SIDE.get(name)) is not None:
-        return lambda args: args[right].shape[1] <= args[right].shape[0]
-    if (turned := TRANSPOSED.get(name)) is not None:
-        return lambda args: args[turned].shape[0] <= args[turned].shape[1]
-    if (packed := PACKED.get(name)) is not None:
-        return lambda args: args[packed][0] <= args[packed][1]
+    if name in RIGHT_HAND_SIDE:
+        right = RIGHT_HAND_SIDE[name]
+        return lambda args: bool(args[right].shape[1] <= args[right].shape[0])
+    if name in TRANSPOSED:
+        turned = TRANSPOSED[name]
+        return lambda args: bool(args[turned].shape[0] <= args[turned].shape[1])
+    if name in PACKED:
+        shape = PACKED[name]
+        return lambda args: bool(args[shape][0] <= args[shape][1])
     return _always if name.startswith(ATTENTION_KERNELS) else _never
 
 

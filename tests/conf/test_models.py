@@ -44,6 +44,13 @@ OURS = ("tiny", "tiny_base_scratch")
 # - weights: the hub's own counts, Keras Hub's presets for T5, FLAN-T5, GPT-2 and Gemma, prints of
 #   loaded models for BART and BLOOM. It is said where the hub counts something twice or besides.
 #   None where no source was found. Ids of special tokens: BLOOM, FLAN-T5 and BART only.
+# Compared once more on 2026-11-23, by files that the first did not use, with widths of heads and
+# feed-forwards, key heads, vocabularies, experts, epsilons and rotary bases besides: maxtext's
+# configs/models for 40 of them (Llama 2 to 4, Qwen 2.5 and 3, Qwen3.5 35B, Gemma 1 to 4, gpt-oss,
+# OLMo 3, DeepSeek-V3, Phi-4 mini, Mistral), torchtune's model builders for 29 (Llama 2 to 3.2,
+# Qwen 2.5 and 3, Gemma 1 and 2, Phi, Mistral), model cards for Qwen3.5 9B. None contradicts: they
+# have vocabularies of another padding (Gemma 1 to 3) or of Mistral 7B 0.1, and pairs of layers
+# (Gemma 2); Qwen3 30B's rotary base is there that of its later version.
 PUBLISHED: dict[str, tuple[int, int, int, int | None, int | None]] = {
     "llama2_7b": (4096, 32, 32, 4096, 6_738_415_616),  # the hub's 6,738,417,664 has 32 x 64
     "llama2_13b": (5120, 40, 40, 4096, 13_015_864_320),  # rotary frequencies besides, and 13B's

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -19,8 +21,10 @@ from app.model.adapter import (
     find_targets,
     modules_of,
 )
+from app.model.adapter.saved import load_adapter
 from app.model.patterns import by_ending, by_expression, by_key
 from app.model.weight_reads import read_weights
+from app.process.errors import UserError
 from tests.families import tiny_family
 from tests.tiny import tiny_llama
 
@@ -180,6 +184,19 @@ def test_a_weight_that_a_layer_reads_itself(family: str) -> None:
         inputs = {"feedforward_modules": []} if kind == "ia3" else {}
         (problem,) = find(kind, base, target_modules=["dt_proj"], **inputs).problems
         assert f"dt_proj of {family} models is no plain product" in problem
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba"])
+def test_a_saved_adapter_on_such_a_weight_is_not_gone_on_with(family: str, tmp_path: Path) -> None:
+    settings = peft.LoraConfig(r=2, target_modules=["x_proj", "dt_proj"])
+    model = peft.get_peft_model(tiny_family(family), settings)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(tmp_path)
+    load_adapter(tiny_family(family), tmp_path)  # to be used, as stock peft does
+    with pytest.raises(UserError, match=f"dt_proj of {family} models is no plain product"):
+        load_adapter(tiny_family(family), tmp_path, trainable=True)
 
 
 def test_weights_that_are_read_by_model_type() -> None:

@@ -185,3 +185,73 @@ def test_a_model_without_numbers_is_shared_out_by_zero(num_ranks: int) -> None:
     assert found["here"] == pytest.approx(found["whole"] / num_ranks, rel=1e-3)
     assert found["bytes"] == pytest.approx(found["estimated"], rel=0.05)
     assert (found["left"], found["on"]) == (0, {"meta"})
+
+
+def set_up_zero(num_ranks: int) -> dict[str, float]:
+    """Set up the engine of ZeRO-3 on a rank of many, and take an optimizer step; nothing is sent.
+
+    Of a 70B's kinds of layers, but narrow: every part is a share of the weights.
+    """
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0"}
+    os.environ |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    import deepspeed
+
+    config = load_config("train", ["+experiment=llama70b_zero3"])
+    config.model.architecture |= {"num_hidden_layers": 2, "hidden_size": 512, "vocab_size": 4096}
+    config.model.architecture |= {"intermediate_size": 1792, "num_attention_heads": 8}
+    config.model.architecture |= {"num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 2}
+    build = builder_of(config)
+
+    class OneOfMany(Zero):
+        world_size, num_processes, num_nodes, global_rank = num_ranks, 8, num_ranks // 8, 0
+        root_device = torch.device("cpu")
+
+    nothing = mock.Mock(return_value=None)
+    with (
+        mock.patch.multiple(
+            dist, broadcast=nothing, broadcast_object_list=nothing, all_gather_object=nothing
+        ),
+        mock.patch("app.strategy.deepspeed.log_host_memory"),
+        mock.patch.object(import_module("deepspeed.comm.torch"), "build_shm_op", nothing),
+    ):
+        deepspeed.init_distributed("fake", verbose=False)
+        strategy = OneOfMany(config.strategy)
+        model = strategy.build_model(lambda **_: build().to_empty(device="cpu"))
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        num_trained = sum(weight.numel() for weight in trained)
+        optimizer = torch.optim.AdamW(trained)
+        settings = deepspeed_config(
+            config.strategy,
+            on_gpu=False,
+            dtype=torch.float32,
+            num_trained=num_trained,
+            ranks_per_node=8,
+            accumulation=2,
+            max_norm=1.0,
+        )
+        strategy._shard_weights(model, settings)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=trained, optimizer=optimizer, config=settings
+        )
+    flats = engine.optimizer.fp32_partitioned_groups_flat
+    for number, flat in enumerate(flats):
+        flat.grad = torch.zeros_like(flat)
+        engine.optimizer._optimizer_step(number)
+    states = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
+    bucket = settings["zero_optimization"]["reduce_bucket_size"] * trained[0].element_size()
+    size = measure_model(build(), "bf16", None, config.strategy, num_ranks=num_ranks)
+    said = estimate_memory(size, config.strategy, num_ranks=num_ranks, tokens=1, recompute="full")
+    return {
+        "weights": sum(weight.ds_tensor.nbytes for weight in model.parameters()) / said.weights,
+        "gradients": (engine.optimizer.grad_partitions_flat_buffer.nbytes + bucket)
+        / said.gradients,
+        "optimizer": sum(one.nbytes for one in (*states, *flats)) / said.optimizer,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_a_rank_of_zero_holds_what_the_arithmetic_says(num_ranks: int) -> None:
+    (found,) = on_ranks(1, set_up_zero, num_ranks)
+    assert found == pytest.approx(dict.fromkeys(found, 1.0), rel=0.05)

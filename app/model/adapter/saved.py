@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from app.model.adapter.saved_config import CONFIG_FILE, peft_config_of, read_adapter_config
 from app.model.adapter.settings import ADAPTER_FILE, ORIGIN_FILE
 from app.model.adapter.wrap import without_bitsandbytes, wrap
-from app.model.patterns import check_patterns, expression_of_key
+from app.model.patterns import check_patterns, expression_of_key, last_parts
+from app.model.weight_reads import read_weights
 from app.process.errors import UserError
 from app.process.untrusted import reading
 
@@ -50,6 +51,8 @@ def load_adapter(
         config.base_model_name_or_path = model.name_or_path or None
         config.inference_mode = False
         wrapped = wrap(model, config, autocast_adapter_dtype=False)
+        if trainable:
+            _check_called(wrapped, model.config.model_type, folder)
         in_fp32 = not half_precision if trainable else _is_fp32(folder)
         _read_into(wrapped, folder, "default", in_fp32=in_fp32)
     if trainable:
@@ -57,6 +60,20 @@ def load_adapter(
         return wrapped.train()
     config.inference_mode = True
     return wrapped.requires_grad_(False).eval()
+
+
+def _check_called(model: peft.PeftModel, model_type: str, folder: Path) -> None:
+    """Refuse to go on with an adapter on a module whose weight its layer reads by itself."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    endings = tuple(f".{one}" for one in read_weights(model_type))
+    tuned = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if left := [name for name in tuned if name.endswith(endings)]:
+        raise UserError(
+            f"{folder / CONFIG_FILE}: target_modules: {', '.join(last_parts(left))} of "
+            f"{model_type} models is no plain product, and an adapter on it is left out and "
+            "would not train; begin a new one on other modules: leave out adapter.path"
+        )
 
 
 def _check_patterns(config: peft.PeftConfig, model: PreTrainedModel, folder: Path) -> None:
