@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,20 @@ from app.model.tokenizer import (
     trained_token_ids,
     with_chat_template,
 )
+from app.planning.choose import Choice, choose_strategy, recompute_modes
+from app.planning.memory import PlannedRun
+from app.planning.planned import NOT_PLANNED
+from app.planning.resolve import resolve_micro_batch, resolve_recompute
+from app.planning.training import (
+    Estimate,
+    check_room,
+    estimate_training,
+    find_ways,
+    hardware_here,
+    plan_training,
+)
 from app.preflight import check_compatibility, describe_base
+from app.preflight.base_model import text_numbers
 from app.preflight.couplings.table import CHANGE_BASE
 from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
@@ -69,8 +83,8 @@ from app.run import Run, global_batch_of
 from app.run.find import checkpoints_of
 from app.run.folder import CONFIG_FILE
 from app.run.manifest import save_manifest
-from app.strategy.build import build_strategy, choose_strategy
-from app.strategy.settings import StrategyConfig
+from app.strategy.build import build_strategy
+from app.strategy.settings import FAMILIES, StrategyConfig
 from app.training.callbacks.gradient_check import GradientCheck
 from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.progress import ProgressBar
@@ -82,7 +96,6 @@ from app.training.checkpoint.state import restore_model, trainable_parameters
 from app.training.logger import build_loggers, drop_rows_after
 from app.training.metrics import Metrics
 from app.training.micro_batch import try_micro_batch
-from app.training.model_states import gather_facts
 from app.training.module import FinetuneModule
 from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
@@ -388,19 +401,63 @@ def build_evaluator(
     )
 
 
-def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> StrategyConfig:
-    """Return the strategy of `config`, with `auto` chosen by the size of the model."""
+def resolve_auto(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment, run: Run
+) -> tuple[TrainConfig, Environment, Estimate | None]:
+    """Return settings and environment with strategy, micro-batch and recompute chosen by a plan,
+    and what the run is planned to take; None where it is not known.
+
+    UserError where it will not fit, as plan.enforce says.
+    """
+    plan = plan_run(config, base, data, env)
+    config = replace(config, strategy=resolve_strategy(config, base, env, plan))
+    if plan is None:
+        env = resolve_micro_batch(config, data, env, run, plan)
+        return resolve_recompute(config, env, plan), env, None
+    plan = replace(plan, strategy=config.strategy)
+    env = resolve_micro_batch(config, data, env, run, plan)
+    plan = plan.with_micro_batch(env.micro_batch_size)
+    config = resolve_recompute(config, env, plan)
+    mode = config.recompute.mode
+    plan = replace(plan, recompute="none" if mode == "auto" else mode)
+    return config, env, check_plan(config, base, plan)
+
+
+def plan_run(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment
+) -> PlannedRun | None:
+    """Return what a plan knows of a run; None where it cannot tell its memory."""
+    numbers = text_numbers(base.architecture.to_dict())
+    return plan_training(
+        config,
+        env,
+        hardware_here(env, config.trainer.num_nodes, partial(settings_of, "hardware")),
+        numbers=numbers,
+        backend=base.backend,
+        sequence_len=data.sequence_len,
+        build_on_meta=base.shapes_builder(config, env),
+    )
+
+
+def resolve_strategy(
+    config: TrainConfig, base: Base, env: Environment, plan: PlannedRun | None
+) -> StrategyConfig:
+    """Return the strategy of `config`, with `auto` chosen by what fits a GPU."""
     if config.strategy.name != "auto":
         return config.strategy
-    choice = choose_strategy(
-        gather_facts(
-            env,
-            config.trainer,
-            config.optimizer,
-            config.quantization,
-            base.shapes_builder(config, env),
+    if plan is None and env.num_ranks > 1:
+        name = "ddp" if env.accelerator == "cpu" else "fsdp"
+        choice = Choice(name, "the model's config does not say how wide its layers are")
+    elif plan is None:
+        choice = Choice("single", "1 process")
+    else:
+        choice = choose_strategy(
+            plan,
+            known_strategies(),
+            recompute_modes(config.recompute.mode, compiles=config.trainer.compile),
+            is_stored=stored_settings(base.architecture) is not None,
+            has_deepspeed=find_spec("deepspeed") is not None,
         )
-    )
     chosen: StrategyConfig = settings_of("strategy", choice.name)
     known = check_compatibility(config)
     found = check_compatibility(replace(config, strategy=chosen))
@@ -411,12 +468,27 @@ def resolve_strategy(config: TrainConfig, base: Base, env: Environment) -> Strat
     return chosen
 
 
+def known_strategies() -> dict[str, StrategyConfig]:
+    """Return the settings of each strategy that can be planned, by its name."""
+    return {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
+
+
+def check_plan(config: TrainConfig, base: Base, plan: PlannedRun) -> Estimate:
+    """Log what a run is planned to take; UserError where it will not fit, as plan.enforce says."""
+    estimate = estimate_training(plan)
+    if is_first_rank():
+        log.info("plan: %s", estimate)
+    numbers = text_numbers(base.architecture.to_dict())
+    ways = partial(find_ways, config, plan, numbers, known_strategies)
+    check_room(plan, estimate, config.plan.enforce, ways)
+    return estimate
+
+
 def describe_run(
     config: TrainConfig,
     base: Base,
     data: FinetuneDataModule,
     env: Environment,
-    strategy: StrategyConfig,
 ) -> dict[str, Any]:
     """Return what the manifest says of a run, and what a resumed run is compared by."""
     return {
@@ -425,7 +497,7 @@ def describe_run(
         "data": [asdict(dataset) for dataset in data.report.datasets],
         "test_data": [asdict(dataset) for dataset in data.report.test_datasets],
         "precision": env.precision,
-        "strategy": strategy.name,
+        "strategy": config.strategy.name,
         "global_batch": _global_batch(data),
         "total_steps": data.total_steps,
         **data.fingerprints(),

@@ -20,7 +20,14 @@ from app.planning.advice import (
 from app.planning.facts import describe_candidate, describe_run
 from app.planning.hardware import HardwareConfig, check_hardware, name_of_machine
 from app.planning.memory import PlannedRun
-from app.planning.planned import check_planned, config_on, on_hardware, plan_run, read_numbers
+from app.planning.planned import (
+    NOT_PLANNED,
+    check_planned,
+    config_on,
+    on_hardware,
+    plan_run,
+    read_numbers,
+)
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
@@ -29,9 +36,6 @@ from app.report.plan import plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import FAMILIES, StrategyConfig
 from data_modules import printable
-
-NOT_PLANNED = ("auto", "zero3_nvme")
-"""strategies that are chosen or not implemented"""
 
 
 def plan(config: PlanConfig) -> Path:

@@ -25,6 +25,7 @@ from data_modules import printable
 
 if TYPE_CHECKING:
     from app.assembly import Base
+    from app.planning.training import Estimate
     from app.training.module import FinetuneModule
     from data_modules import FinetuneDataModule
 
@@ -48,9 +49,8 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
         build_trainer,
         describe_run,
         open_base,
-        resolve_strategy,
+        resolve_auto,
     )
-    from app.planning.resolve import resolve_micro_batch, resolve_recompute
     from app.training.trainer import resolve_environment
 
     # Where it runs, what it starts from, and what it learns from: all steps are planned here.
@@ -58,21 +58,27 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     L.seed_everything(config.seed, verbose=False)
     base = open_base(config, env, config.adapter)
     data = build_data(config, base, env, run)
-    strategy = resolve_strategy(config, base, env)
-    env = resolve_micro_batch(config, base, data, env, strategy, run)
-    facts = describe_run(config, base, data, env, strategy)
+    config, env, estimate = resolve_auto(config, base, data, env, run)
+    facts = describe_run(config, base, data, env)
     run.check_unchanged(facts)
 
     # How it learns: the weights are read when the fit begins, where a strategy may shard them.
-    trainer = build_trainer(run, env, strategy, data, facts)
-    config = resolve_recompute(config, base, data, env, strategy)
+    trainer = build_trainer(run, env, config.strategy, data, facts)
     module = build_module(config, base, data, env, trainer.loggers)
     trainer.fit(module, data, ckpt_path=run.checkpoint_path)
-    return finish(run, module, data, base)
+    return finish(run, module, data, base, estimate)
 
 
-def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Base) -> float | None:
+def finish(
+    run: Run,
+    module: FinetuneModule,
+    data: FinetuneDataModule,
+    base: Base,
+    estimate: Estimate | None = None,
+) -> float | None:
     """Save what was trained, verify it and compare it with its base; return the validation loss.
+
+    `estimate`: what the run was planned to take, to be compared with what it took.
 
     None on ranks above 0. Where each rank holds a part of the weights, all of them work together
     and the first one writes; otherwise only the first one comes this far.
@@ -88,6 +94,7 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
     shards = module.strategy if module.strategy.shards_weights else None
     if shards is None and not trainer.is_global_zero:
         return None
+    measured = {} if estimate is None else estimate.compare(module)
     module.release_optimizer()  # verifying loads the base beside what was trained
     evaluator = build_evaluator(config, base, data, shards, module.sum_over_ranks)
     keep_stop_tokens(module.model, evaluator.stop_ids)
@@ -110,7 +117,7 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
             None if config.model.from_scratch else base.load,
             is_as_trained=model is module.model,
         )
-    metrics |= module.metrics.summary()
+    metrics |= module.metrics.summary() | measured
 
     def write() -> None:
         base.tokenizer.save_pretrained(saved)

@@ -24,7 +24,7 @@ from app.model.merging import MergingConfig
 from app.model.quantization import QuantizationConfig
 from app.model.recompute import RecomputeConfig
 from app.planning.hardware import HardwareConfig
-from app.planning.planned import PlanningConfig
+from app.planning.planned import EnforceConfig, PlanningConfig
 from app.process.supervisor import SuperviseConfig
 from app.report.preview import ShownConfig
 from app.run import ALLOWED
@@ -192,6 +192,8 @@ class TrainConfig:
     """what the trained model is asked"""
     output: OutputConfig = setting(default_factory=OutputConfig, resume="per_start")
     """the folder of a run"""
+    plan: EnforceConfig = setting(default_factory=EnforceConfig, resume="per_start")
+    """what the arithmetic of a plan decides"""
     supervise: SuperviseConfig = setting(default_factory=SuperviseConfig, resume="per_start")
     """what happens when a run dies or hangs"""
     sweep: SweepConfig = setting(default_factory=SweepConfig, resume="per_start")

@@ -145,20 +145,6 @@ def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
     return of_layer + width * kept.ranks
 
 
-def estimate_activations(widths: Widths, kept: Kept, mode: str, every: int = 1) -> float:
-    """Return the bytes that all layers keep at once where every n-th of them recomputes.
-
-    In the backward pass one layer more is there whole, recomputed or with its gradients.
-    """
-    recomputed = 0 if mode == "none" else -(-widths.layers // every)
-    whole = bytes_of_layer(widths, kept, "none")
-    a_token = recomputed * bytes_of_layer(widths, kept, mode)
-    a_token += (widths.layers - recomputed + 1) * whole
-    if mode == "offload":
-        a_token += 2 * kept.residual * widths.hidden  # the layer's own input, and the next one's
-    return a_token * kept.tokens
-
-
 def rows_per_chunk(vocabulary: int, device: str) -> int:
     """Return the number of positions whose logits are in memory at once."""
     rows = max(1, LOGITS_PER_CHUNK // vocabulary)

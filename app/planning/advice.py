@@ -15,7 +15,6 @@ from app.planning.memory import (
     PlannedRun,
     estimate_gpu_memory,
     fits,
-    fits_host,
 )
 from app.planning.model_size import PlannedModel
 from app.planning.planned import check_planned, plan_run
@@ -25,7 +24,7 @@ from app.strategy.settings import StrategyConfig
 from app.training.memory import ModelSize
 
 if TYPE_CHECKING:
-    from app.config.verbs import PlanConfig
+    from app.config.verbs import TrainConfig
 
 OF_ONE_GPU = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
 """strategies that one GPU has a use for"""
@@ -45,11 +44,11 @@ class Candidate:
     memory: GpuMemory
     speed: Speed
     fits: bool
-    config: PlanConfig
+    config: TrainConfig
 
 
 def list_candidates(
-    config: PlanConfig,
+    config: TrainConfig,
     hardware: HardwareConfig,
     numbers: Mapping[str, Any],
     model: PlannedModel,
@@ -84,8 +83,8 @@ def list_candidates(
 
 
 def _shardings(
-    config: PlanConfig, strategies: Mapping[str, StrategyConfig]
-) -> Iterator[tuple[PlanConfig, tuple[str, ...]]]:
+    config: TrainConfig, strategies: Mapping[str, StrategyConfig]
+) -> Iterator[tuple[TrainConfig, tuple[str, ...]]]:
     """Yield the settings with each strategy and quantization, and what is typed for them."""
     quantizations = {config.quantization.method: config.quantization}
     if not saves_whole_model(config.adapter):
@@ -103,8 +102,8 @@ def _shardings(
 
 
 def _of_micro_batches(
-    config: PlanConfig,
-    base: PlanConfig,
+    config: TrainConfig,
+    base: TrainConfig,
     run: PlannedRun,
     size: ModelSize,
     mode: str,
@@ -122,7 +121,7 @@ def _of_micro_batches(
     for number in MICRO_BATCHES:
         if packs % number:
             break
-        each = replace(run, recompute=mode, micro_batch_size=number, accumulation=packs // number)
+        each = replace(run.with_micro_batch(number), recompute=mode)
         typed, trainer = words, config.trainer
         if number != config.trainer.micro_batch_size and not is_auto:
             typed += (f"trainer.micro_batch_size={number}",)
@@ -131,7 +130,7 @@ def _of_micro_batches(
                 typed += (f"trainer.gradient_accumulation_steps={each.accumulation}",)
                 trainer = replace(trainer, gradient_accumulation_steps=each.accumulation)
         memory = estimate_gpu_memory(each, size)
-        has_room = fits(each, memory) and fits_host(each, size)
+        has_room = fits(each, memory, size)
         if best is not None and not has_room:
             break
         speed = estimate_speed(each, size)
@@ -173,7 +172,7 @@ def smallest_change(candidates: list[Candidate]) -> Candidate | None:
 
 
 def other_ways(
-    config: PlanConfig,
+    config: TrainConfig,
     hardware: HardwareConfig,
     numbers: Mapping[str, Any],
     model: PlannedModel,

@@ -33,7 +33,7 @@ def describe_run(run: PlannedRun, tokens: int | None) -> dict[str, Any]:
         "num_weights": run.model.num_weights,
         "num_trained": run.model.count(trained=True),
         "hardware": str(hardware),
-        "fits": fits(run, memory) and fits_host(run, size),
+        "fits": fits(run, memory, size),
         "fits_host": fits_host(run, size),
         "settings": _settings(run),
         "gpu_gib": {name: value / GIB for name, value in memory.parts.items()},

@@ -5,8 +5,10 @@ Numbers of known cards stand with their sources in conf/hardware; each can be ty
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from app.process.errors import DeviceError
 from app.process.gpus import Machine, read_machine
@@ -25,6 +27,14 @@ NVIDIA_NAMES = (
     ("v100", "v100"),
 )
 """parts of the names that NVIDIA's driver gives to cards, and ours for them"""
+FABRIC = Path("/sys/class/infiniband")
+"""where Linux lists InfiniBand, RoCE and EFA adapters"""
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""of a container's memory, where it is in one"""
+GIB = 2**30
 
 
 @dataclass(kw_only=True, slots=True)
@@ -132,3 +142,12 @@ def check_hardware(config: HardwareConfig) -> list[str]:
     if not missing:
         return []
     return [f"{', '.join(missing)}: not known of hardware={config.name}; {how_to_describe()}"]
+
+
+def host_memory_gib() -> float:
+    """Return the memory of this machine, or of the container that this process is in."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in CONTAINER_LIMITS:
+        limit = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+        sizes += [int(limit)] if limit.isdigit() else []
+    return min(sizes) / GIB

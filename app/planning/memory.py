@@ -17,14 +17,21 @@ from app.model.activation_memory import (
     rows_per_chunk,
 )
 from app.model.quantization import QuantizationConfig
-from app.model.recompute import CONTEXT_GIB, USABLE_SHARE
 from app.planning.hardware import HardwareConfig
 from app.planning.model_size import PlannedModel, dtype_bytes, size_for
 from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, tensor_parallel_size
-from app.training.memory import ModelSize, estimate_memory, gathered_by_fsdp, num_shares
-from app.training.model_states import EIGHT_BIT_STATES, STATES
+from app.training.memory import (
+    EIGHT_BIT_STATES,
+    STATES,
+    ModelSize,
+    estimate_memory,
+    gathered_by_fsdp,
+    num_shares,
+)
 
 GIB = 2**30
+USABLE_SHARE, CONTEXT_GIB = 0.92, 1.5
+"""of a device's memory, the rest being lost between blocks; and what CUDA and NCCL take of it"""
 WORKING_INNER, WORKING_STREAMS = 2, 2
 """gradients of feed-forward and hidden states that a layer's backward pass has at once beside what
 the layer keeps: in the gate's product, where they are the most"""
@@ -86,6 +93,11 @@ class PlannedRun:
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step over all ranks."""
         return self.tokens * self.accumulation * self.num_data_ranks
+
+    def with_micro_batch(self, size: int) -> PlannedRun:
+        """Return it with `size` packs at once, of the same packs a step."""
+        packs = self.micro_batch_size * self.accumulation
+        return replace(self, micro_batch_size=size, accumulation=packs // size)
 
     @property
     def size(self) -> ModelSize:
@@ -158,12 +170,12 @@ def usable_bytes(hardware: HardwareConfig) -> float:
     return USABLE_SHARE * hardware.memory_gib * GIB
 
 
-def fits(run: PlannedRun, memory: GpuMemory) -> bool:
-    """Return whether a run fits its GPUs."""
-    return memory.total <= usable_bytes(run.hardware)
+def fits(run: PlannedRun, memory: GpuMemory, size: ModelSize | None = None) -> bool:
+    """Return whether a run fits its GPUs and the host memory of its machines."""
+    return memory.total <= usable_bytes(run.hardware) and fits_host(run, size)
 
 
-def fits_host(run: PlannedRun, size: ModelSize) -> bool:
+def fits_host(run: PlannedRun, size: ModelSize | None = None) -> bool:
     """Return whether a run fits the host memory of its machines, where that is known."""
     has = run.hardware.host_memory_gib * GIB
     return not has or estimate_host_memory(run, size).total <= has

@@ -334,9 +334,7 @@ def model_on_meta(
 ) -> PlannedModel:
     """Return the model by building its modules without numbers."""
     from app.model.build import build_model
-    from app.model.layers import decoder_layers
     from app.model.recompute import RecomputeConfig
-    from app.strategy.tensor_plan import layer_plan
 
     model = build_model(
         replace(config, path=None, from_scratch=True, architecture=dict(numbers)),
@@ -347,13 +345,26 @@ def model_on_meta(
         precision,
         on_meta=True,
     )
-    widths = widths_of(model.config)
-    names = decoder_layers(model)
-    if widths is None:
+    planned = model_of_modules(config.path or "model.architecture", model, numbers)
+    if planned is None:
         raise UserError(
             f"{config.path}: its config.json does not say how wide its layers are; a plan knows "
             "hidden_size, num_hidden_layers and num_attention_heads by these names"
         )
+    return planned
+
+
+def model_of_modules(name: str, model: Any, numbers: Mapping[str, Any]) -> PlannedModel | None:
+    """Return a model that is built, on meta and not quantized, as a plan has it; None where its
+    config does not say how wide its layers are. `numbers`: of its config.json.
+    """
+    from app.model.layers import decoder_layers
+    from app.strategy.tensor_plan import layer_plan
+
+    widths = widths_of(model.config)
+    if widths is None:
+        return None
+    names = decoder_layers(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {id(weight) for end in (embedding, head) for weight in end.parameters()}
 
@@ -380,7 +391,7 @@ def model_on_meta(
     except UserError:  # no ranks can split it, and the couplings say so
         plan = {}
     return PlannedModel(
-        name=config.path or "model.architecture",
+        name=name,
         layers=tuple((of_kind[kind], count) for kind, count in kinds.items()),
         trained_layers=len(layers) - min(training, default=len(layers)),
         embedding=weights_of(embedding.named_parameters()),

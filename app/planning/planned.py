@@ -10,32 +10,43 @@ from typing import TYPE_CHECKING, Any
 from app.model.adapter import LoraConfig, saves_whole_model
 from app.model.base import ModelConfig
 from app.model.hub import cache_folder
-from app.model.recompute import BY_SPEED
+from app.planning.choose import (
+    choose_micro_batch,
+    choose_recompute,
+    choose_strategy,
+    recompute_modes,
+)
 from app.planning.hardware import HardwareConfig
-from app.planning.memory import GIB, PlannedRun, estimate_gpu_memory, fits
-from app.planning.model_size import PlannedModel, build_planned_model, size_for
+from app.planning.memory import PlannedRun
+from app.planning.model_size import PlannedModel, build_planned_model
 from app.preflight import check_compatibility
 from app.preflight.base_model import BaseModel, check_config, inspect_base, text_numbers
 from app.preflight.files import check_sequence_len, check_tensor_parallel
 from app.process.errors import UserError
 from app.process.untrusted import read_json_object
-from app.strategy.build import Facts, StrategyChoice, choose_strategy
 from app.strategy.settings import StrategyConfig
-from app.training.micro_batch import divisors
-from app.training.model_states import EIGHT_BIT_STATES, STATES
 from data_modules import setting
 
 if TYPE_CHECKING:
-    from app.config.verbs import PlanConfig
+    from app.config.verbs import PlanConfig, TrainConfig
 
+NOT_PLANNED = ("auto", "zero3_nvme")
+"""strategies that are chosen or not implemented"""
 DEFAULT_LEN = 2048
 """tokens of a sequence where none are typed and the context is longer, as in the data room"""
-FAST_NETWORK = 25.0
-"""GB/s a node from which links between nodes count as fast: one adapter of 200 Gb/s"""
 
 
 @dataclass(kw_only=True, slots=True)
-class PlanningConfig:
+class EnforceConfig:
+    """What a plan decides of a training."""
+
+    enforce: str = setting("error", choices=("error", "warn", "off"), shown=("train",))
+    """what becomes of a training whose arithmetic exceeds the memory of a GPU, or of a machine:
+    error = refused before weights are loaded, warn, off"""
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanningConfig(EnforceConfig):
     """What a plan is asked."""
 
     tokens: int | None = setting(None, ge=1, shown=True)
@@ -106,14 +117,14 @@ def on_hardware(config: PlanConfig, hardware: HardwareConfig) -> HardwareConfig:
     return replace(hardware, gpus_per_node=devices, num_nodes=nodes)
 
 
-def config_on(config: PlanConfig, hardware: HardwareConfig) -> PlanConfig:
+def config_on(config: TrainConfig, hardware: HardwareConfig) -> TrainConfig:
     """Return the settings with the hardware's devices typed, for the checks."""
     trainer = replace(config.trainer, devices=hardware.gpus_per_node, num_nodes=hardware.num_nodes)
     return replace(config, trainer=trainer)
 
 
 def check_planned(
-    config: PlanConfig, hardware: HardwareConfig, numbers: Mapping[str, Any]
+    config: TrainConfig, hardware: HardwareConfig, numbers: Mapping[str, Any]
 ) -> list[str]:
     """List what does not go together, of the settings and of this base."""
     placed = config_on(config, hardware)
@@ -126,7 +137,7 @@ def check_planned(
 
 
 def plan_run(
-    config: PlanConfig,
+    config: TrainConfig,
     hardware: HardwareConfig,
     numbers: Mapping[str, Any],
     *,
@@ -139,45 +150,83 @@ def plan_run(
     """
     precision = _precision(config.trainer.precision, hardware)
     model = model or build_planned_model(config.model, numbers, config.adapter, precision)
+    run = describe_training(
+        config,
+        hardware,
+        model,
+        precision=precision,
+        sequence_len=_sequence_len(config, numbers),
+        keeps_scores=model.is_pair or config.attention.backend == "eager",
+        is_stored=is_stored_quantized(numbers),
+    )
+    run = replace(run, accumulation=_accumulation(config, run))
     said: list[str] = []
-    strategy = config.strategy
-    if strategy.name == "auto":
-        choice = _choose_strategy(config, hardware, model, precision)
-        strategy = strategies[choice.name]
+    compiles, mode = config.trainer.compile, config.recompute.mode
+    if config.strategy.name == "auto":
+        modes = recompute_modes(mode, compiles=compiles)
+        choice = choose_strategy(run, strategies, modes, is_stored=is_stored_quantized(numbers))
+        run = replace(run, strategy=strategies[choice.name])
         said.append(f"strategy: {choice}")
-        found = check_planned(replace(config, strategy=strategy), hardware, numbers)
+        found = check_planned(replace(config, strategy=run.strategy), hardware, numbers)
         if found:
             raise UserError([f"strategy=auto is {choice}; but {problem}" for problem in found])
+    if mode == "auto":
+        chosen, _ = choose_recompute(run, compiles=compiles)
+        run = replace(run, recompute=chosen.name)
+        said.append(f"recompute: {chosen}")
+    if config.trainer.micro_batch_size == "auto":
+        packs, _ = choose_micro_batch(run)
+        run = run.with_micro_batch(packs.size)
+        said.append(f"micro-batch: {packs}")
+    return run, said
+
+
+def describe_training(
+    config: TrainConfig,
+    hardware: HardwareConfig,
+    model: PlannedModel,
+    *,
+    precision: str,
+    sequence_len: int,
+    keeps_scores: bool,
+    fuses_norm_and_gate: bool | None = None,
+    is_stored: bool = False,
+    is_on_gpu: bool = True,
+) -> PlannedRun:
+    """Return the run of the settings, with what is `auto` in them yet to be chosen.
+
+    `fuses_norm_and_gate`: None = as on a GPU with Liger's kernels. `is_stored`: of files that are
+    quantized, whatever by: they are counted as nf4.
+    """
     trainer, adapter, mode = config.trainer, config.adapter, config.recompute.mode
-    run = PlannedRun(
+    quantization = config.quantization
+    if fuses_norm_and_gate is None:
+        fuses_norm_and_gate = trainer.kernels == "auto" or trainer.compile
+    return PlannedRun(
         model=model,
         hardware=hardware,
-        strategy=strategy,
-        quantization=config.quantization,
+        strategy=config.strategy,
+        quantization=replace(quantization, method="nf4") if is_stored else quantization,
         recompute="full" if mode == "auto" else mode,
         recompute_every=config.recompute.every,
         precision=precision,
         optimizer=config.optimizer.name,
         micro_batch_size=trainer.least_micro_batch,
-        sequence_len=_sequence_len(config, numbers),
+        sequence_len=sequence_len,
         trains_base=saves_whole_model(adapter),
         drops=isinstance(adapter, LoraConfig) and adapter.dropout > 0,
-        fuses_adapters=config.quantization.method != "int8"
+        fuses_adapters=quantization.method != "int8"
         and not (isinstance(adapter, LoraConfig) and adapter.use_dora),
-        fuses_norm_and_gate=trainer.kernels == "auto" or trainer.compile,
-        keeps_scores=model.is_pair or config.attention.backend == "eager",
+        fuses_norm_and_gate=fuses_norm_and_gate,
+        keeps_scores=keeps_scores,
         num_checkpoints=trainer.checkpoint.keep_last + trainer.checkpoint.keep_best,
+        is_on_gpu=is_on_gpu,
     )
-    run = replace(run, accumulation=_accumulation(config, run))
-    if mode == "auto":
-        run, has_room = _with_recompute(run, compiles=trainer.compile)
-        why = "the fastest that fits" if has_room else "none fits; this takes the least memory"
-        said.append(f"recompute: {run.recompute} ({why})")
-    if trainer.micro_batch_size == "auto":
-        run, has_room = _with_micro_batch(run)
-        why = "the most that fit of a rank's step" if has_room else "not even one fits"
-        said.append(f"packs at once: {run.micro_batch_size} ({why})")
-    return run, said
+
+
+def is_stored_quantized(numbers: Mapping[str, Any]) -> bool:
+    """Return whether config.json says that the base's files are quantized."""
+    return bool(numbers.get("quantization_config"))
 
 
 def _precision(typed: str, hardware: HardwareConfig) -> str:
@@ -191,58 +240,15 @@ def _precision(typed: str, hardware: HardwareConfig) -> str:
     return typed
 
 
-def _sequence_len(config: PlanConfig, numbers: Mapping[str, Any]) -> int:
+def _sequence_len(config: TrainConfig, numbers: Mapping[str, Any]) -> int:
     if config.data.sequence_len is not None:
         return config.data.sequence_len
     context = numbers.get("max_position_embeddings", numbers.get("n_positions"))
     return min(DEFAULT_LEN, context) if isinstance(context, int) else DEFAULT_LEN
 
 
-def _accumulation(config: PlanConfig, run: PlannedRun) -> int:
+def _accumulation(config: TrainConfig, run: PlannedRun) -> int:
     trainer = config.trainer
     if trainer.global_batch_size is None:
         return trainer.gradient_accumulation_steps
     return max(1, trainer.global_batch_size // (run.micro_batch_size * run.num_data_ranks))
-
-
-def _with_recompute(run: PlannedRun, *, compiles: bool) -> tuple[PlannedRun, bool]:
-    """Return the run with its recompute chosen, and whether it fits then."""
-    modes = [mode for mode in BY_SPEED if not (compiles and mode == "selective")]
-    tried = [replace(run, recompute=mode) for mode in modes]
-    size = run.size
-    for each in tried:
-        if fits(each, estimate_gpu_memory(each, size)):
-            return each, True
-    return tried[-1], False
-
-
-def _with_micro_batch(run: PlannedRun) -> tuple[PlannedRun, bool]:
-    """Return the run with the packs that it does at once chosen, and whether it fits then."""
-    packs, size = run.accumulation, run.size
-    for number in reversed(divisors(packs)):
-        tried = replace(run, micro_batch_size=number, accumulation=packs // number)
-        if fits(tried, estimate_gpu_memory(tried, size)):
-            return tried, True
-    return run, False
-
-
-def _choose_strategy(
-    config: PlanConfig, hardware: HardwareConfig, model: PlannedModel, precision: str
-) -> StrategyChoice:
-    alone = StrategyConfig(name="single")
-    size = size_for(model, precision, config.quantization, alone, num_ranks=1, num_nodes=1)
-    whole, optimizer = size.whole, config.optimizer.name
-    states = whole.trained * (1 + STATES.get(optimizer, 0))
-    states += whole.num_trained * EIGHT_BIT_STATES.get(optimizer, 0)
-    return choose_strategy(
-        Facts(
-            num_ranks=hardware.num_gpus,
-            num_nodes=hardware.num_nodes,
-            device_gib=hardware.memory_gib,
-            weights_gib=(whole.frozen + whole.trained) / GIB,
-            states_gib=states / GIB,
-            quantization=config.quantization.method,
-            has_fast_links=hardware.network_gb_per_second >= FAST_NETWORK,
-            has_deepspeed=True,
-        )
-    )

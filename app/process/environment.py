@@ -23,6 +23,7 @@ from app.process.launch import is_first_rank
 from data_modules import printable, redact
 
 DEVICES = Path("/dev")
+STATUS = Path("/proc/self/status")
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 """parameters of glibc's mallopt, in bytes"""
 MADV_HUGEPAGE = 14
@@ -182,3 +183,9 @@ def quiet_libraries(*, offline: bool) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     # As torch sets it at the end of its import: a signal during that would print statistics.
     logging.getLogger("torch").setLevel(logging.WARNING)
+
+
+def host_bytes(name: str) -> int:
+    """Return a figure of this process's memory as Linux has it: VmRSS now, VmHWM at its peak."""
+    lines = (line.split() for line in STATUS.read_text(encoding="utf-8").splitlines())
+    return next(int(words[1]) * 1024 for words in lines if words[0] == f"{name}:")

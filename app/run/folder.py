@@ -258,7 +258,7 @@ def is_training(config: Path) -> bool:
     if not isinstance(root, yaml.MappingNode):
         return False
     sections = {key.value for key, _ in root.value}
-    return "optimizer" in sections and not {"preview", "plan"} & sections
+    return "optimizer" in sections and not {"preview", "hardware"} & sections
 
 
 def separate_files(folder: Path) -> None:

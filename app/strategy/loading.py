@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.model.quantization import give_states, take_states
+from app.process.environment import host_bytes
 from app.process.errors import UserError
 
 log = logging.getLogger(__name__)
 
-STATUS = Path("/proc/self/status")
 GIB = 2**30
 
 
@@ -122,8 +121,7 @@ def _plain_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def peak_host_bytes() -> int:
     """Return the peak memory of this process so far."""
-    lines = (line.split() for line in STATUS.read_text().splitlines())
-    return next(int(words[1]) * 1024 for words in lines if words[0] == "VmHWM:")
+    return host_bytes("VmHWM")
 
 
 def log_host_memory(before: int, *, reads_here: bool) -> None:

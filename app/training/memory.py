@@ -23,10 +23,18 @@ from app.strategy.settings import (
     tensor_parallel_size,
 )
 from app.strategy.tensor_plan import layer_plan, split_dim
-from app.training.model_states import EIGHT_BIT_STATES, STATES, bytes_per_weight
 
 if TYPE_CHECKING:
     import torch
+
+STATES = {"adamw": 2, "schedule_free": 2, "muon": 1, "adafactor": 0, "paged_adamw8bit": 0}
+"""states per weight, in its dtype and on the device"""
+EIGHT_BIT_STATES = {"adamw8bit": 2}
+"""states per weight of one byte each"""
+BITS = {"int8": 8.0, "nf4": 4.5}
+"""per quantized weight with its scales (arXiv 2305.14314: one of 32 bits for 64 weights)"""
+DOUBLE_QUANT_SAVED_BITS = 0.373
+"""bits per weight, same source"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,16 @@ class Sharing:
     tensor_size: int = 1
     ends: frozenset[int] = frozenset()
     """ids of the weights of embedding and head, which are not quantized"""
+
+
+def bytes_per_weight(weight: Any, quantization: QuantizationConfig | None) -> float:
+    """Return the bytes per weight of a frozen matrix, with its scales."""
+    if quantization is None or quantization.method == "none":
+        return float(weight.element_size())
+    saves = (
+        DOUBLE_QUANT_SAVED_BITS if quantization.method == "nf4" and quantization.double_quant else 0
+    )
+    return (BITS[quantization.method] - saves) / 8
 
 
 def add_up_weights(weights: Mapping[str, Any], sharing: Sharing, plan: Mapping[str, str]) -> Part:

@@ -1,22 +1,17 @@
-"""How many packs run forward and backward at once: as many as a GPU has room for.
+"""How many packs run forward and backward at once: what a plan has chosen, tried before the run.
 
-Chosen by the arithmetic that recompute is chosen by. Where ranks hold whole weights, so that none
-waits for another in a forward or backward pass, a real micro-batch is then tried, and halved until
-it fits on all of them. The packs of an optimizer step stay the same.
+Where ranks hold whole weights, so that none waits for another in a forward or backward pass, a real
+micro-batch is run, and halved until it fits on all of them. The packs of an optimizer step stay.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from app.model.activation_memory import estimate_activations
-from app.model.recompute import Memory, RecomputeConfig, choose_recompute
 from app.strategy.settings import DdpConfig, StrategyConfig
-from app.training.model_states import EIGHT_BIT_STATES, STATES
+from app.training.memory import EIGHT_BIT_STATES, STATES
 
 if TYPE_CHECKING:
     import torch
@@ -25,58 +20,6 @@ if TYPE_CHECKING:
     from data_modules import Batch
 
 log = logging.getLogger(__name__)
-
-UNTRIED_SHARE = 0.8
-"""of the room for activations, where no micro-batch is tried"""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchChoice:
-    """A number of packs, and why it was chosen."""
-
-    size: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.size} pack{'s' * (self.size != 1)} at once ({self.reason})"
-
-
-def choose_micro_batch(
-    memory_of: Callable[[int], Memory],
-    packs: int,
-    recompute: RecomputeConfig,
-    *,
-    compiles: bool = False,
-    is_tried: bool = True,
-) -> MicroBatchChoice:
-    """Choose the largest divisor of `packs`, those of a rank's step, whose activations fit.
-
-    `memory_of(size)`: of so many packs at once. Recompute stays what one pack at a time needs: more
-    packs at once do not make up for computing layers twice.
-    """
-    one = memory_of(1)
-    if one.widths is None:
-        return MicroBatchChoice(1, "the model's config does not say how wide its layers are")
-    mode = recompute.mode
-    if mode == "auto":
-        mode = choose_recompute(one, every=recompute.every, compiles=compiles).mode
-    share = 1.0 if is_tried else UNTRIED_SHARE
-    needs: dict[int, float] = {}
-    size = 1
-    for size in reversed(divisors(packs)):
-        memory = memory_of(size)
-        needs[size] = estimate_activations(one.widths, memory.kept, mode, recompute.every) / 2**30
-        if needs[size] <= share * memory.room_gib:
-            break
-    reason = (
-        f"of a step's {packs} a rank: {needs[size]:.1f} GiB of activations with recompute={mode} "
-        f"beside {one.resident_gib:.1f} of weights and states on a GPU of {one.device_gib:.0f} "
-        "GiB, by arithmetic"
-    )
-    larger = [other for other in needs if other > size]
-    if larger:
-        reason += f"; {larger[-1]}, the next divisor, would be {needs[larger[-1]]:.1f}"
-    return MicroBatchChoice(size, reason)
 
 
 def divisors(number: int) -> list[int]:

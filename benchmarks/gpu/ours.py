@@ -52,7 +52,7 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     attention = choose_backend(AttentionConfig(), architecture, env.accelerator, env.precision)
     backend = attention.backend
     if recompute == "auto":
-        recompute = resolve_recompute(task, part, adapter, env, architecture)
+        recompute = resolve_recompute(task, part, adapter, env)
     total_steps = part.warm_up + task.steps + 1
     metrics = Metrics(NAMES, [], config.log_every_steps)
     module = FinetuneModule(
@@ -83,37 +83,43 @@ def train(task: Task, part: Part, recompute: str, batches: Sequence[Batch], cloc
     return backend
 
 
-def resolve_recompute(
-    task: Task, part: Part, adapter: AdapterConfig, env: Environment, architecture: Any
-) -> str:
-    """Return what recompute=auto takes for a part on this device, as `app.planning` has it taken.
+def resolve_recompute(task: Task, part: Part, adapter: AdapterConfig, env: Environment) -> str:
+    """Return what recompute=auto takes for a part on this device, as `app.assembly` has it taken.
 
     A part's own words are not read here: it is 8B in bf16, alone on its device.
     """
-    from app.model.activation_memory import HALF, Kept, widths_of
+    import torch
+
     from app.model.quantization import QuantizationConfig
-    from app.model.recompute import choose_recompute
+    from app.planning.choose import choose_recompute
+    from app.planning.hardware import HardwareConfig
+    from app.planning.memory import PlannedRun
+    from app.planning.model_size import model_of_modules
     from app.strategy.settings import StrategyConfig
-    from app.training.model_states import gather_memory, measure_footprint
 
     if env.accelerator == "cpu":
         return "none"
     empty = build(replace(task, device="meta"), part, adapter, "none", "eager", env.precision)
-    kept = Kept(
-        tokens=part.packs * task.sequence_len,
-        width=HALF,
-        residual=HALF,
-        fuses_norm_and_gate=part.is_compiled or find_spec("liger_kernel") is not None,
+    model = model_of_modules("8B", empty, task.shape)
+    assert model is not None
+    gpu = torch.cuda.get_device_properties(0)
+    run = PlannedRun(
+        model=model,
+        hardware=HardwareConfig(name=gpu.name, memory_gib=gpu.total_memory / 2**30),
+        strategy=StrategyConfig(name="single"),
+        quantization=QuantizationConfig(),
+        recompute="none",
+        precision=env.precision,
+        optimizer=part.optimizer,
+        micro_batch_size=part.packs,
+        sequence_len=task.sequence_len,
+        accumulation=env.accumulation,
         trains_base=part.adapter == "full",
         drops=getattr(adapter, "dropout", 0.0) > 0,
-        fuses_adapters=True,
-        keeps_scores=False,
+        fuses_norm_and_gate=part.is_compiled or find_spec("liger_kernel") is not None,
     )
-    footprint = measure_footprint(empty, part.optimizer, QuantizationConfig())
-    memory = gather_memory(
-        env, StrategyConfig(name="single"), 1, footprint, widths_of(architecture), kept
-    )
-    return choose_recompute(memory, compiles=part.is_compiled).mode
+    choice, _ = choose_recompute(run, compiles=part.is_compiled)
+    return choice.name
 
 
 def build(

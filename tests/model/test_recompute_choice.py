@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,15 +22,10 @@ from app.model.activation_memory import (
     Kept,
     Widths,
     bytes_of_layer,
-    estimate_activations,
     widths_of,
 )
 from app.model.adapter import LoraConfig, apply_adapter
-from app.model.recompute import Memory, RecomputeConfig, apply_recompute, choose_recompute
-from app.planning.resolve import resolve_recompute
-from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig
-from app.training.model_states import Footprint
-from app.training.trainer import Environment
+from app.model.recompute import RecomputeConfig, apply_recompute
 from tests.tiny import random_ids, tiny_llama
 
 LLAMA_8B = Widths(
@@ -45,16 +38,6 @@ LLAMA_8B = Widths(
     vocabulary=128256,
 )
 FUSED = Kept(tokens=8192, fuses_norm_and_gate=True)
-
-
-def memory(device_gib: float, resident_gib: float = 15.6, **kept: Any) -> Memory:
-    return Memory(
-        device_gib=device_gib,
-        resident_gib=resident_gib,
-        loss_gib=1.7,
-        widths=LLAMA_8B,
-        kept=replace(FUSED, **kept),
-    )
 
 
 def kept_a_layer(width: int = 2, **how: Any) -> float:
@@ -100,50 +83,12 @@ def test_the_arithmetic_is_what_autograd_keeps(dropout: float) -> None:
 
 def test_eight_billion_parameters_and_8192_tokens() -> None:
     """As a step of Llama 3.1 8B was traced, its LoRA of rank 16 left out."""
-    assert estimate_activations(LLAMA_8B, FUSED, "none") / 2**30 == pytest.approx(
-        33 / 32 * 34.0, rel=0.01
-    )
+    of_layer = bytes_of_layer(LLAMA_8B, FUSED, "none") * FUSED.tokens
+    assert 32 * of_layer / 2**30 == pytest.approx(34.0, rel=0.01)
     plain = replace(FUSED, fuses_norm_and_gate=False)
     assert bytes_of_layer(LLAMA_8B, plain, "none") == pytest.approx(185_000, rel=0.01)
     full = replace(plain, trains_base=True)
     assert bytes_of_layer(LLAMA_8B, full, "none") == pytest.approx(200_840, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("situation", "mode"),
-    [
-        (memory(79.2), "none"),
-        (memory(79.2, fuses_norm_and_gate=False), "none"),
-        (memory(79.2, tokens=16384), "selective"),
-        (memory(47.5), "selective"),
-        (memory(31.5), "full"),
-        (memory(23.5), "offload"),
-        (memory(23.5, resident_gib=6.5), "full"),
-        (memory(23.5, resident_gib=6.5, tokens=2048), "none"),
-        (replace(memory(79.2), widths=None), "full"),
-    ],
-)
-def test_the_fastest_that_fits_is_taken(situation: Memory, mode: str) -> None:
-    choice = choose_recompute(situation)
-    assert choice.mode == mode, choice
-    assert "\n" not in str(choice)
-    if situation.widths is None:
-        return
-    assert "tokens a micro-batch" in choice.reason
-    more = choose_recompute(replace(situation, device_gib=2 * situation.device_gib))
-    order = ["none", "selective", "full", "offload"]
-    assert order.index(more.mode) <= order.index(mode)
-
-
-def test_compiled_layers_are_not_recomputed_selectively() -> None:
-    assert choose_recompute(memory(47.5), compiles=True).mode == "full"
-
-
-def test_every_other_layer_needs_half_of_the_room_less() -> None:
-    whole, half = (estimate_activations(LLAMA_8B, FUSED, "full", every) for every in (1, 2))
-    none = estimate_activations(LLAMA_8B, FUSED, "none")
-    assert whole < half < none
-    assert half == pytest.approx((whole + none) / 2, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -169,56 +114,6 @@ def test_widths_are_read_from_configs(config: PretrainedConfig, expected: tuple[
 
 def test_a_config_without_widths_says_so() -> None:
     assert widths_of(PretrainedConfig()) is None
-
-
-EIGHT = Environment(
-    accelerator="gpu", devices=8, num_ranks=8, num_data_ranks=8, precision="bf16", accumulation=1
-)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "expected"),
-    [
-        (StrategyConfig(name="single"), 90.0),
-        (FsdpConfig(), 90 / 8 + 4),
-        (FsdpConfig(reshard_after_forward=False), 90 / 8 + 80),
-        (FsdpConfig(offload_parameters=True), 4),
-        (FsdpConfig(tensor_parallel_size=None, shards_data_parallel=False), 90 / 8),
-        (ZeroConfig(stage=2), 80 + 10 / 8),
-        (ZeroConfig(stage=3), 90 / 8 + 4),
-        (ZeroConfig(stage=3, offload_parameters="cpu", offload_optimizer="cpu"), 4),
-    ],
-)
-def test_a_rank_keeps_its_share(strategy: StrategyConfig, expected: float) -> None:
-    assert Footprint(80, 10).on_a_rank(strategy, EIGHT, 1, 4) == pytest.approx(expected)
-
-
-def test_a_gpu_decides_and_a_cpu_keeps_everything(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    architecture = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, vocab_size=128256
-    )
-    base: Any = SimpleNamespace(
-        architecture=architecture,
-        backend="varlen",
-        dtype=torch.bfloat16,
-        shapes_builder=lambda *_: lambda: None,
-    )
-    data: Any = SimpleNamespace(sequence_len=4096)
-    config = load_config("train", ["+experiment=llama8b"])
-    assert config.recompute.mode == "auto"
-    on_cpu = replace(EIGHT, accelerator="cpu")
-    assert resolve_recompute(config, base, data, on_cpu, StrategyConfig()) is config
-    monkeypatch.setattr("app.planning.resolve.measure_footprint", lambda *_: Footprint(15.1, 0.5))
-    gpu = SimpleNamespace(total_memory=79 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    with caplog.at_level(logging.INFO):
-        chosen = resolve_recompute(config, base, data, EIGHT, StrategyConfig(name="ddp"))
-    assert chosen.recompute.mode == "none"
-    assert "recompute: none (all activations fit" in caplog.text
-    gpu.total_memory = 24 * 2**30
-    assert resolve_recompute(config, base, data, EIGHT, StrategyConfig()).recompute.mode == "full"
 
 
 def test_what_is_left_to_auto_keeps_everything() -> None:

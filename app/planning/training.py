@@ -1,0 +1,241 @@
+"""The plan of a training on this machine: what `auto` asks, what a start is refused by, and what is
+compared with the peak and the speed that were then measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from app.planning.advice import list_candidates, other_ways, smallest_change
+from app.planning.choose import FAST_NETWORK
+from app.planning.hardware import (
+    FABRIC,
+    HardwareConfig,
+    host_memory_gib,
+    known_card,
+)
+from app.planning.memory import (
+    GIB,
+    GpuMemory,
+    PlannedRun,
+    estimate_gpu_memory,
+    estimate_host_memory,
+    usable_bytes,
+)
+from app.planning.model_size import model_of_modules, model_of_numbers, model_on_meta
+from app.planning.planned import describe_training, is_stored_quantized
+from app.planning.speed import estimate_speed
+from app.process.environment import host_bytes
+from app.process.errors import UserError
+from app.strategy.settings import StrategyConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from app.config.verbs import TrainConfig
+    from app.training.module import FinetuneModule
+    from app.training.trainer import Environment
+
+log = logging.getLogger(__name__)
+
+LIKE = "a100_80gb"
+"""card whose rates stand for those of one that is not known, where ways are put in order"""
+SLOW_NETWORK = 1.25
+"""GB/s of a node without InfiniBand or its like: 10 Gb/s"""
+
+
+def hardware_here(
+    env: Environment, num_nodes: int, settings_of: Callable[[str], HardwareConfig]
+) -> HardwareConfig:
+    """Return this machine as a plan has it; `settings_of` those of a known card.
+
+    One without numbers has those of another, under its driver's name. A CPU's memory is shared out
+    over its ranks.
+    """
+    if env.accelerator == "cpu":
+        return HardwareConfig(
+            name="cpu",
+            memory_gib=host_memory_gib() / env.devices,
+            gpus_per_node=env.devices,
+            num_nodes=num_nodes,
+        )
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(index) for index in range(env.devices)]
+    smallest = min(gpus, key=lambda gpu: gpu.total_memory)
+    memory_gib = smallest.total_memory / GIB
+    card = known_card(smallest.name, memory_gib)
+    known = settings_of(card or LIKE)
+    return replace(
+        known,
+        name=card or smallest.name,
+        memory_gib=memory_gib,
+        network_gb_per_second=max(known.network_gb_per_second, FAST_NETWORK)
+        if any(FABRIC.glob("*"))
+        else SLOW_NETWORK,
+        host_memory_gib=host_memory_gib(),
+        gpus_per_node=env.devices,
+        num_nodes=num_nodes,
+    )
+
+
+def plan_training(
+    config: TrainConfig,
+    env: Environment,
+    hardware: HardwareConfig,
+    *,
+    numbers: Mapping[str, Any],
+    backend: str,
+    sequence_len: int,
+    build_on_meta: Callable[[], Any] | None,
+) -> PlannedRun | None:
+    """Return the run with its `auto` yet to be chosen; None where the widths of its layers are not
+    known, or, on a CPU, where only its modules would say them.
+
+    `numbers`: of its config.json. `backend`: of attention. `build_on_meta`: None where the base's
+    files are quantized.
+    """
+    is_on_gpu = env.accelerator == "gpu"
+    name = config.model.path or "model.architecture"
+    model = model_of_numbers(name, numbers, config.adapter, env.precision)
+    if model is None and is_on_gpu and build_on_meta is not None:
+        model = model_of_modules(name, build_on_meta(), numbers)
+    elif model is None and is_on_gpu:
+        plain = {key: value for key, value in numbers.items() if key != "quantization_config"}
+        model = model_on_meta(config.model, plain, config.adapter, env.precision)
+    if model is None:
+        return None
+    has_liger = config.trainer.kernels == "auto" and find_spec("liger_kernel") is not None
+    run = describe_training(
+        config,
+        hardware,
+        model,
+        precision=env.precision,
+        sequence_len=sequence_len,
+        keeps_scores=model.is_pair or backend == "eager",
+        fuses_norm_and_gate=is_on_gpu and (has_liger or config.trainer.compile),
+        is_stored=is_stored_quantized(numbers),
+        is_on_gpu=is_on_gpu,
+    )
+    return replace(run, micro_batch_size=env.micro_batch_size, accumulation=env.accumulation)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What a run is planned to take, to be compared with what it took."""
+
+    memory: GpuMemory
+    is_on_gpu: bool
+    device_gib: float
+    step_seconds: float | None
+    """None where nothing is known of the device's rates"""
+
+    def __str__(self) -> str:
+        device = "GPU" if self.is_on_gpu else "rank"
+        of = f"{self.memory.total / GIB:.2f} GiB of a {device}'s {self.device_gib:.1f}"
+        speed = "" if self.step_seconds is None else f", {self.step_seconds:.3g} s a step"
+        return f"{of} at the peak of a step ({self.memory.moment}){speed}, by arithmetic"
+
+    @property
+    def peak_gib(self) -> float:
+        """What PyTorch allocates on a GPU at the peak, without CUDA's own; on a CPU all of it."""
+        own = self.memory.overhead if self.is_on_gpu else 0.0
+        return (self.memory.total - own) / GIB
+
+    def compare(self, module: FinetuneModule) -> dict[str, float]:
+        """Return planned and measured figures by name, and log them in one line."""
+        peak_gib = _peak_bytes(module.strategy.root_device) / GIB
+        figures = {"memory/peak_gib": peak_gib, "memory/planned_peak_gib": self.peak_gib}
+        speed = "no step"
+        if seconds := module.metrics.train_seconds:
+            figures["speed/steps_per_second"] = module.trainer.global_step / seconds
+            speed = f"{figures['speed/steps_per_second']:.3g} steps/s measured"
+        if self.step_seconds is not None:
+            figures["speed/planned_steps_per_second"] = 1 / self.step_seconds
+            speed += f", {1 / self.step_seconds:.3g} planned"
+        log.info(
+            "plan: peak %.2f GiB measured, %.2f planned (%+.0f %%); %s",
+            peak_gib,
+            self.peak_gib,
+            100 * (self.peak_gib / max(peak_gib, 1e-9) - 1),
+            speed,
+        )
+        return figures
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the most that PyTorch has allocated on a GPU; on a CPU the peak of this process."""
+    if device.type == "cpu":
+        return host_bytes("VmHWM")
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
+
+
+def estimate_training(run: PlannedRun) -> Estimate:
+    """Return what a run is planned to take of each device; on a CPU all that a process takes."""
+    size = run.size
+    memory = estimate_gpu_memory(run, size)
+    if not run.is_on_gpu:
+        memory = replace(memory, overhead=float(host_bytes("VmRSS")))
+    has_rates = known_card(run.hardware.name, run.hardware.memory_gib) is not None
+    return Estimate(
+        memory=memory,
+        is_on_gpu=run.is_on_gpu,
+        device_gib=run.hardware.memory_gib,
+        step_seconds=estimate_speed(run, size).step if run.is_on_gpu and has_rates else None,
+    )
+
+
+def check_room(run: PlannedRun, estimate: Estimate, enforce: str, ways: Callable[[], str]) -> None:
+    """Refuse a run that will not fit by arithmetic, or warn, as `enforce` says; `ways`: out of it.
+
+    Refused is what exceeds a whole memory; what leaves too little of it for the blocks between
+    which some is lost may yet fit, and is warned of.
+    """
+    if enforce == "off":
+        return
+    need, memory = estimate.memory.total / GIB, run.hardware.memory_gib
+    host, has = estimate_host_memory(run).total / GIB, run.hardware.host_memory_gib
+    where = f"a GPU of {memory:.1f} GiB" if run.is_on_gpu else f"a rank's {memory:.1f} GiB"
+    parts = ", ".join(f"{name} {part / GIB:.1f}" for name, part in estimate.memory.parts.items())
+    said = f"a step takes {need:.1f} GiB of {where} by arithmetic ({parts})"
+    lacks_host = 0 < has < host
+    if lacks_host:
+        said = f"this takes {host:.1f} GiB of a machine's {has:.1f} beside its GPUs, by arithmetic"
+    if need <= usable_bytes(run.hardware) / GIB and not lacks_host:
+        return
+    if enforce == "error" and (need > memory or lacks_host):
+        raise UserError(
+            f"this run will not fit: {said}; {ways()}; or type plan.enforce=warn to try it"
+        )
+    log.warning("plan: this run may not fit: %s; %s", said, ways())
+
+
+def find_ways(
+    config: TrainConfig,
+    run: PlannedRun,
+    numbers: Mapping[str, Any],
+    known_strategies: Callable[[], Mapping[str, StrategyConfig]],
+) -> str:
+    """Return what to type for a run that fits."""
+    if not run.is_on_gpu:
+        return (
+            "type a shorter data.sequence_len, trainer.micro_batch_size=1, recompute=full, "
+            "adapter=lora or a smaller base"
+        )
+    strategies = known_strategies()
+    config = replace(config, data=replace(config.data, sequence_len=run.sequence_len))
+    found = list_candidates(config, run.hardware, numbers, run.model, strategies)
+    if (way := smallest_change(found)) is not None:
+        return f"type {' '.join(way.words)}"
+    others = other_ways(config, run.hardware, numbers, run.model, strategies, run.sequence_len)
+    shorter = [words for words in others if not words.startswith("hardware=")]
+    more = [words.split()[0].removeprefix("hardware=") for words in others if words not in shorter]
+    said = [f"type {words}" for words in shorter]
+    said += [f"rent {words} (python -m app.plan hardware={words} says more)" for words in more]
+    return ", or ".join(said) or "nothing that is known here makes it fit: take a smaller base"

@@ -1,0 +1,324 @@
+"""What `auto` takes, and whether what it takes fits."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from app.assembly import resolve_auto, resolve_strategy
+from app.config import load_config
+from app.planning.choose import (
+    choose_micro_batch,
+    choose_recompute,
+    choose_strategy,
+    recompute_modes,
+)
+from app.planning.hardware import HardwareConfig
+from app.planning.memory import PlannedRun, estimate_gpu_memory, fits
+from app.planning.planned import on_hardware, plan_run
+from app.planning.training import hardware_here
+from app.preflight import check_compatibility
+from app.process.errors import UserError
+from app.run import describe_global_batch
+from app.strategy.settings import FsdpConfig
+from app.training.micro_batch import divisors
+from app.training.trainer import Environment
+from tests.planning.test_planned import STRATEGIES
+
+LORA_8B, LORA_70B = "model=llama8b", "model=llama70b"
+PURE_70B = "model=llama70b adapter=full trainer.precision=bf16-pure"
+SLOW = "hardware=4x8xa100_80gb hardware.network_gb_per_second=3"
+
+TABLE: list[tuple[str, dict[str, bool], str, str]] = [
+    (f"{LORA_8B} hardware=h100", {}, "single", "1 process"),
+    (f"{LORA_70B} hardware=rtx4090", {}, "single", "1 process"),
+    (
+        f"{LORA_8B} hardware=8xa100_80gb",
+        {},
+        "ddp",
+        "each GPU holds all: weights, gradients and optimizer states take",
+    ),
+    (
+        f"{LORA_70B} hardware=8xa100_80gb",
+        {},
+        "fsdp",
+        "no GPU holds all, and the 8 of a node do: weights",
+    ),
+    (
+        f"{LORA_8B} adapter=full hardware=8xa100_80gb",
+        {},
+        "fsdp_grad_op",
+        "a GPU holds the weights, but not their",
+    ),
+    (f"{LORA_70B} quantization=nf4 hardware=8xa100_40gb", {}, "fsdp", "no GPU holds all"),
+    (f"{LORA_70B} quantization=nf4 hardware=2xrtx4090", {}, "fsdp", "nothing shards more"),
+    (f"{LORA_70B} quantization=int8 hardware=8xl40s", {}, "zero2", "int8 cannot be sharded"),
+    (
+        f"{LORA_70B} quantization=int8 hardware=8xl40s",
+        {"has_deepspeed": False},
+        "ddp",
+        "int8 cannot be sharded",
+    ),
+    (
+        f"{LORA_70B} hardware=8xa100_80gb",
+        {"is_stored": True},
+        "ddp",
+        "the base's files are quantized",
+    ),
+    (f"{LORA_8B} hardware=4x8xa100_80gb", {}, "ddp", "each GPU holds all"),
+    (f"{LORA_70B} {SLOW}", {}, "fsdp_hybrid", "a node's 8 GPUs hold all, and the links between"),
+    (f"{LORA_70B} hardware=4x8xa100_80gb", {}, "fsdp", "of 4 nodes with fast links"),
+    (f"{PURE_70B} {SLOW}", {}, "zero3_hpz", "no node holds all, though each holds the weights"),
+    (f"{PURE_70B} {SLOW}", {"has_deepspeed": False}, "fsdp", "it takes all 32 GPUs"),
+    (f"{PURE_70B} hardware=4xa100_80gb", {}, "fsdp_offload", "not even all 4 GPUs hold it"),
+]
+
+
+def planned(words: str) -> PlannedRun:
+    """Return a run that nothing was chosen for."""
+    defaults = ["data=dolly", "data.sequence_len=2048", "strategy=ddp", "recompute=full"]
+    config: Any = load_config("plan", [*defaults, *words.split()])
+    hardware = on_hardware(config, config.hardware)
+    run, _ = plan_run(config, hardware, config.model.architecture, strategies=STRATEGIES)
+    return replace(run, micro_batch_size=1, accumulation=8)
+
+
+@pytest.mark.parametrize(("words", "how", "name", "said"), TABLE)
+def test_the_strategy_with_the_least_communication_that_fits(
+    words: str, how: dict[str, bool], name: str, said: str
+) -> None:
+    run, modes = planned(words), recompute_modes("auto", compiles=False)
+    choice = choose_strategy(run, STRATEGIES, modes, **how)
+    assert choice.name == name, choice
+    assert said in choice.reason
+    assert str(choice) == f"{name} ({choice.reason})"
+    tried = [replace(run, strategy=STRATEGIES[name], recompute=mode) for mode in modes]
+    if run.num_ranks > 1 and not how and "nothing shards" not in said and name != "zero2":
+        assert any(fits(each, estimate_gpu_memory(each)) for each in tried) or "offload" in name
+
+
+def test_processes_on_a_cpu_hold_all() -> None:
+    run = replace(planned(f"{LORA_70B} hardware=8xa100_80gb"), is_on_gpu=False)
+    choice = choose_strategy(run, STRATEGIES, ["none"])
+    assert str(choice) == "ddp (8 processes on a CPU share its memory)"
+
+
+def of_memory(gib: float, words: str = LORA_8B, packs: int = 8) -> PlannedRun:
+    """A Llama 8B with LoRA and sequences of 4,096 tokens on one GPU of so much memory."""
+    run = planned(f"{words} hardware=h100 hardware.memory_gib={gib} strategy=single")
+    return replace(run, sequence_len=4096, accumulation=packs)
+
+
+@pytest.mark.parametrize(
+    ("gib", "packs", "mode"),
+    [
+        (79.2, 2, "none"),
+        (79.2, 4, "selective"),
+        (47.5, 2, "selective"),
+        (31.5, 2, "full"),
+        (23.5, 1, "full"),
+        (19.5, 1, "offload"),
+    ],
+)
+def test_the_fastest_recompute_that_fits(gib: float, packs: int, mode: str) -> None:
+    run = replace(of_memory(gib), micro_batch_size=packs)
+    choice, has_room = choose_recompute(run)
+    assert choice.name == mode, choice
+    assert "\n" not in str(choice) and "tokens a micro-batch" in choice.reason
+    order = ["none", "selective", "full", "offload"]
+    each = replace(run, recompute=mode)
+    assert has_room == fits(each, estimate_gpu_memory(each))
+    twice = replace(run, hardware=replace(run.hardware, memory_gib=2 * gib))
+    assert order.index(choose_recompute(twice)[0].name) <= order.index(mode)
+    if mode == "selective":
+        assert choose_recompute(run, compiles=True)[0].name == "full"
+
+
+@pytest.mark.parametrize(
+    ("gib", "packs", "mode", "size"),
+    [
+        (79.2, 8, "none", 2),  # 35 GiB of activations, as traced; four packs would be 70
+        (139.8, 8, "none", 4),
+        (79.2, 8, "full", 8),
+        (79.2, 1, "none", 1),
+        (79.2, 7, "none", 1),  # 7 packs divide into 1 or 7
+        (47.5, 8, "none", 1),
+    ],
+)
+def test_the_largest_divisor_that_fits(gib: float, packs: int, mode: str, size: int) -> None:
+    run = replace(of_memory(gib, packs=packs), recompute=mode)
+    choice, _ = choose_micro_batch(run)
+    assert choice.size == size, choice
+    assert "\n" not in str(choice)
+    if size < packs:
+        assert f"{min(one for one in divisors(packs) if one > size)}, the next divisor" in str(
+            choice
+        )
+
+
+def test_what_is_not_tried_leaves_more_room() -> None:
+    run = replace(of_memory(139.8, packs=24), recompute="none", strategy=STRATEGIES["ddp"])
+    tried, _ = choose_micro_batch(run)
+    untried, _ = choose_micro_batch(replace(run, strategy=STRATEGIES["zero1"]))
+    assert untried.size < tried.size
+
+
+# On this machine.
+
+ONE = Environment(
+    accelerator="gpu", devices=1, num_ranks=1, num_data_ranks=1, precision="bf16", accumulation=8
+)
+EIGHT = replace(ONE, devices=8, num_ranks=8, num_data_ranks=8, accumulation=1)
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The GPUs that this machine has none of."""
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr("app.preflight.couplings.devices.count_gpus", lambda: 8)
+    monkeypatch.setattr("app.preflight.couplings.table.is_installed", lambda module: True)
+    return gpu
+
+
+def base_of(architecture: Any = LLAMA_8B) -> Any:
+    return SimpleNamespace(
+        architecture=architecture, backend="varlen", shapes_builder=lambda *_: None
+    )
+
+
+def data_of(sequence_len: int, taken: list[int] | None = None) -> Any:
+    return SimpleNamespace(
+        sequence_len=sequence_len, take_together=([] if taken is None else taken).append
+    )
+
+
+class NewRun(SimpleNamespace):
+    def micro_batch_size(self, _: int) -> int | None:
+        return None
+
+
+def test_a_gpu_decides_and_a_cpu_keeps_everything(
+    gpu: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config: Any = load_config("train", ["+experiment=llama8b", "trainer.micro_batch_size=1"])
+    on_cpu = replace(EIGHT, accelerator="cpu", precision="fp32")
+    on_cpu_config, _, _ = resolve_auto(
+        replace(config, plan=replace(config.plan, enforce="off")),
+        base_of(),
+        data_of(4096),
+        on_cpu,
+        NewRun(),
+    )
+    assert (on_cpu_config.recompute.mode, on_cpu_config.strategy.name) == ("auto", "ddp")
+    with caplog.at_level(logging.INFO):
+        chosen, _, estimate = resolve_auto(config, base_of(), data_of(4096), EIGHT, NewRun())
+    assert (chosen.recompute.mode, chosen.strategy.name) == ("none", "ddp")
+    assert "strategy: ddp (each GPU holds all" in caplog.text
+    assert "recompute: none (all activations fit" in caplog.text
+    assert "GiB of a GPU's 79.0 at the peak of a step" in caplog.text
+    assert estimate is not None and estimate.step_seconds is not None
+    gpu.total_memory, gpu.name = 24 * 2**30, "Some Card"
+    less, _, estimate = resolve_auto(config, base_of(), data_of(4096), EIGHT, NewRun())
+    assert less.recompute.mode == "full"
+    assert estimate is not None and estimate.step_seconds is None  # its rates are not known
+
+
+def test_a_gpu_takes_more_packs_a_cpu_one_and_a_resumed_run_its_own(
+    gpu: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    config: Any = load_config(
+        "train", ["+experiment=llama8b", "trainer.devices=1", "plan.enforce=off"]
+    )
+    assert config.trainer.micro_batch_size == "auto"
+
+    def resolve(config: Any, env: Environment, run: Any) -> tuple[int, int, bool]:
+        taken: list[int] = []
+        _, found, _ = resolve_auto(config, base_of(), data_of(2048, taken), env, run)
+        assert taken == [found.micro_batch_size]
+        return found.micro_batch_size, found.accumulation, found.tries_micro_batch
+
+    with caplog.at_level(logging.INFO):
+        assert resolve(config, ONE, NewRun()) == (4, 2, True)
+    assert "micro-batch: 4 packs at once (of a step's 8 a rank: " in caplog.text
+    on_cpu = replace(ONE, accelerator="cpu", precision="fp32")
+    assert resolve(config, on_cpu, NewRun()) == (1, 8, False)
+    streamed = replace(config, data=replace(config.data, streaming=True))
+    assert resolve(streamed, ONE, NewRun()) == (1, 8, False)
+    resumed: Any = SimpleNamespace(micro_batch_size=lambda _: 2)
+    assert resolve(config, ONE, resumed) == (2, 4, False)
+    before = {"packs": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "num_ranks": 1}
+    assert describe_global_batch(config.trainer, 1, before) == before
+
+
+def test_widths_that_are_not_known(gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
+    config: Any = load_config("train", ["+experiment=llama8b"])
+    base = base_of()
+    base.shapes_builder = lambda *_: lambda: SimpleNamespace(config=SimpleUnknown())
+    base.architecture = SimpleUnknown()
+    with caplog.at_level(logging.INFO):
+        chosen, env, estimate = resolve_auto(config, base, data_of(2048), EIGHT, NewRun())
+    assert (chosen.recompute.mode, chosen.strategy.name, estimate) == ("full", "fsdp", None)
+    assert env.micro_batch_size == 1
+    assert "does not say how wide its layers are" in caplog.text
+
+
+class SimpleUnknown(SimpleNamespace):
+    """A config without widths."""
+
+    is_encoder_decoder = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": "unknown"}
+
+    def get_text_config(self) -> Any:
+        return self
+
+
+def test_what_is_chosen_has_the_settings_of_its_file(gpu: Any) -> None:
+    words = ["+experiment=llama8b", "trainer.devices=8"]
+    for row in TABLE[2:5]:
+        plan = replace(planned(row[0]), is_on_gpu=True)
+        chosen = resolve_strategy(load_config("train", words), base_of(), EIGHT, plan)  # type: ignore[arg-type]
+        assert chosen == load_config("train", [*words, f"strategy={row[2]}"]).strategy  # type: ignore[union-attr]
+    typed: Any = load_config("train", [*words, "strategy=fsdp_tp"])
+    assert resolve_strategy(typed, base_of(), EIGHT, None) == FsdpConfig(
+        name="fsdp_tp", tensor_parallel_size=2
+    )
+
+
+def test_a_choice_that_clashes_with_what_was_typed_is_refused_with_its_reason(gpu: Any) -> None:
+    words = ["+experiment=llama8b", "trainer.devices=8", "optimizer=muon"]
+    config: Any = load_config("train", words)
+    assert check_compatibility(config, num_gpus=8) == []
+    with pytest.raises(UserError) as caught:
+        resolve_strategy(config, base_of(), EIGHT, planned(f"{LORA_70B} hardware=8xa100_80gb"))
+    said = str(caught.value)
+    assert said.startswith("strategy=auto is fsdp (no GPU holds all")
+    assert "; but optimizer=muon does not step shards" in said
+
+
+def test_the_smallest_gpu_of_this_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {0: 79 * 2**30, 1: 40 * 2**30}
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(name="Some Card", total_memory=sizes[index]),
+    )
+    found = hardware_here(replace(ONE, devices=2), 2, lambda card: HardwareConfig(name=card))
+    assert (found.memory_gib, found.gpus_per_node, found.num_nodes) == (40, 2, 2)
+    assert found.name == "Some Card" and found.host_memory_gib > 0

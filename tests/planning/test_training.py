@@ -1,0 +1,115 @@
+"""A training's plan: refused before weights are loaded, and compared with what was measured."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.planning import training
+from app.planning.memory import GIB, estimate_gpu_memory
+from app.planning.training import check_room, estimate_training, find_ways
+from app.process.errors import UserError
+from tests.conftest import TrainRun
+from tests.planning.test_choose import planned
+from tests.planning.test_planned import STRATEGIES
+from tests.tiny import small_run
+
+TWO_CARDS = "model=llama70b quantization=nf4 hardware=2xrtx4090 strategy=fsdp recompute=full"
+
+
+def ways() -> str:
+    return "type recompute=full"
+
+
+def test_what_a_fixed_share_once_said_yes_to_is_refused_with_what_to_type() -> None:
+    from app.config import load_config
+
+    run = planned(TWO_CARDS)
+    config: Any = load_config("train", ["model=llama70b", "data=dolly", "quantization=nf4"])
+    numbers = config.model.architecture
+
+    def found() -> str:
+        return find_ways(config, run, numbers, lambda: STRATEGIES)
+
+    with pytest.raises(UserError) as caught:
+        check_room(run, estimate_training(run), "error", found)
+    said = str(caught.value)
+    assert said.startswith("this run will not fit: a step takes 30.2 GiB of a GPU of 23.6")
+    assert "; type " in said and said.endswith("or type plan.enforce=warn to try it")
+
+
+def test_beyond_a_whole_memory_is_refused_and_a_tight_one_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = planned("model=llama8b hardware=h100 strategy=single")
+    need = estimate_gpu_memory(run).total / GIB
+    answers = {}
+    for memory in (0.99 * need, 1.05 * need, 1.1 * need):
+        here = replace(run, hardware=replace(run.hardware, memory_gib=memory))
+        for enforce in ("error", "warn", "off"):
+            caplog.clear()
+            try:
+                check_room(here, estimate_training(here), enforce, ways)
+            except UserError:
+                answers[round(memory / need, 2), enforce] = "refused"
+            else:
+                answers[round(memory / need, 2), enforce] = "warned" if caplog.text else "ok"
+    assert answers == {
+        (0.99, "error"): "refused", (0.99, "warn"): "warned", (0.99, "off"): "ok",
+        (1.05, "error"): "warned", (1.05, "warn"): "warned", (1.05, "off"): "ok",
+        (1.1, "error"): "ok", (1.1, "warn"): "ok", (1.1, "off"): "ok",
+    }  # fmt: skip
+
+
+def test_host_memory_is_refused_too() -> None:
+    run = planned("model=llama70b hardware=8xh100 strategy=fsdp hardware.host_memory_gib=64")
+    with pytest.raises(UserError, match=r"GiB of a machine's 64\.0 beside its GPUs"):
+        check_room(run, estimate_training(run), "error", ways)
+
+
+def test_planned_and_measured_stand_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = planned("model=llama8b hardware=h100 strategy=single")
+    estimate = estimate_training(run)
+    measured = estimate.peak_gib * GIB / 1.25
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: measured)
+    module: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cuda")),
+        metrics=SimpleNamespace(train_seconds=50.0),
+        trainer=SimpleNamespace(global_step=100),
+    )
+    with caplog.at_level(logging.INFO):
+        figures = estimate.compare(module)
+    assert figures["memory/planned_peak_gib"] == pytest.approx(1.25 * figures["memory/peak_gib"])
+    assert figures["speed/steps_per_second"] == 2.0
+    assert estimate.step_seconds is not None
+    assert figures["speed/planned_steps_per_second"] == 1 / estimate.step_seconds
+    assert "planned (+25 %); 2 steps/s measured" in caplog.text
+
+
+def test_a_run_leaves_both_and_is_refused_before_weights_are_loaded(
+    train_run: TrainRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = small_run("trainer.max_steps=2")
+    folder = train_run(*words)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert 0 < metrics["memory/planned_peak_gib"] < 2 * metrics["memory/peak_gib"]
+    assert metrics["speed/steps_per_second"] > 0
+    said = capsys.readouterr().out
+    assert "plan: " in said and "GiB measured" in said
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("weights are loaded")
+
+    monkeypatch.setattr(training, "host_memory_gib", lambda: 0.01)
+    monkeypatch.setattr("app.assembly.load_base", never)
+    monkeypatch.setattr("app.assembly.build_model", never)
+    with pytest.raises(UserError, match="this run will not fit"):
+        train_run(*words)
