@@ -420,7 +420,7 @@ def resolve_auto(
     config = resolve_recompute(config, env, plan)
     mode = config.recompute.mode
     plan = replace(plan, recompute="none" if mode == "auto" else mode)
-    return config, env, check_plan(config, base, plan)
+    return config, env, check_plan(config, base, data, plan)
 
 
 def plan_run(
@@ -473,11 +473,13 @@ def known_strategies() -> dict[str, StrategyConfig]:
     return {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
 
 
-def check_plan(config: TrainConfig, base: Base, plan: PlannedRun) -> Estimate:
+def check_plan(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, plan: PlannedRun
+) -> Estimate:
     """Log what a run is planned to take; UserError where it will not fit, as plan.enforce says."""
     estimate = estimate_training(plan)
     if is_first_rank():
-        log.info("plan: %s", estimate)
+        log.info("plan: %s", estimate.line(data.total_steps))
     numbers = text_numbers(base.architecture.to_dict())
     ways = partial(find_ways, config, plan, numbers, known_strategies)
     check_room(plan, estimate, config.plan.enforce, ways)

@@ -134,10 +134,14 @@ class Estimate:
     step_seconds: float | None
     """None where nothing is known of the device's rates"""
 
-    def __str__(self) -> str:
+    def line(self, num_steps: int) -> str:
+        """Return what is said of it at the start of a run of so many steps."""
         device = "GPU" if self.is_on_gpu else "rank"
         of = f"{self.memory.total / GIB:.2f} GiB of a {device}'s {self.device_gib:.1f}"
-        speed = "" if self.step_seconds is None else f", {self.step_seconds:.3g} s a step"
+        speed = ""
+        if (seconds := self.step_seconds) is not None:
+            hours = num_steps * seconds / 3600
+            speed = f", {seconds:.3g} s a step, {hours:.1f} h for {num_steps:,}"
         return f"{of} at the peak of a step ({self.memory.moment}){speed}, by arithmetic"
 
     @property
