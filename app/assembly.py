@@ -73,7 +73,6 @@ from app.planning.training import (
     plan_training,
 )
 from app.preflight import check_compatibility, describe_base
-from app.preflight.base_model import text_numbers
 from app.preflight.couplings.table import CHANGE_BASE
 from app.process.errors import UserError
 from app.process.faults import arm, parse_faults
@@ -427,12 +426,11 @@ def plan_run(
     config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment
 ) -> PlannedRun | None:
     """Return what a plan knows of a run; None where it cannot tell its memory."""
-    numbers = text_numbers(base.architecture.to_dict())
     return plan_training(
         config,
         env,
         hardware_here(env, config.trainer.num_nodes, partial(settings_of, "hardware")),
-        numbers=numbers,
+        whole=base.architecture.to_dict(),
         backend=base.backend,
         sequence_len=data.sequence_len,
         build_on_meta=base.shapes_builder(config, env),
@@ -480,8 +478,8 @@ def check_plan(
     estimate = estimate_training(plan)
     if is_first_rank():
         log.info("plan: %s", estimate.line(data.total_steps))
-    numbers = text_numbers(base.architecture.to_dict())
-    ways = partial(find_ways, config, plan, numbers, known_strategies)
+    whole = base.architecture.to_dict()
+    ways = partial(find_ways, config, plan, whole, known_strategies)
     check_room(plan, estimate, config.plan.enforce, ways)
     return estimate
 
