@@ -43,7 +43,6 @@ from app.model.base import (
 )
 from app.model.build import build_model, load_tuned, weight_dtype
 from app.model.quantization import QuantizationConfig, stored_settings
-from app.model.token_ids import text_numbers
 from app.model.tokenizer import (
     build_tokenizer,
     new_token_ids,
@@ -332,19 +331,18 @@ def resolve_auto(
     config = resolve_recompute(config, env, plan)
     mode = config.recompute.mode
     plan = replace(plan, recompute="none" if mode == "auto" else mode)
-    return config, env, check_plan(config, base, plan)
+    return config, env, check_plan(config, base, data, plan)
 
 
 def plan_run(
     config: TrainConfig, base: Base, data: FinetuneDataModule, env: Environment
 ) -> PlannedRun | None:
     """Return what a plan knows of a run; None where it cannot tell its memory."""
-    numbers = text_numbers(base.architecture.to_dict())
     return plan_training(
         config,
         env,
         hardware_here(env, config.trainer.num_nodes, partial(settings_of, "hardware")),
-        numbers=numbers,
+        whole=base.architecture.to_dict(),
         backend=base.backend,
         sequence_len=data.sequence_len,
         build_on_meta=base.shapes_builder(config, env),
@@ -385,13 +383,15 @@ def known_strategies() -> dict[str, StrategyConfig]:
     return {name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED}
 
 
-def check_plan(config: TrainConfig, base: Base, plan: PlannedRun) -> Estimate:
+def check_plan(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, plan: PlannedRun
+) -> Estimate:
     """Log what a run is planned to take; UserError where it will not fit, as plan.enforce says."""
     estimate = estimate_training(plan)
     if is_first_rank():
-        log.info("plan: %s", estimate)
-    numbers = text_numbers(base.architecture.to_dict())
-    ways = partial(find_ways, config, plan, numbers, known_strategies)
+        log.info("plan: %s", estimate.line(data.total_steps))
+    whole = base.architecture.to_dict()
+    ways = partial(find_ways, config, plan, whole, known_strategies)
     check_room(plan, estimate, config.plan.enforce, ways)
     return estimate
 

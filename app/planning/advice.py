@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 OF_ONE_GPU = ("single", "zero2_offload", "zero3_offload", "fsdp_offload")
 """strategies that one GPU has a use for"""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+METHODS = ("none", "nf4", "int8")
 DOUBLINGS = 7
 """of the GPUs that are tried where nothing fits"""
 SAME = 0.01
@@ -88,7 +89,7 @@ def _shardings(
     """Yield the settings with each strategy and quantization, and what is typed for them."""
     quantizations = {config.quantization.method: config.quantization}
     if not saves_whole_model(config.adapter):
-        for method in ("none", "nf4"):
+        for method in METHODS:
             quantizations.setdefault(method, QuantizationConfig(method=method))
     for name, strategy in strategies.items():
         mine = config.strategy if config.strategy.name == name else strategy

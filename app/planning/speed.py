@@ -27,8 +27,8 @@ LOSS_TRAFFIC = 6.8
 """bytes a token and logit, same source"""
 RECOMPUTED_TRAFFIC = 0.38
 """share of a layer's traffic that recomputing it adds, same source"""
-DEQUANTIZED = 0.53 + 2.0
-"""bytes a weight in 4 bits moves when it is dequantized"""
+DEQUANTIZED = {"nf4": 0.53 + 2.0, "int8": 1.0 + 2.0}
+"""bytes that a weight moves when it is dequantized"""
 OPTIMIZER_PASSES = 7
 """numbers read and written for each that AdamW steps: weight, gradient, two states"""
 
@@ -186,7 +186,7 @@ def _dequantized(run: PlannedRun) -> float:
     if run.quantization.method == "none":
         return 0.0
     passes = 3 if run.recompute in ("full", "offload") else 2
-    return passes * DEQUANTIZED * run.model.multiplied(trained=False)
+    return passes * DEQUANTIZED[run.quantization.method] * run.model.multiplied(trained=False)
 
 
 def _seconds(run: PlannedRun, each: Collective) -> float:

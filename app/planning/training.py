@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from app.model.token_ids import text_numbers
 from app.planning.advice import list_candidates, other_ways, smallest_change
 from app.planning.choose import FAST_NETWORK
 from app.planning.hardware import (
@@ -88,7 +89,7 @@ def plan_training(
     env: Environment,
     hardware: HardwareConfig,
     *,
-    numbers: Mapping[str, Any],
+    whole: Mapping[str, Any],
     backend: str,
     sequence_len: int,
     build_on_meta: Callable[[], Any] | None,
@@ -96,10 +97,10 @@ def plan_training(
     """Return the run with its `auto` yet to be chosen; None where the widths of its layers are not
     known, or, on a CPU, where only its modules would say them.
 
-    `numbers`: of its config.json. `backend`: of attention. `build_on_meta`: None where the base's
+    `whole`: its config.json. `backend`: of attention. `build_on_meta`: None where the base's
     files are quantized.
     """
-    is_on_gpu = env.accelerator == "gpu"
+    is_on_gpu, numbers = env.accelerator == "gpu", text_numbers(whole)
     name = config.model.path or "model.architecture"
     model = model_of_numbers(name, numbers, config.adapter, env.precision)
     if model is None and is_on_gpu and build_on_meta is not None:
@@ -118,7 +119,7 @@ def plan_training(
         sequence_len=sequence_len,
         keeps_scores=model.is_pair or backend == "eager",
         fuses_norm_and_gate=is_on_gpu and (has_liger or config.trainer.compile),
-        is_stored=is_stored_quantized(numbers),
+        is_stored=is_stored_quantized(whole),
         is_on_gpu=is_on_gpu,
     )
     return replace(run, micro_batch_size=env.micro_batch_size, accumulation=env.accumulation)
@@ -136,10 +137,14 @@ class Estimate:
     tokens_at_full_rate: float | None = None
     """tokens a second of all GPUs, were each FLOP of their datasheet one of the model's"""
 
-    def __str__(self) -> str:
+    def line(self, num_steps: int) -> str:
+        """Return what is said of it at the start of a run of so many steps."""
         device = "GPU" if self.is_on_gpu else "rank"
         of = f"{self.memory.total / GIB:.2f} GiB of a {device}'s {self.device_gib:.1f}"
-        speed = "" if self.step_seconds is None else f", {self.step_seconds:.3g} s a step"
+        speed = ""
+        if (seconds := self.step_seconds) is not None:
+            hours = num_steps * seconds / 3600
+            speed = f", {seconds:.3g} s a step, {hours:.1f} h for {num_steps:,}"
         return f"{of} at the peak of a step ({self.memory.moment}){speed}, by arithmetic"
 
     @property
@@ -222,16 +227,16 @@ def check_room(run: PlannedRun, estimate: Estimate, enforce: str, ways: Callable
 def find_ways(
     config: TrainConfig,
     run: PlannedRun,
-    numbers: Mapping[str, Any],
+    whole: Mapping[str, Any],
     known_strategies: Callable[[], Mapping[str, StrategyConfig]],
 ) -> str:
-    """Return what to type for a run that fits."""
+    """Return what to type for a run that fits; `whole`: its config.json."""
     if not run.is_on_gpu:
         return (
             "type a shorter data.sequence_len, trainer.micro_batch_size=1, recompute=full, "
             "adapter=lora or a smaller base"
         )
-    strategies = known_strategies()
+    strategies, numbers = known_strategies(), text_numbers(whole)
     config = replace(config, data=replace(config.data, sequence_len=run.sequence_len))
     found = list_candidates(config, run.hardware, numbers, run.model, strategies)
     if (way := smallest_change(found)) is not None:

@@ -257,7 +257,10 @@ def estimate_memory(
             (0.0 if strategy.offload_optimizer != "none" else part) for part in (states, gradients)
         )
         if strategy.stage == 3:
-            gathered = 2 * LIVE_UNDER_ZERO3 + max(size.embedding.gathered, size.head.gathered)
+            # In their own dtype; a model with fewer weights than these stays whole for the step.
+            end = max(part.frozen + part.trained for part in (size.embedding, size.head))
+            gathered = size.hidden_bytes * LIVE_UNDER_ZERO3 + end
+            gathered = min(gathered, whole.frozen + whole.trained)
             held *= strategy.offload_parameters == "none"
     elif isinstance(strategy, FsdpConfig) and (of_weights > 1 or strategy.offload_parameters):
         if accumulation > 1 and whole.num_trained <= MAX_UNSHARDED_SHARE * _num_weights(whole):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +26,10 @@ class Live(TorchDispatchMode):
         """Count tensors that were there before."""
         for tensor in tensors:
             self._add(tensor)
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak = max(self.peak, self.num_bytes)
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -35,7 +40,6 @@ class Live(TorchDispatchMode):
             self._forget(key)
         self._storages[key] = weakref.ref(storage, partial(self._end, key)), size
         self.num_bytes += size
-        self.peak = max(self.peak, self.num_bytes)
 
     def _end(self, key: int, ref: weakref.ref[Any]) -> None:
         if key in self._storages and self._storages[key][0] is ref:
@@ -49,6 +53,21 @@ class Live(TorchDispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+            # A DTensor's own storage is as large as the whole tensor, and is not there.
+            is_here = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
+            if is_here and not isinstance(leaf, DTensor):
                 self._add(leaf)
+        self._note_peak()
         return output
+
+
+class LiveResized(Live):
+    """The same where storages are resized in place, as FSDP does to free what it has gathered."""
+
+    def _note_peak(self) -> None:
+        for key, (ref, size) in list(self._storages.items()):
+            storage = ref()
+            if storage is not None and storage.nbytes() != size:
+                self._storages[key] = ref, storage.nbytes()
+                self.num_bytes += storage.nbytes() - size
+        super()._note_peak()

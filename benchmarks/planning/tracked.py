@@ -7,9 +7,12 @@ would hand out, without its rounding; memory inside of an operation is not seen.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from app.planning.memory import PlannedRun
 
 ARCHITECTURE = {
     "model_type": "llama",
@@ -121,7 +124,6 @@ def settings_of_case(case: Case) -> Any:
 
 def predict(case: Case) -> float:
     """Return the bytes at the peak of a step: the plan's, and what the CPU's attention keeps."""
-    from app.planning.memory import estimate_moments
     from app.planning.planned import plan_run
 
     config = settings_of_case(case)
@@ -132,11 +134,19 @@ def predict(case: Case) -> float:
         strategies={},
     )
     run = replace(run, is_on_gpu=False, accumulation=1)
-    of_layer = case.micro_batch_size * sum(map(_probabilities, case.documents))
-    of_layer *= run.model.widths.heads * run.kept.width
+    return on_a_cpu(run, case.documents * case.micro_batch_size)
+
+
+def on_a_cpu(run: PlannedRun, documents: Sequence[int]) -> float:
+    """Return the plan's bytes at the peak of a step, and what a CPU's attention keeps of a
+    micro-batch of documents of so many tokens.
+    """
+    from app.planning.memory import estimate_moments
+
+    of_layer = sum(map(_probabilities, documents)) * run.model.widths.heads * run.kept.width
     layers = run.model.trained_layers
-    keeping = {"loss": layers if case.recompute == "none" else 0, LAST: layers, FIRST: 1}
-    if case.recompute != "none":
+    keeping = {"loss": layers if run.recompute == "none" else 0, LAST: layers, FIRST: 1}
+    if run.recompute != "none":
         keeping[LAST] = 1
     return max(
         each.total + of_layer * keeping.get(each.moment, 0) for each in estimate_moments(run)

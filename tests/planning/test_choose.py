@@ -203,7 +203,9 @@ def base_of(architecture: Any = LLAMA_8B) -> Any:
 
 def data_of(sequence_len: int, taken: list[int] | None = None) -> Any:
     return SimpleNamespace(
-        sequence_len=sequence_len, take_together=([] if taken is None else taken).append
+        sequence_len=sequence_len,
+        total_steps=1000,
+        take_together=([] if taken is None else taken).append,
     )
 
 
@@ -231,6 +233,7 @@ def test_a_gpu_decides_and_a_cpu_keeps_everything(
     assert "strategy: ddp (each GPU holds all" in caplog.text
     assert "recompute: none (all activations fit" in caplog.text
     assert "GiB of a GPU's 79.0 at the peak of a step" in caplog.text
+    assert "h for 1,000, by arithmetic" in caplog.text
     assert estimate is not None and estimate.step_seconds is not None
     gpu.total_memory, gpu.name = 24 * 2**30, "Some Card"
     less, _, estimate = resolve_auto(config, base_of(), data_of(4096), EIGHT, NewRun())

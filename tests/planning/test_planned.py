@@ -95,6 +95,16 @@ def test_a_second_copy_within_each_node_is_counted() -> None:
     assert two.weights == pytest.approx(3 * one.weights, rel=0.01)  # 1/16 and 1/8
 
 
+def test_zero3_gathers_no_more_than_there_is() -> None:
+    """A bound of a billion weights was counted for models of a thousandth of them, too."""
+    words = ("model=qwen3_0_6b", "data=dolly", "hardware=2xh100", "strategy=zero3", "adapter=full")
+    run, _ = run_of(*words)
+    small = estimate_gpu_memory(run)
+    assert small.gathered == run.size.whole.trained < 2.5e9
+    large, _ = run_of("+experiment=llama70b", "hardware=8xa100_80gb", "strategy=zero3")
+    assert 2e9 < estimate_gpu_memory(large).gathered < 5e9
+
+
 def test_what_waits_on_the_host_and_on_the_disk() -> None:
     run, _ = run_of("+experiment=llama70b", "hardware=8xa100_80gb")
     weights = 2 * run.model.num_weights
