@@ -17,6 +17,7 @@ from app.process.errors import Interrupted
 from app.process.files import write_whole
 from app.process.launch import is_first_rank, live_with_parent
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
+from app.report.adapter_card import write_card
 from app.report.run_page import end_loggers, page_where_it_stops, write_page
 from app.run import ExistingRun, Run, compare_existing, open_run
 from app.run.folder import METRICS_FILE
@@ -123,6 +124,7 @@ def finish(run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Bas
         write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_comparison(metrics, data.dataset_names)
         write_page(run.folder, changed_settings(config))
+        write_card(saved, run.folder, changed_settings(config))
         end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
         print_next(run.folder, saved)
 

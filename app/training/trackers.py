@@ -48,6 +48,7 @@ def build_wandb(folder: Path, name: str, run_id: str | None) -> Any:
     given = run_id or secrets.token_hex(4)
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")  # it would put itself between us and the screen
+    os.environ["WANDB_SYMLINK"] = "false"  # a run's folder with links in it is refused
     return WandbLogger(name=name, save_dir=folder, id=given, project=project, offline=offline)
 
 
@@ -179,6 +180,19 @@ def _read_ids(folder: Path) -> dict[str, Any]:
     return ids if isinstance(ids, dict) else {}
 
 
+def _apart(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return figures whose names MLflow's files can have: none is the beginning of another's.
+
+    It makes folders of the names: `val/loss` beside `val/loss/a` becomes `val/loss/all`.
+    """
+    return {
+        f"{name}/all"
+        if name.endswith("/loss") or any(one.startswith(f"{name}/") for one in metrics)
+        else name: value
+        for name, value in metrics.items()
+    }
+
+
 def _attach_to_wandb(logger: Any, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
     logger.experiment.summary.update(dict(metrics))
     for file in files:
@@ -186,6 +200,7 @@ def _attach_to_wandb(logger: Any, metrics: Mapping[str, float], files: Sequence[
 
 
 def _attach_to_mlflow(logger: Any, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
-    logger.log_metrics({f"final/{name}": value for name, value in metrics.items()})
+    final = {name: value for name, value in metrics.items() if not is_detail(name)}
+    logger.log_metrics({f"final/{name}": value for name, value in _apart(final).items()})
     for file in files:
         logger.experiment.log_artifact(logger.run_id, str(file))

@@ -105,6 +105,17 @@ def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
     assert "finished after step 16" in page and "loss: capital" in page and "Prague" in page
 
 
+def test_the_code_of_the_card_works_as_it_stands(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = (run.folder / "adapter/README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    exec(code.replace('"..."', '"Which city is it, 3?"'), {})  # noqa: S102  its own card
+    assert "Prague" in capsys.readouterr().out
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (run.folder / "adapter").iterdir()}
+    assert set(modes.values()) == {0o644}, modes
+
+
 def test_the_adapter_opens_with_peft_alone_and_changes_the_base(run: Run) -> None:
     base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
     before = probe_logits(base, probe())
