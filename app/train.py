@@ -20,7 +20,7 @@ from app.process.signals import end_process, exit_after_grace, install_signal_ha
 from app.report.adapter_card import write_card
 from app.report.run_page import end_loggers, page_where_it_stops, write_page
 from app.run import ExistingRun, Run, compare_existing, open_run
-from app.run.folder import METRICS_FILE
+from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
 from app.sweep import run_sweep
 from data_modules import printable
@@ -144,7 +144,9 @@ def print_next(folder: Path, saved: Path) -> None:
     python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
     print("next:")
     print(f"  {python} -m app.evaluate run={shlex.quote(shown)}")
-    logs = shlex.quote(printable(str(folder.parent)))
+    # Of outputs/ all runs, by name and time; of a folder of one's own what lies beside it.
+    above = folder.parent.parent
+    logs = shlex.quote(printable(str(above if above.name == OUTPUTS.name else folder.parent)))
     print(f"  {python} -m tensorboard.main --logdir {logs}")
     print(f"run: {shown}")
 

@@ -64,7 +64,7 @@ def render_adapter_card(
     kind = str(adapter.get("name") or "adapter")
     front |= {"tags": ["loft", "sft", *([kind] if is_adapter else [])]}
     name = Path(base).name or "A model from random weights"
-    numbers = ", ".join(f"{key} {adapter[key]}" for key in ("r", "alpha") if adapter.get(key))
+    numbers = ", ".join(f"{key} {adapter[key]:g}" for key in ("r", "alpha") if adapter.get(key))
     of = f" ({numbers})" if numbers else ""
     what = f"A {kind} adapter{of} for" if is_adapter else "All weights, trained from"
     at = f" (revision {revision})" if revision else ""

@@ -58,7 +58,7 @@ def test_the_card_says_what_it_is_and_is_valid_for_the_hub(run: Path) -> None:
     }
     for said in (
         "# tiny_base, fine-tuned",
-        "A lora adapter (r 16) for `tiny_base`",
+        "A lora adapter (r 16, alpha 32) for `tiny_base`",
         "| 8 | 1 | 90 | `abababababababab` |",
         "| exact_match/orders | 0 | 0.9 |",
         "| `optimizer.lr` | 0.001 |",

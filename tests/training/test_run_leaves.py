@@ -189,7 +189,10 @@ def test_tensorboard_holds_the_same_numbers_as_the_csv(run: Run) -> None:
         for value in event.summary.value:
             (number,) = value.tensor.float_val or [value.simple_value]
             found.setdefault(value.tag, {})[event.step] = number
-    for name in ("train/loss", "val/loss", "val/loss/orders", "train/lr", "train/tokens/capital"):
+    assert not [tag for tag in found if "/tokens/" in tag or "/share/" in tag]
+    assert {"custom_scalars__config__", "_hparams_/experiment", "final/val/loss"} <= found.keys()
+    assert {"command/text_summary", "config/text_summary"} <= found.keys()
+    for name in ("train/loss", "val/loss", "val/loss/orders", "train/lr"):
         in_csv = read_column(run.folder, name)
         assert found[name].keys() == in_csv.keys()
         assert list(found[name].values()) == pytest.approx(list(in_csv.values()), rel=1e-6)

@@ -161,7 +161,7 @@ def test_wandb_keeps_a_run_offline_and_goes_on_in_it(
     run = train_into(tmp_path / "run", "logger=[wandb,csv]")
     train_into(run, "logger=wandb", f"resume={run}", "trainer.max_steps=6", "resume_allow=[epochs]")
     run_id = json.loads((run / "trackers.json").read_text())["wandb"]
-    kept = sorted((run / "wandb").glob(f"offline-run-*-{run_id}"))
+    kept = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
     assert len(kept) == 2
     for folder in kept:
         assert (folder / "files/report.html").is_file()
