@@ -158,6 +158,7 @@ def test_wandb_keeps_a_run_offline_and_goes_on_in_it(
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(trackers, "LAST_SECONDS", 120.0)  # it starts in seconds, or many
     run = train_into(tmp_path / "run", "logger=[wandb,csv]")
     train_into(run, "logger=wandb", f"resume={run}", "trainer.max_steps=6", "resume_allow=[epochs]")
     run_id = json.loads((run / "trackers.json").read_text())["wandb"]
