@@ -60,6 +60,8 @@ def build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
 
     # MLflow 3 keeps its files store for those who say so; a database needs a package more.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    # A server that is gone is said once, by us, and not at each retry.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     return MLFlowLogger(
         experiment_name=os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT),
         run_name=name,
