@@ -17,6 +17,7 @@ VERBS = {
     "preview": "what a run would learn from, before it is paid for",
     "plan": "will it fit, how fast, what to change",
     "merge": "adapter into base, checked; a Hugging Face folder, GGUF",
+    "push": "what a run has saved, with its card, to the Hugging Face hub",
     "chat": "talk to base + adapter in the terminal",
     "serve": "OpenAI's chat API and a page for the browser, on this machine",
 }

@@ -18,9 +18,10 @@ from app.process.files import write_whole
 from app.process.launch import is_first_rank, live_with_parent
 from app.process.logs import LOG_FILE, say_loading
 from app.process.signals import end_process, exit_after_grace, install_signal_handlers
+from app.report.adapter_card import write_card
 from app.report.run_page import end_loggers, page_where_it_stops, write_page
 from app.run import ExistingRun, Run, compare_existing, open_run
-from app.run.folder import METRICS_FILE
+from app.run.folder import METRICS_FILE, OUTPUTS
 from app.run.ranks import requeue, resume_command, run_ranks, starts_ranks
 from app.sweep import run_sweep
 from data_modules import printable
@@ -135,6 +136,7 @@ def finish(
         print_comparison(metrics, data.dataset_names)
         print_changes(changes)
         write_page(run.folder, changed_settings(config))
+        write_card(saved, run.folder, changed_settings(config))
         end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
         print_next(run, saved)
 
@@ -156,8 +158,10 @@ def print_next(run: Run, saved: Path) -> None:
     python = "python" if "VIRTUAL_ENV" in os.environ else os.path.relpath(sys.executable)
     commands = [f"app.evaluate run={folder}", f"app.chat run={folder}", f"app.merge run={folder}"]
     if "tensorboard" in (run.config.logger.name, *run.config.logger.also):
-        logs = shlex.quote(printable(str(run.folder.parent)))
-        commands[-1] = f"tensorboard.main --logdir {logs}"
+        # Of outputs/ all runs, by name and time; of a folder of one's own what lies beside it.
+        beside = run.folder.parent
+        logs = beside.parent if beside.parent.name == OUTPUTS.name else beside
+        commands[-1] = f"tensorboard.main --logdir {shlex.quote(printable(str(logs)))}"
     print("next:")
     for command in commands:
         print(f"  {python} -m {command}")

@@ -434,6 +434,13 @@ def figures_cells(runs: Mapping[str, RunFiles]) -> Cells:
     names = list(dict.fromkeys(name for run in runs.values() for name in run.metrics))
     if not names:
         names = list(dict.fromkeys(name for run in runs.values() for name in run.curves))
+    # `tuned/val/loss` says what `val/loss` says.
+    names = [
+        name
+        for name in names
+        if f"tuned/{name}" not in names
+        and not any(part in name for part in (*NOT_DRAWN, "/trained_tokens/"))
+    ]
     cells = [["figure", *runs]]
     cells += [
         [printable(name), *(number(run.latest(name)) for run in runs.values())] for name in names

@@ -1,8 +1,9 @@
 """Experiment trackers: Lightning's own loggers for W&B and MLflow, kept away from the run.
 
 Each works in a thread of its own behind a queue, so that one that fails or hangs neither stops nor
-slows a run: it is left behind with one warning. Offline, in the run's folder, unless a key or a
-server is set in the environment. Its run's id is kept in the folder: a resumed run goes on in it.
+slows a run: it is left behind with one warning. Offline, in or beside the run's folder, unless a
+key or a server is set in the environment. The id of its run is kept in the folder: a resumed run
+goes on in it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def build_wandb(folder: Path, name: str, run_id: str | None) -> Any:
     given = run_id or secrets.token_hex(4)
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_CONSOLE", "off")  # it would put itself between us and the screen
-    return WandbLogger(name=name, save_dir=folder, id=given, project=project, offline=offline)
+    # Beside the run's folder: W&B makes links, and a run's folder with links in it is refused.
+    place = os.environ.get("WANDB_DIR", str(folder.parent))
+    return WandbLogger(name=name, save_dir=place, id=given, project=project, offline=offline)
 
 
 def build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
@@ -57,6 +60,8 @@ def build_mlflow(folder: Path, name: str, run_id: str | None) -> Any:
 
     # MLflow 3 keeps its files store for those who say so; a database needs a package more.
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    # A server that is gone is said once, by us, and not at each retry.
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
     return MLFlowLogger(
         experiment_name=os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT),
         run_name=name,
@@ -95,9 +100,8 @@ class Tracker(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Hand over a row."""
-        row = {
-            name: value for name, value in metrics.items() if self.details or not is_detail(name)
-        }
+        row = metrics if self.details else {n: v for n, v in metrics.items() if not is_detail(n)}
+        row = _apart(row) if self.kind == "mlflow" else dict(row)
         self._hand(lambda logger: logger.log_metrics(row, step))
 
     @rank_zero_only
@@ -179,6 +183,19 @@ def _read_ids(folder: Path) -> dict[str, Any]:
     return ids if isinstance(ids, dict) else {}
 
 
+def _apart(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return figures whose names MLflow's files can have: none is the beginning of another's.
+
+    It makes folders of the names: `val/loss` beside `val/loss/a` becomes `val/loss/all`.
+    """
+    return {
+        f"{name}/all"
+        if name.endswith("/loss") or any(one.startswith(f"{name}/") for one in metrics)
+        else name: value
+        for name, value in metrics.items()
+    }
+
+
 def _attach_to_wandb(logger: Any, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
     logger.experiment.summary.update(dict(metrics))
     for file in files:
@@ -186,6 +203,7 @@ def _attach_to_wandb(logger: Any, metrics: Mapping[str, float], files: Sequence[
 
 
 def _attach_to_mlflow(logger: Any, metrics: Mapping[str, float], files: Sequence[Path]) -> None:
-    logger.log_metrics({f"final/{name}": value for name, value in metrics.items()})
+    final = {name: value for name, value in metrics.items() if not is_detail(name)}
+    logger.log_metrics({f"final/{name}": value for name, value in _apart(final).items()})
     for file in files:
         logger.experiment.log_artifact(logger.run_id, str(file))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.config import changed_settings, load_config
+from app.config import changed_settings, compose, load_config
 from app.process.errors import Interrupted
 from app.report.chart import MAX_BUCKETS, Chart, Series, draw_svg, frame_around, round_numbers
 from app.report.run_files import choose_predictions, read_run_files
@@ -196,6 +196,9 @@ def test_settings_that_differ_from_their_defaults() -> None:
     assert changed["trainer.max_steps"] == ("4", "null")
     assert "name: lists" in changed["data.datasets"][0]
     assert not [key for key in changed if key.startswith(("output", "seed", "adapter."))]
+    words = ["model.path=a", "data=skills", "evaluation.max_rows=7"]
+    of_evaluation = {key: value for key, value, _ in changed_settings(compose("evaluate", words))}
+    assert of_evaluation["evaluation.max_rows"] == "7" and of_evaluation["model.path"] == "a"
 
 
 def test_ten_predictions_of_all_data_sets_first_those_that_changed() -> None:

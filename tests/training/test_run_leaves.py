@@ -105,6 +105,17 @@ def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
     assert "finished after step 16" in page and "loss: capital" in page and "Prague" in page
 
 
+def test_the_code_of_the_card_works_as_it_stands(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = (run.folder / "adapter/README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    exec(code.replace('"..."', '"Which city is it, 3?"'), {})  # noqa: S102  its own card
+    assert "Prague" in capsys.readouterr().out
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (run.folder / "adapter").iterdir()}
+    assert set(modes.values()) == {0o644}, modes
+
+
 def test_the_adapter_opens_with_peft_alone_and_changes_the_base(run: Run) -> None:
     base = AutoModelForCausalLM.from_pretrained(TINY_BASE, dtype=torch.float32)
     before = probe_logits(base, probe())
@@ -178,7 +189,10 @@ def test_tensorboard_holds_the_same_numbers_as_the_csv(run: Run) -> None:
         for value in event.summary.value:
             (number,) = value.tensor.float_val or [value.simple_value]
             found.setdefault(value.tag, {})[event.step] = number
-    for name in ("train/loss", "val/loss", "val/loss/orders", "train/lr", "train/tokens/capital"):
+    assert not [tag for tag in found if "/tokens/" in tag or "/share/" in tag]
+    assert {"custom_scalars__config__", "_hparams_/experiment", "final/val/loss"} <= found.keys()
+    assert {"command/text_summary", "config/text_summary"} <= found.keys()
+    for name in ("train/loss", "val/loss", "val/loss/orders", "train/lr"):
         in_csv = read_column(run.folder, name)
         assert found[name].keys() == in_csv.keys()
         assert list(found[name].values()) == pytest.approx(list(in_csv.values()), rel=1e-6)

@@ -1,0 +1,102 @@
+"""Push: what a run has saved, with its card, to a repository of the Hugging Face hub.
+
+`python -m app.push run=FOLDER repo=OWNER/NAME`. The key comes from HF_TOKEN or `hf auth login`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.config import changed_settings, load_run_config
+from app.config.plain import run_plain_verb
+from app.process.environment import keep_streams
+from app.process.errors import UserError
+from app.process.signals import end_process, install_signal_handlers
+from app.report.adapter_card import write_card
+from app.report.run_page import PAGE_FILE
+from app.run import find_run
+from app.run.find import saved_folder
+from data_modules import printable, redact, setting
+
+
+@dataclass(kw_only=True, slots=True)
+class PushConfig:
+    """Push the adapter or model of a finished run to the Hugging Face hub, with its card."""
+
+    repo: str = setting()
+    """OWNER/NAME of the repository; it is made where it is not there"""
+    run: str | None = None
+    """folder of a finished run; the newest under outputs/ where none is typed"""
+    private: bool = True
+    """whether a repository that is made can be read by its owner alone"""
+    page: bool = False
+    """also report.html: it holds prompts and answers of the held-out rows"""
+
+
+def push(config: PushConfig) -> str:
+    """Upload what the run has saved; print and return the address of the commit."""
+    run = find_run(config.run, verb="push")
+    saved = saved_folder(run)
+    if not saved.is_dir():
+        raise UserError(f"run={run}: there is neither an adapter nor a model in it")
+
+    # Imported here and not above: --help must not wait for it.
+    from huggingface_hub import HfApi, ModelCard
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(config.repo)
+    except HFValidationError as error:
+        raise UserError(f"repo={config.repo}: {error}") from error
+    if "/" not in config.repo:
+        raise UserError(f"repo={config.repo}: type the owner too, as repo=OWNER/{config.repo}")
+    api: Any = HfApi()
+    # A copy beside the run: what is pushed has a card that names no folder of this machine.
+    with tempfile.TemporaryDirectory(prefix=".push-", dir=run) as folder:
+        copy = Path(folder) / "files"
+        shutil.copytree(saved, copy, copy_function=_link)
+        for name in ("README.md", "training_curves.png"):
+            (copy / name).unlink(missing_ok=True)  # a link: written to, the run's own would change
+        write_card(copy, run, changed_settings(load_run_config(run)), repo=config.repo)
+        if config.page and (run / PAGE_FILE).is_file():
+            shutil.copyfile(run / PAGE_FILE, copy / PAGE_FILE)
+        ModelCard((copy / "README.md").read_text(encoding="utf-8"))  # its front is valid
+        try:
+            api.create_repo(config.repo, private=config.private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=config.repo, folder_path=copy, commit_message=f"Trained by loft: {run.name}"
+            )
+        except HfHubHTTPError as error:
+            raise OSError(describe_refusal(config.repo, error)) from error
+    print(f"pushed: {printable(str(commit.commit_url))}")
+    print(f"run: {printable(str(run))}")
+    return str(commit.commit_url)
+
+
+def describe_refusal(repo: str, error: Any) -> str:
+    """Return why the hub has refused a push, and what to do."""
+    status = error.response.status_code if error.response is not None else None
+    known: dict[int | None, str] = {
+        401: "the hub knows no key: export HF_TOKEN, or run `hf auth login`",
+        403: "your key may not write there: type an owner that is yours, or make a key with write "
+        "access on the hub's page of settings",
+        404: "there is no such owner or repository that your key can see",
+    }
+    why = known.get(status) or next(iter(redact(str(error)).splitlines()), "")
+    return f"repo={repo}: {why}" + ("" if status is None else f" (status {status})")
+
+
+def _link(source: str, target: str) -> None:
+    """Name a file a second time: weights need not be copied to be read."""
+    Path(target).hardlink_to(source)
+
+
+if __name__ == "__main__":
+    keep_streams()
+    install_signal_handlers()
+    end_process(run_plain_verb("push", PushConfig, push))

@@ -1,0 +1,227 @@
+"""The card of what a run saved, and its push to a server that speaks the hub's protocol."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import re
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import HfApi, ModelCard, constants
+
+from app.config import load_config, save_config
+from app.config.plain import run_plain_verb
+from app.push import PushConfig, push
+from app.report.adapter_card import licence_of, render_adapter_card, write_card
+from app.report.run_files import read_run_files
+from tests.report.test_run_page import HOSTILE, write_run
+from tests.tiny import TINY_BASE, small_run
+
+REPO = "someone/lists-adapter"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run's files, with a small adapter that only its owner may read."""
+    folder = write_run(tmp_path / "run")
+    save_config(load_config("train", small_run("optimizer.lr=1e-3")), folder / "config.yaml")
+    data = {"name": HOSTILE + "|", "path": "owner/rows", "train_rows": 8, "validation_rows": 1,
+            "trained_tokens": 90, "sha256": "ab" * 32}  # fmt: skip
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"data": [data], "base": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "training_curves.png").write_bytes(b"\x89PNG of curves")
+    adapter = folder / "adapter"
+    adapter.mkdir()
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_model.safetensors").write_bytes(b"weights" * 1000)
+    (adapter / "adapter_model.safetensors").chmod(0o600)
+    return folder
+
+
+def test_the_card_says_what_it_is_and_is_valid_for_the_hub(run: Path) -> None:
+    write_card(run / "adapter", run, [("optimizer.lr", "0.001", "null")])
+    text = (run / "adapter/README.md").read_text()
+    card = ModelCard(text)
+    assert card.data.to_dict() == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "datasets": ["owner/rows"],
+        "tags": ["loft", "sft", "lora"],
+    }
+    for said in (
+        "# tiny_base, fine-tuned",
+        "A lora adapter (r 16, alpha 32) for `tiny_base`",
+        "| 8 | 1 | 90 | `abababababababab` |",
+        "| exact_match/orders | 0 | 0.9 |",
+        "| `optimizer.lr` | 0.001 |",
+        "![curves of training and validation](training_curves.png)",
+    ):
+        assert said in text, said
+    assert "<img" not in text and "&lt;img src=x onerror=" in text
+    for file in (run / "adapter").iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o644, file.name
+
+
+def test_a_base_of_the_hub_is_named_with_its_licence(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub/models--org--base/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A base\n")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = (run / "config.yaml").read_text().replace(str(TINY_BASE), "org/base")
+    (run / "config.yaml").write_text(config)
+    text = render_adapter_card(run / "adapter", read_run_files(run), [])
+    data = ModelCard(text).data
+    assert (data.base_model, data.license) == ("org/base", "apache-2.0")
+    assert licence_of("org/other", is_local=False) is None
+    for odd in ("---\nlicense: [a\n---\n", "---\nlicense: [a]\n---\n", "", "---\n3\n---\n"):
+        (snapshot / "README.md").write_text(odd)
+        assert licence_of("org/base", is_local=False) is None
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What a push needs of the hub: a repository is made, files are stored, a commit lists them."""
+
+    files: dict[str, bytes]
+    created: list[dict[str, Any]]
+    refuses: int | None
+    tokens: set[str | None]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            body = self._chunks()
+        self.tokens.add(self.headers.get("Authorization"))
+        address = f"http://{self.headers['Host']}"
+        if self.refuses is not None:
+            self._answer({"error": "no"}, self.refuses)
+        elif self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            self._answer({"url": f"{address}/{REPO}"})
+        elif self.path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
+        elif self.path.startswith(f"/api/models/{REPO}/preupload/"):
+            modes = {True: "lfs", False: "regular"}
+            self._answer({"files": [
+                {"path": file["path"], "shouldIgnore": False,
+                 "uploadMode": modes[file["path"].endswith(".safetensors")]}
+                for file in json.loads(body)["files"]
+            ]})  # fmt: skip
+        elif self.path == f"/{REPO}.git/info/lfs/objects/batch":
+            asked = json.loads(body)["objects"]
+            self._answer({"transfer": "basic", "objects": [
+                one | {"actions": {"upload": {"href": f"{address}/store/{one['oid']}"}}}
+                for one in asked
+            ]})  # fmt: skip
+        elif self.path.startswith(f"/api/models/{REPO}/commit/"):
+            for line in map(json.loads, body.splitlines()):
+                value = line["value"]
+                if line["key"] == "file":
+                    self.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "lfsFile":
+                    self.files[value["path"]] = self.files.pop(value["oid"])
+            self._answer({"commitUrl": f"{address}/{REPO}/commit/abc", "commitOid": "abc"})
+        else:
+            self._answer({"error": self.path}, 404)
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.files[self.path.rpartition("/")[2]] = body
+        self._answer({})
+
+    def do_GET(self) -> None:
+        self._answer({"error": "not found"}, 404)
+
+    def _chunks(self) -> bytes:
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _answer(self, content: dict[str, Any], status: int = 200) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    Hub.files, Hub.created, Hub.refuses, Hub.tokens = {}, [], None, set()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi(endpoint=address, token="a-key"))
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_a_run_saved_is_pushed_with_a_card_of_its_own(
+    run: Path, hub: type[Hub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_card(run / "adapter", run, [])
+    own_card = (run / "adapter/README.md").read_text()
+    assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"run: {run}"
+    assert hub.created[0]["name"] == "lists-adapter" and hub.tokens == {"Bearer a-key"}
+    assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"
+    assert hub.files.keys() == {
+        "README.md", "adapter_config.json", "adapter_model.safetensors", "training_curves.png",
+    }  # fmt: skip
+    assert hub.files["adapter_model.safetensors"] == b"weights" * 1000
+    card = hub.files["README.md"].decode()
+    assert f"from_pretrained(base, '{REPO}')" in card and str(TINY_BASE) not in card
+    assert (run / "adapter/README.md").read_text() == own_card and str(TINY_BASE) in own_card
+    assert not list(run.glob(".push-*"))
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [(401, 3, "hf auth login"), (403, 3, "your key may not write"), (404, 3, "no such owner")],
+)
+def test_what_the_hub_refuses_is_told_apart(
+    run: Path, hub: type[Hub], status: int, code: int, said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    hub.refuses = status
+    assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == code
+    message = capsys.readouterr().err
+    assert said in message and f"(status {status})" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["repo=lists"], "type the owner too, as repo=OWNER/lists"),
+        (["repo=a/b/c"], "repo=a/b/c: "),
+        ([], "repo=... is missing: OWNER/NAME of the repository"),
+        (["repo=a/b", "private=maybe"], "private=maybe: expected true or false"),
+    ],
+)
+def test_words_of_a_push(
+    run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_plain_verb("push", PushConfig, push, [f"run={run}", *words]) == 2
+    assert re.search(re.escape(said), capsys.readouterr().err)
+    shutil.rmtree(run / "adapter")
+    assert run_plain_verb("push", PushConfig, push, [f"run={run}", f"repo={REPO}"]) == 2
