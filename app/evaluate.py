@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from app.config import EvaluateConfig, run_verb, save_config
+from app.evaluation.judge.bench import Bench
+from app.evaluation.judge.grading import Judged, check_judged, judge_table, print_judged
+from app.evaluation.judge.questions import Question
 from app.model.hub import is_offline
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
@@ -18,10 +22,14 @@ from app.process.signals import end_process, install_signal_handlers
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from data_modules import printable
 
+JUDGE_PAGE = "judge.html"
+
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
     """Compare a tuned model with its base as `config` says; return what metrics.json holds."""
     folder = decide_run_dir(config.output)
+    judged = config.evaluation.judge
+    bench = Bench(judged, config.evaluation.batch_size) if judged.questions else None
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     # Imported here and not above: --help and a config error must not wait for torch.
@@ -47,12 +55,15 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
     evaluator = build_evaluator(config, base, data)
-    if not evaluator.prompts and not len(data.val_examples):
+    if not evaluator.prompts and not len(data.val_examples) and bench is None:
         raise UserError(nothing_to_measure(config))
 
     def measure(who: str, model: Any) -> dict[str, float]:
         placed = place_as_trained(model, adapter, env)
         with env.autocast():
+            if bench is not None:
+                stops, limit = evaluator.stop_ids, base.spec.context_len
+                bench.ask(who, placed, base.tokenizer, data.template, stops, limit)
             return evaluator.measure(who, placed)
 
     # One model in memory at a time.
@@ -61,16 +72,72 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         metrics |= measure("base", base.load())
     if config.tuned_path:
         metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
-    changes = evaluator.changes(trained_datasets(config))
-    metrics |= figures_of(changes)
     save_config(config, folder / CONFIG_FILE)
     evaluator.predictions.write(folder)
+    verdicts = None
+    if bench is not None:
+        verdicts = bench.judge(folder, Path(config.data.cache_dir) / "judge")
+        metrics |= verdicts.figures()
+        write_whole(folder / JUDGE_PAGE, judge_page(bench, verdicts))
+    grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
+    changes = evaluator.changes(trained_datasets(config), grades)
+    metrics |= figures_of(changes)
     write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     print_comparison(metrics, data.dataset_names)
+    if verdicts is not None:
+        print_judged(verdicts, judged, str(folder / JUDGE_PAGE))
     print_changes(changes)
     print(f"run: {printable(str(folder))}")
+    if verdicts is not None:
+        check_judged(verdicts, judged)
     check_regression(changes, config.evaluation.max_regression)
     return metrics
+
+
+def judge_page(bench: Bench, judged: Judged) -> str:
+    """Return the page of a judge's verdicts on the answers of `bench`."""
+    from app.report.judge_page import AnswerView, QuestionView, TurnView, render_judge_page
+
+    said = {
+        (verdict.asked.question.id, verdict.asked.turn, verdict.asked.who): verdict
+        for verdict in judged.verdicts
+        if not verdict.asked.is_pair
+    }
+
+    def view(question: Question, turn: int, who: str) -> AnswerView:
+        verdict = said.get((question.id, turn, who))
+        return AnswerView(
+            who=who,
+            text=bench.answers[who][question.id][turn],
+            score=None if verdict is None else verdict.score,
+            judge="" if verdict is None else verdict.text,
+        )
+
+    questions = [
+        QuestionView(
+            name=f"{question.category}: {question.turns[0]}",
+            turns=[
+                TurnView(
+                    question=text,
+                    reference=question.reference[turn] if question.reference else "",
+                    answers=[view(question, turn, who) for who in bench.answers],
+                )
+                for turn, text in enumerate(question.turns)
+            ],
+        )
+        for question in bench.questions
+    ]
+    means = {
+        who: {name: fmean(rows.values()) for name, rows in judged.scores(who).items()}
+        for who in bench.answers
+    }
+    return render_judge_page(
+        f"{bench.name}: graded by {bench.config.model}",
+        [judged.state(), judged.cost(bench.config)],
+        judge_table(judged),
+        {who: by_category for who, by_category in means.items() if by_category},
+        questions,
+    )
 
 
 def nothing_to_measure(config: EvaluateConfig) -> str:

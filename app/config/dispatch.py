@@ -183,8 +183,10 @@ def _check_required(config: Config) -> list[str]:
         )
     if isinstance(config, PlanConfig) or not isinstance(config, (TrainConfig, EvaluateConfig)):
         return problems
-    tests_only = isinstance(config, EvaluateConfig) and config.data.test_datasets
-    if not config.data.datasets and not tests_only:
+    other = isinstance(config, EvaluateConfig) and (
+        config.data.test_datasets or config.evaluation.judge.questions
+    )
+    if not config.data.datasets and not other:
         problems.append(
             f"no data: type data=NAME ({', '.join(groups(CONF)['data'])}), or "
             "'data.datasets=[{path: FILE, format: alpaca}]'; +experiment=quickstart is a whole run"

@@ -11,6 +11,7 @@ from pathlib import Path
 from app.config.schema import list_settings
 from app.evaluation.conversation import ConversationConfig
 from app.evaluation.generation import EvaluationConfig
+from app.evaluation.judge.settings import JudgeConfig
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -254,6 +255,14 @@ class EvaluateTrainerConfig(DeviceConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class JudgedConfig(EvaluationConfig):
+    """What an evaluation asks beyond a training's own: an LLM as judge."""
+
+    judge: JudgeConfig = setting(default_factory=JudgeConfig)
+    """questions whose answers an LLM judges"""
+
+
+@dataclass(kw_only=True, slots=True)
 class TunedConfig:
     """The settings of a verb that uses what a run has trained."""
 
@@ -290,7 +299,7 @@ class EvaluateConfig(TunedConfig):
     """how documents share a row"""
     trainer: EvaluateTrainerConfig = setting(default_factory=EvaluateTrainerConfig)
     """batches, precision and device"""
-    evaluation: EvaluationConfig = setting(default_factory=EvaluationConfig)
+    evaluation: JudgedConfig = setting(default_factory=JudgedConfig)
     """what the models are asked"""
     seed: int = setting(42, ge=0, le=2**32 - 1)
     """every random choice follows from it"""

@@ -176,13 +176,22 @@ class Evaluator:
         """Return all figures of a model, named by `who`: base or tuned."""
         return named(who, self.losses(who, model)) | self.answers(who, model)
 
-    def changes(self, trained: Collection[str] | None) -> list[Change]:
+    def changes(
+        self,
+        trained: Collection[str] | None,
+        others: Mapping[str, Mapping[str, Mapping[str, RowScores]]] | None = None,
+    ) -> list[Change]:
         """Compare base and tuned row by row, where both were measured.
 
         `trained`: the data sets that the tuned model was trained on, None where nobody knows.
+        `others`: what else was scored, base and tuned -> measure -> data set or task -> rows.
         """
         base, tuned = (
-            {"val/loss": self._loss_scores(who), "exact_match": self.predictions.scores(who)}
+            {
+                "val/loss": self._loss_scores(who),
+                "exact_match": self.predictions.scores(who),
+                **(others or {}).get(who, {}),
+            }
             for who in WHO
         )
         return compare_rows(base, tuned, trained)
@@ -291,11 +300,12 @@ def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
 
 
 def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
-    """Print the table of `metrics`."""
+    """Print the table of `metrics`; nothing where it is empty."""
     from rich.console import Console
 
     print()
-    Console(highlight=False).print(comparison_table(metrics, dataset_names))
+    if (table := comparison_table(metrics, dataset_names)).row_count:
+        Console(highlight=False).print(table)
 
 
 @contextmanager
