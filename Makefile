@@ -38,11 +38,26 @@ preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
 plan: $(STAMP)  ## will it fit, how fast, what to change; ARGS="+experiment=llama70b hardware=8xa100_80gb"
 	$(BIN)/python -m app.plan $(if $(ARGS),$(ARGS),+experiment=llama8b hardware=h100)
 
+# A run to evaluate: the one that is typed, or the newest; the default is trained where there is none.
+A_RUN = @$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
+	"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
+	|| $(BIN)/python -m app.train)
+EVALUATE = $(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN))
+
 eval: $(STAMP)  ## base vs tuned of RUN=FOLDER, or of the newest run; trains the default first
-	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
-		"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
-		|| $(BIN)/python -m app.train)
-	$(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN)) $(ARGS)
+	$(A_RUN)
+	$(EVALUATE) $(ARGS)
+
+eval-compare: $(STAMP)  ## the same as a gate: ends with exit code 4 where tuned is worse; MAX_REGRESSION=0.02 DATA=FILE
+	$(A_RUN)
+	$(EVALUATE) evaluation.max_regression=$(or $(MAX_REGRESSION),0) $(if $(DATA),'data.datasets=[{path: $(DATA)}]' \
+		data.test_datasets=[] data.val_set_size=0.99 evaluation.exact_match=true) $(ARGS)
+
+eval-mt-bench: $(STAMP)  ## answers graded by an LLM: JUDGE_URL=https://HOST/v1 JUDGE=NAME DATA=FOLDER; without, by a rule
+	$(A_RUN)
+	$(if $(JUDGE_URL),,$(BIN)/python -m tools.sample_judge )$(EVALUATE) evaluation=mt_bench \
+		$(if $(DATA),evaluation.judge.questions=$(DATA)) \
+		$(if $(JUDGE_URL),evaluation.judge.url=$(JUDGE_URL) evaluation.judge.model=$(JUDGE)) $(ARGS)
 
 merge: $(STAMP)  ## adapter into base of RUN=FOLDER, or of the newest run: a Hugging Face folder
 	$(BIN)/python -m app.merge $(if $(RUN),run=$(RUN)) $(ARGS)
@@ -109,4 +124,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview plan eval merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview plan eval eval-compare eval-mt-bench merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
