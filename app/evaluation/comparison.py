@@ -6,19 +6,25 @@ answers of base and tuned side by side, and each metric of both.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.generation import EvaluationConfig, answer_prompts
+from app.evaluation.generation import EvaluationConfig, answer_batches
 from app.evaluation.metrics import Answer, Metric, build_metrics
+from app.evaluation.shares import Shares
+from app.evaluation.tasks.harness import Harness
+from app.evaluation.tasks.measure import TaskRunner
+from app.evaluation.tasks.questions import Task
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.files import write_whole
-from data_modules import redact
+from data_modules import printable, redact
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
 
 
 PREDICTIONS_FILE = "predictions.jsonl"
+MAX_SAMPLE = 160
+"""characters of a text that the terminal shows"""
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +54,14 @@ MEASURES = {
     "rougeL": ("ROUGE-L", "{:.1%}"),
     "bleu": ("BLEU", "{:.1%}"),
     "chrf": ("chrF", "{:.1%}"),
+}
+TASK_MEASURES = {
+    "accuracy": ("accuracy", "{:.1%}"),
+    "accuracy_norm": ("accuracy by length", "{:.1%}"),
+    "passed": ("passed", "{:.1%}"),
+    "loss": ("loss of a token", "{:.4f}"),
+    "perplexity": ("perplexity", "{:.4g}"),
+    "bits_per_byte": ("bits per byte", "{:.4f}"),
 }
 
 
@@ -67,16 +83,29 @@ class Predictions:
         """(who, metric, data set) -> a score a row"""
 
     def answer(
-        self, who: str, model: PreTrainedModel, shards: StrategyMixin | None = None
+        self,
+        who: str,
+        model: PreTrainedModel,
+        shards: StrategyMixin | None = None,
+        shares: Shares | None = None,
     ) -> dict[str, float]:
         """Answer every prompt; return `{who}/<metric>/<data set>` of every metric.
 
         `shards`: the strategy where each rank holds a part of the weights; all answer together.
         """
-        self._answers[who] = {
-            name: answer_prompts(model, self._tokenizer, rows, self._stop_ids, self._config, shards)
-            for name, rows in self._prompts.items()
-        }
+
+        def work(chosen: list[int], rows: Sequence[Prompt]) -> Iterator[list[tuple[int, Any]]]:
+            asked = [rows[number] for number in chosen]
+            yield from answer_batches(
+                model, self._tokenizer, asked, self._stop_ids, self._config, shards
+            )
+
+        self._answers[who] = {}
+        for name, rows in self._prompts.items():
+            content = [self._config.max_new_tokens, [row.input_ids for row in rows]]
+            key = f"{who}-answers-{name}"
+            found = (shares or Shares()).run(key, content, len(rows), partial(work, rows=rows))
+            self._answers[who][name] = [Answer(*one) for one in found]
         for name, answers in self._answers[who].items():
             if num_empty := sum(not answer.text.strip() for answer in answers):
                 log.warning(
@@ -99,16 +128,11 @@ class Predictions:
             [prompt.answer for _, prompt in rows],
         )
 
-    def write(self, folder: Path) -> None:
-        """Write `predictions.jsonl`, one line per prompt; nothing where no model has answered."""
-        if not self._answers:
-            return
-        lines = [
-            json.dumps(self._line(name, number), ensure_ascii=False) + "\n"
-            for name, rows in self._prompts.items()
-            for number in range(len(rows))
-        ]
-        write_whole(folder / PREDICTIONS_FILE, "".join(lines))
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of predictions.jsonl; none where no model has answered."""
+        if self._answers:
+            for name, rows in self._prompts.items():
+                yield from (self._line(name, number) for number in range(len(rows)))
 
     def _line(self, dataset: str, number: int) -> dict[str, Any]:
         prompt = self._prompts[dataset][number]
@@ -130,7 +154,7 @@ class Predictions:
 
 
 class Evaluator:
-    """Measure models on the same held-out rows: loss per data set, and metrics of their answers.
+    """Measure models on the same held-out rows: loss per data set, metrics of answers, tasks.
 
     `shards` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
     ranks measure together, each its share of the validation rows.
@@ -144,6 +168,9 @@ class Evaluator:
         stop_ids: set[int],
         backend: str,
         *,
+        max_len: int = 2048,
+        tasks: Sequence[Task] = (),
+        shares: Shares | None = None,
         shards: StrategyMixin | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -151,6 +178,21 @@ class Evaluator:
         self.shards, self.sum_over_ranks = shards, sum_over_ranks
         self.prompts = data.prompts(config.max_rows) if config.asks_prompts else {}
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
+        self.shares = shares or Shares()
+        self.tasks = TaskRunner(config, tasks, tokenizer, stop_ids, max_len)
+        self.harness = None
+        self.harness_lines: dict[tuple[str, str], dict[str, Any]] = {}
+        """of predictions.jsonl, by task and row"""
+        if config.harness:
+            self.harness = Harness(
+                config=config, tokenizer=tokenizer, stop_ids=stop_ids, max_len=max_len
+            )
+            self.harness.manager()  # names what it does not know, before a model is read
+
+    @property
+    def asks(self) -> bool:
+        """Return whether anything is asked of a model beside the validation rows."""
+        return bool(self.prompts or self.tasks.tasks or self.harness)
 
     def losses(self, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set; nothing without validation rows."""
@@ -161,20 +203,58 @@ class Evaluator:
             return {}
         is_packed = self.data.is_packed
         if self.shards is None:
-            rows = self.data.whole_val_dataloader()
-            return validate(model, rows, self.backend, names, is_packed=is_packed)
+            rows = self.data.whole_val_dataloader(self.shares.num_ranks, self.shares.rank)
+            total = self.sum_over_ranks if self.shares.num_ranks > 1 else None
+            return validate(model, rows, self.backend, names, None, total, is_packed=is_packed)
         share, device = self.data.val_dataloader(), self.shards.root_device
         return validate(
             model, share, self.backend, names, device, self.sum_over_ranks, is_packed=is_packed
         )
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
-        """Return the metrics of every data set, named by `who`; nothing without prompts."""
-        return self.predictions.answer(who, model, self.shards) if self.prompts else {}
+        """Return the metrics of every data set and task, named by `who`."""
+        found = self.tasks.measure(who, model, self.shares, self.shards)
+        if self.prompts:
+            found = self.predictions.answer(who, model, self.shards, self.shares) | found
+        if self.harness is not None:
+            metrics, lines = self.harness.measure(who, model, self.shares)
+            found |= metrics
+            for line in lines:
+                key = (line["data_set"], line["source"])
+                self.harness_lines[key] = _merged(self.harness_lines.get(key), line)
+        return found
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of predictions.jsonl."""
+        yield from self.predictions.lines()
+        yield from self.tasks.lines()
+        yield from self.harness_lines.values()
 
     def measure(self, who: str, model: Any) -> dict[str, float]:
         """Return all figures of a model, named by `who`: base or tuned."""
-        return named(who, self.losses(model)) | self.answers(who, model)
+        losses = self.shares.once(f"{who}-losses", [], lambda: self.losses(model))
+        return named(who, losses) | self.answers(who, model)
+
+    def write(self, folder: Path) -> None:
+        """Write `predictions.jsonl`, a line a prompt; nothing where no model was asked."""
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines()]
+        if lines:
+            write_whole(folder / PREDICTIONS_FILE, "".join(lines))
+
+
+def _merged(line: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of one model with that of another on the same row."""
+    if line is None:
+        return other
+    names = {*line["metrics"], *other["metrics"]}
+    return {
+        **line,
+        **other,
+        "finished": line["finished"] | other["finished"],
+        "metrics": {
+            name: line["metrics"].get(name, {}) | other["metrics"].get(name, {}) for name in names
+        },
+    }
 
 
 def compare_trained(
@@ -203,7 +283,7 @@ def compare_trained(
             with adapter_switched_off(model):
                 base = evaluator.losses(model)
         metrics |= named("base", base) | named("tuned", tuned)
-    if not evaluator.prompts:
+    if not evaluator.asks:
         return metrics
     metrics |= evaluator.answers("tuned", model)
     if not is_whole:
@@ -270,16 +350,59 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     return table
 
 
+def task_table(metrics: dict[str, float]) -> Table:
+    """Table of what tasks are measured by alone, a row a task, or a group of one, and a measure."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="tasks", title_justify="left")
+    table.add_column("task")
+    table.add_column("measure")
+    table.add_column("base", justify="right")
+    table.add_column("tuned", justify="right")
+    found = [
+        (name, measure)
+        for measure in TASK_MEASURES
+        for who in WHO
+        for name in _names_after(f"{who}/{measure}/", metrics)
+    ]
+    order = list(dict.fromkeys(name for name, _ in found))
+    for name, measure in sorted(dict.fromkeys(found), key=lambda one: order.index(one[0])):
+        heading, form = TASK_MEASURES[measure]
+        values = [metrics.get(f"{who}/{measure}/{name}") for who in WHO]
+        cells = ["-" if value is None else form.format(value) for value in values]
+        table.add_row(escape(name), heading, *cells)
+    return table
+
+
 def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
     return [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
 
 
 def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
-    """Print the table of `metrics`."""
+    """Print the tables of `metrics` that have a row."""
     from rich.console import Console
 
-    print()
-    Console(highlight=False).print(comparison_table(metrics, dataset_names))
+    tables = [comparison_table(metrics, dataset_names), task_table(metrics)]
+    for table in tables:
+        if table.row_count:
+            print()
+            Console(highlight=False).print(table)
+
+
+def print_samples(evaluator: Evaluator, count: int = 3) -> None:
+    """Print the first `count` lines of predictions.jsonl in words, each text cut to a line."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for line in itertools.islice(evaluator.lines(), count):
+        console.print(Text(f"\n{line['data_set']} ({line['source']})"))
+        for name in ("prompt", "reference", *WHO):
+            if line.get(name) is not None:
+                text = " ".join(str(line[name]).split())
+                short = text if len(text) <= MAX_SAMPLE else f"...{text[3 - MAX_SAMPLE :]}"
+                console.print(Text(f"  {name}: {printable(short)}"), soft_wrap=True)
 
 
 @contextmanager
