@@ -14,7 +14,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
 # The stamp is written last: an install that was interrupted is finished by the next call.
 $(STAMP): pyproject.toml constraints.txt
@@ -52,6 +52,21 @@ eval-compare: $(STAMP)  ## the same as a gate: ends with exit code 4 where tuned
 	$(A_RUN)
 	$(EVALUATE) evaluation.max_regression=$(or $(MAX_REGRESSION),0) $(if $(DATA),'data.datasets=[{path: $(DATA)}]' \
 		data.test_datasets=[] data.val_set_size=0.99 evaluation.exact_match=true) $(ARGS)
+
+eval-mmlu: $(STAMP)  ## MMLU by subject, base vs tuned; DATA=FOLDER with its published files, else rows of our own
+	$(A_RUN)
+	$(EVALUATE) evaluation=mmlu $(if $(DATA),evaluation.task_dir=$(DATA)) $(ARGS)
+
+eval-gsm8k: $(STAMP)  ## GSM8K, base vs tuned; DATA=FOLDER with its published file, else rows of our own
+	$(A_RUN)
+	$(EVALUATE) evaluation=gsm8k $(if $(DATA),evaluation.task_dir=$(DATA)) $(ARGS)
+
+eval-harness: $(STAMP)  ## tasks of lm-evaluation-harness: TASKS=arc_easy,boolq; DATA=FOLDER of its task files; else one of our own
+	@$(BIN)/python -c "import lm_eval" 2>/dev/null || $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --constraint constraints.txt --editable ".[harness]"
+	$(A_RUN)
+	$(EVALUATE) $(if $(TASKS)$(DATA),'evaluation.harness=[$(TASKS)]' $(if $(DATA),evaluation.harness_dir=$(DATA)), \
+		evaluation.harness=[loft_sample] evaluation.harness_dir=app/evaluation/tasks/samples/harness) $(ARGS)
 
 eval-mt-bench: $(STAMP)  ## answers graded by an LLM: JUDGE_URL=https://HOST/v1 JUDGE=NAME DATA=FOLDER; without, by a rule
 	$(A_RUN)
@@ -124,4 +139,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview plan eval eval-compare eval-mt-bench merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

@@ -111,6 +111,19 @@ def test_eval_compare_and_eval_mt_bench_take_data_of_ones_own(clone: Path) -> No
     ]
 
 
+def test_tasks_are_evaluated_on_data_of_ones_own_or_on_the_samples(clone: Path) -> None:
+    make(clone, "install")
+    for task in ("mmlu", "gsm8k"):
+        for words, ending in (((), ""), (("DATA=there",), " evaluation.task_dir=there")):
+            (call,) = make(clone, f"eval-{task}", "RUN=run", *words)
+            assert call.rstrip() == f"-m app.evaluate run=run evaluation={task}{ending}"
+    *_, call = make(clone, "eval-harness", "RUN=run", "TASKS=arc_easy,boolq")
+    assert call.rstrip() == "-m app.evaluate run=run evaluation.harness=[arc_easy,boolq]"
+    *_, call = make(clone, "eval-harness", "RUN=run")
+    name, folder = (word.partition("=")[2] for word in call.split()[3:])
+    assert (ROOT / folder / f"{name[1:-1]}.yaml").is_file()
+
+
 def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
     make(clone, "install")
     (everyday,) = make(clone, "test", "ARGS=tests/config/test_help.py")

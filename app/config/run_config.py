@@ -159,9 +159,12 @@ def _check_trust(
     before = {key: getattr(*_place(config, key)) for key in TRUST_KEYS}
     model = config.model
     where = model.path if model.revision is None else f"{model.path} (revision {model.revision})"
+    of_model = ("Python files that come with the model run", f"those of {where}")
+    of_metric = ("code of an evaluation run", f"{config.evaluation.metric or 'its tasks'}")
+    files = {"evaluation.allow_code": of_metric}
     return [
-        f"{run / CONFIG_FILE}: {key}={str(value).lower()} lets Python files that come with the "
-        f"model run, and is never taken from a run's own files; read those of {where}, then type "
+        f"{run / CONFIG_FILE}: {key}={str(value).lower()} lets {files.get(key, of_model)[0]}, "
+        f"and is never taken from a run's own files; read {files.get(key, of_model)[1]}, then type "
         f"{key}={str(value).lower()} (or {key}=false to go on without them)"
         for key, value in before.items()
         if value and key not in typed and key.partition(".")[0] in parts

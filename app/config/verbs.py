@@ -252,6 +252,8 @@ class EvaluateTrainerConfig(DeviceConfig):
 
     micro_batch_size: int = setting(1, ge=1)
     """packs (rows when not packing) that run forward at once; memory"""
+    devices: int | str = setting("auto", choices=("auto",), ge=1, shown=("evaluate",))
+    """ranks on this machine, each with a share of the rows; auto = all GPUs, 1 on CPU"""
 
 
 @dataclass(kw_only=True, slots=True)

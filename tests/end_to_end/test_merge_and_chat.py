@@ -275,7 +275,7 @@ def test_chat_and_the_merged_folder_answer_every_held_out_row_as_evaluate(
     default_run: Path, tmp_path: Path
 ) -> None:
     lines = (default_run / "predictions.jsonl").read_text().splitlines()
-    measured = [json.loads(line)["tuned/answer"] for line in lines]
+    measured = [json.loads(line)["tuned"] for line in lines]
     questions = questions_of(default_run)
     assert len(questions) == len(measured) >= 150
     merged = tmp_path / "merged"
@@ -336,7 +336,7 @@ def test_the_server_answers_every_held_out_row_as_evaluate(
     default_run: Path, tmp_path: Path
 ) -> None:
     lines = (default_run / "predictions.jsonl").read_text().splitlines()
-    measured = [json.loads(line)["tuned/answer"] for line in lines]
+    measured = [json.loads(line)["tuned"] for line in lines]
     assert len(measured) >= 150
     assert served_answers(default_run, tmp_path / "serve") == measured
 

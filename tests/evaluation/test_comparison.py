@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -47,11 +48,15 @@ def test_metrics_are_named_by_base_and_tuned() -> None:
         "base/val/loss": 1.0,
         "base/val/loss/a": 2.0,
         "base/exact_match/a": 0.5,
+        "base/val/perplexity": math.exp(1.0),
+        "base/val/perplexity/a": math.exp(2.0),
     }
     assert named("tuned", metrics) == {
         "tuned/val/loss": 1.0,
         "tuned/val/loss/a": 2.0,
         "tuned/exact_match/a": 0.5,
+        "tuned/val/perplexity": math.exp(1.0),
+        "tuned/val/perplexity/a": math.exp(2.0),
         "val/loss": 1.0,
         "val/loss/a": 2.0,
     }

@@ -117,7 +117,7 @@ def test_exact_match_is_the_share_of_right_answers_of_each_data_set() -> None:
         "capital": [prompt("c", "D")],
         "none held out": [],
     }
-    config = EvaluationConfig(max_new_tokens=8)
+    config = EvaluationConfig(exact_match=True, max_new_tokens=8)
     predictions = Predictions(Spelled(), prompts, {STOP}, config)
     assert predictions.answer("tuned", chain_model(CHAIN)) == {
         "tuned/exact_match/mixed": 0.5,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,48 +28,55 @@ TOKENIZER: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *who: str) -> Predictions:
-    monkeypatch.setattr(room, "answer_prompts", lambda model, *_: ANSWERS[model])
-    predictions = Predictions(TOKENIZER, PROMPTS, {2}, EvaluationConfig())
+    monkeypatch.setattr(
+        room, "answer_batches", lambda model, *_: iter([list(enumerate(ANSWERS[model]))])
+    )
+    config = EvaluationConfig(exact_match=True, metrics=["numeric"])
+    predictions = Predictions(TOKENIZER, PROMPTS, {2}, config)
     for name in who:
         model: Any = name
         predictions.answer(name, model)
     return predictions
 
 
-def test_predictions_have_one_line_per_prompt(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked(monkeypatch, "base", "tuned").write(tmp_path)
-    lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").split("\n")
-    assert lines.pop() == ""
-    assert [json.loads(line) for line in lines] == [
+def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(asked(monkeypatch, "base", "tuned").lines()) == [
         {
-            "dataset": "sums",
+            "data_set": "sums",
             "source": "sums.jsonl:1",
             "prompt": "1 2",
             "reference": "4",
-            "base/answer": "5",
-            "base/finished": True,
-            "base/exact_match": False,
-            "tuned/answer": " 4\n",
-            "tuned/finished": True,
-            "tuned/exact_match": True,
+            "base": "5",
+            "tuned": " 4\n",
+            "finished": {"base": True, "tuned": True},
+            "metrics": {
+                "exact_match": {"base": 0.0, "tuned": 1.0},
+                "numeric": {"base": 0.0, "tuned": 1.0},
+            },
         },
         {
-            "dataset": "sums",
+            "data_set": "sums",
             "source": "sums.jsonl:7",
             "prompt": "3",
             "reference": "\u00e4 \u2028",
-            "base/answer": "\u00e4",
-            "base/finished": False,
-            "base/exact_match": False,
-            "tuned/answer": "\u00e4 ",
-            "tuned/finished": True,
-            "tuned/exact_match": True,
+            "base": "\u00e4",
+            "tuned": "\u00e4 ",
+            "finished": {"base": False, "tuned": True},
+            "metrics": {
+                "exact_match": {"base": 0.0, "tuned": 1.0},
+                "numeric": {"base": 0.0, "tuned": 0.0},
+            },
         },
     ]
 
 
-def test_no_file_without_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked(monkeypatch).write(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_empty_answers_are_counted_in_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(ANSWERS, "silent", [Answer("", True), Answer(" \n", False)])
+    asked(monkeypatch, "silent")
+    assert "sums: 2 of 2 answers of silent are empty" in caplog.text
+
+
+def test_nothing_is_kept_without_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(asked(monkeypatch).lines()) == []

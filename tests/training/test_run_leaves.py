@@ -346,7 +346,8 @@ def test_an_evaluation_keeps_the_answers_of_both_models(run: Run, tmp_path: Path
         lines = (written / "predictions.jsonl").read_text().splitlines()
         kept = [json.loads(line) for line in lines]
         for who in ("base", "tuned"):
-            right = [row[f"{who}/exact_match"] for row in kept if row["dataset"] == "capital"]
+            scores = [row["metrics"]["exact_match"] for row in kept if row["data_set"] == "capital"]
+            right = [score[who] for score in scores]
             assert sum(right) / len(right) == metrics[f"{who}/exact_match/capital"]
         assert all(":" in row["source"] and row["prompt"] and row["reference"] for row in kept)
 

@@ -1,0 +1,136 @@
+"""Metrics are those of the libraries people compare with; one's own runs only where allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.evaluation.generation import EvaluationConfig
+from app.evaluation.metrics import (
+    Answer,
+    Metric,
+    build_metrics,
+    check_metrics,
+    is_exact_match,
+    is_numeric_match,
+    last_number,
+    word_f1,
+)
+from app.process.errors import UserError
+
+
+def answer(text: str, *, is_finished: bool = True) -> Answer:
+    return Answer(text, is_finished)
+
+
+def metric(name: str) -> Metric:
+    (one,) = build_metrics(EvaluationConfig(metrics=[name]))
+    return one
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She has 18 left.", 18.0),
+        ("3 x 4 = 12\n#### 1,234", 1234.0),
+        ("#### -7.50 dollars, 2 days", 2.0),
+        ("no number", None),
+        ("#### none, but 5 before: ####", 5.0),
+        ("costs $.5", 0.5),
+        ("12 apples and 2,000.25", 2000.25),
+    ],
+)
+def test_the_last_number_of_a_text(text: str, number: float | None) -> None:
+    assert last_number(text) == number
+
+
+def test_numbers_match_by_value_and_never_without_one() -> None:
+    assert is_numeric_match(answer("so it is 1,000"), "#### 1000.0")
+    assert is_numeric_match(answer("7", is_finished=False), "7")
+    assert not is_numeric_match(answer("8"), "7")
+    assert not is_numeric_match(answer(""), "")
+    assert not is_numeric_match(answer("seven"), "no number")
+
+
+def test_an_exact_match_is_finished() -> None:
+    assert is_exact_match(answer(" yes\n"), "yes")
+    assert not is_exact_match(answer("yes", is_finished=False), "yes")
+    assert not is_exact_match(answer("Yes"), "yes")
+
+
+def test_f1_counts_words_as_squad_does() -> None:
+    assert word_f1(answer("The cat sat."), "a cat sat") == 1.0
+    assert word_f1(answer("cat dog"), "cat") == pytest.approx(2 / 3)
+    assert word_f1(answer(""), "cat") == 0.0
+    assert word_f1(answer("the"), "") == 1.0  # nothing is said on either side
+
+
+def test_rouge_is_that_of_rouge_score() -> None:
+    pytest.importorskip("rouge_score")
+    # By hand, Lin 2004: 3 of 4 words, 2 of 3 pairs, 3 in order.
+    for name, expected in (("rouge1", 3 / 4), ("rouge2", 2 / 3), ("rougeL", 3 / 4)):
+        found = metric(name).of_row(answer("the small cat ran"), "the small cat slept")
+        assert found == pytest.approx(expected)
+
+
+def test_bleu_and_chrf_of_a_data_set_are_sacrebleus_corpus_figures() -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    answers = ["the cat sat on the mat today", "a dog barked"]
+    references = ["the cat sat on the mat yesterday", "the dog barked loudly"]
+    for name, whole in (("bleu", sacrebleu.corpus_bleu), ("chrf", sacrebleu.corpus_chrf)):
+        one = metric(name)
+        scores = [one.score(answer(a), r, "") for a, r in zip(answers, references, strict=True)]
+        expected = whole(answers, [references]).score / 100
+        assert one.total(scores, answers, references) == pytest.approx(expected)
+        assert all(0 <= score <= 1 for score in scores)
+        assert one.score(answer(""), "a reference", "") == 0.0
+
+
+OWN = "def half(answer, reference):\n    return len(answer) / (2 * len(reference))\n"
+
+
+def own_metric(tmp_path: Path, code: str, function: str = "half") -> EvaluationConfig:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    return EvaluationConfig(metric=f"{file}:{function}", allow_code=True)
+
+
+def test_a_metric_of_ones_own_is_a_function_of_answer_and_reference(tmp_path: Path) -> None:
+    config = own_metric(tmp_path, OWN)
+    assert check_metrics(config) == []
+    (one,) = build_metrics(config)
+    assert (one.name, one.score(answer("ab"), "abcd", "")) == ("half", 0.25)
+
+
+def test_code_is_refused_unless_it_is_allowed(tmp_path: Path) -> None:
+    config = own_metric(tmp_path, "raise SystemExit('it ran')")
+    config.allow_code = False
+    (problem,) = check_metrics(config)
+    assert "is code, which runs as you do" in problem
+    assert "evaluation.allow_code=true" in problem
+
+
+@pytest.mark.parametrize(
+    ("code", "function", "words"),
+    [
+        (OWN, "hafl", "has no function hafl; did you mean half?"),
+        ("def half(answer, reference): return 'much'", "half", "returned 'much'"),
+        ("def half(answer, reference): return float('nan')", "half", "returned nan"),
+        ("def half(answer, reference): return 1 / 0", "half", "ZeroDivisionError"),
+        ("import not_there_at_all", "half", "ModuleNotFoundError"),
+    ],
+)
+def test_what_is_wrong_with_a_metric_of_ones_own_is_said(
+    code: str, function: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="evaluation") as refused:
+        build_metrics(own_metric(tmp_path, code, function))[0].score(answer("a"), "b", "rows:3")
+    assert words in str(refused.value)
+
+
+def test_a_metric_is_named_by_file_and_function() -> None:
+    config = EvaluationConfig(metric="mine.py", allow_code=True)
+    assert check_metrics(config) == ["evaluation.metric=mine.py: expected FILE.py:function"]
+    config.metric = "not_there.py:f"
+    assert "there is no file not_there.py" in check_metrics(config)[0]
