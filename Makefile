@@ -14,7 +14,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
 # The stamp is written last: an install that was interrupted is finished by the next call.
 $(STAMP): pyproject.toml constraints.txt
@@ -38,11 +38,41 @@ preview: $(STAMP)  ## what a run would learn from: rows, loss mask, packs, audit
 plan: $(STAMP)  ## will it fit, how fast, what to change; ARGS="+experiment=llama70b hardware=8xa100_80gb"
 	$(BIN)/python -m app.plan $(if $(ARGS),$(ARGS),+experiment=llama8b hardware=h100)
 
+# A run to evaluate: the one that is typed, or the newest; the default is trained where there is none.
+A_RUN = @$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
+	"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
+	|| $(BIN)/python -m app.train)
+EVALUATE = $(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN))
+
 eval: $(STAMP)  ## base vs tuned of RUN=FOLDER, or of the newest run; trains the default first
-	@$(if $(RUN)$(findstring run=,$(ARGS))$(findstring model.path=,$(ARGS)),true,$(BIN)/python -c \
-		"import sys; from app.run.find import finished_runs; sys.exit(not finished_runs())" \
-		|| $(BIN)/python -m app.train)
-	$(BIN)/python -m app.evaluate $(if $(RUN),run=$(RUN)) $(ARGS)
+	$(A_RUN)
+	$(EVALUATE) $(ARGS)
+
+eval-compare: $(STAMP)  ## the same as a gate: ends with exit code 4 where tuned is worse; MAX_REGRESSION=0.02 DATA=FILE
+	$(A_RUN)
+	$(EVALUATE) evaluation.max_regression=$(or $(MAX_REGRESSION),0) $(if $(DATA),'data.datasets=[{path: $(DATA)}]' \
+		data.test_datasets=[] data.val_set_size=0.99 evaluation.exact_match=true) $(ARGS)
+
+eval-mmlu: $(STAMP)  ## MMLU by subject, base vs tuned; DATA=FOLDER with its published files, else rows of our own
+	$(A_RUN)
+	$(EVALUATE) evaluation=mmlu $(if $(DATA),evaluation.task_dir=$(DATA)) $(ARGS)
+
+eval-gsm8k: $(STAMP)  ## GSM8K, base vs tuned; DATA=FOLDER with its published file, else rows of our own
+	$(A_RUN)
+	$(EVALUATE) evaluation=gsm8k $(if $(DATA),evaluation.task_dir=$(DATA)) $(ARGS)
+
+eval-harness: $(STAMP)  ## tasks of lm-evaluation-harness: TASKS=arc_easy,boolq; DATA=FOLDER of its task files; else one of our own
+	@$(BIN)/python -c "import lm_eval" 2>/dev/null || $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check --constraint constraints.txt --editable ".[harness]"
+	$(A_RUN)
+	$(EVALUATE) $(if $(TASKS)$(DATA),'evaluation.harness=[$(TASKS)]' $(if $(DATA),evaluation.harness_dir=$(DATA)), \
+		evaluation.harness=[loft_sample] evaluation.harness_dir=app/evaluation/tasks/samples/harness) $(ARGS)
+
+eval-mt-bench: $(STAMP)  ## answers graded by an LLM: JUDGE_URL=https://HOST/v1 JUDGE=NAME DATA=FOLDER; without, by a rule
+	$(A_RUN)
+	$(if $(JUDGE_URL),,$(BIN)/python -m tools.sample_judge )$(EVALUATE) evaluation=mt_bench \
+		$(if $(DATA),evaluation.judge.questions=$(DATA)) \
+		$(if $(JUDGE_URL),evaluation.judge.url=$(JUDGE_URL) evaluation.judge.model=$(JUDGE)) $(ARGS)
 
 merge: $(STAMP)  ## adapter into base of RUN=FOLDER, or of the newest run: a Hugging Face folder
 	$(BIN)/python -m app.merge $(if $(RUN),run=$(RUN)) $(ARGS)
@@ -109,4 +139,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview plan eval merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

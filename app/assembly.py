@@ -26,6 +26,8 @@ from app.config import (
     settings_of,
 )
 from app.evaluation.comparison import Evaluator
+from app.evaluation.shares import Shares
+from app.evaluation.tasks.questions import build_tasks
 from app.evaluation.tuned import Tuned, find_tuned, read_tuned
 from app.model.adapter import (
     AdapterConfig,
@@ -296,10 +298,11 @@ def build_evaluator(
     data: FinetuneDataModule,
     shards: StrategyMixin | None = None,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    shares: Shares | None = None,
 ) -> Evaluator:
-    """Build what measures base and tuned model on the held-out rows of `data`.
+    """Build what measures base and tuned model on the held-out rows of `data`, and by tasks.
 
-    `shards` and `sum_over_ranks` as for `Evaluator`.
+    `shards`, `sum_over_ranks` and `shares` as for `Evaluator`.
     """
     return Evaluator(
         config.evaluation,
@@ -307,6 +310,9 @@ def build_evaluator(
         base.tokenizer,
         base.stop_ids | data.stop_token_ids,
         base.backend,
+        max_len=base.spec.context_len or data.sequence_len,
+        tasks=build_tasks(config.evaluation),
+        shares=shares,
         shards=shards,
         sum_over_ranks=sum_over_ranks,
     )

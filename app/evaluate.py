@@ -1,29 +1,45 @@
-"""Evaluate: loss per data set and exact match on held-out rows, base vs tuned.
+"""Evaluate: loss per data set, metrics of answers, and tasks, base vs tuned.
 
-`python -m app.evaluate run=FOLDER`, or `model.path=... adapter_path=... data=...`.
+`python -m app.evaluate run=FOLDER`, or `model.path=... adapter_path=... data=...`, or
+`model.path=... evaluation=mmlu evaluation.task_dir=FOLDER`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from app.config import EvaluateConfig, changed_settings, run_verb, save_config
+from app.evaluation.judge.bench import Bench
+from app.evaluation.judge.grading import Judged, check_judged, judge_table, print_judged
+from app.evaluation.judge.questions import Question
 from app.model.hub import is_offline
+from app.preflight import requested_devices
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
+from app.process.launch import is_child, is_first_rank, live_with_parent
 from app.process.logs import say_loading
 from app.process.signals import end_process, install_signal_handlers
 from app.report.run_page import write_page
 from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
+from app.run.ranks import run_shares
 from data_modules import printable
+
+JUDGE_PAGE = "judge.html"
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, float]:
-    """Compare a tuned model with its base as `config` says; return what metrics.json holds."""
+    """Compare a tuned model with its base as `config` says; return what metrics.json holds.
+
+    What is measured is kept in the folder meanwhile: the same command with its output.dir goes on.
+    """
     folder = decide_run_dir(config.output)
+    judged = config.evaluation.judge
+    bench = Bench(judged, config.evaluation.batch_size) if judged.questions else None
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     say_loading()
@@ -35,7 +51,9 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         open_base,
         trained_datasets,
     )
-    from app.evaluation.comparison import print_comparison
+    from app.evaluation.comparison import print_comparison, print_samples
+    from app.evaluation.progress import Progress
+    from app.evaluation.ranks import build_shares, sum_over_ranks
     from app.evaluation.significance import check_regression, figures_of, print_changes
     from app.evaluation.tuned import place_as_trained
     from app.training.trainer import resolve_single_device
@@ -49,37 +67,128 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
-    evaluator = build_evaluator(config, base, data)
-    if not evaluator.prompts and not len(data.val_examples):
-        raise UserError(nothing_to_measure(config))
+    identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
+    with Progress() as progress:
+        shares = build_shares(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
+        evaluator = build_evaluator(
+            config, base, data, shares=shares, sum_over_ranks=sum_over_ranks(shares)
+        )
+        if not evaluator.asks and not len(data.val_examples) and bench is None:
+            raise UserError(nothing_to_measure(config))
 
-    def measure(who: str, model: Any) -> dict[str, float]:
-        placed = place_as_trained(model, adapter, env)
-        with env.autocast():
-            return evaluator.measure(who, placed)
+        def measure(who: str, model: Any) -> dict[str, float]:
+            placed = place_as_trained(model, adapter, env)
+            with env.autocast():
+                if bench is not None and is_first_rank():
+                    stops, limit = evaluator.stop_ids, base.spec.context_len
+                    bench.ask(who, placed, base.tokenizer, data.template, stops, limit)
+                return evaluator.measure(who, placed)
 
-    # One model in memory at a time.
-    metrics: dict[str, float] = {}
-    if not config.model.from_scratch:
-        metrics |= measure("base", base.load())
-    if config.tuned_path:
-        metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
-    changes = evaluator.changes(trained_datasets(config))
+        # One model in memory at a time.
+        metrics: dict[str, float] = {}
+        if not config.model.from_scratch:
+            metrics |= measure("base", base.load())
+        if config.tuned_path:
+            metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
+    if not is_first_rank():
+        return metrics
+    evaluator.write(folder)
+    verdicts = None
+    if bench is not None:
+        verdicts = bench.judge(folder, Path(config.data.cache_dir) / "judge")
+        metrics |= verdicts.figures()
+        write_whole(folder / JUDGE_PAGE, judge_page(bench, verdicts))
+    grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
+    changes = evaluator.changes(trained_datasets(config), grades)
     metrics |= figures_of(changes)
-    save_config(config, folder / CONFIG_FILE)
-    evaluator.predictions.write(folder)
     write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
+    save_config(config, folder / CONFIG_FILE)
+    shares.clear()
+    print_samples(evaluator)
     print_comparison(metrics, data.dataset_names)
+    if verdicts is not None:
+        print_judged(verdicts, judged, str(folder / JUDGE_PAGE))
     print_changes(changes)
     write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
+    if verdicts is not None:
+        check_judged(verdicts, judged)
     check_regression(changes, config.evaluation.max_regression)
     return metrics
 
 
+def judge_page(bench: Bench, judged: Judged) -> str:
+    """Return the page of a judge's verdicts on the answers of `bench`."""
+    from app.report.judge_page import AnswerView, QuestionView, TurnView, render_judge_page
+
+    said = {
+        (verdict.asked.question.id, verdict.asked.turn, verdict.asked.who): verdict
+        for verdict in judged.verdicts
+        if not verdict.asked.is_pair
+    }
+
+    def view(question: Question, turn: int, who: str) -> AnswerView:
+        verdict = said.get((question.id, turn, who))
+        return AnswerView(
+            who=who,
+            text=bench.answers[who][question.id][turn],
+            score=None if verdict is None else verdict.score,
+            judge="" if verdict is None else verdict.text,
+        )
+
+    questions = [
+        QuestionView(
+            name=f"{question.category}: {question.turns[0]}",
+            turns=[
+                TurnView(
+                    question=text,
+                    reference=question.reference[turn] if question.reference else "",
+                    answers=[view(question, turn, who) for who in bench.answers],
+                )
+                for turn, text in enumerate(question.turns)
+            ],
+        )
+        for question in bench.questions
+    ]
+    means = {
+        who: {name: fmean(rows.values()) for name, rows in judged.scores(who).items()}
+        for who in bench.answers
+    }
+    return render_judge_page(
+        f"{bench.name}: graded by {bench.config.model}",
+        [judged.state(), judged.cost(bench.config)],
+        judge_table(judged),
+        {who: by_category for who, by_category in means.items() if by_category},
+        questions,
+    )
+
+
+def describe_tuned(config: EvaluateConfig) -> list[Any]:
+    """Return what tells a tuned model from another one, or from itself before a change."""
+    if config.tuned_path is None:
+        return []
+    files = sorted(file for file in Path(config.tuned_path).glob("*") if file.is_file())
+    return [
+        str(config.tuned_path),
+        *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files),
+    ]
+
+
+def start(config: EvaluateConfig) -> None:
+    """Evaluate in this process, or start the ranks of this machine, each with a share."""
+    devices = requested_devices(config)
+    if is_child() or devices.num_ranks == 1:
+        evaluate(config)
+        return
+    folder = decide_run_dir(config.output)
+    if code := run_shares("evaluate", folder, devices, sys.argv[1:]):
+        print(f"measured so far: output.dir={folder} goes on from there", file=sys.stderr)
+        sys.exit(code)
+
+
 def nothing_to_measure(config: EvaluateConfig) -> str:
     """Return why there is neither a loss nor an answer to measure, and what to type."""
-    if config.evaluation.exact_match:
+    if config.evaluation.asks_prompts:
         return (
             "nothing to measure: there are no validation rows, and no row has an answer to compare "
             "with; type data.test_datasets=[{path: FILE}] with rows that end in an answer"
@@ -88,11 +197,13 @@ def nothing_to_measure(config: EvaluateConfig) -> str:
     return (
         "nothing to measure: there are no validation rows to take a loss of, and "
         f"evaluation.exact_match=false; type evaluation.exact_match=true to compare answers with "
-        f"those of {tests}, or data.datasets=[{{path: FILE}}] data.val_set_size=0.05 for a loss"
+        f"those of {tests}, data.datasets=[{{path: FILE}}] data.val_set_size=0.05 for a loss, or "
+        "evaluation=mmlu (arc, gsm8k, ...) for a task"
     )
 
 
 if __name__ == "__main__":
+    live_with_parent()
     keep_streams()
     install_signal_handlers()
-    end_process(run_verb("evaluate", evaluate))
+    end_process(run_verb("evaluate", start))

@@ -129,7 +129,7 @@ def finish(
 
     def write() -> None:
         base.tokenizer.save_pretrained(saved)
-        evaluator.predictions.write(run.folder)
+        evaluator.write(run.folder)
         if not saves_whole_model(config.adapter):
             save_stop_tokens(model, saved)
         write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from data_modules.settings import check_datasets as check_datasets
     from data_modules.source import is_hub_id as is_hub_id
     from data_modules.source import open_regular as open_regular
+    from data_modules.source import read_rows as read_rows
     from data_modules.template import TEMPLATE_NAMES as TEMPLATE_NAMES
     from data_modules.template import ChatTemplate as ChatTemplate
     from data_modules.template import Prompt as Prompt
@@ -87,6 +88,7 @@ _HOMES = {
     "is_hub_id": "source",
     "is_optional": "facts",
     "open_regular": "source",
+    "read_rows": "source",
     "printable": "messages",
     "redact": "messages",
     "redacted": "messages",

@@ -291,9 +291,9 @@ class FinetuneDataModule(lightning.LightningDataModule):
         """
         return self._val_loader(self._batching.num_ranks, self._rank) if self.val_examples else []
 
-    def whole_val_dataloader(self) -> DataLoader[Batch]:
-        """Return all validation rows, whatever the number of ranks; there must be some."""
-        return self._val_loader(1, 0)
+    def whole_val_dataloader(self, num_ranks: int = 1, rank: int = 0) -> DataLoader[Batch]:
+        """Return all validation rows, or one of equal shares of them; there must be some."""
+        return self._val_loader(num_ranks, rank)
 
     def _val_loader(self, num_ranks: int, rank: int) -> DataLoader[Batch]:
         method, lengths = self._spec.packing.method, self.val_examples.lengths

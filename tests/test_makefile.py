@@ -90,6 +90,41 @@ def test_eval_trains_first_where_no_training_has_finished(clone: Path) -> None:
     assert not any("app.train" in call for call in make(clone, "eval"))
 
 
+def test_eval_compare_and_eval_mt_bench_take_data_of_ones_own(clone: Path) -> None:
+    make(clone, "install")
+    (gate,) = make(clone, "eval-compare", "RUN=there", "DATA=a.jsonl", "MAX_REGRESSION=0.02")
+    assert gate.startswith("-m app.evaluate run=there evaluation.max_regression=0.02 ")
+    assert "data.datasets=[{path: a.jsonl}] data.test_datasets=[]" in gate
+    (gate,) = make(clone, "eval-compare", "RUN=there")
+    assert gate.split() == ["-m", "app.evaluate", "run=there", "evaluation.max_regression=0"]
+    (offline,) = make(clone, "eval-mt-bench", "RUN=there")
+    assert offline.startswith("-m tools.sample_judge .venv/bin/python -m app.evaluate run=there ")
+    url = ("JUDGE_URL=https://host/v1", "JUDGE=name")
+    (judged,) = make(clone, "eval-mt-bench", "RUN=there", "DATA=folder", *url)
+    assert judged.split() == [
+        "-m",
+        "app.evaluate",
+        "run=there",
+        "evaluation=mt_bench",
+        "evaluation.judge.questions=folder",
+        "evaluation.judge.url=https://host/v1",
+        "evaluation.judge.model=name",
+    ]
+
+
+def test_tasks_are_evaluated_on_data_of_ones_own_or_on_the_samples(clone: Path) -> None:
+    make(clone, "install")
+    for task in ("mmlu", "gsm8k"):
+        for words, ending in (((), ""), (("DATA=there",), " evaluation.task_dir=there")):
+            (call,) = make(clone, f"eval-{task}", "RUN=run", *words)
+            assert call.rstrip() == f"-m app.evaluate run=run evaluation={task}{ending}"
+    *_, call = make(clone, "eval-harness", "RUN=run", "TASKS=arc_easy,boolq")
+    assert call.rstrip() == "-m app.evaluate run=run evaluation.harness=[arc_easy,boolq]"
+    *_, call = make(clone, "eval-harness", "RUN=run")
+    name, folder = (word.partition("=")[2] for word in call.split()[3:])
+    assert (ROOT / folder / f"{name[1:-1]}.yaml").is_file()
+
+
 def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
     make(clone, "install")
     (everyday,) = make(clone, "test", "ARGS=tests/config/test_help.py")

@@ -22,6 +22,8 @@ from app.config.verbs import (
     TunedConfig,
 )
 from app.evaluation.metrics import check_metrics
+from app.evaluation.tasks.harness import check_harness
+from app.evaluation.tasks.questions import check_tasks
 from app.preflight import check_compatibility, check_files, check_gpus, requested_devices
 from app.process.errors import DONE, UserError
 from app.process.faults import check_workers, parse_faults
@@ -139,6 +141,8 @@ def check_before_start(config: Config) -> ExistingRun | None:
         return None  # it checks against its hardware, and reads neither weights nor data
     existing = num_ranks = None
     is_preview = isinstance(config, PreviewConfig)
+    if isinstance(config, EvaluateConfig):
+        num_ranks = requested_devices(config).num_ranks
     if isinstance(config, TrainConfig) and not is_preview:
         num_ranks = requested_devices(config).num_ranks
         if config.faults:
@@ -155,7 +159,8 @@ def check_before_start(config: Config) -> ExistingRun | None:
         problems += check_compatibility(config, on_this_machine=is_here)
         problems += check_files(config, needs_weights=not is_preview)
         if isinstance(config, (TrainConfig, EvaluateConfig)):
-            problems += check_metrics(config.evaluation)
+            for check in (check_metrics, check_tasks, check_harness):
+                problems += check(config.evaluation)
         if not problems and is_here:
             check_gpus(config)
     if problems:
@@ -201,8 +206,13 @@ def _check_required(config: Config) -> list[str]:
         )
     if isinstance(config, PlanConfig) or not isinstance(config, (TrainConfig, EvaluateConfig)):
         return problems
-    tests_only = isinstance(config, EvaluateConfig) and config.data.test_datasets
-    if not config.data.datasets and not tests_only:
+    needs_none = isinstance(config, EvaluateConfig) and (
+        config.data.test_datasets
+        or config.evaluation.tasks
+        or config.evaluation.harness
+        or config.evaluation.judge.questions
+    )
+    if not config.data.datasets and not needs_none:
         problems.append(
             f"no data: type data=NAME ({', '.join(groups(CONF)['data'])}), or "
             "'data.datasets=[{path: FILE, format: alpaca}]'; +experiment=quickstart is a whole run"

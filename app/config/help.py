@@ -20,7 +20,7 @@ WHAT = {
     "train": "fine-tune a language model; leaves a verified adapter in outputs/",
     "preview": "what a run would learn from: rows, loss mask, packs, audit; needs a tokenizer only",
     "plan": "will it fit, how fast, what to change; needs no weights, no GPU and no network",
-    "evaluate": "loss per data set and exact match on held-out rows, base vs tuned",
+    "evaluate": "loss per data set, metrics of answers, tasks (MMLU, GSM8K, ...); base vs tuned",
     "merge": "adapter into base, checked against the adapter: a Hugging Face folder, and GGUF",
     "chat": "talk to a base with its adapter in the terminal",
     "serve": "OpenAI's chat API and a page for the browser, answered as an evaluation measures",
@@ -48,6 +48,7 @@ USAGE = {
         ("python -m app.evaluate", "the newest finished run under outputs/"),
         ("python -m app.evaluate run=FOLDER", ""),
         ("python -m app.evaluate model.path=DIR adapter_path=DIR data=NAME", ""),
+        ("python -m app.evaluate run=FOLDER evaluation=mmlu evaluation.task_dir=DIR", ""),
     ),
     "merge": (
         ("python -m app.merge", "the newest finished run under outputs/"),

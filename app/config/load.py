@@ -360,6 +360,9 @@ def _paths_of(config: Config) -> list[tuple[str, Any, str]]:
         adapters = enumerate(config.merge.adapters)
         paths += [(f"merge.adapters[{i}]", each, "path") for i, each in adapters]
         paths.append(("merge", config.merge, "llama_cpp"))
+    if isinstance(config, EvaluateConfig):
+        judge = config.evaluation.judge
+        paths += [("evaluation.judge", judge, name) for name in ("questions", "references")]
     if isinstance(config, TunedConfig):
         paths.append(("", config, "adapter_path"))
     elif isinstance(config.adapter, (LoraConfig, Ia3Config)):

@@ -11,6 +11,7 @@ from pathlib import Path
 from app.config.schema import list_settings
 from app.evaluation.conversation import ConversationConfig
 from app.evaluation.generation import EvaluationConfig
+from app.evaluation.judge.settings import JudgeConfig
 from app.model.adapter import (
     AdapterConfig,
     FreezeConfig,
@@ -264,6 +265,16 @@ class EvaluateTrainerConfig(DeviceConfig):
 
     micro_batch_size: int = setting(1, ge=1)
     """packs (rows when not packing) that run forward at once; memory"""
+    devices: int | str = setting("auto", choices=("auto",), ge=1, shown=("evaluate",))
+    """ranks on this machine, each with a share of the rows; auto = all GPUs, 1 on CPU"""
+
+
+@dataclass(kw_only=True, slots=True)
+class JudgedConfig(EvaluationConfig):
+    """What an evaluation asks beyond a training's own: an LLM as judge."""
+
+    judge: JudgeConfig = setting(default_factory=JudgeConfig)
+    """questions whose answers an LLM judges"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -303,7 +314,7 @@ class EvaluateConfig(TunedConfig):
     """how documents share a row"""
     trainer: EvaluateTrainerConfig = setting(default_factory=EvaluateTrainerConfig)
     """batches, precision and device"""
-    evaluation: EvaluationConfig = setting(default_factory=EvaluationConfig)
+    evaluation: JudgedConfig = setting(default_factory=JudgedConfig)
     """what the models are asked"""
     seed: int = setting(42, ge=0, le=2**32 - 1)
     """every random choice follows from it"""

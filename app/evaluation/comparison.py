@@ -6,21 +6,32 @@ answers of base and tuned side by side, and each metric of both.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.evaluation.generation import EvaluationConfig, answer_prompts
-from app.evaluation.metrics import Answer, Metric, build_metrics
-from app.evaluation.significance import MEASURES, Change, RowScores, compare_rows
+from app.evaluation.generation import EvaluationConfig, answer_batches
+from app.evaluation.metrics import METRICS, Answer, Metric, build_metrics
+from app.evaluation.shares import Shares
+from app.evaluation.significance import (
+    MEASURES,
+    Change,
+    RowScores,
+    compare_rows,
+    scores_in_lines,
+)
+from app.evaluation.tasks.harness import Harness
+from app.evaluation.tasks.measure import TaskRunner
+from app.evaluation.tasks.questions import Task
 from app.model.adapter import AdapterConfig, continued_from, saves_whole_model
 from app.process.files import write_whole
-from app.process.progress import track
-from data_modules import redact
+from data_modules import printable, redact
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,10 +43,22 @@ if TYPE_CHECKING:
 
 
 PREDICTIONS_FILE = "predictions.jsonl"
+MAX_SAMPLE = 160
+"""characters of a text that the terminal shows"""
 
 log = logging.getLogger(__name__)
 
 WHO = ("base", "tuned")
+SHOWN = {name: MEASURES[name] for name in ("val/loss", "val/perplexity", *METRICS)}
+"""of a data set, by its name in metrics.json; judges and tasks have tables of their own"""
+TASK_MEASURES = {
+    "accuracy": ("accuracy", "{:.1%}"),
+    "accuracy_norm": ("accuracy by length", "{:.1%}"),
+    "passed": ("passed", "{:.1%}"),
+    "loss": ("loss of a token", "{:.4f}"),
+    "perplexity": ("perplexity", "{:.4g}"),
+    "bits_per_byte": ("bits per byte", "{:.4f}"),
+}
 
 
 class Predictions:
@@ -56,24 +79,29 @@ class Predictions:
         """(who, metric, data set) -> a score a row"""
 
     def answer(
-        self, who: str, model: PreTrainedModel, shards: StrategyMixin | None = None
+        self,
+        who: str,
+        model: PreTrainedModel,
+        shards: StrategyMixin | None = None,
+        shares: Shares | None = None,
     ) -> dict[str, float]:
         """Answer every prompt; return `{who}/<metric>/<data set>` of every metric.
 
         `shards`: the strategy where each rank holds a part of the weights; all answer together.
         """
-        self._answers[who] = {
-            name: answer_prompts(
-                model,
-                self._tokenizer,
-                rows,
-                self._stop_ids,
-                self._config,
-                shards,
-                who=f"{who}, {name}:",
+
+        def work(chosen: list[int], rows: Sequence[Prompt]) -> Iterator[list[tuple[int, Any]]]:
+            asked = [rows[number] for number in chosen]
+            yield from answer_batches(
+                model, self._tokenizer, asked, self._stop_ids, self._config, shards
             )
-            for name, rows in self._prompts.items()
-        }
+
+        self._answers[who] = {}
+        for name, rows in self._prompts.items():
+            content = [self._config.max_new_tokens, [row.input_ids for row in rows]]
+            key = f"{who}-answers-{name}"
+            found = (shares or Shares()).run(key, content, len(rows), partial(work, rows=rows))
+            self._answers[who][name] = [Answer(*one) for one in found]
         for name, answers in self._answers[who].items():
             if num_empty := sum(not answer.text.strip() for answer in answers):
                 log.warning(
@@ -96,30 +124,11 @@ class Predictions:
             [prompt.answer for _, prompt in rows],
         )
 
-    def scores(self, who: str) -> dict[str, dict[str, RowScores]]:
-        """Return a model's score of each answer: metric -> data set -> scores.
-
-        Metrics whose total is not the mean over rows are left out.
-        """
-        return {
-            metric.name: {
-                name: RowScores(scores=self._scores[who, metric.name, name])
-                for name in self._answers.get(who, {})
-            }
-            for metric in self._metrics
-            if metric.of_all is None
-        }
-
-    def write(self, folder: Path) -> None:
-        """Write `predictions.jsonl`, one line per prompt; nothing where no model has answered."""
-        if not self._answers:
-            return
-        lines = [
-            json.dumps(self._line(name, number), ensure_ascii=False) + "\n"
-            for name, rows in self._prompts.items()
-            for number in range(len(rows))
-        ]
-        write_whole(folder / PREDICTIONS_FILE, "".join(lines))
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of predictions.jsonl; none where no model has answered."""
+        if self._answers:
+            for name, rows in self._prompts.items():
+                yield from (self._line(name, number) for number in range(len(rows)))
 
     def _line(self, dataset: str, number: int) -> dict[str, Any]:
         prompt = self._prompts[dataset][number]
@@ -141,7 +150,7 @@ class Predictions:
 
 
 class Evaluator:
-    """Measure models on the same held-out rows: loss per data set, and metrics of their answers.
+    """Measure models on the same held-out rows: loss per data set, metrics of answers, tasks.
 
     `shards` and `sum_over_ranks` are given where each rank holds a part of the weights: then all
     ranks measure together, each its share of the validation rows.
@@ -155,6 +164,9 @@ class Evaluator:
         stop_ids: set[int],
         backend: str,
         *,
+        max_len: int = 2048,
+        tasks: Sequence[Task] = (),
+        shares: Shares | None = None,
         shards: StrategyMixin | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -164,6 +176,21 @@ class Evaluator:
         self.predictions = Predictions(tokenizer, self.prompts, stop_ids, config)
         self.row_losses: dict[str, Tensor] = {}
         """of base and tuned: weighted losses and weights of every validation row [2, rows]"""
+        self.shares = shares or Shares()
+        self.tasks = TaskRunner(config, tasks, tokenizer, stop_ids, max_len)
+        self.harness = None
+        self.harness_lines: dict[tuple[str, str], dict[str, Any]] = {}
+        """of predictions.jsonl, by task and row"""
+        if config.harness:
+            self.harness = Harness(
+                config=config, tokenizer=tokenizer, stop_ids=stop_ids, max_len=max_len
+            )
+            self.harness.manager()  # names what it does not know, before a model is read
+
+    @property
+    def asks(self) -> bool:
+        """Return whether anything is asked of a model beside the validation rows."""
+        return bool(self.prompts or self.tasks.tasks or self.harness)
 
     def losses(self, who: str, model: Any) -> dict[str, float]:
         """Return the exact validation loss of every data set; nothing without validation rows."""
@@ -173,43 +200,76 @@ class Evaluator:
         if not num_rows:
             return {}
         documents, is_packed = DocumentSums(), self.data.is_packed
-        if self.shards is None or self.sum_over_ranks is None:
-            rows = self.data.whole_val_dataloader()
-            rows = track(rows, "validation loss", len(rows))
-            losses = validate(
-                model, rows, self.backend, names, is_packed=is_packed, documents=documents
-            )
-            total = documents.take(self.data.val_order, num_rows)
+        total: Callable[[Tensor], Tensor] | None = self.sum_over_ranks
+        if self.shards is None:
+            batches: Any = self.data.whole_val_dataloader(self.shares.num_ranks, self.shares.rank)
+            device, total = None, total if self.shares.num_ranks > 1 else None
         else:
-            losses = validate(
-                model,
-                self.data.val_dataloader(),
-                self.backend,
-                names,
-                self.shards.root_device,
-                self.sum_over_ranks,
-                is_packed=is_packed,
-                documents=documents,
-            )
-            total = self.sum_over_ranks(documents.take(self.data.val_order, num_rows))
-        self.row_losses[who] = total.cpu()
+            batches, device = self.data.val_dataloader(), self.shards.root_device
+        losses = validate(
+            model,
+            batches,
+            self.backend,
+            names,
+            device,
+            total,
+            is_packed=is_packed,
+            documents=documents,
+        )
+        rows = documents.take(self.data.val_order, num_rows)
+        self.row_losses[who] = (rows if total is None else total(rows)).cpu()
         return losses
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
-        """Return the metrics of every data set, named by `who`; nothing without prompts."""
-        return self.predictions.answer(who, model, self.shards) if self.prompts else {}
+        """Return the metrics of every data set and task, named by `who`."""
+        found = self.tasks.measure(who, model, self.shares, self.shards)
+        if self.prompts:
+            found = self.predictions.answer(who, model, self.shards, self.shares) | found
+        if self.harness is not None:
+            metrics, lines = self.harness.measure(who, model, self.shares)
+            found |= metrics
+            for line in lines:
+                key = (line["data_set"], line["source"])
+                self.harness_lines[key] = _merged(self.harness_lines.get(key), line)
+        return found
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of predictions.jsonl."""
+        yield from self.predictions.lines()
+        yield from self.tasks.lines()
+        yield from self.harness_lines.values()
 
     def measure(self, who: str, model: Any) -> dict[str, float]:
         """Return all figures of a model, named by `who`: base or tuned."""
-        return named(who, self.losses(who, model)) | self.answers(who, model)
+        import torch
 
-    def changes(self, trained: Collection[str] | None) -> list[Change]:
+        def work() -> list[Any]:
+            losses = self.losses(who, model)
+            return [losses, self.row_losses[who].tolist() if losses else []]
+
+        losses, rows = self.shares.once(f"{who}-losses", [], work)
+        if losses:
+            self.row_losses[who] = torch.tensor(rows, dtype=torch.double)
+        return named(who, losses) | self.answers(who, model)
+
+    def changes(
+        self,
+        trained: Collection[str] | None,
+        others: Mapping[str, Mapping[str, Mapping[str, RowScores]]] | None = None,
+    ) -> list[Change]:
         """Compare base and tuned row by row, where both were measured.
 
         `trained`: the data sets that the tuned model was trained on, None where nobody knows.
+        `others`: what else was scored, base and tuned -> measure -> data set or task -> rows.
         """
+        lines = list(self.lines())
         base, tuned = (
-            {"val/loss": self._loss_scores(who), **self.predictions.scores(who)} for who in WHO
+            {
+                "val/loss": self._loss_scores(who),
+                **scores_in_lines(lines, who),
+                **(others or {}).get(who, {}),
+            }
+            for who in WHO
         )
         return compare_rows(base, tuned, trained)
 
@@ -225,6 +285,27 @@ class Evaluator:
                 scores=losses[of_name] / weights[of_name], weights=weights[of_name]
             )
         return scores
+
+    def write(self, folder: Path) -> None:
+        """Write `predictions.jsonl`, a line a prompt; nothing where no model was asked."""
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in self.lines()]
+        if lines:
+            write_whole(folder / PREDICTIONS_FILE, "".join(lines))
+
+
+def _merged(line: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of one model with that of another on the same row."""
+    if line is None:
+        return other
+    names = {*line["metrics"], *other["metrics"]}
+    return {
+        **line,
+        **other,
+        "finished": line["finished"] | other["finished"],
+        "metrics": {
+            name: line["metrics"].get(name, {}) | other["metrics"].get(name, {}) for name in names
+        },
+    }
 
 
 def compare_trained(
@@ -261,7 +342,7 @@ def compare_trained(
             with adapter_switched_off(model):
                 base = evaluator.losses("base", model)
         metrics |= named("base", base) | named("tuned", tuned)
-    if not evaluator.prompts:
+    if not evaluator.asks:
         return metrics
     metrics |= evaluator.answers("tuned", model)
     if not is_whole:
@@ -304,7 +385,7 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     table.add_column("data set")
     answered = [
         name
-        for measure in MEASURES
+        for measure in SHOWN
         if not measure.startswith("val/")
         for who in WHO
         for name in _names_after(f"{who}/{measure}/", metrics)
@@ -312,7 +393,7 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     names = list(dict.fromkeys([*dataset_names, *answered]))
     shown = {
         measure: how
-        for measure, how in MEASURES.items()
+        for measure, how in SHOWN.items()
         if any(f"{who}/{measure}/{name}" in metrics for who in WHO for name in names)
     }
     for how in shown.values():
@@ -328,16 +409,59 @@ def comparison_table(metrics: dict[str, float], dataset_names: list[str]) -> Tab
     return table
 
 
+def task_table(metrics: dict[str, float]) -> Table:
+    """Table of what tasks are measured by alone, a row a task, or a group of one, and a measure."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="tasks", title_justify="left")
+    table.add_column("task")
+    table.add_column("measure")
+    table.add_column("base", justify="right")
+    table.add_column("tuned", justify="right")
+    found = [
+        (name, measure)
+        for measure in TASK_MEASURES
+        for who in WHO
+        for name in _names_after(f"{who}/{measure}/", metrics)
+    ]
+    order = list(dict.fromkeys(name for name, _ in found))
+    for name, measure in sorted(dict.fromkeys(found), key=lambda one: order.index(one[0])):
+        heading, form = TASK_MEASURES[measure]
+        values = [metrics.get(f"{who}/{measure}/{name}") for who in WHO]
+        cells = ["-" if value is None else form.format(value) for value in values]
+        table.add_row(escape(name), heading, *cells)
+    return table
+
+
 def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
     return [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
 
 
 def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
-    """Print the table of `metrics`."""
+    """Print the tables of `metrics` that have a row."""
     from rich.console import Console
 
-    print()
-    Console(highlight=False).print(comparison_table(metrics, dataset_names))
+    tables = [comparison_table(metrics, dataset_names), task_table(metrics)]
+    for table in tables:
+        if table.row_count:
+            print()
+            Console(highlight=False).print(table)
+
+
+def print_samples(evaluator: Evaluator, count: int = 3) -> None:
+    """Print the first `count` lines of predictions.jsonl in words, each text cut to a line."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for line in itertools.islice(evaluator.lines(), count):
+        console.print(Text(f"\n{line['data_set']} ({line['source']})"))
+        for name in ("prompt", "reference", *WHO):
+            if line.get(name) is not None:
+                text = " ".join(str(line[name]).split())
+                short = text if len(text) <= MAX_SAMPLE else f"...{text[3 - MAX_SAMPLE :]}"
+                console.print(Text(f"  {name}: {printable(short)}"), soft_wrap=True)
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.metrics import METRICS, Answer
+from app.evaluation.tasks.settings import TaskConfig
 from app.model.attention import generation_attention
-from app.process.progress import track
 from data_modules import setting
 
 if TYPE_CHECKING:
@@ -37,6 +37,19 @@ class EvaluationConfig:
     """held-out rows of each data set that are answered"""
     max_new_tokens: int = setting(64, ge=1, shown=("evaluate",))
     """an answer longer than this many tokens counts as wrong"""
+    tasks: list[TaskConfig] = setting(default_factory=list, shown=("evaluate",))
+    """benchmarks, each from a local file: [{name: mmlu}], or of your own, [{name: mine, path: FILE,
+    kind: multiple_choice}]; `evaluation=mmlu` is that task alone"""
+    task_dir: str | None = setting(None, shown=("evaluate",))
+    """folder of the files of named tasks, such as mmlu_test.jsonl; null = small samples of our own,
+    whose scores mean nothing"""
+    harness: list[str] = setting(default_factory=list)
+    """tasks of lm-evaluation-harness, by its names, through the library itself (`pip install
+    loft[harness]`)"""
+    harness_dir: str | None = setting(None)
+    """folder of its task files (YAML), which may name local data; null = those that come with it"""
+    batch_tokens: int = setting(8192, ge=1)
+    """tokens of a batch of likelihoods; more memory, faster on a GPU"""
     batch_size: int = setting(64, ge=1)
     """prompts answered at once; more memory, faster"""
     max_regression: float | None = setting(None, ge=0, shown=("evaluate",))
@@ -53,22 +66,38 @@ class EvaluationConfig:
 def answer_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt],
     stop_ids: set[int],
     config: EvaluationConfig,
     shards: StrategyMixin | None = None,
     *,
     who: str = "",
 ) -> list[Answer]:
-    """Answer each prompt greedily, up to the first of `stop_ids`; `who` answers what, for the bar.
+    """Answer each prompt as `answer_batches`; answers keep the given order."""
+    batches = answer_batches(model, tokenizer, prompts, stop_ids, config, shards)
+    found = dict(pair for batch in batches for pair in batch)
+    return [found[number] for number in range(len(prompts))]
+
+
+def answer_batches(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    stop_ids: set[int],
+    config: EvaluationConfig,
+    shards: StrategyMixin | None = None,
+    stop_texts: Sequence[str] = (),
+) -> Iterator[list[tuple[int, Answer]]]:
+    """Answer each prompt greedily, up to the first of `stop_ids`; yield (number, answer) by batch.
 
     `shards`: the strategy where each rank holds a part of the weights; all answer together.
+    No more is generated of an answer that has one of `stop_texts`; they are not cut off.
     """
     import torch
+    from transformers import StoppingCriteriaList
 
-    # Prompts of similar length share a batch, for less padding; answers keep the given order.
+    # Prompts of similar length share a batch, for less padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
-    answers = [Answer("", False)] * len(prompts)
     stops = sorted(stop_ids)
     was_training = model.training
     model.eval()
@@ -80,27 +109,52 @@ def answer_prompts(
         generation_attention(model),
         decoding(model, stops, pad, config.max_new_tokens),
     ):
-        batches = _batches(order, config.batch_size)
-        for chosen in track(batches, f"{who} answers".strip(), len(prompts), len):
+        for chosen in _batches(order, config.batch_size):
             ids = [prompts[i].input_ids for i in chosen]
             padded, mask = _pad(ids, pad, on_the_right=pairs)
+            start = 1 if pairs else len(padded[0])  # the start token of a decoder, or the prompt
+            until = [_StopTexts(tokenizer, stop_texts, start)] if stop_texts else []
             # `generate` calls encoders and adapted models past the hooks that gather weights.
             with nullcontext() if shards is None else shards.gathered(model):
                 generated = model.generate(
                     input_ids=torch.tensor(padded, device=device),
                     attention_mask=torch.tensor(mask, device=device),
+                    stopping_criteria=StoppingCriteriaList(until),
                     # Ranks may diverge where two logits are all but equal; one that has finished
                     # keeps stepping for the others, which need its part of the weights.
                     synced_gpus=shards is not None,
                 )
-            # After the prompt, or after the start token of a decoder.
-            new = generated[:, 1 if pairs else len(padded[0]) :].tolist()
-            for i, row in zip(chosen, new, strict=True):
+            answers = []
+            for i, row in zip(chosen, generated[:, start:].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row) if token in stops), None)
                 text = tokenizer.decode(row[:end], skip_special_tokens=True)
-                answers[i] = Answer(text, end is not None)
+                answers.append((i, Answer(text, end is not None)))
+            yield answers
     model.train(was_training)
-    return answers
+
+
+class _StopTexts:
+    """Ends each answer that has one of some texts."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: int
+    ) -> None:
+        self._tokenizer, self._texts, self._start = tokenizer, texts, start
+        self._done: torch.Tensor | None = None
+
+    def __call__(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        import torch
+
+        if self._done is None:
+            self._done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        # A text may have as many tokens as bytes, and end within the last one.
+        tail = max(len(text.encode()) for text in self._texts) + 1
+        left = [row for row, done in enumerate(self._done.tolist()) if not done]
+        recent = ids[left, max(self._start, ids.shape[1] - tail) :].tolist()
+        for row, tokens in zip(left, recent, strict=True):
+            text = self._tokenizer.decode(tokens)
+            self._done[row] = any(stop in text for stop in self._texts)
+        return self._done
 
 
 def _batches(order: list[int], size: int) -> Iterator[list[int]]:

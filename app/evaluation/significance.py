@@ -8,10 +8,11 @@ resampled with a fixed seed and in an order of their own: the same rows give the
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.process.errors import TrainingFault
 from data_modules import printable
@@ -52,18 +53,26 @@ MEASURES = {
     "val/loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
     "val/perplexity": Measure(heading="perplexity", form="{:.4g}", is_lower_better=True),
     "exact_match": Measure(heading="exact match", form="{:.1%}"),
-    "numeric": Measure(heading="numeric match", form="{:.1%}"),
-    "f1": Measure(heading="F1", form="{:.1%}"),
-    "rouge1": Measure(heading="ROUGE-1", form="{:.1%}"),
-    "rouge2": Measure(heading="ROUGE-2", form="{:.1%}"),
-    "rougeL": Measure(heading="ROUGE-L", form="{:.1%}"),
-    "bleu": Measure(heading="BLEU", form="{:.1%}"),
-    "chrf": Measure(heading="chrF", form="{:.1%}"),
+    **{
+        name: Measure(heading=heading, form="{:.1%}")
+        for name, heading in {
+            "numeric": "numeric match",
+            "f1": "F1",
+            "rouge1": "ROUGE-1",
+            "rouge2": "ROUGE-2",
+            "rougeL": "ROUGE-L",
+            "bleu": "BLEU",
+            "chrf": "chrF",
+            "accuracy": "accuracy",
+            "accuracy_norm": "by length",
+            "passed": "passed",
+        }.items()
+    },
+    "loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
     "judge": Measure(heading="judge's score", form="{:.2f}", scale=10),
 }
-"""name in metrics.json -> what it measures"""
-SHARE = Measure(heading="", form="{:.1%}")
-"""of a measure that is not listed: a share of 1, more is better, named as it is"""
+OTHER = Measure(heading="", form="{:.4f}")
+"""of a measure that is not listed: more is better, named as it is"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +107,7 @@ class Change:
 
     @property
     def how(self) -> Measure:
-        return MEASURES.get(self.measure, SHARE)
+        return MEASURES.get(self.measure, OTHER)
 
     @property
     def difference(self) -> float:
@@ -165,6 +174,26 @@ def compare_rows(
         )
         for measure, name, one, other in pairs
     ]
+
+
+def scores_in_lines(
+    lines: Iterable[Mapping[str, Any]], who: str
+) -> dict[str, dict[str, RowScores]]:
+    """Return a model's scores in the lines of predictions.jsonl, by metric and data set or task.
+
+    The loss of a row counts by its tokens. A metric is left out where a row has none of `who`.
+    """
+    found: dict[tuple[str, str], list[tuple[float | None, float]]] = defaultdict(list)
+    for line in lines:
+        for metric, values in line["metrics"].items():
+            weight = float(line.get("tokens", 1)) if metric == "loss" else 1.0
+            found[metric, line["data_set"]].append((values.get(who), weight))
+    scores: dict[str, dict[str, RowScores]] = defaultdict(dict)
+    for (metric, name), rows in found.items():
+        own = [score for score, _ in rows if score is not None]
+        if len(own) == len(rows):
+            scores[metric][name] = RowScores(scores=own, weights=[weight for _, weight in rows])
+    return dict(scores)
 
 
 def _compare(

@@ -187,6 +187,11 @@ def is_first_here() -> bool:
     return read_launch().is_first_here
 
 
+def local_rank() -> int:
+    """Return the number of this process among the ranks of its machine; 0 for a single one."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def is_child() -> bool:
     """Say whether our own launcher started this process, after it had checked everything."""
     return read_launch().is_child

@@ -49,9 +49,9 @@ PROBE = ".writable-"
 """prefix of a temporary file that tests whether the folder is writable"""
 LEFT_BY_REFUSED = re.compile(
     rf"{re.escape(LOCK_FILE)}|{re.escape(REASON_FILE)}|stacks-rank-\d+\.txt|\.config\.yaml\.\d+|"
-    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints"
+    rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial"
 )
-"""what a process leaves in its folder if it is refused before training"""
+"""what a process leaves in its folder if it is refused before training, or killed evaluating"""
 WRITTEN_AT_START = re.compile(
     rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
     r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|train\.log|"

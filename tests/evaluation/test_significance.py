@@ -19,6 +19,7 @@ from app.evaluation.significance import (
     figures_of,
     paired_bootstrap,
     print_changes,
+    scores_in_lines,
     verdict,
 )
 from app.process.errors import TrainingFault, exit_code
@@ -141,6 +142,21 @@ def test_what_was_not_trained_on_is_forgotten() -> None:
     assert figures_of(changes)["change/val/loss/orders/low"] == 0.5
 
 
+def test_scores_of_rows_are_read_from_predictions() -> None:
+    def line(name: str, tokens: int, **metrics: dict[str, float]) -> dict[str, object]:
+        return {"data_set": name, "tokens": tokens, "metrics": metrics}
+
+    lines = [
+        line("arc", 3, accuracy={"base": 0.0, "tuned": 1.0}, loss={"base": 2.0, "tuned": 1.0}),
+        line("arc", 1, accuracy={"base": 1.0, "tuned": 1.0}, loss={"base": 4.0}),
+    ]
+    base, tuned = (scores_in_lines(lines, who) for who in ("base", "tuned"))
+    assert (base["loss"]["arc"].scores, base["loss"]["arc"].weights) == ([2.0, 4.0], [3.0, 1.0])
+    assert tuned.keys() == {"accuracy"}  # one row has no loss
+    (change,) = compare_rows(base, tuned)
+    assert (change.base, change.tuned, change.num_rows) == (0.5, 1.0, 2)
+
+
 def test_what_one_model_has_no_scores_of_is_left_out_and_other_rows_are_refused() -> None:
     one, none = {"exact_match": {"a": RowScores(scores=[1.0])}}, {"exact_match": {}}
     assert compare_rows(one, none) == compare_rows(none, one) == compare_rows(one, {}) == []
@@ -171,11 +187,11 @@ def test_a_regression_ends_with_exit_code_4_and_noise_does_not() -> None:
 def test_the_table_has_signs_and_names_that_are_no_markup(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    task = replace(LOSS, measure="task/accuracy", name="old[new]", base=0.7, tuned=0.4)
+    task = replace(LOSS, measure="task/points", name="old[new]", base=0.7, tuned=0.4)
     table = cells(changes_table([LOSS, replace(task, low=-0.4, high=-0.2)]))
     assert table[1:] == [
         ["orders", "loss", "100", "+0.5000", "+0.4000 to +0.6000", "forgotten"],
-        ["old[new]", "task/accuracy", "100", "-30.0%", "-40.0% to -20.0%", "forgotten"],
+        ["old[new]", "task/points", "100", "-0.3000", "-0.4000 to -0.2000", "forgotten"],
     ]
     print_changes([])
     assert capsys.readouterr().out == ""

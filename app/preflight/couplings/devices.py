@@ -37,11 +37,13 @@ def requested_devices(config: TrainConfig | TunedConfig, num_gpus: int | None = 
     num_gpus = count_gpus() if num_gpus is None else num_gpus
     accelerator = config.trainer.accelerator
     on_gpu = accelerator == "gpu" or (accelerator == "auto" and num_gpus > 0)
-    if not is_training(config):
+    if not has_data(config):
         return Devices(num_gpus, on_gpu, 1, 1, 1)
     per_node = config.trainer.devices
     if not isinstance(per_node, int):
         per_node = max(num_gpus, 1) if on_gpu else 1
+    if not is_training(config):
+        return Devices(num_gpus, on_gpu, per_node, per_node, per_node)
     num_ranks = per_node * config.trainer.num_nodes
     together = tensor_parallel_size(config.strategy, per_node)
     return Devices(num_gpus, on_gpu, per_node, num_ranks, max(num_ranks // together, 1))

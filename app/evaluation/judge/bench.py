@@ -1,0 +1,101 @@
+"""Questions of several turns to base and tuned: their answers, then a judge's verdicts on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.evaluation.generation import EvaluationConfig, answer_prompts
+from app.evaluation.judge.endpoint import Endpoint
+from app.evaluation.judge.grading import Judged, judge_answers
+from app.evaluation.judge.questions import QUESTIONS_FILE, Question, read_questions
+from app.evaluation.judge.settings import JudgeConfig, read_key
+from app.process.files import write_whole
+from data_modules import Origin, Prompt, Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from data_modules import ChatTemplate
+
+ANSWERS_FILE = "judge_answers.jsonl"
+
+
+class Bench:
+    """Ask models the same questions, greedily, and have all their answers judged at the end."""
+
+    def __init__(self, config: JudgeConfig, batch_size: int) -> None:
+        self.config, self._batch_size = config, batch_size
+        self._key = read_key(config)
+        references = None if config.references is None else Path(config.references)
+        self.questions = read_questions(
+            Path(str(config.questions)), references, config.max_questions
+        )
+        self.answers: dict[str, dict[str, list[str]]] = {}
+
+    @property
+    def name(self) -> str:
+        """What the questions are called: by their file, or its folder where all are called so."""
+        path = Path(str(self.config.questions))
+        return path.absolute().parent.name if path.name == QUESTIONS_FILE else path.stem
+
+    def ask(
+        self,
+        who: str,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        stop_ids: set[int],
+        context_len: int | None,
+    ) -> None:
+        """Keep a model's answer to each turn of each question; none where no context is left."""
+        answers: dict[str, list[str]] = {question.id: [] for question in self.questions}
+        longest = max(len(question.turns) for question in self.questions)
+        for turn in range(longest):
+            asked = [question for question in self.questions if turn < len(question.turns)]
+            prompts = {
+                question.id: template.prompt_ids(_turns(question, answers[question.id]))
+                for question in asked
+            }
+            room = self.config.max_new_tokens
+            if context_len is not None and not template.is_encoder_decoder:
+                # What one answer takes, the next turns have not.
+                fitting = [len(ids) for ids in prompts.values() if len(ids) < context_len]
+                left = context_len - max(fitting, default=0)
+                room = max(1, min(room, left // (longest - turn)))
+                prompts = {id: ids for id, ids in prompts.items() if len(ids) + room <= context_len}
+            origin = Origin(str(self.config.questions), 0)
+            rows = [Prompt(ids, "", origin) for ids in prompts.values()]
+            how = EvaluationConfig(max_new_tokens=room, batch_size=self._batch_size)
+            found = answer_prompts(model, tokenizer, rows, stop_ids, how)
+            texts = dict(zip(prompts, (answer.text for answer in found), strict=True))
+            for question in asked:
+                answers[question.id].append(texts.get(question.id, ""))
+        self.answers[who] = answers
+
+    def judge(self, folder: Path, cache: Path) -> Judged:
+        """Write all answers to `folder`, and ask for every verdict on them."""
+        lines = [
+            {
+                "question_id": question.id,
+                "category": question.category,
+                "turns": question.turns,
+                "reference": question.reference,
+                **{who: answers[question.id] for who, answers in self.answers.items()},
+            }
+            for question in self.questions
+        ]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_whole(folder / ANSWERS_FILE, text)
+        endpoint = Endpoint(self.config, self._key, cache)
+        return judge_answers(self.questions, self.answers, endpoint, self.config, folder)
+
+
+def _turns(question: Question, answers: Sequence[str]) -> list[Turn]:
+    """Return the conversation up to the question that follows `answers`."""
+    turns = []
+    for text, answer in zip(question.turns, answers, strict=False):
+        turns += [Turn("user", text), Turn("assistant", answer)]
+    return [*turns, Turn("user", question.turns[len(answers)])]

@@ -1,0 +1,45 @@
+"""Run a program that a model has written, with its checks, in a process with limits.
+
+The limits keep an accident from harming the machine: time, memory, file sizes, an empty folder and
+environment. They are no wall against malice: the process runs as the user, with the network.
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+
+SECONDS, MEMORY_BYTES, FILE_BYTES = 10, 1 << 30, 1 << 20
+
+
+def passes(program: str, seconds: int = SECONDS) -> bool:
+    """Return whether a program runs to its end within the limits, without an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-I", "-S", "-"],
+                input=program.encode("utf-8", "replace"),
+                cwd=folder,
+                env={},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=seconds,
+                preexec_fn=_limit,
+                start_new_session=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+    return ended.returncode == 0
+
+
+def _limit() -> None:
+    for what, most in (
+        (resource.RLIMIT_CPU, SECONDS),
+        (resource.RLIMIT_AS, MEMORY_BYTES),
+        (resource.RLIMIT_FSIZE, FILE_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(what, (most, most))

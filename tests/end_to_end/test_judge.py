@@ -1,0 +1,69 @@
+"""An evaluation whose answers are judged over HTTP, with nothing else to measure."""
+
+from __future__ import annotations
+
+import json
+import os
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+
+from app.config import load_config
+from app.evaluate import evaluate
+from app.evaluation.judge import endpoint
+from app.evaluation.judge.endpoint import JudgeError
+from tests.tiny import TINY_BASE, train_into
+from tools.sample_judge import MODEL, Handler, serving
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_into(tmp_path_factory.mktemp("judged") / "run") / "adapter"
+
+
+def judged(url: str, adapter: Path, folder: Path) -> dict[str, float]:
+    os.environ.pop("LOFT_RUN_DIR", None)
+    words = [f"model.path={TINY_BASE}", f"adapter_path={adapter}", "evaluation=mt_bench"]
+    words += [f"evaluation.judge.url={url}", f"evaluation.judge.model={MODEL}"]
+    words += ["evaluation.judge.max_questions=3", "evaluation.judge.max_new_tokens=8"]
+    words += ["evaluation.judge.max_retries=0", f"data.cache_dir={adapter.parent / 'cache'}"]
+    try:
+        return evaluate(load_config("evaluate", [*words, f"output.dir={folder}"]))
+    finally:
+        os.environ.pop("LOFT_RUN_DIR", None)
+
+
+def test_answers_are_judged_and_kept_where_the_judge_dies(
+    adapter: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "FIRST_WAIT", 0.01)
+    answered = 0
+
+    class Dies(Handler):
+        def do_POST(self) -> None:
+            nonlocal answered
+            answered += 1
+            if answered > 6:
+                BaseHTTPRequestHandler.send_error(self, 503, "no more")
+            else:
+                super().do_POST()
+
+    with serving(Dies) as url, pytest.raises(JudgeError, match="the same command goes on"):
+        judged(url, adapter, tmp_path / "first")
+    said = capsys.readouterr().out
+    assert "judged by words_in_common" in said and f"run: {tmp_path / 'first'}" in said
+    left = {file.name for file in (tmp_path / "first").iterdir()}
+    assert {"judge.html", "judge_answers.jsonl", "verdicts.jsonl", "metrics.json"} <= left
+    with serving() as url:
+        metrics = judged(url, adapter, tmp_path / "second")
+    assert metrics["tuned/judge"] >= 1 and metrics["base/judge/writing"] >= 1
+    assert 0 <= metrics["tuned/judge_wins"] <= 1 and "change/judge/mt_bench/low" in metrics
+    assert metrics == json.loads((tmp_path / "second" / "metrics.json").read_text())
+    verdicts = (tmp_path / "second" / "verdicts.jsonl").read_text().splitlines()
+    assert len(verdicts) == 3 * 2 * 4

@@ -1,0 +1,136 @@
+"""`python -m app.evaluate` on tasks: a base, an adapter and a merged folder, with no other data."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from app.config import load_config
+from app.config.dispatch import check_before_start
+from app.evaluate import evaluate
+from app.process.errors import UserError
+from tests.conftest import ROOT
+from tests.processes import run_verb
+from tests.tiny import TINY_BASE
+
+SHARED = ROOT.parent / "shared" / "data"
+ALL = "[{name: arc}, {name: mmlu, few_shot: 1}, {name: lambada}, {name: winogrande}]"
+
+
+def evaluated(folder: Path, *words: str) -> dict[str, float]:
+    os.environ.pop("LOFT_RUN_DIR", None)
+    config = load_config("evaluate", ["trainer.precision=fp32", f"output.dir={folder}", *words])
+    check_before_start(config)
+    metrics = evaluate(config)
+    os.environ.pop("LOFT_RUN_DIR", None)
+    return metrics
+
+
+def test_tasks_need_no_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = evaluated(tmp_path, f"model.path={TINY_BASE}", f"evaluation.tasks={ALL}")
+    assert {f"base/accuracy/{name}" for name in ("arc", "mmlu", "lambada", "winogrande")} <= set(
+        metrics
+    )
+    # Of a subject, and of its category.
+    assert {"base/accuracy/mmlu/sociology", "base/accuracy/mmlu/social_sciences"} <= set(metrics)
+    assert metrics == json.loads((tmp_path / "metrics.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "predictions.jsonl").open()]
+    assert len(lines) == 6 + 16 + 4 + 4
+    right = [line["metrics"]["accuracy"]["base"] for line in lines if line["data_set"] == "arc"]
+    assert sum(right) / 6 == metrics["base/accuracy/arc"]
+    said = capsys.readouterr().out
+    assert "base-arc: 6 rows in" in said and "arc (" in said  # a sample
+    (line,) = [line for line in said.splitlines() if " mmlu/stem " in line and "length" in line]
+    assert f"{metrics['base/accuracy_norm/mmlu/stem']:.1%}" in line
+    assert not (tmp_path / "partial").exists()
+
+
+def test_a_killed_evaluation_goes_on_in_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from app.evaluation.tasks import measure
+
+    words = (f"model.path={TINY_BASE}", "evaluation.tasks=[{name: arc}, {name: lambada}]")
+    whole = evaluated(tmp_path / "whole", *words)
+    real, asked = measure.score, []
+
+    def dies(model: object, requests: list[object], **how: object) -> object:
+        asked.append(len(requests))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(model, requests, **how)
+
+    monkeypatch.setattr(measure, "score", dies)
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(tmp_path / "again", *words)
+    assert evaluated(tmp_path / "again", *words) == whole
+    assert asked == [24, 4, 4]  # ARC was not asked again
+
+
+def test_nothing_to_measure_is_said(tmp_path: Path) -> None:
+    words = (f"model.path={TINY_BASE}", "evaluation.exact_match=true")
+    with pytest.raises(UserError, match="no data"):
+        evaluated(tmp_path, *words)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
+    tasks = "evaluation.tasks=[{name: arc}, {name: gsm8k, few_shot: 1}]"
+    data = ROOT / "data_modules" / "samples" / "lists_test.json"
+    words = [
+        f"model.path={TINY_BASE}",
+        f"data.datasets=[{{path: {data}}}]",
+        "data.val_set_size=40",
+        "evaluation.exact_match=true",
+        "evaluation.metrics=[f1]",
+        "evaluation.max_new_tokens=16",
+        "trainer.precision=fp32",
+        "trainer.accelerator=cpu",
+        tasks,
+    ]
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        run_verb("evaluate", *words, f"trainer.devices={ranks}", f"output.dir={folder}")
+        found.append(json.loads((folder / "metrics.json").read_text()))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    lines = [(tmp_path / str(n) / "predictions.jsonl").read_text().splitlines() for n in (1, 2)]
+    assert len(lines[0]) == len(lines[1]) and [
+        {k: v for k, v in json.loads(line).items() if k != "metrics"} for line in lines[0]
+    ] == [{k: v for k, v in json.loads(line).items() if k != "metrics"} for line in lines[1]]
+
+
+# lm-eval 0.4.13, HFLM in fp32, `acc`, `acc_norm` and the sums of log-likelihoods of the right
+# answers, on the first 200 rows of each file without examples; LAMBADA's perplexity.
+HARNESS = {
+    "mmlu": (0.285, 0.285, -724.3836495876312),
+    "arc": (0.28, 0.225, -10136.26174545288),
+    "openbookqa": (0.115, 0.15, -9126.117407798767),
+    "lambada": (0.025, None, -3106.873059153557),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the shared test data is not here")
+def test_accuracy_and_loss_are_those_of_lm_evaluation_harness(tmp_path: Path) -> None:
+    listed = ", ".join(f"{{name: {name}, few_shot: 0, max_rows: 200}}" for name in HARNESS)
+    metrics = evaluated(
+        tmp_path,
+        f"model.path={SHARED / 'models' / 'stories260K'}",
+        f"evaluation.tasks=[{listed}]",
+        f"evaluation.task_dir={SHARED / 'eval'}",
+    )
+    tokens = dict.fromkeys(HARNESS, 0)
+    sums = dict.fromkeys(HARNESS, 0.0)
+    for line in map(json.loads, (tmp_path / "predictions.jsonl").open()):
+        sums[line["data_set"]] -= line["metrics"]["loss"]["base"] * line["tokens"]
+        tokens[line["data_set"]] += line["tokens"]
+    for name, (accuracy, by_length, logprob) in HARNESS.items():
+        assert metrics[f"base/accuracy/{name}"] == accuracy
+        assert metrics.get(f"base/accuracy_norm/{name}") == by_length
+        assert sums[name] == pytest.approx(logprob, rel=1e-6)
+        assert metrics[f"base/loss/{name}"] == pytest.approx(-logprob / tokens[name], rel=1e-6)
+    assert metrics["base/perplexity/lambada"] == pytest.approx(5578136.375947928, rel=1e-6)

@@ -1,0 +1,90 @@
+"""Tasks of lm-evaluation-harness go through the library, offline, by one door."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.evaluation.generation import EvaluationConfig
+from app.evaluation.tasks.harness import Harness, check_harness
+from app.evaluation.tasks.questions import SAMPLES
+from app.process.errors import UserError
+from tests.evaluation.test_evaluate_tasks import evaluated
+from tests.tiny import TINY_BASE
+
+HEAD = "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\n"
+CHOICES = """test_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_target: "{{choices.label.index(answerKey)}}"
+doc_to_choice: "{{choices.text}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+WORDS = """test_split: test
+output_type: generate_until
+doc_to_text: context
+doc_to_target: continuation
+generation_kwargs: {until: ["."], max_gen_toks: 8}
+metric_list: [{metric: exact_match}]
+"""
+TEXTS = """test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: context
+metric_list: [{metric: byte_perplexity}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    for name, file, body in (
+        ("own_arc", "arc_easy_validation.jsonl", CHOICES),
+        ("own_words", "lambada_openai.jsonl", WORDS),
+        ("own_texts", "lambada_openai.jsonl", TEXTS),
+    ):
+        (tasks / f"{name}.yaml").write_text(HEAD.format(name=name, file=SAMPLES / file) + body)
+    return tasks
+
+
+@pytest.mark.slow
+def test_the_librarys_figures_are_those_of_our_own_task(folder: Path, tmp_path: Path) -> None:
+    metrics = evaluated(
+        tmp_path / "out",
+        f"model.path={TINY_BASE}",
+        "evaluation.tasks=[{name: arc}]",
+        "evaluation.harness=[own_arc,own_words,own_texts]",
+        f"evaluation.harness_dir={folder}",
+    )
+    for name in ("accuracy", "accuracy_norm"):
+        assert metrics[f"base/{name}/own_arc"] == metrics[f"base/{name}/arc"]
+    assert metrics["base/exact_match/own_words"] == 0.0
+    assert metrics["base/byte_perplexity/own_texts"] > 1
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").open()]
+    ours, theirs = (
+        [line["metrics"]["accuracy"]["base"] for line in lines if line["data_set"] == name]
+        for name in ("arc", "own_arc")
+    )
+    assert ours == theirs and len(ours) == 6
+
+
+def test_an_unknown_task_is_named_with_the_nearest(folder: Path) -> None:
+    config = EvaluationConfig(harness=["own_arcs"], harness_dir=str(folder))
+    harness = Harness(config=config, tokenizer=None, stop_ids=set(), max_len=1)  # type: ignore
+    with pytest.raises(UserError, match="unknown task own_arcs; did you mean own_arc"):
+        harness.manager()
+
+
+def test_tasks_that_bring_code_are_refused_unless_it_is_allowed(folder: Path) -> None:
+    (folder / "utils.py").write_text("raise SystemExit")
+    config = EvaluationConfig(harness=["own_arc"], harness_dir=str(folder))
+    assert "may run utils.py" in check_harness(config)[0]
+    config.allow_code = True
+    assert check_harness(config) == []
+    config.harness_dir = "not_there"
+    assert "there is no such folder" in check_harness(config)[0]

@@ -1,0 +1,139 @@
+"""Questions and references in MT-bench's form; what is wrong with them by file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.evaluation.judge.bench import Bench
+from app.evaluation.judge.questions import Question, read_questions
+from app.evaluation.judge.settings import JudgeConfig
+from app.process.errors import ROOT, UserError
+from app.report.judge_page import (
+    AnswerView,
+    QuestionView,
+    TurnView,
+    outline,
+    render_judge_page,
+    spokes,
+)
+from tools.sample_judge import judge
+
+SAMPLE = ROOT / "data_modules" / "samples" / "mt_bench"
+SHARED = ROOT.parent / "shared" / "data" / "eval" / "mt_bench"
+
+
+def written(file: Path, *rows: Any) -> Path:
+    file.parent.mkdir(exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_a_folder_has_questions_and_their_references(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = {"question_id": 81, "category": "math", "turns": ["2 + 2?", "And 1 more?"]}
+    other = {"question_id": 82, "turns": ["Hello"]}
+    file = written(tmp_path / "bench" / "question.jsonl", one, "", other)
+    answers = {"question_id": 81, "choices": [{"index": 0, "turns": ["4", "5"]}]}
+    unused = {"question_id": 99, "choices": [{"turns": ["4"]}]}
+    written(tmp_path / "bench" / "reference_answer_x.jsonl", answers, unused)
+    expected = [
+        Question("81", "math", ("2 + 2?", "And 1 more?"), ("4", "5")),
+        Question("82", "general", ("Hello",)),
+    ]
+    assert read_questions(file.parent) == expected
+    assert not caplog.records
+    assert [question.reference for question in read_questions(file, max_questions=1)] == [()]
+    assert "1 questions of math, reasoning, coding have no reference answer" in caplog.text
+    bench = Bench(JudgeConfig(questions=str(file), url="https://host/v1", model="m"), 1)
+    assert bench.name == "bench"
+
+
+def test_everything_that_is_wrong_is_listed_by_its_line(tmp_path: Path) -> None:
+    good = {"question_id": 1, "turns": ["Hello", "Again"]}
+    rows: list[Any] = [good, "{", [1], {"id": 1}, good]
+    rows += [{**good, "question_id": 2, "turns": ["Hi", " "]}]
+    rows += [{**good, "question_id": 3, "reference": ["one"]}]
+    file = written(tmp_path / "q.jsonl", *rows)
+    references = written(
+        tmp_path / "r.jsonl", {"question_id": 1, "choices": [{"turns": ["x"]}]}, {}
+    )
+    with pytest.raises(UserError) as failed:
+        read_questions(file, references)
+    problems = [
+        problem.replace(f"{tmp_path}/", "").partition(":")[2] for problem in failed.value.problems
+    ]
+    assert problems[1:] == [
+        "3 is a JSON list; expected an object",
+        "4 has no question_id and no turns; found ['id']",
+        "5 question_id 1 is there twice",
+        "6 turns: expected a list of questions, none of them empty",
+        "7 reference: expected 2 answers, one a turn",
+        "1 has 1 answers, question 1 has 2 turns",
+        "2 is no reference answer: expected question_id and choices[0].turns, found []",
+    ]
+    assert problems[0].startswith("2 is not JSON")
+    with pytest.raises(UserError, match="there are no questions in it"):
+        read_questions(written(tmp_path / "empty.jsonl"))
+
+
+def test_the_sample_has_a_question_of_each_category_and_references_where_they_are_needed() -> None:
+    questions = read_questions(SAMPLE)
+    assert len({question.category for question in questions}) == len(questions) == 8
+    assert all(len(question.turns) == 2 for question in questions)
+    assert {q.category for q in questions if q.reference} >= {"math", "reasoning", "coding"}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs MT-bench's own files")
+def test_mt_benchs_own_files_are_read() -> None:
+    questions = read_questions(SHARED)
+    assert (len(questions), sum(bool(question.reference) for question in questions)) == (80, 40)
+
+
+def test_the_rule_that_stands_in_for_a_judge_answers_in_the_form_that_is_asked_for() -> None:
+    from app.evaluation.judge.prompts import (
+        choosing_messages,
+        grading_messages,
+        read_choice,
+        read_grade,
+    )
+
+    question = read_questions(SAMPLE)[3]
+    right, wrong = list(question.reference), ["No idea.", "None."]
+    for answers, expected in ((right, 10), (wrong, 1)):
+        assert read_grade(judge(grading_messages(question, 1, answers)[1]["content"])) == expected
+    for pair, choice in (((right, wrong), "1"), ((wrong, right), "2"), ((right, right), "tie")):
+        asked = choosing_messages(question, 0, *pair)[1]["content"]
+        assert read_choice(judge(asked)) == choice
+
+
+def test_a_radar_has_its_first_category_at_the_top_and_its_scale_from_the_centre() -> None:
+    assert outline([10, 0, 5, 2.5]) == "210.0,60.0 210.0,210.0 210.0,285.0 172.5,210.0"
+    assert [spoke.anchor for spoke in spokes(["a", "b", "c", "d"])] == [
+        "middle",
+        "start",
+        "middle",
+        "end",
+    ]
+
+
+def test_the_page_escapes_what_models_and_judges_say_and_needs_no_network() -> None:
+    said = "<script>alert(1)</script>"
+    answers = [
+        AnswerView(who="base", text=said, score=None, judge=""),
+        AnswerView(who="tuned", text="", score=7.0, judge=said),
+    ]
+    turn = TurnView(question=said, reference=said, answers=answers)
+    scores = {"base": {said: 1.0, "b": 2.0, "c": 3.0}, "tuned": {"b": 10.0}}
+    table = [["category", "base"], [said, "1"]]
+    page = render_judge_page(
+        said, [said], table, scores, [QuestionView(name=said, turns=[turn] * 2)]
+    )
+    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+    assert page.count("&lt;script&gt;") == 1 + 1 + 1 + 1 + 1 + 1 + 2 * 4
+    assert page.count('class="shape') == 2 and "7 of 10" in page and "(empty)" in page

@@ -1,0 +1,136 @@
+"""Likelihoods are those of one row at a time, whatever is batched, padded and shared."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from app.evaluation.likelihood import (
+    Likelihood,
+    Request,
+    can_share,
+    encode_pair,
+    plan_units,
+    rolling_requests,
+    score,
+)
+from tests.tiny import TINY_BASE, tiny_gpt2, tiny_llama, tiny_t5
+
+CHOICES = random.Random(3)
+
+
+def ids(length: int) -> list[int]:
+    return [CHOICES.randrange(3, 64) for _ in range(length)]
+
+
+def questions(few_shot: list[int], count: int = 5) -> list[Request]:
+    """Some contexts of several lengths, each with four continuations of one to six tokens."""
+    contexts = [few_shot + ids(10 + 3 * n) for n in range(count)]
+    return [Request(context, ids(1 + n * 5 // 3)) for context in contexts for n in range(4)]
+
+
+def one_at_a_time(model: Any, requests: list[Request], max_len: int = 128) -> list[Likelihood]:
+    found = []
+    for context, continuation in requests:
+        row = torch.tensor([[*context, *continuation][-(max_len + 1) :]])
+        with torch.no_grad():
+            logits = model(input_ids=row[:, :-1], use_cache=False).logits.log_softmax(-1)[0]
+        targets = torch.tensor(continuation)
+        ends = logits[-len(continuation) :]
+        total = ends.gather(1, targets.unsqueeze(1)).sum()
+        is_greedy = bool((ends.argmax(-1) == targets).all())
+        found.append(Likelihood(float(total), len(continuation), is_greedy))
+    return found
+
+
+def scored(model: Any, requests: list[Request], **how: Any) -> list[Likelihood]:
+    limits = {"max_len": 128, "batch_tokens": 256} | how
+    found = dict(pair for batch in score(model, requests, **limits) for pair in batch)
+    assert sorted(found) == list(range(len(requests)))  # each once
+    return [found[number] for number in range(len(requests))]
+
+
+def assert_same(found: list[Likelihood], expected: list[Likelihood]) -> None:
+    assert [one[1:] for one in found] == [one[1:] for one in expected]
+    assert [one.logprob for one in found] == pytest.approx(
+        [one.logprob for one in expected], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("model", [tiny_llama(), tiny_gpt2()], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("few_shot", [0, 50])
+@pytest.mark.parametrize("batch_tokens", [1, 200, 5000])
+def test_likelihoods_are_those_of_one_row_at_a_time(
+    model: Any, few_shot: int, batch_tokens: int
+) -> None:
+    requests = questions(ids(few_shot))
+    requests += [Request(ids(3), ids(2)), Request(requests[0].context, requests[0].continuation)]
+    assert can_share(model)
+    found = scored(model, requests, batch_tokens=batch_tokens)
+    assert_same(found, one_at_a_time(model, requests))
+
+
+def test_a_greedy_continuation_is_found() -> None:
+    model = tiny_llama()
+    context = ids(8)
+    with torch.no_grad():
+        last = int(model(input_ids=torch.tensor([context])).logits[0, -1].argmax())
+    greedy, other = scored(model, [Request(context, [last]), Request(context, [63 - last])])
+    assert greedy.is_greedy and not other.is_greedy
+
+
+def test_a_long_context_loses_its_left() -> None:
+    model = tiny_llama()
+    requests = [Request(ids(150), ids(4)), Request(ids(127), ids(1)), Request(ids(128), ids(3))]
+    assert_same(scored(model, requests), one_at_a_time(model, requests))
+
+
+def test_what_rows_begin_with_is_computed_once() -> None:
+    zero_shot, few_shot = questions([], 6), questions(ids(60), 6)
+    whole = sum(len(context) + len(end) - 1 for context, end in zero_shot)
+    units = plan_units(zero_shot, 128, shares=True)
+    assert len(units) == 6  # a question each
+    assert sum(unit.num_tokens for unit in units) < whole / 2.5
+    (unit,) = plan_units(few_shot, 128, shares=True)
+    assert unit.num_shared >= 60
+    letters = [Request(context, [n]) for context in (ids(9), ids(9)) for n in (5, 6, 7)]
+    assert [len(unit.rows) for unit in plan_units(letters, 128, shares=True)] == [1, 1]
+
+
+def test_an_encoder_decoder_is_asked_for_its_decoders_targets() -> None:
+    model = tiny_t5()
+    requests = [Request(ids(9 + n), ids(1 + n % 3)) for n in range(5)]
+    expected = []
+    for context, continuation in requests:
+        with torch.no_grad():
+            read = torch.tensor([[0, *continuation[:-1]]])
+            logits = model(input_ids=torch.tensor([context]), decoder_input_ids=read).logits
+        targets = torch.tensor([continuation])
+        total = logits.log_softmax(-1).gather(2, targets.unsqueeze(2)).sum()
+        is_greedy = bool((logits.argmax(-1) == targets).all())
+        expected.append(Likelihood(float(total), len(continuation), is_greedy))
+    assert_same(scored(model, requests), expected)
+
+
+def test_each_token_of_a_text_is_predicted_once_with_as_much_context_as_fits() -> None:
+    text = list(range(10, 21))
+    assert rolling_requests(text, 1, 4) == [
+        Request([1], [10, 11, 12, 13]),
+        Request([13], [14, 15, 16, 17]),
+        Request([16, 17], [18, 19, 20]),
+    ]
+    assert rolling_requests(text[:3], 1, 4) == [Request([1], [10, 11, 12])]
+
+
+def test_spaces_belong_to_the_continuation_and_an_empty_context_is_a_first_token() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_BASE)
+    context, continuation = encode_pair(tokenizer, "the sea ", "is calm")
+    assert tokenizer.decode(context + continuation) == "the sea is calm"
+    assert tokenizer.decode(context) == "the sea"
+    alone = encode_pair(tokenizer, "", "calm")
+    assert alone.context == [tokenizer.bos_token_id or tokenizer.eos_token_id]
+    assert tokenizer.decode(alone.continuation) == "calm"
