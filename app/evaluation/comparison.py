@@ -244,10 +244,13 @@ def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
 
 
 def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
-    """Print the table of `metrics`."""
+    """Print the table of `metrics`, or why there is none."""
     from rich.console import Console
 
     print()
+    if not any(name.startswith(WHO) for name in metrics):
+        print("base and tuned are not compared: no rows were held out (data.val_set_size)")
+        return
     Console(highlight=False).print(comparison_table(metrics, dataset_names))
 
 
