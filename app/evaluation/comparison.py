@@ -62,15 +62,7 @@ class Predictions:
         `shards`: the strategy where each rank holds a part of the weights; all answer together.
         """
         self._answers[who] = {
-            name: answer_prompts(
-                model,
-                self._tokenizer,
-                rows,
-                self._stop_ids,
-                self._config,
-                shards,
-                who=f"{who}, {name}:",
-            )
+            name: answer_prompts(model, self._tokenizer, rows, self._stop_ids, self._config, shards)
             for name, rows in self._prompts.items()
         }
         return {

@@ -46,10 +46,8 @@ def answer_prompts(
     stop_ids: set[int],
     config: EvaluationConfig,
     shards: StrategyMixin | None = None,
-    *,
-    who: str = "",
 ) -> list[Answer]:
-    """Answer each prompt greedily, up to the first of `stop_ids`; `who` answers what, for the bar.
+    """Answer each prompt greedily, up to the first of `stop_ids`.
 
     `shards`: the strategy where each rank holds a part of the weights; all answer together.
     """
@@ -70,7 +68,7 @@ def answer_prompts(
         decoding(model, stops, pad, config.max_new_tokens),
     ):
         batches = _batches(order, config.batch_size)
-        for chosen in track(batches, f"{who} answers".strip(), len(prompts), len):
+        for chosen in track(batches, "answers", len(prompts), len):
             ids = [prompts[i].input_ids for i in chosen]
             padded, mask = _pad(ids, pad, on_the_right=pairs)
             # `generate` calls encoders and adapted models past the hooks that gather weights.
