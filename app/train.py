@@ -90,6 +90,8 @@ def finish(
     """
     from app.assembly import build_evaluator
     from app.evaluation.comparison import compare_trained, print_comparison
+    from app.evaluation.progress import Progress
+    from app.evaluation.shares import Shares
     from app.evaluation.significance import check_regression, figures_of, print_changes
     from app.model.adapter import saves_whole_model
     from app.model.save import save_model
@@ -102,9 +104,11 @@ def finish(
         return None
     measured = {} if estimate is None else estimate.compare(module)
     module.release_optimizer()  # verifying loads the base beside what was trained
-    evaluator = build_evaluator(config, base, data, shards, module.sum_over_ranks)
+    progress = Progress(prints_lines=False)
+    shares = Shares(show=progress.show)
+    evaluator = build_evaluator(config, base, data, shards, module.sum_over_ranks, shares)
     keep_stop_tokens(module.model, evaluator.stop_ids)
-    with trainer.precision_plugin.forward_context():
+    with trainer.precision_plugin.forward_context(), progress:
         saved, model = save_model(
             module.model,
             config.adapter,

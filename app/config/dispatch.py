@@ -31,7 +31,7 @@ from app.process.launch import check_launch, is_child
 from app.process.logs import be_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
-from app.run.folder import NO_URL, UNSET, check_output
+from app.run.folder import NO_URL, UNSET, check_output, discard_unused
 from app.run.ranks import check_supervise
 from data_modules import printable, redact
 
@@ -54,7 +54,9 @@ def run_verb(
         _check_current_folder()
         return _dispatch(verb, function, sweep, typed)
     except BaseException as error:  # noqa: BLE001  last guard, also of what Rust calls a panic
-        return report(error)
+        code = report(error)
+        discard_unused()
+        return code
 
 
 def _dispatch(

@@ -74,7 +74,7 @@ ENDING = """\
 A value with spaces or commas goes into quotes: model.path="'my models/tiny'".
 Files: settings in conf/, results of the experiments in conf/experiment/README.md.
 Exit codes: 0 done, 2 wrong input, 3 the environment (disk, memory, package), 4 training went bad,
-130/143 stopped by a signal. LOFT_TRACEBACK=1 shows where an error happened."""
+130/143 stopped by a signal. LOFT_TRACEBACK=1 shows where an error happened, --verbose details."""
 
 
 def help_page(verb: str, top: type, parts: Parts, conf: Path, topic: str | None = None) -> str:

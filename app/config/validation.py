@@ -211,7 +211,9 @@ def _whole_number(found: schema.Leaf | schema.Unknown) -> int | None:
     if not (isinstance(found, schema.Leaf) and isinstance(found.value, float)):
         return None
     hint = schema.element_of(hints_of(found.owner)[found.field])
-    return int(found.value) if hint is int and found.value.is_integer() else None
+    # Small ones come from a search between 1.0 and 8.0, whose next proposal is no whole number.
+    is_whole = found.value.is_integer() and abs(found.value) >= 1000
+    return int(found.value) if hint is int and is_whole else None
 
 
 def _is_word_for_list(found: schema.Leaf | schema.Unknown, sources: Sources) -> bool:

@@ -208,7 +208,7 @@ class Evaluator:
             batches, device = self.data.val_dataloader(), self.shards.root_device
         losses = validate(
             model,
-            batches,
+            self._shown(f"{who}-losses", batches),
             self.backend,
             names,
             device,
@@ -219,6 +219,13 @@ class Evaluator:
         rows = documents.take(self.data.val_order, num_rows)
         self.row_losses[who] = (rows if total is None else total(rows)).cpu()
         return losses
+
+    def _shown(self, key: str, batches: Any) -> Iterator[Any]:
+        """Go over batches, and show how many of them are done."""
+        for done, batch in enumerate(batches):
+            self.shares.show(key, done, len(batches))
+            yield batch
+        self.shares.show(key, len(batches), len(batches))
 
     def answers(self, who: str, model: Any) -> dict[str, float]:
         """Return the metrics of every data set and task, named by `who`."""
@@ -439,9 +446,12 @@ def _names_after(prefix: str, metrics: dict[str, float]) -> list[str]:
 
 
 def print_comparison(metrics: dict[str, float], dataset_names: list[str]) -> None:
-    """Print the tables of `metrics` that have a row."""
+    """Print the tables of `metrics` that have a row, or why there is none."""
     from rich.console import Console
 
+    if not any(name.startswith(WHO) for name in metrics):
+        print("\nbase and tuned are not compared: no rows were held out (data.val_set_size)")
+        return
     tables = [comparison_table(metrics, dataset_names), task_table(metrics)]
     for table in tables:
         if table.row_count:

@@ -70,8 +70,6 @@ def answer_prompts(
     stop_ids: set[int],
     config: EvaluationConfig,
     shards: StrategyMixin | None = None,
-    *,
-    who: str = "",
 ) -> list[Answer]:
     """Answer each prompt as `answer_batches`; answers keep the given order."""
     batches = answer_batches(model, tokenizer, prompts, stop_ids, config, shards)

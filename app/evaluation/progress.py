@@ -1,4 +1,4 @@
-"""How far an evaluation is: a bar on a terminal, a line a data set in a file."""
+"""How far an evaluation is: a bar on a terminal that goes with the last row, else a line each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from app.process.launch import is_first_rank
 class Progress:
     """Shows what the first rank has done of its share; the others do as much."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, prints_lines: bool = True) -> None:
+        self.prints_lines = prints_lines
         self.console = Console(file=sys.stdout, highlight=False)
         self.is_quiet = not is_first_rank()
         self.bar: Bar | None = None
@@ -32,6 +33,7 @@ class Progress:
                 TextColumn("{task.completed}/{task.total}"),
                 TimeRemainingColumn(),
                 console=self.console,
+                transient=True,
             )
             self.bar.start()
         return self
@@ -55,6 +57,6 @@ class Progress:
             if key not in self.tasks:
                 self.tasks[key] = self.bar.add_task(escape(key), total=total)
             self.bar.update(self.tasks[key], completed=done, total=total)
-        elif done == total:
+        elif done == total and self.prints_lines:
             seconds = time.monotonic() - self.started
             self.console.print(escape(f"{key}: {total:,} rows in {seconds:.1f} s"))

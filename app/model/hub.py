@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.process.errors import UserError
 from data_modules import DataConfig, is_hub_id
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from app.model.base import ModelConfig
 
 ENDPOINT = "https://huggingface.co"
-CONNECT_SECONDS = 4.0
+CONNECT_SECONDS = 2.5
 
 
 def is_offline_by_setting() -> bool:
@@ -44,11 +45,11 @@ def problem_offline(key: str, hub_id: str) -> str | None:
     )
 
 
-def check_hub(ids: dict[str, str]) -> bool:
+def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
     """Return whether the hub can be reached, for hub ids by setting.
 
-    UserError where HF_HUB_OFFLINE is set, OSError where there is no network, and an id is not in
-    the cache. Takes at most CONNECT_SECONDS.
+    UserError where HF_HUB_OFFLINE is set, or the hub refuses one (`refusal`), OSError where there
+    is no network, and an id is not in the cache. Takes at most CONNECT_SECONDS, twice.
     """
     if problems := [p for key, name in ids.items() if (p := problem_offline(key, name))]:
         raise UserError(problems)
@@ -57,6 +58,10 @@ def check_hub(ids: dict[str, str]) -> bool:
     host, port = _address()
     why = _why_unreachable(host, port)
     if why is None:
+        missing = {key: name for key, name in ids.items() if not is_cached(name)}
+        refused = [why for key, name in missing.items() if (why := refusal(key, name, revision))]
+        if refused:
+            raise UserError(refused)
         return True
     for key, name in ids.items():
         if not is_cached(name):
@@ -66,6 +71,68 @@ def check_hub(ids: dict[str, str]) -> bool:
                 f"another machine (hf download {name} --local-dir FOLDER) and bring the folder here"
             )
     return False
+
+
+def refusal(key: str, hub_id: str, revision: str | None) -> str | None:
+    """Ask the hub for a model's config.json; return why it is refused, None where it is not.
+
+    An answer that says nothing of the model (a proxy's, a mirror's) is left to the library.
+    """
+    import urllib.error
+
+    endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+    url = f"{endpoint}/{hub_id}/resolve/{revision or 'main'}/config.json"
+    token = _token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(url, method="HEAD", headers=headers)
+    try:
+        urllib.request.build_opener(_NoRedirect).open(request, timeout=CONNECT_SECONDS).close()
+    except urllib.error.HTTPError as error:
+        return _describe(error.code, error.headers.get("X-Error-Code") or "", key, hub_id, revision)
+    except OSError:
+        return None
+    return None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Take a redirect to the file for the answer: the token is for the hub alone."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _describe(status: int, code: str, key: str, hub_id: str, revision: str | None) -> str | None:
+    what = f"{key}={hub_id}"
+    page = f"{(os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')}/{hub_id}"
+    has_token = _token() is not None
+    if code == "GatedRepo":
+        login = "" if has_token else "; then type hf auth login, or export HF_TOKEN"
+        return f"{what}: gated: its owner must let you in; ask at {page}{login}"
+    if code == "RevisionNotFound":
+        return f"{what}: has no revision {revision}; leave model.revision out, or type a commit"
+    if code == "RepoNotFound" or (status == 404 and code != "EntryNotFound"):
+        login = (
+            "your token may not see it"
+            if has_token
+            else "if it is private, type hf auth login or export HF_TOKEN"
+        )
+        return f"{what}: no such model on the hub (HTTP {status}); check the name; {login}"
+    if status == 401:
+        said = "refuses your token" if has_token else "asks for a token"
+        return f"{what}: the hub {said} (HTTP 401); type hf auth login, or export HF_TOKEN"
+    if status == 403:
+        return f"{what}: your token may not read it (HTTP 403); take one with read access to it"
+    return None
+
+
+def _token() -> str | None:
+    """Return the token that the hub's library would send."""
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    file = Path(os.environ.get("HF_TOKEN_PATH", home / "token"))
+    named = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    if not named and file.is_file():
+        named = file.read_text(encoding="utf-8", errors="replace")
+    return named.strip() or None if named else None
 
 
 def _address() -> tuple[str, int]:
@@ -108,4 +175,6 @@ def is_offline(model: ModelConfig, data: DataConfig | None = None) -> bool:
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     ids = {key: path for key, path in paths.items() if path and not Path(path).is_dir()}
     datasets = () if data is None else (*data.datasets, *data.test_datasets)
-    return not check_hub(ids) and not any(is_hub_id(dataset.path) for dataset in datasets)
+    return not check_hub(ids, model.revision) and not any(
+        is_hub_id(dataset.path) for dataset in datasets
+    )

@@ -244,6 +244,21 @@ def pass_to_ranks(folder: Path) -> None:
     set_run_dir(folder.resolve())
 
 
+def discard_unused() -> None:
+    """Remove the folder that this process made under outputs/ if all in it is a lock and an error.
+
+    The error was printed; a run that has saved or written anything keeps its folder.
+    """
+    folder = run_dir()
+    if folder is None or is_child() or folder.parent.parent != OUTPUTS.resolve():
+        return
+    with contextlib.suppress(OSError):  # another process may have started in it
+        if {entry.name for entry in folder.iterdir()} <= {LOCK_FILE, REASON_FILE}:
+            for name in (LOCK_FILE, REASON_FILE):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+
+
 def is_training(config: Path) -> bool:
     """Tell a training's config.yaml from an evaluation's, a preview's or a plan's, by its sections.
 

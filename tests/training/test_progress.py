@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from app.process.logs import LOG_FILE, Screen, be_verbose, keep_log, start_logging
 from app.training.callbacks.progress import ProgressBar
 from app.training.metrics import Metrics
 
@@ -74,3 +81,55 @@ def test_a_resumed_run_counts_its_own_steps_for_the_time_left(
     metrics.write(910, {"train/loss": 1.0})
     bar.on_train_batch_end(trainer, module, None, None, 9)
     assert capsys.readouterr().out.endswith("180 s left\n")
+
+
+def test_messages_stand_above_the_bar_which_says_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    metrics, bar = Metrics(["a"], [], 1), ProgressBar()
+    bar.console = Console(file=screen, force_terminal=True, width=80)
+    trainer: Any = SimpleNamespace(
+        is_global_zero=True, accumulate_grad_batches=1, max_steps=12000, global_step=0
+    )
+    module: Any = SimpleNamespace(metrics=metrics)
+    handler = Screen()
+    bar.on_fit_start(trainer, module)
+    trainer.global_step = 11_999
+    values = {"train/loss": 1.5, "val/loss": 1.25, "speed/tokens_per_second": 123_456.0}
+    metrics.write(11_999, {**values, "train/lr": 1e-3})
+    bar.on_train_batch_end(trainer, module, None, None, 0)
+    handler.emit(logging.LogRecord("app", logging.INFO, "", 0, "a message", (), None))
+    bar.on_exception(trainer, module, KeyboardInterrupt())
+    written = [line.rpartition("\x1b[2K")[2] for line in screen.getvalue().split("\n")]  # erased
+    lines = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", line) for line in written]
+    assert "a message" in lines
+    last = [line for line in lines if line.strip()][-1]
+    assert last.startswith("stopped ") and len(last) <= 80
+    assert "11999/12000 loss 1.5000  val 1.2500" in last
+
+
+def test_the_log_of_a_run_has_what_was_said_before_it_had_a_folder(tmp_path: Path) -> None:
+    start_logging()
+    log = logging.getLogger("app.of_this_test")
+    log.debug("a detail of %s", "hf_" + "a" * 34)
+    keep_log(tmp_path)
+    log.info("said later")
+    lines = (tmp_path / LOG_FILE).read_text().splitlines()
+    assert "DEBUG a detail of <redacted>" in lines[0] and lines[1].endswith("INFO said later")
+    (tmp_path / LOG_FILE).unlink()
+    (tmp_path / LOG_FILE).symlink_to(tmp_path / "elsewhere")
+    log.info("not through a link")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [(True, True), (False, False)])
+def test_details_are_on_the_screen_where_they_are_asked_for(
+    verbose: bool, shown: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    be_verbose(verbose)
+    start_logging()
+    logging.getLogger("app.of_this_test").debug("a detail")
+    be_verbose(False)
+    assert ("a detail" in capsys.readouterr().out) == shown

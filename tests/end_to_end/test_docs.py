@@ -1,0 +1,104 @@
+"""What pages promise is there: answers to questions, commands that compose, Python that runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from app.config import load_config
+from tests.conftest import ROOT
+from tests.door import ask
+
+PAGES = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in PAGES["questions.md"].splitlines()
+    if line.startswith("| ") and "`" in line
+]
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The words of each training and plan in a page's blocks, lines continued."""
+    text = re.sub(r" \\\n +", " ", page)
+    found = re.findall(r"^    .*?-m app\.(train|plan) ([^#\n]+)", text, re.MULTILINE)
+    return [[verb, *shlex.split(words)] for verb, words in found]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_a_question_is_answered_where_the_table_says(row: list[str]) -> None:
+    _, typed, where = row
+    key = re.split(r"[ =]", typed.strip("`"))[0] if "=" in typed else typed.strip("`")
+    if (link := re.search(r"\]\(([\w./]+)\)", where)) is not None:
+        page = (ROOT / "docs" / link[1]).read_text()
+        assert typed.strip("`").split("=")[0] in page or key in page
+        return
+    words = where.strip("`").split()
+    verb = words[2].removeprefix("app.") if words[0] == "python" else "train"
+    answer = ask(*words[words.index("--help") :], verb=verb)
+    assert answer.code == 0, answer.said
+    assert key in answer.printed
+
+
+def test_the_table_has_25_questions() -> None:
+    assert len(ROWS) >= 25
+
+
+@pytest.mark.parametrize("words", commands_of(PAGES["clusters.md"]), ids=" ".join)
+def test_the_commands_for_many_machines_compose(words: list[str]) -> None:
+    load_config(words[0], words[1:])
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGES["python.md"], re.DOTALL)
+
+
+def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
+    code = "import sys, app; assert not {'torch', 'hydra', 'app.train'} & set(sys.modules)"
+    code += "; from app import load_config, train; assert callable(train)"
+    code += "; assert 'torch' not in sys.modules"
+    code += "; from app import train as again; assert again is train"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_and_uses_the_adapter(tmp_path: Path) -> None:
+    """In an environment of its own: it has jupyter, and finds the packages of this one."""
+    folder = tmp_path / "venv"
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    install = [python, "-m", "pip", "install", "--quiet", "nbclient", "nbformat", "ipykernel"]
+    if subprocess.run(install, check=False).returncode:
+        pytest.skip("no network to install jupyter from")
+    site = next(folder.glob("lib/python*/site-packages"))
+    shared = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "shared.pth").write_text("\n".join([*shared, str(ROOT)]))
+    empty = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    codes = ["import signal; before = signal.getsignal(signal.SIGINT)", *python_blocks()]
+    codes.append("assert signal.getsignal(signal.SIGINT) is before")
+    codes.append(
+        'try:\n    load_config("train", ["+experiment=no"])\nexcept ValueError as e: print(e)'
+    )
+    cells = [{**empty, "source": code} for code in codes]
+    file = tmp_path / "train.ipynb"
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    file.write_text(
+        json.dumps({"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 4})
+    )
+    run = (
+        "import nbformat, nbclient, sys; book = nbformat.read(sys.argv[1], 4); "
+        "nbclient.NotebookClient(book, timeout=900).execute(); nbformat.write(book, sys.argv[1])"
+    )
+    done = subprocess.run(
+        [python, "-c", run, str(file)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "outputs/from_python/adapter/adapter_config.json").exists()
+    said = json.dumps(json.loads(file.read_text())["cells"])
+    assert "validation loss" in said and "no such option" in said

@@ -1,0 +1,95 @@
+"""What the hub refuses is told apart, within seconds, against a server that speaks as it does."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.model.hub import check_hub
+from app.process.errors import UserError
+
+ANSWERS = {
+    "org/open": (307, ""),
+    "org/no_config": (404, "EntryNotFound"),
+    "org/none": (401, "RepoNotFound"),
+    "org/gated": (401, "GatedRepo"),
+    "org/not_yet": (403, "GatedRepo"),
+    "org/private": (401, ""),
+    "org/forbidden": (403, ""),
+    "org/gone": (404, ""),
+    "org/tagged": (404, "RevisionNotFound"),
+    "org/broken": (503, ""),
+}
+asked: list[tuple[str, str | None]] = []
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        asked.append((self.path, self.headers["Authorization"]))
+        status, code = ANSWERS["/".join(self.path.split("/")[1:3])]
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        if status == 307:
+            self.send_header("Location", "http://127.0.0.1:9/elsewhere")
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    asked.clear()
+    yield address
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("name", ["org/open", "org/no_config", "org/broken"])
+def test_what_is_not_refused_is_left_to_the_library(name: str, hub: str) -> None:
+    assert check_hub({"model.path": name})
+    assert asked == [(f"/{name}/resolve/main/config.json", None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "with_token"),
+    [
+        ("org/none", "no such model on the hub (HTTP 401)", "your token may not see it"),
+        ("org/gone", "no such model on the hub (HTTP 404)", "your token may not see it"),
+        ("org/gated", "gated: its owner must let you in; ask at http", "ask at http"),
+        ("org/not_yet", "then type hf auth login", "gated: its owner"),
+        ("org/private", "asks for a token (HTTP 401)", "refuses your token (HTTP 401)"),
+        ("org/forbidden", "(HTTP 403)", "take one with read access"),
+        ("org/tagged", "has no revision v9", "model.revision"),
+    ],
+)
+def test_refusals_are_told_apart(
+    name: str, without: str, with_token: str, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token, said in ((None, without), ("hf_not_a_token", with_token)):
+        if token is not None:
+            monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(UserError) as caught:
+            check_hub({"model.path": name}, "v9")
+        (problem,) = caught.value.problems
+        assert problem.startswith(f"model.path={name}: ") and said in problem
+        assert "hf_not_a" not in problem
+    assert asked[-1] == (f"/{name}/resolve/v9/config.json", "Bearer hf_not_a_token")
+
+
+def test_a_copy_in_the_cache_is_not_asked_for(hub: str, tmp_path: Path) -> None:
+    (tmp_path / "hub" / "models--org--none").mkdir(parents=True)
+    assert check_hub({"model.path": "org/none"}) and not asked
