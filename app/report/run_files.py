@@ -81,9 +81,9 @@ def choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, 
     """
     by_dataset: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
-        by_dataset[str(line.get("dataset", ""))].append(line)
+        by_dataset[str(line.get("data_set", ""))].append(line)
     for one in by_dataset.values():
-        one.sort(key=lambda line: line.get("base/answer") == line.get("tuned/answer"))
+        one.sort(key=lambda line: line.get("base") == line.get("tuned"))
     turns = zip_longest(*by_dataset.values())
     chosen = (line for turn in turns for line in turn if line is not None)
     return list(islice(chosen, MAX_PREDICTIONS))

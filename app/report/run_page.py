@@ -381,16 +381,17 @@ def data_notes(run: RunFiles) -> list[str]:
 def shown_prediction(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is shown of a prediction: where it comes from, and its texts by heading."""
     texts = [("reference", line.get("reference"))]
+    metrics = line.get("metrics")
+    scores = metrics if isinstance(metrics, Mapping) else {}
     for who in ("base", "tuned"):
-        if f"{who}/answer" in line:
-            scores = {
-                name.removeprefix(f"{who}/"): value
-                for name, value in line.items()
-                if name.startswith(f"{who}/") and name != f"{who}/answer"
-            }
-            said = ", ".join(f"{name} {_score(value)}" for name, value in scores.items())
-            texts.append((f"{who} ({said})" if said else who, line[f"{who}/answer"]))
-    where = f"{line.get('dataset', '')} {Path(str(line.get('source', ''))).name}".strip()
+        if who in line:
+            found = [
+                f"{name} {_score(of[who])}"
+                for name, of in scores.items()
+                if isinstance(of, Mapping) and who in of
+            ]
+            texts.append((f"{who} ({', '.join(found)})" if found else who, line[who]))
+    where = f"{line.get('data_set', '')} {Path(str(line.get('source', ''))).name}".strip()
     shown = [(heading, shorten(str(text))) for heading, text in texts if text is not None]
     prompt = shorten(str(line.get("prompt", "")).strip())
     return {"where": printable(redact(where)), "prompt": prompt, "texts": shown}

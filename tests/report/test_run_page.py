@@ -68,10 +68,10 @@ def write_run(
                "share_of_rows": 1.0, "share_of_tokens": 1.0}  # fmt: skip
     (folder / "mixture.json").write_text(json.dumps([mixture]))
     answers = [
-        {"dataset": NAMES[i % 2], "source": f"/data/orders.json:{i}",
+        {"data_set": NAMES[i % 2], "source": f"/data/orders.json:{i}",
          "prompt": HOSTILE + "x" * 3000, "reference": "1",
-         "base/answer": "2", "base/exact_match": False,
-         "tuned/answer": HOSTILE + "\x1b[31m" + "word" * 60, "tuned/exact_match": True}
+         "base": "2", "metrics": {"exact_match": {"base": 0.0, "tuned": 1.0}},
+         "tuned": HOSTILE + "\x1b[31m" + "word" * 60}
         for i in range(30)
     ]  # fmt: skip
     (folder / "predictions.jsonl").write_text("\n".join(map(json.dumps, answers)))
@@ -121,7 +121,7 @@ def test_a_page_needs_nothing_and_escapes_everything(tmp_path: Path) -> None:
         "1.0% of the training time was spent waiting for data",
         "warning: <img",
         "letters ...]",
-        "exact_match yes",
+        "exact_match 1",
     ):
         assert said in page.text, said
     assert "matplotlib" not in sys.modules
@@ -203,12 +203,12 @@ def test_settings_that_differ_from_their_defaults() -> None:
 
 def test_ten_predictions_of_all_data_sets_first_those_that_changed() -> None:
     lines = [
-        {"dataset": name, "number": i, "base/answer": "1", "tuned/answer": "2" if i > 20 else "1"}
+        {"data_set": name, "number": i, "base": "1", "tuned": "2" if i > 20 else "1"}
         for name in "abc"
         for i in range(25)
     ]
     chosen = choose_predictions(iter(lines))
-    assert [line["dataset"] for line in chosen] == list("abcabcabca")
+    assert [line["data_set"] for line in chosen] == list("abcabcabca")
     assert all(line["number"] > 20 for line in chosen)
 
 
