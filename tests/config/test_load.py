@@ -502,7 +502,9 @@ def test_what_does_not_exist_stays_as_it_was_typed(
     assert config.data.chat_template == "plain"
 
 
-@pytest.mark.parametrize("word", ["num_nodes=2", "max_steps=3", "num_epochs=2", "log_every_steps=1"])
+@pytest.mark.parametrize(
+    "word", ["num_nodes=2", "max_steps=3", "num_epochs=2", "log_every_steps=1"]
+)
 def test_an_evaluation_refuses_settings_of_training(finished: Path, word: str) -> None:
     answer = ask(f"trainer.{word}", verb="evaluate")
     assert answer.code == 2
