@@ -343,7 +343,7 @@ def test_held_out_files_have_a_line_of_their_own_in_the_table(
         f"data.test_datasets=[{{path: {held_out}}}]",
     )
     assert again["tuned/exact_match/held_out"] == 1.0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "held_out " in line]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "│ held_out " in line]
     assert "100.0%" in line
 
 
