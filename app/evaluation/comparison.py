@@ -335,8 +335,11 @@ def compare_trained(
     is_whole = saves_whole_model(adapter)
     metrics: dict[str, float] = {}
     if validations:
+        num_rows = len(evaluator.data.val_examples)
         evaluator.row_losses = {
-            who: rows for who, rows in zip(WHO, row_losses, strict=True) if rows is not None
+            who: rows
+            for who, rows in zip(WHO, row_losses, strict=True)
+            if rows is not None and rows.shape[1] == num_rows
         }
         # Saving rounds a full model to its base's dtype: its last validation was before that.
         if is_as_trained and not is_whole:
@@ -466,7 +469,7 @@ def print_samples(evaluator: Evaluator, count: int = 3) -> None:
 
     console = Console(highlight=False)
     for line in itertools.islice(evaluator.lines(), count):
-        console.print(Text(f"\n{line['data_set']} ({line['source']})"))
+        console.print(Text(f"\n{line['data_set']} ({line['source']})"), soft_wrap=True)
         for name in ("prompt", "reference", *WHO):
             if line.get(name) is not None:
                 text = " ".join(str(line[name]).split())

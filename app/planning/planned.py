@@ -41,7 +41,7 @@ DEFAULT_LEN = 2048
 class EnforceConfig:
     """What a plan decides of a training."""
 
-    enforce: str = setting("error", choices=("error", "warn", "off"), shown=("train",))
+    enforce: str = setting("error", choices=("error", "warn", "off"))
     """what becomes of a training whose arithmetic exceeds the memory of a GPU, or of a machine:
     error = refused before weights are loaded, warn, off"""
 

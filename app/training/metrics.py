@@ -30,6 +30,8 @@ STATE_KEYS = (
     "train_seconds",
 )
 """attributes of `Metrics` that a checkpoint holds"""
+MAX_KEPT_ROWS = 100_000
+"""validation rows whose losses a checkpoint holds; a resumed run has no intervals of more"""
 
 
 @dataclass(slots=True)
@@ -208,7 +210,11 @@ class Metrics:
         if self.waiting:
             raise RuntimeError("steps wait to be written")
         counted = {name: getattr(self, name) for name in STATE_KEYS}
-        return counted | {"skipped_steps": self.watch.num_skipped}
+        rows = [
+            [] if one is None or one.shape[1] > MAX_KEPT_ROWS else one.tolist()
+            for one in self.row_losses
+        ]
+        return counted | {"skipped_steps": self.watch.num_skipped, "row_losses": rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`; UserError if the data sets have other names."""
@@ -221,3 +227,5 @@ class Metrics:
         for name in STATE_KEYS:
             setattr(self, name, state[name])
         self.watch.num_skipped = state["skipped_steps"]
+        rows = state.get("row_losses", [[], []])  # of an earlier version without them
+        self.row_losses = [torch.tensor(one, dtype=torch.double) if one else None for one in rows]

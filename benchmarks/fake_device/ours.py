@@ -128,6 +128,7 @@ def open_run(
             f"data.cache_dir={folder / 'cache'}",
             "data.val_set_size=0",
             "data.num_workers=0",
+            "plan.enforce=off",  # also what does not fit is measured
             f"output.dir={folder / 'run'}",
         ],
     )

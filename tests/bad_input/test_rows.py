@@ -195,7 +195,10 @@ CASES = {
         chat(("user", "so \ud83d\ude00"), SAY),
     ),
     "refused by the template": Case(
-        chat(("system", "be kind"), ASK, SAY), ":3 .*no system here", GOOD, {"chat_template": "own"}
+        chat(("system", "be kind"), ASK, SAY),
+        ":3 .*no system here",
+        GOOD,
+        {"chat_template": "own", "unsupported_turns": "refuse"},
     ),
 }
 

@@ -128,7 +128,7 @@ def test_trust_is_named_in_one_place() -> None:
     from app.config.schema import list_settings
     from app.config.verbs import PARTS, TRUST_KEYS, TrainConfig
 
-    assert TRUST_KEYS == ["model.trust_remote_code"]
+    assert TRUST_KEYS == ["model.trust_remote_code", "evaluation.allow_code"]
     # A key that sounds like trust is judged as such, or stands here with the reason.
     known = {"resume_allow": "never taken from a run"}
     keys = [one.key for one in list_settings(TrainConfig, PARTS)]

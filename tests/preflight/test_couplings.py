@@ -239,6 +239,7 @@ def test_every_row_of_the_table_has_a_case(monkeypatch: pytest.MonkeyPatch) -> N
         problems_of(gpus, bad)
     monkeypatch.setattr(table, "is_installed", lambda module: False)
     problems_of(1, "attention.backend=flash2 strategy=zero3")
+    problems_of(1, "logger.name=wandb")
     changed = settings()
     changed.optimizer.lr_by_pattern = [LrPattern(pattern="a", ratio=0.0)]
     assert "not 0 (a); type ratio: 0.1" in check_compatibility(changed, 0)[0]

@@ -111,6 +111,8 @@ def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> No
     answer = ask(*words, environment=SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "2"})
     assert "type trainer.devices=2 trainer.num_nodes=2" in answer.said
     answer = ask(*words, environment=first, verb="evaluate")
+    assert "; type trainer.devices=2\n" in answer.said
+    answer = ask(*words, environment=first, verb="preview")
     assert answer.code == 2
     assert "this runs as one process" in answer.said
 

@@ -136,7 +136,7 @@ DOCUMENT_OF_TRAINING = Keys(
                 "train_seconds": AMOUNT,
                 "skipped_steps": COUNT,
             },
-            {},
+            {"row_losses": ListOf(ListOf(ListOf(AMOUNT)), 2)},
         ),
         "lightning": Keys({"callbacks": NOTHING}, {"MixedPrecision": SCALER}),
     },
@@ -274,6 +274,12 @@ def _disagreements(training: Mapping[str, Any], checkpoint: Checkpoint) -> Itera
             f"curves.trained_tokens has {len(counted)} numbers; expected {len(names)}, one for "
             "each data set"
         )
+    for index, one in enumerate(curves.get("row_losses", [])):
+        if one and (len(one) != 2 or len(one[0]) != len(one[1])):
+            yield (
+                f"curves.row_losses[{index}] has lists of {', '.join(str(len(of)) for of in one)} "
+                "numbers; expected two of one length"
+            )
     if (curves["validated_step"] >= 0) != bool(curves["validations"]):
         yield (
             f"curves.validated_step is {curves['validated_step']}, and curves.validations has "
