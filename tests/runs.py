@@ -8,21 +8,22 @@ from pathlib import Path
 
 from app.training.checkpoint.store import CheckpointStore
 
+MEASURED = ("speed/", "machine/", "memory/")
+"""what a machine took, beginnings of names: never the same twice"""
+
 
 def rows_of(run: Path) -> list[dict[str, str]]:
     """All of metrics.csv as text, but for how fast it was."""
     with (run / "metrics.csv").open(newline="") as file:
         return [
-            {key: value for key, value in row.items() if not key.startswith(("speed/", "machine/"))}
+            {key: value for key, value in row.items() if not key.startswith(MEASURED)}
             for row in csv.DictReader(file)
         ]
 
 
 def figures_of(run: Path) -> dict[str, float]:
     figures = json.loads((run / "metrics.json").read_text())
-    return {
-        key: value for key, value in figures.items() if not key.startswith(("speed/", "machine/"))
-    }
+    return {key: value for key, value in figures.items() if not key.startswith(MEASURED)}
 
 
 def check_same_run(resumed: Path, whole: Path) -> None:

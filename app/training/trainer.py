@@ -32,7 +32,7 @@ class CheckpointConfig:
     every_steps: int | None = setting(
         None, ge=1, shown=("train",), aliases=("save_steps", "save_every_steps")
     )
-    """optimizer steps between checkpoints; null = ten times a run, and once an epoch of the data;
+    """optimizer steps between checkpoints; null = ten a run and one an epoch;
     one more at the end"""
     keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
     """newest checkpoints that are kept; more disk"""
