@@ -88,7 +88,7 @@ class TrainerConfig:
         shown=("train",),
         aliases=("bf16=bf16", "fp16=fp16", "mixed_precision"),
     )
-    """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (GPU, scaled
+    """auto, fp32, bf16 (autocast, fp32 master weights), bf16-pure (all bf16), fp16 (scaled
     loss)"""
     max_grad_norm: float = setting(
         1.0, gt=0, note="1.0 is usual", resume="lr", aliases=("gradient_clip_val",)
