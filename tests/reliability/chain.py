@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Lock
 
 from app.process.faults import NEEDS_ROOM, NOTES_FILE
+from app.process.logs import LOG_FILE
 from app.training.checkpoint.store import CheckpointStore
 from tests.processes import GONE_WITHIN
 from tests.reliability.cases import Chain, Death, Operations, Variant
@@ -250,7 +251,7 @@ def _batches(file: Path) -> list[dict[int, list[str]]]:
 
 def _most_in_one_epoch(chain: Chain, undisturbed: Path) -> int:
     """Return how many deaths the epoch with the most of them had."""
-    found = re.search(r"; (\d+) steps of ", (undisturbed / "log.txt").read_text())
+    found = re.search(r"; (\d+) steps of ", (undisturbed / RUN / LOG_FILE).read_text())
     assert found is not None
     epochs = [(death.step - 1) // int(found[1]) for death in chain.deaths]
     return max(map(epochs.count, epochs))
