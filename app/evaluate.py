@@ -40,6 +40,11 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     folder = decide_run_dir(config.output)
     judged = config.evaluation.judge
     bench = Bench(judged, config.evaluation.batch_size) if judged.questions else None
+    if bench is not None and judged.grading == ["pairwise"] and config.tuned_path is None:
+        raise UserError(
+            "evaluation.judge.grading=[pairwise] compares base and tuned, and there is no tuned "
+            "model; type run=FOLDER, adapter_path=FOLDER, or evaluation.judge.grading=[single]"
+        )
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     say_loading()

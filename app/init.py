@@ -46,7 +46,7 @@ data:
 {datasets}
     # format: alpaca               # guessed from the columns where it is not given
     # columns: {{instruction: question, output: answer}}   # your names of its columns
-  sequence_len: null     # tokens of a row; null = the model's, and 4096 at most
+  sequence_len: null     # tokens of a row; null = the model's, and 2048 at most
   val_set_size: 0.05     # share of the rows that is held out
 optimizer:
   lr: null       # null = the default of the adapter

@@ -45,6 +45,7 @@ def push(config: PushConfig) -> str:
         raise UserError(f"run={run}: there is neither an adapter nor a model in it")
 
     # Imported here and not above: --help must not wait for it.
+    from httpx2 import HTTPError
     from huggingface_hub import HfApi, ModelCard
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
@@ -73,6 +74,8 @@ def push(config: PushConfig) -> str:
             )
         except HfHubHTTPError as error:
             raise OSError(describe_refusal(config.repo, error)) from error
+        except HTTPError as error:  # no network, or a hub that does not answer
+            raise OSError(f"repo={config.repo}: the hub cannot be reached: {error}") from error
     print(f"pushed: {printable(str(commit.commit_url))}")
     print(f"run: {printable(str(run))}")
     return str(commit.commit_url)

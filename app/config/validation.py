@@ -23,10 +23,10 @@ from data_modules import expected, facts_of, hints_of, printable, redact, takes
 
 COMMAND_LINE = "command line:"
 ELSEWHERE = {
-    "push_to_hub": "a run uploads nothing; afterwards type hf upload OWNER/NAME RUN/adapter",
-    "hub_model_id": "a run uploads nothing; afterwards type hf upload OWNER/NAME RUN/adapter",
+    "push_to_hub": "afterwards type python -m app.push run=FOLDER repo=OWNER/NAME",
+    "hub_model_id": "afterwards type python -m app.push run=FOLDER repo=OWNER/NAME",
     "tf32": "leave it out: half precision is trainer.precision=bf16",
-    "wandb_project": "curves go to metrics.csv and TensorBoard: logger=tensorboard",
+    "wandb_project": "type logger=wandb, and export WANDB_PROJECT=NAME",
     "method": "training is supervised fine-tuning; leave it out",
     "run_name": "type output.name=NAME",
     "local_rank": "leave it out: torchrun and srun set it",

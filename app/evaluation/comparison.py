@@ -6,6 +6,7 @@ answers of base and tuned side by side, and each metric of both.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -254,7 +255,11 @@ class Evaluator:
             losses = self.losses(who, model)
             return [losses, self.row_losses[who].tolist() if losses else []]
 
-        losses, rows = self.shares.once(f"{who}-losses", [], work)
+        examples = self.data.val_examples
+        columns = (examples.digests, examples.label_weights, examples.datasets)
+        digests = [hashlib.sha256(column.tobytes()).hexdigest() for column in columns]
+        content = [self.data.dataset_names, self.data.is_packed, digests]
+        losses, rows = self.shares.once(f"{who}-losses", content, work)
         if losses:
             self.row_losses[who] = torch.tensor(rows, dtype=torch.double)
         return named(who, losses) | self.answers(who, model)

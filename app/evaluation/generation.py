@@ -36,7 +36,7 @@ class EvaluationConfig:
     max_rows: int = setting(200, ge=1, shown=("evaluate",))
     """held-out rows of each data set that are answered"""
     max_new_tokens: int = setting(64, ge=1, shown=("evaluate",))
-    """an answer longer than this many tokens counts as wrong"""
+    """tokens after which an answer is cut off; exact_match counts it as wrong"""
     tasks: list[TaskConfig] = setting(default_factory=list, shown=("evaluate",))
     """benchmarks, each from a local file: [{name: mmlu}], or of your own, [{name: mine, path: FILE,
     kind: multiple_choice}]; `evaluation=mmlu` is that task alone"""

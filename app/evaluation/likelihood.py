@@ -242,14 +242,18 @@ class _Scorer:
             cache, mask = self._prefixes([unit.prefix for unit in batch])
             owner = {id(row): number for number, unit in enumerate(batch) for row in unit.left}
             left = [row for unit in batch for row in unit.left]
-            batches = list(self._row_batches(left, batch_tokens))
+            most = max(unit.num_shared for unit in batch)
+            # Every row of a batch has a copy of its prefix's cache.
+            batches = list(self._row_batches(left, 4 * batch_tokens, most))
             for number, chosen in enumerate(batches):
                 is_last = number == len(batches) - 1
                 used = cache if is_last else copy.deepcopy(cache)
                 yield self._forward(chosen, used, mask, [owner[id(row)] for row in chosen])
 
-    def _row_batches(self, rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
-        """Yield rows of like lengths, the longest first."""
+    def _row_batches(
+        self, rows: Sequence[Row], batch_tokens: int, num_shared: int = 0
+    ) -> Iterator[list[Row]]:
+        """Yield rows of like lengths, the longest first; each has `num_shared` tokens before it."""
         batch: list[Row] = []
         widest = targets = 0
         for row in sorted(rows, key=lambda row: -len(row.ids)):
@@ -258,7 +262,7 @@ class _Scorer:
             # Logits are taken of the columns from the first target of any row on.
             columns = min(widest, targets + widest - len(row.ids))
             too_many = size * columns * self.vocab_size > MOST_LOGITS
-            if batch and (size * widest > batch_tokens or too_many):
+            if batch and (size * (num_shared + widest) > batch_tokens or too_many):
                 yield batch
                 batch, widest, targets = [], len(row.ids), row.num_targets
             batch.append(row)

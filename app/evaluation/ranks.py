@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from app.process.launch import local_rank, read_launch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+WAITS = timedelta(hours=12)
 
 
 def build_shares(
@@ -27,7 +31,8 @@ def build_shares(
 
     if on_gpu:
         torch.cuda.set_device(local_rank())
-    dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks)
+    # A judge's questions are answered by the first rank alone, while the others wait.
+    dist.init_process_group("gloo", rank=local_rank(), world_size=num_ranks, timeout=WAITS)
 
     def gather(own: dict[int, Any]) -> Sequence[dict[int, Any]]:
         parts: list[Any] = [None] * num_ranks

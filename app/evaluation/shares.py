@@ -44,7 +44,7 @@ class Shares:
         `key` names them in the folder, `content` is what they are made of.
         """
         stamp = self._stamp(content)
-        done = self._read(key, stamp)
+        done = self._done(key, stamp)
         left = [row for row in range(count) if row not in done]
         own = left[self.rank :: self.num_ranks]
         kept = {row: result for row, result in done.items() if row < count}
@@ -64,7 +64,7 @@ class Shares:
     def once(self, key: str, content: Any, work: Callable[[], Any]) -> Any:
         """Return the result of `work`, which all ranks do together; it is kept."""
         stamp = self._stamp(content)
-        done = self._read(key, stamp)
+        done = self._done(key, stamp)
         if 0 in done:
             return done[0]
         result = work()
@@ -87,6 +87,17 @@ class Shares:
 
     def _file(self, key: str, rank: int | str) -> str:
         return f"{re.sub(r'[^A-Za-z0-9._-]', '_', key)}.{rank}.jsonl"
+
+    def _done(self, key: str, stamp: str) -> dict[int, Any]:
+        """Return what any rank has read as done, the same on every rank.
+
+        Without that a rank that comes late reads what another has just written, and divides fewer
+        rows than the others.
+        """
+        done: dict[int, Any] = {}
+        for part in self.gather(self._read(key, stamp)):
+            done.update(part)
+        return done
 
     def _read(self, key: str, stamp: str) -> dict[int, Any]:
         """Return the rows that are done, of every rank; a line that was cut off is not."""

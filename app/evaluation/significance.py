@@ -120,16 +120,23 @@ class Change:
         return nearest_zero > SMALLEST / 2 and self.num_changed >= MIN_CHANGED
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the tuned model gives no number where its base does."""
+        return math.isfinite(self.base) and not math.isfinite(self.tuned)
+
+    @property
     def is_better(self) -> bool:
         return self.is_real and (self.difference < 0) == self.how.is_lower_better
 
     @property
     def is_worse(self) -> bool:
-        return self.is_real and not self.is_better
+        return self.is_broken or (self.is_real and not self.is_better)
 
     @property
     def regression(self) -> float:
         """The least regression that the interval leaves open; 0 where it holds zero."""
+        if self.is_broken:
+            return math.inf
         if not self.is_worse:
             return 0.0
         return (self.low if self.how.is_lower_better else -self.high) / self.how.scale
@@ -137,7 +144,7 @@ class Change:
     @property
     def word(self) -> str:
         """The verdict of this line."""
-        if not self.is_real:
+        if not (self.is_real or self.is_broken):
             return "no difference"
         if self.is_better:
             return "better"

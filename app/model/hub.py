@@ -8,6 +8,7 @@ import threading
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from app.process.errors import UserError
 from data_modules import DataConfig, is_hub_id
@@ -81,7 +82,8 @@ def refusal(key: str, hub_id: str, revision: str | None) -> str | None:
     import urllib.error
 
     endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-    url = f"{endpoint}/{hub_id}/resolve/{revision or 'main'}/config.json"
+    at = quote(revision or "main", safe="")
+    url = f"{endpoint}/{quote(hub_id)}/resolve/{at}/config.json"
     token = _token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, method="HEAD", headers=headers)

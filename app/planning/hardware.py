@@ -90,7 +90,12 @@ def split_name(name: str) -> tuple[str, dict[str, int]]:
 
 
 def known_card(name: str, memory_gib: float) -> str | None:
-    """Return our name for a card by its driver's name for it; None for one without numbers."""
+    """Return our name for a card by its driver's name for it; None for one without numbers.
+
+    A MIG slice has none: it is a part of a card.
+    """
+    if " mig " in f" {name.lower()} ":
+        return None
     found = next((ours for part, ours in NVIDIA_NAMES if part in name.lower()), None)
     if found == "a100":
         return "a100_80gb" if memory_gib > 60 else "a100_40gb"

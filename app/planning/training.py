@@ -32,6 +32,7 @@ from app.planning.planned import describe_training, is_stored_quantized
 from app.planning.speed import estimate_speed, tokens_at_full_rate
 from app.process.environment import host_bytes
 from app.process.errors import UserError
+from app.process.launch import is_first_rank
 from app.strategy.settings import StrategyConfig
 
 if TYPE_CHECKING:
@@ -221,7 +222,8 @@ def check_room(run: PlannedRun, estimate: Estimate, enforce: str, ways: Callable
         raise UserError(
             f"this run will not fit: {said}; {ways()}; or type plan.enforce=warn to try it"
         )
-    log.warning("plan: this run may not fit: %s; %s", said, ways())
+    if is_first_rank():
+        log.warning("plan: this run may not fit: %s; %s", said, ways())
 
 
 def find_ways(
@@ -245,5 +247,7 @@ def find_ways(
     shorter = [words for words in others if not words.startswith("hardware=")]
     more = [words.split()[0].removeprefix("hardware=") for words in others if words not in shorter]
     said = [f"type {words}" for words in shorter]
+    if known_card(run.hardware.name, run.hardware.memory_gib) is None:
+        more = []  # nobody rents out a card by a name that we do not know
     said += [f"rent {words} (python -m app.plan hardware={words} says more)" for words in more]
     return ", or ".join(said) or "nothing that is known here makes it fit: take a smaller base"

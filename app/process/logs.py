@@ -55,7 +55,10 @@ class RunLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a message, or keep it."""
-        self._waiting.append(f"{self.format(record)}\n")
+        try:
+            self._waiting.append(f"{self.format(record)}\n")
+        except Exception:  # noqa: BLE001  as every handler: a malformed message stops nothing
+            self.handleError(record)
         if self.file is not None:
             self._write(self.file)
 

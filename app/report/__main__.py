@@ -17,7 +17,14 @@ from app.process.signals import end_process, install_signal_handlers
 from app.report.run_files import read_run_files
 from app.report.run_page import PAGE_FILE, Setting, render_comparison, title_of, write_page
 from app.run import find_run
-from app.run.folder import CONFIG_FILE, OutputConfig, decide_run_dir, expand_home, is_training
+from app.run.folder import (
+    CONFIG_FILE,
+    OutputConfig,
+    decide_run_dir,
+    expand_home,
+    is_training,
+    refuse_odd_entries,
+)
 from data_modules import printable, setting
 
 
@@ -61,6 +68,7 @@ def existing_run(typed: str) -> Path:
     folder = expand_home("run", typed)
     if not folder.is_dir():
         raise UserError(f"run={typed}: no such folder")
+    refuse_odd_entries(folder)
     if not any((folder / name).is_file() for name in ("metrics.csv", "metrics.json")):
         raise UserError(
             f"run={typed}: neither metrics.csv nor metrics.json is there, so there is nothing to "

@@ -39,6 +39,12 @@ class RunFiles:
     """why it stopped"""
 
     @property
+    def has_gpu(self) -> bool:
+        """Tell whether its machine had a GPU that its driver named."""
+        machine = self.manifest.get("hardware")
+        return isinstance(machine, Mapping) and bool(machine.get("gpus"))
+
+    @property
     def last_step(self) -> int:
         """Return the last step that was written."""
         return int(max((points[-1][0] for points in self.curves.values() if points), default=0))
@@ -112,7 +118,7 @@ def _read_json(file: Path, default: Any) -> Any:
 
 
 def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
-    for text in _read_text(file).splitlines():
+    for text in _read_text(file).split("\n"):  # not at U+2028, which texts hold
         try:
             line = json.loads(text)
         except ValueError:  # cut off

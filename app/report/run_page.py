@@ -308,8 +308,10 @@ def bound_by(run: RunFiles) -> list[str]:
     lines = [f"{wait:.1%} of the training time was spent waiting for data."]
     if wait >= WAITS and (busy is None or busy < BUSY):
         lines[0] += " That bound the speed: more data.num_workers prepare batches meanwhile."
-    elif busy is None:
+    elif busy is None and mfu is None and not run.has_gpu:
         lines[0] += " The rest was computing on the CPU, which bound the speed."
+    elif busy is None:
+        lines.append("How busy the GPU was is not known: its driver does not say.")
     elif busy >= BUSY:
         lines.append(f"The GPU was busy {busy:.0%} of the time: its own work bound the speed.")
     else:

@@ -80,7 +80,7 @@ class Metrics:
         self.validated_step = -1
         self.row_losses: list[Tensor | None] = [None, None]
         """weighted losses and weights of every validation row [2, rows], before the first step and
-        after the last; None of what this start of the run has not measured"""
+        after the last; None of what was not measured, or is too long for a checkpoint"""
         self.trained_tokens = [0.0] * len(dataset_names)
         self.num_tokens = 0
         self.train_seconds = 0.0

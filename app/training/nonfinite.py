@@ -246,9 +246,10 @@ class StepWatch:
             name, loss, losses = max(spikes, key=lambda spike: spike[1])
             median = statistics.median(losses)
             rows = _listed(row for row in self.rows_of(step) if row.dataset == name)
+            times = f"{loss / median:.1f} times" if median else "far above"
             log.warning(
-                f"step {step}: loss of {name} {loss:.4f} is {loss / median:.1f} times the median "
-                f"of the {len(losses)} steps before ({median:.4f}); {rows}"
+                f"step {step}: loss of {name} {loss:.4f} is {times} the median of the "
+                f"{len(losses)} steps before ({median:.4f}); {rows}"
             )
 
     def _check_learning(self, step: int, loss: float) -> None:

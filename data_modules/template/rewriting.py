@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from data_modules.template.proof import conversation
@@ -64,17 +64,22 @@ def find_refused(renderer: Renderer) -> Refused:
     )
 
 
-def rewrite(chat: Conversation, refused: Refused) -> Conversation:
+def rewrite(
+    chat: Conversation, refused: Refused, trained: Collection[str] = ("assistant",)
+) -> Conversation:
     """Return `chat` without what is refused; itself where it has nothing of that kind.
 
     Turns of one role stay apart where joining them would lose a weight or a thought of the second.
+    `trained` are the roles that are trained on: what becomes a question keeps the weight it had.
     """
     turns, tools = chat.turns, chat.tools
     if refused.tools and (tools or any(turn.role == "tool" or turn.tool_calls for turn in turns)):
-        turns = tuple(_without_tools(turns))
+        weight = None if ("tool" in trained) == ("user" in trained) else float("tool" in trained)
+        turns = tuple(_without_tools(turns, weight))
         if tools:
             turns, tools = _declared(turns, tools, refused.system), ()
-    if refused.system or refused.later_system:
+    is_alike = ("system" in trained) == ("user" in trained)
+    if is_alike and (refused.system or refused.later_system):
         turns = tuple(_without_system(turns, keeps_first=not refused.system))
     if refused.questions or refused.answers:
         turns = tuple(_joined(turns, refused))
@@ -91,16 +96,26 @@ def _takes(renderer: Renderer, form: str) -> bool:
     return True
 
 
-def _without_tools(turns: Iterable[Turn]) -> Iterable[Turn]:
-    """Write calls as text of their answers, and results that follow each other as one question."""
-    results: list[str] = []
+def _without_tools(turns: Iterable[Turn], weight: float | None) -> Iterable[Turn]:
+    """Write calls as text of their answers, and results that follow each other as one question.
+
+    `weight`: of a result that has none of its own; None where the role's is right.
+    """
+    waiting: Turn | None = None
     for turn in turns:
         if turn.role == "tool":
-            results.append(f"<tool_response>\n{turn.content}\n</tool_response>")
+            text = f"<tool_response>\n{turn.content}\n</tool_response>"
+            own = weight if turn.weight is None else turn.weight
+            if waiting is not None and waiting.weight == own:
+                waiting = replace(waiting, content=f"{waiting.content}\n{text}")
+                continue
+            if waiting is not None:
+                yield waiting
+            waiting = Turn("user", text, own)
             continue
-        if results:
-            yield Turn("user", "\n".join(results))
-            results = []
+        if waiting is not None:
+            yield waiting
+            waiting = None
         if turn.tool_calls:
             calls = [
                 {"name": call.name, "arguments": dict(call.arguments)} for call in turn.tool_calls
@@ -109,8 +124,8 @@ def _without_tools(turns: Iterable[Turn]) -> Iterable[Turn]:
             content = "\n".join([turn.content, *texts] if turn.content else texts)
             turn = replace(turn, content=content, tool_calls=())
         yield turn
-    if results:
-        yield Turn("user", "\n".join(results))
+    if waiting is not None:
+        yield waiting
 
 
 def _declared(

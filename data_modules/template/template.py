@@ -278,7 +278,7 @@ class ChatTemplate:
 
     def _written(self, chat: Conversation) -> Conversation:
         """Return a conversation in turns that the template takes."""
-        return rewrite(chat, self._refused)
+        return rewrite(chat, self._refused, self._mask.roles_to_train)
 
     def _waiting(self, turns: Sequence[Turn]) -> Chat:
         """Return what the template is given of a chat that waits for its answer."""

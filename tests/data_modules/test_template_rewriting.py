@@ -93,6 +93,34 @@ def test_weights_and_the_place_of_an_input_are_kept() -> None:
     assert [turn.weight for turn in written.turns[1:]] == [0.5, 0.0], "joined, a weight would go"
 
 
+@pytest.mark.parametrize(
+    ("roles", "weights"),
+    [
+        (["assistant"], [None, None]),
+        (["assistant", "tool"], [1.0, None]),
+        (["assistant", "user"], [0.0, None]),
+        (["assistant", "user", "tool"], [None, None]),
+    ],
+)
+def test_a_result_is_trained_on_as_its_role_says(
+    roles: list[str], weights: list[float | None]
+) -> None:
+    turns = (
+        *(Turn("user", "q"), Turn("assistant", "", tool_calls=(ToolCall("f", {}),))),
+        *(
+            Turn("tool", "r"),
+            Turn("assistant", "a"),
+            Turn("user", "thanks"),
+            Turn("assistant", "b"),
+        ),
+    )
+    written = rewrite(Conversation(turns, Origin("rows.json", 1)), ALL, roles)
+    assert [turn.weight for turn in written.turns if turn.role == "user"][1:] == weights
+    given = replace(turns[2], weight=0.5)
+    row = Conversation((*turns[:2], given, *turns[3:]), Origin("rows.json", 1))
+    assert rewrite(row, ALL, roles).turns[2].weight == 0.5
+
+
 def test_what_is_learned_of_a_call_is_the_call_and_the_answers() -> None:
     template = strict()
     (encoded,) = template.encode([ASKED])

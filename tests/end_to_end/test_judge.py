@@ -54,7 +54,7 @@ def test_answers_are_judged_and_kept_where_the_judge_dies(
             else:
                 super().do_POST()
 
-    with serving(Dies) as url, pytest.raises(JudgeError, match="the same command goes on"):
+    with serving(Dies) as url, pytest.raises(JudgeError, match="type the command again"):
         judged(url, adapter, tmp_path / "first")
     said = capsys.readouterr().out
     assert "judged by words_in_common" in said and f"run: {tmp_path / 'first'}" in said

@@ -279,7 +279,7 @@ def test_a_failure_that_stays_ends_in_words_and_keeps_what_there_is(
         rest = judged_by(url, tmp_path, **how)
     assert exit_code(failed.value) == 3
     assert words in str(failed.value) and f"judge judge at {url}" in str(failed.value)
-    assert "2 of 8 verdicts are kept: the same command goes on" in str(failed.value)
+    assert "2 of 8 verdicts are kept: type the command again" in str(failed.value)
     assert len((tmp_path / "verdicts.jsonl").read_text().splitlines()) == 8
     assert [one.is_cached for one in rest.verdicts].count(True) == 3  # and the empty answer
     assert len(judged.verdicts) == 2
@@ -364,3 +364,24 @@ def test_the_key_comes_from_the_environment_and_crosses_no_network_in_the_clear(
         read_key(JudgeConfig(questions="q"))
     assert "type evaluation.judge.url=" in str(failed.value)
     assert "type evaluation.judge.model=" in str(failed.value)
+
+
+def test_a_key_of_two_lines_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, f"{KEY}\nsecond")
+    with pytest.raises(UserError, match="line break") as failed:
+        read_key(config_of("https://host/v1"))
+    assert KEY not in str(failed.value)
+
+
+def test_a_judge_on_this_machine_is_asked_past_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for url, is_asked in (("http://127.0.0.1:1/v1", False), ("https://host/v1", True)):
+        endpoint = Endpoint(config_of(url), KEY, tmp_path)
+        asked = [
+            proxy
+            for handler in endpoint._opener.handlers
+            for proxy in getattr(handler, "proxies", {}).values()
+        ]
+        assert bool(asked) == is_asked

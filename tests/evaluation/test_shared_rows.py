@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +63,29 @@ def test_what_others_have_given_is_not_taken(change: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 7])
-def test_ranks_have_each_row_once_between_them(num_ranks: int, tmp_path: Path) -> None:
-    parts: list[dict[int, int]] = []
-    done = []
-    for rank in range(num_ranks):
-        work = Work()
+def test_ranks_that_come_at_their_own_times_have_each_row_once(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    parts: list[list[Any]] = [[None] * num_ranks for _ in range(2)]  # a list a call of gather
+    meet = threading.Barrier(num_ranks, timeout=20)
+    works = [Work() for _ in range(num_ranks)]
 
-        def gather(own: dict[int, int]) -> list[dict[int, int]]:
-            parts.append(own)
-            return parts
+    def run(rank: int) -> list[Any]:
+        time.sleep(0.1 * rank)
+        calls = iter(parts)
 
-        shares = Shares(rank=rank, num_ranks=num_ranks, gather=gather)
-        if rank < num_ranks - 1:
-            with pytest.raises(KeyError):  # the others have not given theirs
-                shares.run("task", [], 7, work)
-        else:
-            assert shares.run("task", [], 7, work) == SQUARES
-        done += work.done
-    assert sorted(done) == list(range(7))
+        def gather(own: dict[int, Any]) -> list[dict[int, Any]]:
+            call = next(calls)
+            call[rank] = own
+            meet.wait()
+            return call
+
+        shares = Shares(folder=tmp_path, rank=rank, num_ranks=num_ranks, gather=gather)
+        return shares.run("task", [], 7, works[rank])
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        assert list(pool.map(run, range(num_ranks))) == [SQUARES] * num_ranks
+    assert sorted(row for work in works for row in work.done) == list(range(7))
 
 
 def test_all_is_gone_once_it_is_written_elsewhere(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -182,6 +183,13 @@ def test_a_regression_ends_with_exit_code_4_and_noise_does_not() -> None:
         "orders: judge's score 8.00 -> 7.00, worse by at least 0.50",
         "orders: exact match 90.0% -> 50.0%, worse by at least 30.0%",
     ]
+
+
+def test_a_model_that_gives_no_number_any_more_is_worse() -> None:
+    change = compared([1.0] * 20, [1.0] * 19 + [math.nan])
+    assert change.is_worse and change.word != "no difference"
+    with pytest.raises(TrainingFault, match="worse than its base"):
+        room.check_regression([change], 0.5)
 
 
 def test_the_table_has_signs_and_names_that_are_no_markup(

@@ -223,6 +223,8 @@ def test_programs_run_within_limits(tmp_path: Path) -> None:
         (right, "    return 2 * x\n\nprint('more')", 1.0),
     ):
         assert answered(task, question, text, True)["metrics"] == {"passed": metric}
+    assert passes("assert 1 + 1 == 2")
+    assert not passes("import sys\nsys.exit()\nassert 1 + 1 == 3"), "it left before its checks"
     assert not passes("while True: pass", seconds=1)
     assert not passes("x = 'a' * (1 << 31)")
     assert not passes(f"open({str(tmp_path / 'big')!r}, 'wb').write(bytes(1 << 22))")

@@ -428,6 +428,11 @@ def test_a_spike_gives_one_warning_with_its_rows(
     assert said[1].startswith(f"step {len(losses)}: loss of lists 8.0000")
 
 
+def test_a_spike_after_losses_of_zero_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    (said,) = spike_warnings([0.0] * 30 + [5.0], caplog)
+    assert "loss of lists 5.0000 is far above the median of the" in said
+
+
 @pytest.mark.parametrize(
     "losses",
     [

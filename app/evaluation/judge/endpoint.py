@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
-from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig
+from app.evaluation.judge.settings import KEY_VARIABLE, JudgeConfig, is_loopback
 from app.process.errors import UserError
 from app.process.files import write_whole
 from data_modules import printable, redact
@@ -61,7 +62,10 @@ class Endpoint:
     def __init__(self, config: JudgeConfig, key: str | None, cache: Path) -> None:
         self._config, self._key, self._cache = config, key, cache
         self._url = f"{str(config.url).rstrip('/')}/chat/completions"
-        self._opener = urllib.request.build_opener(_NoRedirects)
+        handlers: list[Any] = [_NoRedirects]
+        if is_loopback(urlsplit(self._url).hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))  # nobody else sees what stays here
+        self._opener = urllib.request.build_opener(*handlers)
         self._lock = threading.Lock()
         self._asked: dict[Path, threading.Lock] = {}
         self._next_start = 0.0

@@ -237,7 +237,8 @@ def check_judged(judged: Judged, config: JudgeConfig) -> None:
     if judged.failure is not None:
         kept = f"{len(judged.verdicts)} of {judged.num_asked} verdicts are kept"
         raise type(judged.failure)(
-            f"{judged.failure}\n{kept}: the same command goes on from there"
+            f"{judged.failure}\n{kept}: type the command again without "
+            "output.dir: what the judge has said is not asked again"
         ) from judged.failure
     if missing:
         log.warning("judge: %d of %d verdicts are missing", missing, judged.num_asked)

@@ -80,11 +80,13 @@ def read_key(config: JudgeConfig) -> str | None:
                 "evaluation.judge.url holds a user, a password or a query; a key belongs into the "
                 f"environment: {KEY_VARIABLE}=... before the command"
             )
-        elif key and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        elif key and parts.scheme == "http" and not is_loopback(parts.hostname):
             problems.append(
                 f"evaluation.judge.url={config.url}: {KEY_VARIABLE} would cross the network in the "
                 f"clear; type https://, or unset {KEY_VARIABLE} where the endpoint needs none"
             )
+    if key and not (key.isascii() and key.isprintable()):
+        problems.append(f"{KEY_VARIABLE} holds a line break or a character that no key has")
     if not config.grading:
         problems.append("evaluation.judge.grading=[]: type [single], [pairwise] or both")
     if problems:
@@ -92,7 +94,7 @@ def read_key(config: JudgeConfig) -> str | None:
     return key or None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

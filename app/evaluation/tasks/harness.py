@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,11 +41,10 @@ def check_harness(config: EvaluationConfig) -> list[str]:
     folder = Path(config.harness_dir).expanduser()
     if not folder.is_dir():
         return [f"evaluation.harness_dir={config.harness_dir}: there is no such folder"]
-    code = sorted(folder.rglob("*.py"))
-    if code and not config.allow_code:
+    if not config.allow_code:  # by !function in a YAML, or in a template that is no sandbox's
         return [
-            f"evaluation.harness_dir={config.harness_dir}: its tasks may run {code[0].name} and "
-            "the like as you; read them, then type evaluation.allow_code=true"
+            f"evaluation.harness_dir={config.harness_dir}: tasks of lm-evaluation-harness can run "
+            "code as you; read them, then type evaluation.allow_code=true"
         ]
     return []
 
@@ -100,7 +99,12 @@ class Harness:
             for key, value in values.items()
             if isinstance(value, (int, float)) and "," in key and "_stderr" not in key
         }
-        lines = [_line(task, who, one) for task, some in found["samples"].items() for one in some]
+        higher = found["higher_is_better"]
+        lines = [
+            _line(task, who, one, higher.get(task, {}))
+            for task, some in found["samples"].items()
+            for one in some
+        ]
         return metrics, lines
 
 
@@ -111,11 +115,19 @@ def _name_of(key: str) -> str:
     return name if choice == "none" else f"{name}.{choice}"
 
 
-def _line(task: str, who: str, sample: dict[str, Any]) -> dict[str, Any]:
+def _line(
+    task: str, who: str, sample: dict[str, Any], is_better_higher: Mapping[str, bool]
+) -> dict[str, Any]:
+    """Return a line of predictions.jsonl, with what is better the higher it is.
+
+    The library's perplexity of a row is a log-likelihood, and is left out.
+    """
     scores = {
-        NAMES.get(name, name): {who: float(sample[name])}
+        _name_of(f"{name},{sample.get('filter', 'none')}"): {who: float(sample[name])}
         for name in sample.get("metrics", [])
         if isinstance(sample.get(name), (bool, int, float))
+        and is_better_higher.get(name, True)
+        and name != "perplexity"
     }
     return {
         "data_set": task,

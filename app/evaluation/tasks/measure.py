@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from app.evaluation.generation import EvaluationConfig, answer_batches
@@ -64,7 +64,8 @@ class TaskRunner:
             content = [
                 task.form.kind,
                 self._max_len,
-                [[question.pairs, question.asked.contexts] for question in questions],
+                [task.form.stops, self._config.max_new_tokens],
+                [asdict(question.asked) for question in questions],
             ]
 
             def work(chosen: list[int], task: Task = task) -> Iterator[list[tuple[int, Any]]]:
