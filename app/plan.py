@@ -18,7 +18,12 @@ from app.planning.advice import (
     smallest_change,
 )
 from app.planning.facts import describe_candidate, describe_run
-from app.planning.hardware import HardwareConfig, check_hardware, name_of_machine
+from app.planning.hardware import (
+    HardwareConfig,
+    check_hardware,
+    name_of_machine,
+    with_host_of_machine,
+)
 from app.planning.memory import PlannedRun
 from app.planning.planned import (
     NOT_PLANNED,
@@ -82,7 +87,7 @@ def find_hardware(config: HardwareConfig) -> HardwareConfig:
         card, memory_gib, num_gpus = name_of_machine()
         known: HardwareConfig = settings_of("hardware", card)
         config = replace(
-            known,
+            with_host_of_machine(known),
             memory_gib=memory_gib,
             gpus_per_node=num_gpus,
             num_nodes=config.num_nodes,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from app.report.run_page import PAGE_FILE
 from app.run import find_run
 from app.run.find import saved_folder
 from data_modules import printable, redact, setting
+
+NAMES_BASE = {"adapter_config.json": "base_model_name_or_path", "base.json": "path"}
+"""files of an adapter that name its base, and the key"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,6 +67,8 @@ def push(config: PushConfig) -> str:
         shutil.copytree(saved, copy, copy_function=_link)
         for name in ("README.md", "training_curves.png"):
             (copy / name).unlink(missing_ok=True)  # a link: written to, the run's own would change
+        for name, key in NAMES_BASE.items():
+            name_base(copy / name, key)
         write_card(copy, run, changed_settings(load_run_config(run)), repo=config.repo)
         if config.page and (run / PAGE_FILE).is_file():
             shutil.copyfile(run / PAGE_FILE, copy / PAGE_FILE)
@@ -81,6 +87,18 @@ def push(config: PushConfig) -> str:
     return str(commit.commit_url)
 
 
+def name_base(file: Path, key: str) -> None:
+    """Name a base that is a folder of this machine by its last part, in a file that is pushed."""
+    if not file.is_file():
+        return
+    document = json.loads(file.read_text(encoding="utf-8"))
+    path = document.get(key)
+    if isinstance(path, str) and Path(path).is_dir():
+        file.unlink()  # a link: written to, the run's own would change
+        named = document | {key: Path(path).resolve().name}
+        file.write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
+
+
 def describe_refusal(repo: str, error: Any) -> str:
     """Return why the hub has refused a push, and what to do."""
     status = error.response.status_code if error.response is not None else None
@@ -95,8 +113,11 @@ def describe_refusal(repo: str, error: Any) -> str:
 
 
 def _link(source: str, target: str) -> None:
-    """Name a file a second time: weights need not be copied to be read."""
-    Path(target).hardlink_to(source)
+    """Name a file a second time: weights need not be copied to be read, but where they must."""
+    try:
+        Path(target).hardlink_to(source)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
 
 
 if __name__ == "__main__":

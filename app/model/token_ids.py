@@ -17,9 +17,15 @@ VOCAB_SIZES = ("vocab_size", "decoder_vocab_size")
 
 
 def text_numbers(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the numbers of a multimodal model's language model; any other's are its own."""
+    """Return the numbers of a multimodal model's language model; any other's are its own.
+
+    How its files are quantized stands beside them, and stays.
+    """
     text = numbers.get("text_config")
-    return text if isinstance(text, dict) else numbers
+    if not isinstance(text, dict):
+        return numbers
+    stored = numbers.get("quantization_config")
+    return text if stored is None else {"quantization_config": stored} | text
 
 
 def check_token_ids(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from app.model.recompute import BY_SPEED
+from app.planning.hardware import FAST_NETWORK
 from app.planning.memory import (
     GIB,
     GpuMemory,
@@ -19,8 +20,6 @@ from app.strategy.settings import StrategyConfig
 from app.training.memory import ModelSize
 from app.training.micro_batch import can_try, divisors
 
-FAST_NETWORK = 25.0
-"""GB/s a node from which links between nodes count as fast: one adapter of 200 Gb/s"""
 UNTRIED_SHARE = 0.8
 """of the room for activations, where no micro-batch is tried"""
 

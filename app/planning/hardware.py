@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from app.process.errors import DeviceError
@@ -29,6 +29,9 @@ NVIDIA_NAMES = (
 """parts of the names that NVIDIA's driver gives to cards, and ours for them"""
 FABRIC = Path("/sys/class/infiniband")
 """where Linux lists InfiniBand, RoCE and EFA adapters"""
+FAST_NETWORK, SLOW_NETWORK = 25.0, 1.25
+"""GB/s of a node with one adapter of 200 Gb/s, from which links count as fast, and of one without
+InfiniBand or its like, at 10 Gb/s"""
 CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -147,6 +150,16 @@ def check_hardware(config: HardwareConfig) -> list[str]:
     if not missing:
         return []
     return [f"{', '.join(missing)}: not known of hardware={config.name}; {how_to_describe()}"]
+
+
+def with_host_of_machine(known: HardwareConfig) -> HardwareConfig:
+    """Return a card's numbers with the host memory and the network of this machine."""
+    network = max(known.network_gb_per_second, FAST_NETWORK)
+    return replace(
+        known,
+        host_memory_gib=host_memory_gib(),
+        network_gb_per_second=network if any(FABRIC.glob("*")) else SLOW_NETWORK,
+    )
 
 
 def host_memory_gib() -> float:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.token_ids import text_numbers
 from app.planning.advice import list_candidates, other_ways, smallest_change
-from app.planning.choose import FAST_NETWORK
 from app.planning.hardware import (
-    FABRIC,
     HardwareConfig,
     host_memory_gib,
     known_card,
+    with_host_of_machine,
 )
 from app.planning.memory import (
     GIB,
@@ -46,8 +45,6 @@ log = logging.getLogger(__name__)
 
 LIKE = "a100_80gb"
 """card whose rates stand for those of one that is not known, where ways are put in order"""
-SLOW_NETWORK = 1.25
-"""GB/s of a node without InfiniBand or its like: 10 Gb/s"""
 
 
 def hardware_here(
@@ -73,13 +70,9 @@ def hardware_here(
     card = known_card(smallest.name, memory_gib)
     known = settings_of(card or LIKE)
     return replace(
-        known,
+        with_host_of_machine(known),
         name=card or smallest.name,
         memory_gib=memory_gib,
-        network_gb_per_second=max(known.network_gb_per_second, FAST_NETWORK)
-        if any(FABRIC.glob("*"))
-        else SLOW_NETWORK,
-        host_memory_gib=host_memory_gib(),
         gpus_per_node=env.devices,
         num_nodes=num_nodes,
     )

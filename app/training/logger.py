@@ -70,12 +70,16 @@ def finish_loggers(loggers: Sequence[Logger], outcome: Outcome) -> None:
 def drop_rows_after(last_step: int | None, loggers: list[Logger]) -> None:
     """Drop the rows of metrics.csv after `last_step`, from which the run resumes; None: all rows.
 
-    TensorBoard hides its own once the first new event is written.
+    TensorBoard hides its own once the first new event is written; where all rows go, trackers begin
+    a new run of theirs.
     """
     from app.training.log_files import CsvLogger
+    from app.training.trackers import Tracker
 
     (rows,) = (logger for logger in loggers if isinstance(logger, CsvLogger))
     if last_step is None:
         rows.clear()
+        for tracker in (logger for logger in loggers if isinstance(logger, Tracker)):
+            tracker.forget()
     else:
         rows.drop_rows_after(last_step)

@@ -98,6 +98,11 @@ class Tracker(Logger):
         return ""
 
     @rank_zero_only
+    def forget(self) -> None:
+        """Begin a run of the tracker's own: the one that was here before has started anew."""
+        (self.folder / IDS_FILE).unlink(missing_ok=True)
+
+    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         """Hand over a row."""
         row = metrics if self.details else {n: v for n, v in metrics.items() if not is_detail(n)}

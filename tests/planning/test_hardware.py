@@ -77,3 +77,8 @@ def test_this_machine_by_its_drivers_word() -> None:
     odd = Gpu(name="NVIDIA T1000", memory_gib=4.0, capability=(7, 5))
     with pytest.raises(DeviceError, match=r"T1000 are not known.*hardware.memory_gib"):
         name_of_machine(Machine(gpus=(odd,)))
+
+
+def test_a_part_of_a_card_is_not_the_card() -> None:
+    assert known_card("NVIDIA H100 80GB HBM3", 79.6) == "h100"
+    assert known_card("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5) is None

@@ -40,6 +40,7 @@ def run(tmp_path: Path) -> Path:
     adapter = folder / "adapter"
     adapter.mkdir()
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    config["base_model_name_or_path"] = str(TINY_BASE)
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     (adapter / "adapter_model.safetensors").write_bytes(b"weights" * 1000)
     (adapter / "adapter_model.safetensors").chmod(0o600)
@@ -192,6 +193,10 @@ def test_what_a_run_saved_is_pushed_with_a_card_of_its_own(
     card = hub.files["README.md"].decode()
     assert f"from_pretrained(base, '{REPO}')" in card and str(TINY_BASE) not in card
     assert (run / "adapter/README.md").read_text() == own_card and str(TINY_BASE) in own_card
+    pushed = json.loads(hub.files["adapter_config.json"])
+    assert pushed["base_model_name_or_path"] == "tiny_base", "no folder of this machine"
+    own = json.loads((run / "adapter/adapter_config.json").read_text())
+    assert own["base_model_name_or_path"] == str(TINY_BASE)
     assert not list(run.glob(".push-*"))
 
 

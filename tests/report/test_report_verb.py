@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.config.plain import run_plain_verb
-from app.report.__main__ import ReportConfig, report_runs
+from app.process.errors import UserError
+from app.report.__main__ import ReportConfig, existing_run, report_runs
 from tests.report.test_run_page import write_run
 
 
@@ -48,3 +49,13 @@ def test_words_that_mean_nothing(
     monkeypatch.chdir(tmp_path)
     assert ask(*words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_link_in_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (run / "training_curves.png").symlink_to(precious)
+    with pytest.raises(UserError, match="training_curves.png"):
+        existing_run(str(run))
+    assert precious.read_text() == "mine"

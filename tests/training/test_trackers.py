@@ -17,8 +17,8 @@ import yaml
 from app.config import load_config
 from app.preflight import check_compatibility
 from app.training import trackers
-from app.training.log_files import Outcome
-from app.training.logger import LoggerConfig, build_loggers
+from app.training.log_files import CsvLogger, Outcome
+from app.training.logger import LoggerConfig, build_loggers, drop_rows_after
 from app.training.trackers import Tracker
 from tests.tiny import small_run, train_into
 
@@ -72,6 +72,16 @@ def test_rows_settings_and_the_end_arrive_and_a_resumed_run_goes_on(tmp_path: Pa
         ids = json.loads((tmp_path / "trackers.json").read_text())
         assert ids == {"recorder": "new"}
         (tmp_path / "trackers.json").write_text(json.dumps({"recorder": "new"}))
+
+
+def test_a_run_that_starts_anew_begins_a_run_of_the_trackers(tmp_path: Path) -> None:
+    tracker, _ = tracked(tmp_path)
+    (tmp_path / "trackers.json").write_text(json.dumps({"recorder": "dead"}))
+    rows = CsvLogger(tmp_path / "metrics.csv", ["a"])
+    drop_rows_after(3, [rows, tracker])
+    assert tracker._known_id() == "dead"
+    drop_rows_after(None, [rows, tracker])
+    assert tracker._known_id() is None
 
 
 @pytest.mark.parametrize(
