@@ -20,7 +20,7 @@ from tests.door import ask, make_data, make_model
 
 RUN = "+experiment=quickstart"
 ANSWERS = [
-    ("push_to_hub=true", "hf upload OWNER/NAME RUN/adapter"),
+    ("push_to_hub=true", "python -m app.push run=FOLDER"),
     ("report_to=wandb", "did you mean logger?"),
     ("load_in_4bit=true", "type quantization=nf4"),
     ("load_in_8bit=true", "type quantization=int8"),
@@ -37,7 +37,7 @@ ANSWERS = [
     ("flash_attention_2", "type attention=auto"),
     ("num_gpus=4", "did you mean trainer.devices?"),
     ("method=dpo", "supervised fine-tuning"),
-    ("wandb_project=mine", "metrics.csv"),
+    ("wandb_project=mine", "logger=wandb"),
 ]
 
 

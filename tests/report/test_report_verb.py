@@ -56,6 +56,6 @@ def test_a_link_in_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("mine")
     (run / "training_curves.png").symlink_to(precious)
-    with pytest.raises(UserError, match="training_curves.png"):
+    with pytest.raises(UserError, match=r"training_curves\.png"):
         existing_run(str(run))
     assert precious.read_text() == "mine"
