@@ -395,7 +395,12 @@ def check_plan(
     """Log what a run is planned to take; UserError where it will not fit, as plan.enforce says."""
     estimate = estimate_training(plan)
     if is_first_rank():
-        log.info("plan: %s", estimate.line(data.total_steps))
+        # Of a GPU, which may be rented; a CPU's is in train.log.
+        log.log(
+            logging.INFO if plan.is_on_gpu else logging.DEBUG,
+            "plan: %s",
+            estimate.line(data.total_steps),
+        )
     whole = base.architecture.to_dict()
     ways = partial(find_ways, config, plan, whole, known_strategies)
     check_room(plan, estimate, config.plan.enforce, ways)

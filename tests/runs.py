@@ -22,8 +22,13 @@ def rows_of(run: Path) -> list[dict[str, str]]:
 
 
 def figures_of(run: Path) -> dict[str, float]:
+    """What was learned; without perplexities, for a loss says the same on a scale of its own."""
     figures = json.loads((run / "metrics.json").read_text())
-    return {key: value for key, value in figures.items() if not key.startswith(MEASURED)}
+    return {
+        key: value
+        for key, value in figures.items()
+        if not key.startswith(MEASURED) and "/perplexity" not in key
+    }
 
 
 def check_same_run(resumed: Path, whole: Path) -> None:

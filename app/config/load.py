@@ -234,12 +234,12 @@ def _build(
             problems = [*problems, f"{place} {group}.name: expected one of {words}"]
     if not problems:
         with contextlib.suppress(UserError):
-            return _give_types(schema, parts, values, names)
+            return _give_types(schema, parts, values, names, sources)
     settings = Settings(schema, parts, names, PARTS, frozenset(replaced))
     values, found = find_problems(values, settings, sources)
     if problems or found:
         raise UserError([*problems, *found])
-    return _give_types(schema, parts, values, names)
+    return _give_types(schema, parts, values, names, sources)
 
 
 def with_dataset_paths(values: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +256,11 @@ def with_dataset_paths(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _give_types(
-    schema: type, parts: Mapping[str, type], values: Mapping[str, Any], names: Mapping[str, str]
+    schema: type,
+    parts: Mapping[str, type],
+    values: Mapping[str, Any],
+    names: Mapping[str, str],
+    sources: Sources,
 ) -> Config:
     """Return settings as typed objects; UserError with the first thing that is wrong.
 
@@ -275,7 +279,8 @@ def _give_types(
     except MissingMandatoryValue as error:
         raise UserError(f"{error.full_key} is missing; it has no default") from error
     except OmegaConfBaseException as error:
-        raise UserError(f"{error.full_key or 'settings'}: {first_line(error)}") from error
+        key = error.full_key or "settings"
+        raise UserError(f"{sources.where(key)} {key}: {first_line(error)}") from error
     unchecked = [config]
     while unchecked:
         one = unchecked.pop()

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 MAX_OVERFLOWS = 32
 """consecutive steps that a loss scaler may skip: each halves its scale, which starts at 2**16"""
-SPIKE_WINDOW, MIN_SPIKE_STEPS = 64, 16
+SPIKE_WINDOW, MIN_SPIKE_STEPS = 64, 20
 """steps of the median, and how many it needs: a longer window would hold the steep start of a run,
 with fewer steps one of few tokens looks like a spike"""
 SPIKE_FACTOR, SPIKE_RISE = 3.0, 1.0

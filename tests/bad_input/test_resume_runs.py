@@ -18,6 +18,7 @@ from app.train import train
 from app.training.module import FinetuneModule
 from tests.conftest import read_column
 from tests.resumed import contents
+from tests.runs import MEASURED
 from tests.tiny import SAMPLES, train_into
 
 pytestmark = pytest.mark.slow
@@ -91,8 +92,8 @@ def test_a_moved_run_goes_on_as_if_nothing_had_been(
     manifest = json.loads((killed / "manifest.json").read_text())
     assert [one["until_step"] for one in manifest["earlier"]] == [2]
     one, other = (json.loads((run / "metrics.json").read_text()) for run in (whole, killed))
-    assert {k: v for k, v in one.items() if not k.startswith(("speed/", "machine/"))} == {
-        k: v for k, v in other.items() if not k.startswith(("speed/", "machine/"))
+    assert {k: v for k, v in one.items() if not k.startswith(MEASURED)} == {
+        k: v for k, v in other.items() if not k.startswith(MEASURED)
     }
 
 

@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 import benchmarks.gpu.__main__ as bench
 from app.config import load_config
 from app.model.adapter import LoraConfig
-from app.model.base import ModelConfig, load_architecture, load_base
+from app.model.base import ModelConfig, load_base
 from app.model.quantization import QuantizationConfig
 from app.training.trainer import Environment
 from benchmarks.gpu import ours, plain
@@ -324,7 +324,7 @@ def test_what_is_shipped_recomputes_what_the_run_would(
 ) -> None:
     part = Part(experiment="llama8b")
     assert recomputes(part)[0] == "auto"
-    gpu = SimpleNamespace(total_memory=gib * 2**30)
+    gpu = SimpleNamespace(name="Some Card", total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     env = Environment(
         accelerator="gpu",
@@ -334,8 +334,7 @@ def test_what_is_shipped_recomputes_what_the_run_would(
         precision="bf16",
         accumulation=1,
     )
-    architecture = load_architecture(ModelConfig(from_scratch=True, architecture=SHAPE))
-    assert ours.resolve_recompute(SMALL, part, LoraConfig(), env, architecture) == mode
+    assert ours.resolve_recompute(SMALL, part, LoraConfig(), env) == mode
 
 
 @pytest.mark.gpu

@@ -38,7 +38,9 @@ def test_evaluate_repeats_the_closing_table(default_run: Path, tmp_path: Path) -
     )
     answered = {f"{who}/exact_match/{task}" for who in ("base", "tuned") for task in TASKS}
     assert answered <= set(again)
-    for name in set(again) - answered:
+    # Intervals are of the rows that were answered, a quarter of them here.
+    other = {name for name in again if name.startswith("change/exact_match/")}
+    for name in set(again) - answered - other:
         assert again[name] == pytest.approx(at_training[name], rel=1e-6), name
     answers, at_the_end = (
         [json.loads(line) for line in (one / "predictions.jsonl").read_text().splitlines()]
