@@ -64,7 +64,7 @@ class RunLog(logging.Handler):
 
     def write_into(self, folder: Path) -> None:
         """Write what was said so far into `folder`, and what is said from now on."""
-        self.file = folder / LOG_FILE
+        self.file = folder.absolute() / LOG_FILE
         self._write(self.file)
 
     def _write(self, file: Path) -> None:
