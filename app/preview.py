@@ -94,8 +94,7 @@ def preview(config: PreviewConfig) -> Path:
         sys.stdout.reconfigure(errors="backslashreplace")
     print_preview(result, Console(highlight=False), config.preview.tokens)
     where = printable(str(folder))
-    print(f"\n{where}/preview.html: the same and more, for a browser")
-    print(f"run: {where}")
+    print(f"\n{where}/preview.html: the same and more, for a browser\nrun: {where}")
     data.audit.check()  # last, so that the rows it names can be looked at
     return folder
 

@@ -48,9 +48,10 @@ def read_words(
     Groups of the defaults list go to Hydra bare, added groups with a plus sign, settings with two
     (whether they exist is checked later, better than Hydra does), however they were typed.
     """
-    given, problems = [], []
-    words, dashed = _take_dashed(words)
-    problems += dashed
+    given: list[Given] = []
+    problems: list[str] = []
+    if any(word.startswith("--") for word in words):
+        words, problems = _take_dashed(words)
     for word in words:
         match = WORD.fullmatch(word)
         if match is None:

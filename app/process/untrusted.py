@@ -191,7 +191,7 @@ def check_kinds(folder: Path) -> list[str]:
 
 def read_text(file: Path, limit: str) -> tuple[str, str | None]:
     """Read a UTF-8 file of at most `limit` MiB; returns its text, and its problem or None."""
-    if (problem := problem_of_kind(file)) is not None:
+    if not file.is_file() and (problem := problem_of_kind(file)) is not None:
         return "", problem
     most = getattr(limits(), limit) << 20
     with file.open("rb") as stream:

@@ -79,14 +79,7 @@ def render_adapter_card(
         "",
         "## Trained on",
         "",
-        "| data set | rows | held out | trained tokens | sha256 |",
-        "|---|---:|---:|---:|---|",
-        *(
-            f"| {cell(one.get('name'))} | {one.get('train_rows') or 0:,} | "
-            f"{one.get('validation_rows') or 0:,} | {one.get('trained_tokens') or 0:,} | "
-            f"`{str(one.get('sha256') or '')[:16]}` |"
-            for one in data
-        ),
+        *_data_table(data),
         "",
         *_figures(saved, run),
         "## Settings that differ from the defaults",
@@ -105,6 +98,19 @@ def render_adapter_card(
         body += ["## Made with", "", f"loft; {said}", ""]
     text = "\n".join(printable(redact(line)) for line in body)
     return f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n{text}"
+
+
+def _data_table(data: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        "| data set | rows | held out | trained tokens | sha256 |",
+        "|---|---:|---:|---:|---|",
+        *(
+            f"| {cell(one.get('name'))} | {one.get('train_rows') or 0:,} | "
+            f"{one.get('validation_rows') or 0:,} | {one.get('trained_tokens') or 0:,} | "
+            f"`{str(one.get('sha256') or '')[:16]}` |"
+            for one in data
+        ),
+    ]
 
 
 def _snippet(

@@ -148,24 +148,7 @@ def _language_model(harness: Harness, who: str, model: Any, shares: Shares) -> A
     is_pair = model.config.is_encoder_decoder
 
     def likelihoods(key: str, groups: Sequence[Sequence[Request]]) -> list[list[Any]]:
-        """Return [logprob, is_greedy] of each group of requests together."""
-
-        def work(chosen: list[int]) -> Iterator[list[tuple[int, Any]]]:
-            requests = [request for number in chosen for request in groups[number]]
-            owner = [index for index, number in enumerate(chosen) for _ in groups[number]]
-            left = [len(groups[number]) for number in chosen]
-            sums: list[list[Any]] = [[0.0, True] for _ in chosen]
-            for batch in score(model, requests, max_len=max_len, batch_tokens=config.batch_tokens):
-                finished = []
-                for number, found in batch:
-                    index = owner[number]
-                    sums[index][0] += found.logprob
-                    sums[index][1] &= found.is_greedy
-                    left[index] -= 1
-                    if not left[index]:
-                        finished.append((index, sums[index]))
-                yield finished
-
+        work = _summing(harness, model, groups)
         return shares.run(key, [list(group) for group in groups], len(groups), work)
 
     def answers(key: str, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -208,6 +191,31 @@ def _language_model(harness: Harness, who: str, model: Any, shares: Shares) -> A
             return answers(key, [request.args for request in requests])
 
     return LanguageModel()
+
+
+def _summing(
+    harness: Harness, model: Any, groups: Sequence[Sequence[Request]]
+) -> Callable[[list[int]], Iterator[list[tuple[int, Any]]]]:
+    """Return what yields (group, [logprob, is_greedy]) of the requests of each group together."""
+
+    def work(chosen: list[int]) -> Iterator[list[tuple[int, Any]]]:
+        requests = [request for number in chosen for request in groups[number]]
+        owner = [index for index, number in enumerate(chosen) for _ in groups[number]]
+        left = [len(groups[number]) for number in chosen]
+        sums: list[list[Any]] = [[0.0, True] for _ in chosen]
+        of_batch = harness.config.batch_tokens
+        for batch in score(model, requests, max_len=harness.max_len, batch_tokens=of_batch):
+            finished = []
+            for number, found in batch:
+                index = owner[number]
+                sums[index][0] += found.logprob
+                sums[index][1] &= found.is_greedy
+                left[index] -= 1
+                if not left[index]:
+                    finished.append((index, sums[index]))
+            yield finished
+
+    return work
 
 
 def _tasks_of(requests: Sequence[Any]) -> str:
