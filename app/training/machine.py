@@ -25,6 +25,16 @@ BUSY = 0.9
 LITTLE_MEMORY, LEAST_GIB = 0.05, 1.0
 """share of the host's memory and GiB of which, when less than both is left, a warning says so"""
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+CONTAINERS = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+"""the files of a container's limit, its use and what it counts, of cgroup v2 and v1"""
 NAMES = (
     "speed/data_wait",
     "machine/host_memory_gib",
@@ -187,11 +197,12 @@ def host_memory() -> tuple[float, float]:
         name, _, value = line.partition(":")
         numbers[name] = float(value.split()[0]) * 1024
     left, total = numbers["MemAvailable"], numbers["MemTotal"]
-    with suppress(OSError, ValueError, KeyError):  # no limit: "max", or an older cgroup
-        limit = float((CGROUP / "memory.max").read_text())
-        words = (CGROUP / "memory.stat").read_text().split()
-        used = float((CGROUP / "memory.current").read_text())
-        files = float(dict(zip(words[::2], words[1::2], strict=True))["inactive_file"])
-        if limit < total:
-            left, total = min(left, limit - used + files), limit
+    for limit_file, used_file, counts_file, kept_files in CONTAINERS:
+        with suppress(OSError, ValueError, KeyError):  # no limit: "max", or the other version
+            limit = float((CGROUP / limit_file).read_text())
+            words = (CGROUP / counts_file).read_text().split()
+            used = float((CGROUP / used_file).read_text())
+            files = float(dict(zip(words[::2], words[1::2], strict=True))[kept_files])
+            if limit < total:
+                left, total = min(left, limit - used + files), limit
     return left, total

@@ -86,15 +86,18 @@ def test_what_the_host_says_of_itself() -> None:
     assert 0 < left <= total and 0 < process_memory() < total
 
 
+@pytest.mark.parametrize("files", machine.CONTAINERS, ids=["v2", "v1"])
 def test_a_container_has_what_its_limit_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: tuple[str, str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    (tmp_path / "memory.max").write_text(f"{GIB}\n")
-    (tmp_path / "memory.current").write_text(f"{GIB * 3 // 4}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {GIB // 4}\n")
+    limit, used, counts, kept = (*(tmp_path / name for name in files[:3]), files[3])
+    limit.parent.mkdir(exist_ok=True)
+    limit.write_text(f"{GIB}\n")
+    used.write_text(f"{GIB * 3 // 4}\n")
+    counts.write_text(f"anon 1\n{kept} {GIB // 4}\n")
     assert host_memory() == (GIB / 2, GIB)
-    (tmp_path / "memory.max").write_text("max\n")
+    limit.write_text("max\n")
     assert host_memory()[1] > GIB
 
 
