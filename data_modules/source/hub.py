@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -72,7 +73,8 @@ def read_hub(
             rows = builder.as_streaming_dataset(split=part.name)
             yield from _stream(path, part, rows, shard, max_row_bytes)
         else:
-            builder.download_and_prepare()
+            with _over_http():
+                builder.download_and_prepare()
             rows = builder.as_dataset(split=part.name)
             chunks = _load(path, part, rows, max_row_bytes, limits)
             yield from take(chunks, *rows_of(path, part, len(rows)))
@@ -97,6 +99,19 @@ def _limit_hub(seconds: float, bytes_per_second: int) -> None:
     # `hf_xet` has connections of its own, and reads its limits when it makes the first.
     for name in ("CONNECT_TIMEOUT", "READ_TIMEOUT", "RETRY_MAX_DURATION"):
         os.environ.setdefault(f"HF_XET_CLIENT_{name}", f"{seconds * 1000:.0f}ms")
+
+
+@contextmanager
+def _over_http() -> Iterator[None]:
+    """Download without `hf_xet`, whose pace is not seen: it has a limit for silence alone."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_DISABLE_XET
+    constants.HF_HUB_DISABLE_XET = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = before
 
 
 def _given_up(error: BaseException | None) -> RemoteError | None:

@@ -240,7 +240,8 @@ def _why_not_found(url: Url, cause: BaseException | None) -> DataError:
 class HubPace:
     """Give up the Hugging Face hub where it drips or is silent, whatever its library would retry.
 
-    What `hf_xet` fetches is not seen here: it has a limit for silence of its own, none for drips.
+    What `hf_xet` fetches of a model is not seen here: it has a limit for silence of its own, none
+    for drips. Data sets are fetched without it.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -223,6 +223,8 @@ def test_a_hub_that_stalls_or_drips_is_given_up(name: str, how: str, tmp_path: P
         path = request.split(b" ")[1]
         if b"train.jsonl" in path:
             head = OK + b'ETag: "%s"\r\nX-Repo-Commit: %s\r\n' % (SHA, SHA)
+            # The file is also offered by the protocol of `hf_xet`, which nothing here serves.
+            head += b"X-Xet-Hash: %s\r\nX-Xet-Refresh-Route: /none\r\n" % (SHA + SHA[:24])
             connection.sendall(head + b"Content-Length: 9000\r\n\r\n")
             if request.startswith(b"HEAD"):
                 return
