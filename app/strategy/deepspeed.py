@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -167,6 +167,22 @@ class Zero(StrategyMixin, DDPStrategy):
             config_dict_or_path=config,
         )
         log_host_memory(self._peak_before, reads_here=broadcaster.reads_here)
+
+    def gather_whole(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Let these modules be leaves: ZeRO-3 gathers by the calls of each module inside of others.
+
+        A mixer calls what is in it once for each group of documents, another number on each rank.
+        """
+        from deepspeed.utils import set_z3_leaf_module
+
+        if not self.shards_weights or not (leaves := list(modules)):
+            return
+        for module in leaves:
+            set_z3_leaf_module(module, True)
+        # Private in 0.19.8: only the engine's own compilation registers its hooks anew.
+        offload = self._zero.parameter_offload
+        offload._remove_module_hooks()
+        offload.setup_zero_stage3_hooks()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step through the engine."""

@@ -6,7 +6,7 @@ override what differs. Needs no torch and no Lightning until it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -128,6 +128,12 @@ class StrategyMixin:
     def gathered(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """Gather a module's own weights, as its forward does; all ranks enter together."""
         return nullcontext()
+
+    def gather_whole(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Gather each module's weights once a forward pass, however often it calls what is in it.
+
+        How often may differ between ranks, all of which gather together.
+        """
 
     def reshard(self, model: Any) -> None:
         """Reshard all weights, after forward passes that left some gathered."""

@@ -18,6 +18,7 @@ from app.model.attention import (
     check_pair_isolation,
     check_reference,
     free_mixers,
+    modules_by_document,
     restore_kernel,
     take_fastest_kernel,
 )
@@ -149,6 +150,7 @@ class FinetuneModule(L.LightningModule):
             check_isolation(self.model, self.backend, device)
         else:
             free_mixers(self.model, self.backend, device)
+        self.strategy.gather_whole(modules_by_document(self.model))
         check_reference(self.model, self.backend, device, is_packed=self.is_packed)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:

@@ -25,7 +25,7 @@ from app.model.attention.choice import (
     take_fastest_kernel,
 )
 from app.model.attention.inputs import attention_inputs, pair_inputs
-from app.model.attention.mixers import keep_documents
+from app.model.attention.mixers import keep_documents, modules_by_document
 from app.model.attention.probes import (
     check_causal,
     check_isolation,
@@ -53,6 +53,7 @@ __all__ = [
     "free_mixers",
     "generation_attention",
     "keep_documents",
+    "modules_by_document",
     "pair_inputs",
     "restore_kernel",
     "take_fastest_kernel",

@@ -133,6 +133,14 @@ class ByDocument:
             self._module.chunk_size = self._chunk
 
 
+def modules_by_document(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Go over the mixers of a model that run once for each group of documents of a batch."""
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, ByDocument) and not forward.takes_boundaries:
+            yield module
+
+
 def chunk_of(module: Any) -> int | None:
     """Return the tokens of a chunk in a mixer's scan, None where it is not known or not to choose.
 
