@@ -155,7 +155,7 @@ def test_a_package_that_transformers_does_not_take(
 MODELS = [
     # what only some of them compute, and what is left with flash-attn and without it
     (GPT2Config(), "flash2", "sdpa", "varlen has no attention dropout, and this model has 0.1"),
-    (Gemma2Config(head_dim=256), "flash2", "eager", "compute their attention themselves"),
+    (Gemma2Config(head_dim=256), "flash2", "eager", "sdpa has no softcap of attention logits"),
     (LlamaConfig(head_dim=512), "sdpa", "sdpa", "heads up to 256 wide, not 512"),
     (LlamaConfig(head_dim=100), "flash2", "sdpa", "a multiple of 8, not 100"),
     (GptOssConfig(), "eager", "eager", "compute their attention themselves"),

@@ -159,6 +159,8 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
         yield f"{model_type} models do not pass document boundaries on to their attention"
     if model_type in OWN_MASKS:
         yield f"{model_type} models attend by masks of their own, which only eager takes"
+    if backend in ("sdpa", "varlen") and model.number("attn_logit_softcapping"):
+        yield f"{backend} has no softcap of attention logits, as {model_type} models have"
     if not _takes(backend, model.architecture):
         if backend in ("sdpa", "varlen"):
             yield f"{model_type} models compute their attention themselves"
@@ -169,8 +171,6 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
         return
     if backend != "flash2" and (dropout := max(model.number(n) or 0 for n in DROPOUTS)):
         yield f"{backend} has no attention dropout, and this model has {dropout:g}"
-    if backend == "varlen" and model.number("attn_logit_softcapping"):
-        yield f"varlen has no softcap of attention logits, as {model_type} models have"
     if backend in (*IN_HALF, "flex") and model.number("attention_chunk_size"):
         yield f"{backend} has no chunked attention, as {model_type} models have"
     if backend in IN_HALF and model_type in MASKED_WINDOWS:
