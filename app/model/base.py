@@ -50,6 +50,14 @@ DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """model types whose forward takes the hidden states of the model that they draft for (as of
 transformers 5.23)"""
 
+SCAN = "sum the chunks of a long document's scan wrongly without mamba-ssm"
+RIGHT_SINCE = {
+    "gemma3": ("5.6", "do not train on text alone"),
+    "nemotron_h": ("5.15", SCAN),
+    "zamba2": ("5.15", SCAN),
+}
+"""model_type -> the transformers whose layers are right, and what those of older ones do"""
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
@@ -309,6 +317,7 @@ def load_architecture(config: ModelConfig) -> PretrainedConfig:
     """Read config.json, or build it from `config.architecture` when from scratch."""
     with reading_base(config):
         architecture = _load_architecture(config)
+    _check_version(config, architecture)
     if not config.from_scratch:
         file = f"{config.path}/generation_config.json"
         with reading(file, "fix it, or remove it"):
@@ -394,6 +403,20 @@ def _newer_transformers(numbers: Mapping[str, Any]) -> str:
     if wrote <= Version(transformers.__version__):
         return "take a newer transformers"
     return f"its config.json is of transformers {wrote}: type pip install 'transformers>={wrote}'"
+
+
+def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
+    """Raise UserError where this transformers is older than one whose layers are right."""
+    import transformers
+    from packaging.version import Version
+
+    since, fault = RIGHT_SINCE.get(architecture.model_type, ("0", ""))
+    if Version(transformers.__version__) < Version(since):
+        where = "model.architecture" if config.from_scratch else f"model.path={config.path}"
+        raise UserError(
+            f"{where}: {architecture.model_type} models {fault} with transformers "
+            f"{transformers.__version__}: type pip install 'transformers>={since}'"
+        )
 
 
 def _start_of_generation(config: ModelConfig) -> int | None:

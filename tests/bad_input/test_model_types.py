@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from packaging.requirements import Requirement
 
 from app.model.base import (
     DRAFTS,
+    RIGHT_SINCE,
     ModelConfig,
     load_architecture,
     load_base,
@@ -134,3 +136,19 @@ def test_a_model_that_drafts_for_another(model_type: str, tmp_path: Path) -> Non
     said = said_of(tmp_path, model_type=model_type)
     assert f"{model_type} models draft for another model" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
+
+
+@pytest.mark.parametrize("model_type", RIGHT_SINCE)
+def test_a_model_type_whose_layers_are_wrong_in_an_older_transformers(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the chunks of Nemotron-H's scan, whose numbers differ from 129 tokens on."""
+    since, fault = RIGHT_SINCE[model_type]
+    tiny_config(model_type).save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers, "__version__", since)
+    load_architecture(ModelConfig(path=str(tmp_path)))
+    monkeypatch.setattr(transformers, "__version__", "5.3.0")
+    with pytest.raises(UserError) as error:
+        load_architecture(ModelConfig(path=str(tmp_path)))
+    assert f"{model_type} models {fault} with transformers 5.3.0" in str(error.value)
+    assert str(error.value).endswith(f"type pip install 'transformers>={since}'")
