@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.attention import varlen
 from transformers import (
+    AutoConfig,
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
@@ -173,6 +175,22 @@ def test_a_model_takes_what_can_compute_it(
     assert said in str(choose(model=model))
     machine.is_of(**WORKS)
     assert choose(model=model).backend == with_flash
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "backend"),
+    [
+        ("bart", "5.3.0", "eager"),
+        ("bart", "5.4.0", "sdpa"),
+        ("umt5", "5.17.0", "eager"),
+        ("umt5", "5.18.0", "sdpa"),
+    ],
+)
+def test_pairs_of_an_older_transformers_run_by_eager(
+    kind: str, version: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    assert choose(model=AutoConfig.for_model(kind)).backend == backend
 
 
 def test_a_window_needs_a_pytorch_that_has_one(
