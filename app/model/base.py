@@ -414,8 +414,8 @@ def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
     if Version(transformers.__version__) < Version(since):
         where = "model.architecture" if config.from_scratch else f"model.path={config.path}"
         raise UserError(
-            f"{where}: {architecture.model_type} models {fault} with transformers "
-            f"{transformers.__version__}: type pip install 'transformers>={since}'"
+            f"{where}: in transformers {transformers.__version__}, {architecture.model_type} "
+            f"models {fault}: type pip install 'transformers>={since}'"
         )
 
 

@@ -150,5 +150,5 @@ def test_a_model_type_whose_layers_are_wrong_in_an_older_transformers(
     monkeypatch.setattr(transformers, "__version__", "5.3.0")
     with pytest.raises(UserError) as error:
         load_architecture(ModelConfig(path=str(tmp_path)))
-    assert f"{model_type} models {fault} with transformers 5.3.0" in str(error.value)
-    assert str(error.value).endswith(f"type pip install 'transformers>={since}'")
+    wrong = f"in transformers 5.3.0, {model_type} models {fault}: "
+    assert str(error.value).endswith(f"{wrong}type pip install 'transformers>={since}'")
