@@ -154,6 +154,8 @@ def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
 
 def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Report errors of a model's first forward pass as errors of its config.json."""
+    import transformers
+
     name = model.config.name_or_path or "model.architecture"
     if towers := outermost(tower_modules(model)):
         return reading(
@@ -163,7 +165,8 @@ def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None
         )
     return reading(
         f"{name}: its first forward pass fails",
-        "its config.json may be of another model: download it again, or take another base; "
+        f"its config.json may be of another model, or transformers {transformers.__version__} too "
+        "old for it: download it again, install a newer one, or take another base; "
         "LOFT_TRACEBACK=1 shows where it failed",
     )
 
