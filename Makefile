@@ -115,6 +115,15 @@ test-all:  ## every test that this machine can run
 test-strategies: $(STAMP)  ## the same run under every strategy gives the same numbers (`make test-all`: a part)
 	$(PYTEST) -m "slow or strategies" tests/parity/strategies $(ARGS)
 
+FLOOR ?= 5.3.0
+FLOOR_DIR = outputs/cache/transformers-$(FLOOR)
+FLOOR_FAMILIES = bart falcon_h1 gemma2 gemma3 gpt_oss jamba llama llama4_text mamba2 mixtral nemotron_h qwen3 \
+	qwen3_5_text qwen3_next t5 umt5
+test-floor: $(STAMP)  ## families on the oldest transformers: equal, or refused in words; FLOOR=5.17.0 ARGS="llama t5"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(FLOOR_DIR) \
+		--constraint <(grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt) transformers==$(FLOOR)
+	PYTHONPATH=$(FLOOR_DIR) $(BIN)/python -m tests.parity.every_family $(or $(ARGS),$(FLOOR_FAMILIES))
+
 chaos: $(STAMP)  ## kill runs, fill their disks, go on: bit for bit the same? SEED=N; FULL=1 for all
 	$(BIN)/python -m tests.reliability $(if $(SEED),seed=$(SEED)) $(if $(FULL),full)
 
@@ -139,4 +148,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

@@ -50,6 +50,14 @@ DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """model types whose forward takes the hidden states of the model that they draft for (as of
 transformers 5.23)"""
 
+SCAN = "sum the chunks of a long document's scan wrongly without mamba-ssm"
+RIGHT_SINCE = {
+    "gemma3": ("5.6", "do not train on text alone"),
+    "nemotron_h": ("5.15", SCAN),
+    "zamba2": ("5.15", SCAN),
+}
+"""model_type -> the transformers whose layers are right, and what those of older ones do"""
+
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
@@ -146,6 +154,8 @@ def reading_base(config: ModelConfig) -> AbstractContextManager[None]:
 
 def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Report errors of a model's first forward pass as errors of its config.json."""
+    import transformers
+
     name = model.config.name_or_path or "model.architecture"
     if towers := outermost(tower_modules(model)):
         return reading(
@@ -155,7 +165,8 @@ def reading_first_forward(model: PreTrainedModel) -> AbstractContextManager[None
         )
     return reading(
         f"{name}: its first forward pass fails",
-        "its config.json may be of another model: download it again, or take another base; "
+        f"its config.json may be of another model, or transformers {transformers.__version__} too "
+        "old for it: download it again, install a newer one, or take another base; "
         "LOFT_TRACEBACK=1 shows where it failed",
     )
 
@@ -309,6 +320,7 @@ def load_architecture(config: ModelConfig) -> PretrainedConfig:
     """Read config.json, or build it from `config.architecture` when from scratch."""
     with reading_base(config):
         architecture = _load_architecture(config)
+    _check_version(config, architecture)
     if not config.from_scratch:
         file = f"{config.path}/generation_config.json"
         with reading(file, "fix it, or remove it"):
@@ -394,6 +406,20 @@ def _newer_transformers(numbers: Mapping[str, Any]) -> str:
     if wrote <= Version(transformers.__version__):
         return "take a newer transformers"
     return f"its config.json is of transformers {wrote}: type pip install 'transformers>={wrote}'"
+
+
+def _check_version(config: ModelConfig, architecture: PretrainedConfig) -> None:
+    """Raise UserError where this transformers is older than one whose layers are right."""
+    import transformers
+    from packaging.version import Version
+
+    since, fault = RIGHT_SINCE.get(architecture.model_type, ("0", ""))
+    if Version(transformers.__version__) < Version(since):
+        where = "model.architecture" if config.from_scratch else f"model.path={config.path}"
+        raise UserError(
+            f"{where}: in transformers {transformers.__version__}, {architecture.model_type} "
+            f"models {fault}: type pip install 'transformers>={since}'"
+        )
 
 
 def _start_of_generation(config: ModelConfig) -> int | None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from packaging.requirements import Requirement
 
 from app.model.base import (
     DRAFTS,
+    RIGHT_SINCE,
     ModelConfig,
     load_architecture,
     load_base,
@@ -25,7 +27,7 @@ from app.preflight.files import check_sequence_len
 from app.process.errors import UserError
 from tests.multimodal import tiny_multimodal
 from tests.parity.every_family import tiny_config
-from tests.tiny import save_with_tokenizer
+from tests.tiny import save_with_tokenizer, tiny_llama
 
 
 def said_of(folder: Path, **numbers: Any) -> str:
@@ -134,3 +136,26 @@ def test_a_model_that_drafts_for_another(model_type: str, tmp_path: Path) -> Non
     said = said_of(tmp_path, model_type=model_type)
     assert f"{model_type} models draft for another model" in said
     assert said.endswith("type model.path=ANOTHER_BASE")
+
+
+def test_a_first_pass_that_fails_may_need_a_newer_transformers() -> None:
+    model = tiny_llama()
+    with pytest.raises(UserError) as error, reading_first_forward(model):
+        model(input_ids=torch.ones(1, 2, 3, dtype=torch.int64))
+    assert f"or transformers {transformers.__version__} too old for it" in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", RIGHT_SINCE)
+def test_a_model_type_whose_layers_are_wrong_in_an_older_transformers(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the chunks of Nemotron-H's scan, whose numbers differ from 129 tokens on."""
+    since, fault = RIGHT_SINCE[model_type]
+    tiny_config(model_type).save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers, "__version__", since)
+    load_architecture(ModelConfig(path=str(tmp_path)))
+    monkeypatch.setattr(transformers, "__version__", "5.3.0")
+    with pytest.raises(UserError) as error:
+        load_architecture(ModelConfig(path=str(tmp_path)))
+    wrong = f"in transformers 5.3.0, {model_type} models {fault}: "
+    assert str(error.value).endswith(f"{wrong}type pip install 'transformers>={since}'")

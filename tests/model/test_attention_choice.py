@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.attention import varlen
 from transformers import (
+    AutoConfig,
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
@@ -155,7 +157,7 @@ def test_a_package_that_transformers_does_not_take(
 MODELS = [
     # what only some of them compute, and what is left with flash-attn and without it
     (GPT2Config(), "flash2", "sdpa", "varlen has no attention dropout, and this model has 0.1"),
-    (Gemma2Config(head_dim=256), "flash2", "eager", "compute their attention themselves"),
+    (Gemma2Config(head_dim=256), "flash2", "eager", "sdpa has no softcap of attention logits"),
     (LlamaConfig(head_dim=512), "sdpa", "sdpa", "heads up to 256 wide, not 512"),
     (LlamaConfig(head_dim=100), "flash2", "sdpa", "a multiple of 8, not 100"),
     (GptOssConfig(), "eager", "eager", "compute their attention themselves"),
@@ -173,6 +175,22 @@ def test_a_model_takes_what_can_compute_it(
     assert said in str(choose(model=model))
     machine.is_of(**WORKS)
     assert choose(model=model).backend == with_flash
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "backend"),
+    [
+        ("bart", "5.3.0", "eager"),
+        ("bart", "5.4.0", "sdpa"),
+        ("umt5", "5.17.0", "eager"),
+        ("umt5", "5.18.0", "sdpa"),
+    ],
+)
+def test_pairs_of_an_older_transformers_run_by_eager(
+    kind: str, version: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    assert choose(model=AutoConfig.for_model(kind)).backend == backend
 
 
 def test_a_window_needs_a_pytorch_that_has_one(

@@ -46,6 +46,8 @@ MASKED_WINDOWS = ("phimoe",)
 TAKES_MASK_ONLY = ("nemotron", "stablelm")
 """model types whose decoder layers pass nothing but the mask on to their attention (as of
 transformers 5.23)"""
+PAIRS_SINCE, PAIRS_OF_KIND_SINCE = "5.4", {"umt5": "5.18"}
+"""the transformers from which on encoder-decoder models tell sdpa what each attention is"""
 FLASH4 = "flash-attn-4"
 """the package of a faster kernel for `varlen`"""
 NO_HOPPER = "flash-attn-3 is for Hopper GPUs"
@@ -153,12 +155,16 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
             f"all layers get one set of boundaries, but {model_type} models have an encoder and "
             "a decoder"
         )
+    if model.architecture.is_encoder_decoder and (since := _newer_for_pairs(model_type)):
+        yield f"before transformers {since}, {model_type} models do not tell sdpa what is causal"
     if any(model.number(name) for name in SELECTED_KEYS):
         yield f"{model_type} models select what they attend to from a mask that only eager has"
     if model_type in TAKES_MASK_ONLY and backend != "flex":
         yield f"{model_type} models do not pass document boundaries on to their attention"
     if model_type in OWN_MASKS:
         yield f"{model_type} models attend by masks of their own, which only eager takes"
+    if backend in ("sdpa", "varlen") and model.number("attn_logit_softcapping"):
+        yield f"{backend} has no softcap of attention logits, as {model_type} models have"
     if not _takes(backend, model.architecture):
         if backend in ("sdpa", "varlen"):
             yield f"{model_type} models compute their attention themselves"
@@ -169,8 +175,6 @@ def _obstacles_of_model(backend: str, model: ModelOnDevice) -> Iterator[str]:
         return
     if backend != "flash2" and (dropout := max(model.number(n) or 0 for n in DROPOUTS)):
         yield f"{backend} has no attention dropout, and this model has {dropout:g}"
-    if backend == "varlen" and model.number("attn_logit_softcapping"):
-        yield f"varlen has no softcap of attention logits, as {model_type} models have"
     if backend in (*IN_HALF, "flex") and model.number("attention_chunk_size"):
         yield f"{backend} has no chunked attention, as {model_type} models have"
     if backend in IN_HALF and model_type in MASKED_WINDOWS:
@@ -198,6 +202,15 @@ def _obstacles_of_gpu(backend: str) -> Iterator[str]:
         yield f"flash attention needs an Ampere GPU (sm80) or a newer one, and this is {name}"
     if backend == "varlen" and not torch.backends.cuda.is_flash_attention_available():
         yield "this PyTorch was built without flash attention"
+
+
+def _newer_for_pairs(model_type: str) -> str | None:
+    """Return the transformers whose encoder-decoder models run by sdpa, where this one is older."""
+    import transformers
+    from packaging.version import Version
+
+    since = PAIRS_OF_KIND_SINCE.get(model_type, PAIRS_SINCE)
+    return since if Version(transformers.__version__) < Version(since) else None
 
 
 def _varlen_takes_windows() -> bool:

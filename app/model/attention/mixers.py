@@ -236,7 +236,7 @@ def run_by_document(
 def _cut(tensor: torch.Tensor, index: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
     rows, tokens = shape
     if tensor.ndim == 4 and tuple(tensor.shape[-2:]) == (tokens, tokens):
-        raise UserError("a mask of queries by keys cannot be cut into documents")
+        raise UserError("a mask of queries by keys cannot be cut into documents: type packing=none")
     if tensor.ndim < 2 or tensor.shape[1] != tokens or tensor.shape[0] not in (1, rows):
         return tensor
     return tensor.expand(rows, *tensor.shape[1:]).flatten(0, 1)[index]
