@@ -17,6 +17,7 @@ from app.planning.advice import (
     other_ways,
     smallest_change,
 )
+from app.planning.data import estimate_tokens
 from app.planning.facts import describe_candidate, describe_run
 from app.planning.hardware import (
     HardwareConfig,
@@ -40,7 +41,7 @@ from app.process.signals import end_process, install_signal_handlers
 from app.report.plan import plan_lines, render_plan
 from app.run.folder import CONFIG_FILE, decide_run_dir
 from app.strategy.settings import FAMILIES, StrategyConfig
-from data_modules import printable
+from data_modules import DataError, printable
 
 
 def plan(config: PlanConfig) -> Path:
@@ -60,7 +61,7 @@ def plan(config: PlanConfig) -> Path:
     ways = [" ".join(way.words)] if way is not None else []
     if not ways:
         ways = other_ways(config, hardware, numbers, run.model, strategies, run.sequence_len)
-    facts = describe_run(run, tokens_of(config, run))
+    facts = describe_run(run, *tokens_of(config, run))
     facts |= {
         "name": (config.output.name or "").removesuffix("-plan"),
         "chosen": chosen,
@@ -98,11 +99,16 @@ def find_hardware(config: HardwareConfig) -> HardwareConfig:
     return config
 
 
-def tokens_of(config: PlanConfig, run: PlannedRun) -> int | None:
-    """Return the tokens that the run trains on, where they are known."""
-    if config.plan.tokens is not None or config.trainer.max_steps is None:
-        return config.plan.tokens
-    return config.trainer.max_steps * run.tokens_per_step
+def tokens_of(config: PlanConfig, run: PlannedRun) -> tuple[int | None, str]:
+    """Return the tokens that the run trains on, and by what they are estimated, or why not."""
+    if config.plan.tokens is not None:
+        return config.plan.tokens, ""
+    if config.trainer.max_steps is not None:
+        return config.trainer.max_steps * run.tokens_per_step, ""
+    try:
+        return estimate_tokens(config, run.sequence_len)
+    except DataError as error:
+        return None, error.problems[0]
 
 
 def check_written(file: Path) -> None:

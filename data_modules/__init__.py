@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
     from data_modules.tokens.datasets import dataset_names as dataset_names
+    from data_modules.tokens.size import EpochTokens as EpochTokens
+    from data_modules.tokens.size import estimate_epoch as estimate_epoch
     from data_modules.types import BatchSpec as BatchSpec
     from data_modules.types import Conversation as Conversation
     from data_modules.types import Example as Example
@@ -64,6 +66,7 @@ _HOMES = {
     "DataSpec": "tokens.datasets",
     "DatasetConfig": "settings",
     "DecoderInputs": "collator",
+    "EpochTokens": "tokens.size",
     "Example": "types",
     "Facts": "facts",
     "FinetuneDataModule": "datamodule",
@@ -81,6 +84,7 @@ _HOMES = {
     "check_values": "facts",
     "dataset_names": "tokens.datasets",
     "describe_values": "facts",
+    "estimate_epoch": "tokens.size",
     "expected": "facts",
     "facts_of": "facts",
     "hints_of": "facts",

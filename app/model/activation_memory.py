@@ -22,6 +22,9 @@ GPU_TILE = 128
 LOSS_BYTES = 12
 """of each logit of a chunk: half precision, fp32, and their temporary copies"""
 
+NORMS_HEADS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3")
+"""model types that normalize queries and keys"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
@@ -37,6 +40,8 @@ class Widths:
     vocabulary: int
     routed_copies: int = 0
     """times a token's input is copied for experts"""
+    norms_heads: bool = False
+    """whether queries and keys are normalized"""
 
     @property
     def inputs(self) -> int:
@@ -82,6 +87,7 @@ def widths_of(architecture: Any) -> Widths | None:
         heads=heads,
         vocabulary=find("vocab_size"),
         routed_copies=2 * experts,
+        norms_heads=text.model_type in NORMS_HEADS,
     )
 
 
@@ -135,6 +141,7 @@ def bytes_of_layer(widths: Widths, kept: Kept, mode: str) -> float:
         norm += kept.residual
     of_layer = 2 * (norm + width) * hidden + width * widths.routed_copies * hidden
     of_layer += width * 2 * (widths.query + widths.key_value)
+    of_layer += norm * (widths.query + widths.key_value) * widths.norms_heads
     of_layer += width * inner * (3 if kept.fuses_norm_and_gate else 4)
     if kept.drops:  # a dropped copy and its mask, instead of the inputs that were shared
         of_layer += (width + 1) * widths.inputs - width * (2 * hidden + inner)

@@ -31,6 +31,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
 
 
+def newest_of_hub(hub_id: str, name: str) -> Path | None:
+    """Return the newest file of a name that the cache has of a hub id; None where it has none."""
+    snapshots = cache_folder() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
+    files = sorted(snapshots.glob(f"*/{name}"), key=lambda file: file.stat().st_mtime)
+    return files[-1] if files else None
+
+
 def is_cached(hub_id: str) -> bool:
     """Return whether a hub id is in the cache."""
     return (cache_folder() / f"models--{hub_id.replace('/', '--')}").is_dir()

@@ -21,8 +21,11 @@ from app.planning.speed import batch_word, estimate_flops, estimate_speed
 from app.strategy.settings import ZeroConfig
 
 
-def describe_run(run: PlannedRun, tokens: int | None) -> dict[str, Any]:
-    """Return a planned run's memory, messages and speed; `tokens`: that it trains on in all."""
+def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> dict[str, Any]:
+    """Return a planned run's memory, messages and speed; `tokens`: that it trains on in all.
+
+    `tokens_by`: what they are estimated by, or why they are not known.
+    """
     size, hardware = run.size, run.hardware
     memory = estimate_gpu_memory(run, size)
     host = estimate_host_memory(run, size)
@@ -74,6 +77,7 @@ def describe_run(run: PlannedRun, tokens: int | None) -> dict[str, Any]:
         "mfu": speed.mfu,
         "verdict": speed.verdict,
         "batch": batch_word(run),
+        "tokens_by": tokens_by,
         **_hours_and_cost(run, tokens, speed.tokens_per_second),
     }
 

@@ -19,7 +19,13 @@ from app.model.activation_memory import (
 from app.model.quantization import QuantizationConfig
 from app.planning.hardware import HardwareConfig
 from app.planning.model_size import PlannedModel, dtype_bytes, size_for
-from app.strategy.settings import FsdpConfig, StrategyConfig, ZeroConfig, tensor_parallel_size
+from app.strategy.settings import (
+    DdpConfig,
+    FsdpConfig,
+    StrategyConfig,
+    ZeroConfig,
+    tensor_parallel_size,
+)
 from app.training.memory import (
     EIGHT_BIT_STATES,
     STATES,
@@ -208,45 +214,92 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     weights = states.weights + _secondary_partition(run, whole.frozen + whole.trained)
     kept, copies = run.kept, _half_copies(run, whole.frozen + whole.trained)
     at_loss, at_layers, at_step = _gathered(size, strategy, states.gathered)
-    gradients = states.gradients
-    # DDP's and DeepSpeed's buffers stay, as gradients do between micro-batches.
-    rises = run.accumulation == 1 and (
-        strategy.name == "single" or isinstance(strategy, FsdpConfig)
-    )
-    share = gradients / max(1.0, whole.trained) if rises else 0.0
-    end = size.head if size.head.gathered else size.embedding
-    of_ends, of_layer = share * size.embedding.trained, share * size.layer.trained
+    gradients = _gradients(run, size, states.gradients)
     layers, (of_loss, kept_by_loss) = _activations(run, kept), _loss(run, kept)
     trained_layers = max(1, run.model.trained_layers)
     last_copies = copies / trained_layers if run.recompute == "none" else copies
 
     def at(moment: str, **parts: float) -> GpuMemory:
         always = {"gathered": at_layers, "copies": last_copies, "loss": kept_by_loss}
+        always |= {"gradients": gradients.at_end, "activations": 0.0}
         return GpuMemory(
             weights=weights * (1 - trained_share),
             trainable=weights * trained_share,
             optimizer=states.optimizer,
             overhead=CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
             moment=moment,
-            **always | {"gradients": gradients, "activations": 0.0} | parts,
+            **always | parts,
         )
 
     return [
-        at("loss", activations=layers.all, gathered=at_loss, copies=copies, loss=of_loss),
+        at(
+            "loss",
+            gradients=gradients.at_loss,
+            activations=layers.all,
+            gathered=at_loss,
+            copies=copies,
+            loss=of_loss,
+        ),
         at(
             "backward pass of the last layer",
-            gradients=share * end.trained + of_layer if rises else gradients,
+            gradients=gradients.at_last,
             activations=layers.at_last,
             copies=copies,
         ),
         at(
             "backward pass of the first layer",
-            gradients=gradients - of_ends,
+            gradients=gradients.at_first,
             activations=layers.at_first,
         ),
         at("end of the backward pass", activations=layers.of_stream),
         at("optimizer step", gathered=at_step, copies=0.0),
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gradients:
+    """Bytes of gradients at moments of a step."""
+
+    at_loss: float
+    at_last: float
+    """while the last layer has its gradients computed"""
+    at_first: float
+    at_end: float
+
+
+def _gradients(run: PlannedRun, size: ModelSize, gradients: float) -> _Gradients:
+    """Return when `gradients` are there, with the buffers that they are sent in."""
+    strategy, whole, accumulates = run.strategy, size.whole, run.accumulation > 1
+    if isinstance(strategy, ZeroConfig) and strategy.stage == 2 and gradients:
+        # Its bucket is there in backward passes only, and fills before a rank has its own part.
+        own = whole.trained / num_shares(strategy, run.num_ranks, run.num_nodes)[1]
+        bucket, kept = gradients - own, own if accumulates else 0.0
+        before = own if accumulates else own * (1 - bucket / max(1.0, whole.trained))
+        return _Gradients(
+            at_loss=kept,
+            at_last=kept + bucket + size.layer.trained,
+            at_first=before + bucket,
+            at_end=gradients,
+        )
+    end = size.head if size.head.gathered else size.embedding
+    if isinstance(strategy, DdpConfig) and accumulates:
+        # The backward pass of a step's last micro-batch moves them into its buckets, which stay.
+        return _Gradients(
+            at_loss=2 * gradients,
+            at_last=2 * gradients,
+            at_first=gradients + size.embedding.trained + size.layer.trained,
+            at_end=gradients,
+        )
+    if not accumulates and (strategy.name == "single" or isinstance(strategy, FsdpConfig)):
+        share = gradients / max(1.0, whole.trained)
+        return _Gradients(
+            at_loss=gradients,
+            at_last=share * (end.trained + size.layer.trained),
+            at_first=gradients - share * size.embedding.trained,
+            at_end=gradients,
+        )
+    # DDP's and DeepSpeed's buffers stay, as gradients do between micro-batches.
+    return _Gradients(at_loss=gradients, at_last=gradients, at_first=gradients, at_end=gradients)
 
 
 def _secondary_partition(run: PlannedRun, weights: float) -> float:
@@ -325,9 +378,10 @@ def _loss(run: PlannedRun, kept: Kept) -> tuple[float, float]:
     chunk = float(rows * vocabulary * (FP32 if kept.width == FP32 else LOSS_BYTES / 2))
     head = run.model.head_weights if run.model.trains_head else 0
     states = run.tokens * hidden * kept.width
+    second = min(1.0, run.tokens / rows - 1)
     total = 0 if num_chunks == 1 else kept.width if num_chunks == 2 else FP32
     peak = max(
-        chunk * min(2, num_chunks) + head * total,
+        chunk * (1 + second) + head * total,
         chunk + head * (kept.width if num_chunks == 1 else FP32 + kept.width),
     )
     return states + peak, float(states + head * kept.width)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.adapter import LoraConfig, saves_whole_model
 from app.model.base import ModelConfig
-from app.model.hub import cache_folder
+from app.model.hub import newest_of_hub
 from app.model.token_ids import text_numbers
 from app.planning.choose import (
     choose_micro_batch,
@@ -52,7 +52,7 @@ class PlanningConfig(EnforceConfig):
 
     tokens: int | None = setting(None, ge=1, shown=True)
     """tokens that the run trains on, all epochs together; null = trainer.max_steps times those of a
-    step, where they are typed"""
+    step, else an estimate from the data where they are on this machine"""
     write: str | None = setting(None, shown=True)
     """file to write the best plan to, as an experiment: +experiment=FILE.yaml"""
 
@@ -69,10 +69,8 @@ def read_numbers(model: ModelConfig) -> Mapping[str, Any]:
     found = inspect_base(replace(model, tokenizer_path=None)) if model.path else None
     if found is not None and (missing := [p for p in found.problems if "model.path" in p]):
         raise UserError(missing)
-    snapshots = cache_folder() / f"models--{str(model.path).replace('/', '--')}" / "snapshots"
-    cached = sorted(snapshots.glob("*/config.json"), key=lambda file: file.stat().st_mtime)
-    if cached:
-        numbers, problem = read_json_object(cached[-1])
+    if (cached := newest_of_hub(str(model.path), "config.json")) is not None:
+        numbers, problem = read_json_object(cached)
         if problem is not None:
             raise UserError(problem)
         return text_numbers(numbers)

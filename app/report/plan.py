@@ -88,10 +88,12 @@ def _speed_lines(facts: Mapping[str, Any]) -> list[str]:
             f"  sent a step: {each['what']} ({each['kind']} x {each['times']:g}): "
             f"{each['gib_a_gpu']:.2f} GiB a GPU{nodes}"
         )
+    by = f" ({facts['tokens_by']})" if facts["tokens_by"] else ""
     if facts["hours"] is None:
-        return [*lines, "time to finish: type plan.tokens=N, the tokens of all epochs"]
+        return [*lines, f"time to finish: type plan.tokens=N, the tokens of all epochs{by}"]
     cost = "" if facts["cost"] is None else f", cost {facts['cost']:,.2f}"
-    return [*lines, f"{facts['tokens']:,} tokens take {facts['hours']:.1f} h{cost}"]
+    about = "about " if by else ""
+    return [*lines, f"{about}{facts['tokens']:,} tokens take {facts['hours']:.1f} h{cost}{by}"]
 
 
 def _advice_lines(facts: Mapping[str, Any]) -> list[str]:

@@ -317,7 +317,9 @@ def gathered_by_fsdp(size: ModelSize, strategy: FsdpConfig) -> tuple[float, floa
         return whole, whole
     # No layer is there yet when the embedding is.
     at_ends = max(root + 2 * ends[0], root + layer + 2 * ends[1], 2 * root)
-    return at_ends, max(root + 3 * layer, 2 * root)
+    # A layer, the next one's buffer, and as much of gradients on their way as it trains.
+    trained = size.layer.trained / max(1.0, size.layer.frozen + size.layer.trained)
+    return at_ends, max(root + (2 + trained) * layer, 2 * root)
 
 
 def _activations(size: ModelSize, strategy: StrategyConfig, tokens: int, recompute: str) -> float:

@@ -53,10 +53,11 @@ class Live(TorchDispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            # A DTensor's own storage is as large as the whole tensor, and is not there.
-            is_here = isinstance(leaf, Tensor) and leaf.device.type == "cpu"
-            if is_here and not isinstance(leaf, DTensor):
-                self._add(leaf)
+            # A DTensor's own storage is as large as the whole tensor, and is not there; its rank's
+            # part is, and is made where no mode looks on.
+            here = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+            if isinstance(here, Tensor) and here.device.type == "cpu":
+                self._add(here)
         self._note_peak()
         return output
 

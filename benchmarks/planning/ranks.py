@@ -1,6 +1,7 @@
 """Peak bytes that two ranks allocate in a training of `app.train`, beside what its plan says.
 
-The real strategies, trainer and module on two processes of a CPU; the peak is of the second step.
+The real strategies, trainer and module on two processes of a CPU; the peak is of those after the
+first: its gradients are there then, and no validation has freed them.
 `python -m benchmarks.planning.ranks` prints a line a case.
 """
 
@@ -83,7 +84,8 @@ def words_of(case: Case, folder: Path) -> list[str]:
         f"trainer.precision={case.precision}",
         f"trainer.micro_batch_size={case.micro_batch_size}",
         f"trainer.gradient_accumulation_steps={case.accumulation}",
-        "trainer.max_steps=2",
+        "trainer.max_steps=3",
+        "trainer.validate_every_steps=3",
         "trainer.kernels=torch",
         "trainer.accelerator=cpu",
         "trainer.devices=2",

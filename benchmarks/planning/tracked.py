@@ -84,6 +84,19 @@ HELD_OUT = (
 """cases that were measured after the arithmetic was written"""
 
 
+def other_bases() -> Iterator[Case]:
+    """Yield cases of every other base, measured without changing the arithmetic for them."""
+    bases = ("qwen3", "wide", "mistral", "qwen2")
+    ways = itertools.product(bases, ("lora", "full"), ("none", "full", "selective"))
+    for number, (base, adapter, recompute) in enumerate(ways):
+        documents = ((256, 256), (384,), (640, 128))[number % 3]
+        precision = ("bf16-pure", "fp32")[number // 2 % 2]
+        yield Case(base, adapter, recompute, documents, 1 + number % 2, precision)
+    for number, (base, adapter) in enumerate(itertools.product(bases, ("ia3", "freeze"))):
+        recompute = ("none", "full")[number // 2 % 2]
+        yield Case(base, adapter, recompute, (512,), 1 + number % 3, "fp32")
+
+
 def cases() -> Iterator[Case]:
     """Yield model x adapter x recompute x packing x micro-batch, in the precisions of a CPU."""
     ways = itertools.product(("lora", "full"), ("none", "full"), ((512,), (256, 128, 128)), (1, 2))
@@ -96,6 +109,7 @@ def cases() -> Iterator[Case]:
     yield Case("qwen3", "lora", "none", (1024,), 1, "fp32")
     yield Case("llama", "full", "none", (1024,), 1, "fp32")
     yield from HELD_OUT
+    yield from other_bases()
 
 
 def settings_of_case(case: Case) -> Any:

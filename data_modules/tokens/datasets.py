@@ -276,6 +276,7 @@ class PreparedData:
             template=self._template,
             sequence_len=self._spec.sequence_len,
             tokenizer_hash=hash_of(self._spec.tokenizer),
+            tokenizer=str(self._spec.tokenizer.name_or_path),
             first_rows=self._spec.first_rows,
         )
 

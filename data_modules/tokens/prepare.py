@@ -107,6 +107,8 @@ class TokenSpec:
     template: ChatTemplate
     sequence_len: int
     tokenizer_hash: str
+    tokenizer: str = ""
+    """its path or hub id, by which a plan finds the tokens"""
     first_rows: int | None = None
     """read only so many rows"""
 
@@ -142,7 +144,7 @@ def prepare_dataset(dataset: DatasetConfig, spec: TokenSpec) -> Prepared:
 
     folder, how = open_or_make(Path(data.cache_dir).expanduser(), key, make)
     try:
-        note, store = _read_note(folder / COUNTS_FILE), TokenStore(folder)
+        note, store = read_note(folder / COUNTS_FILE), TokenStore(folder)
         counts = Counts(**note["counts"])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
@@ -215,7 +217,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
     )
     counts, writer = Counts(), StoreWriter(folder)
     num_proc = data.num_proc or len(os.sched_getaffinity(0))
-    num_rows = 0
+    num_rows = num_tokens = 0
     with (folder / REJECTED_FILE).open("w") as rejected:
         bad = BadRows(data, rejected)
         try:
@@ -225,6 +227,7 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
                     if part.documents is not None:
                         rows = part.documents.rows + num_rows
                         writer.add(dataclasses.replace(part.documents, rows=rows))
+                        num_tokens += part.documents.num_tokens
                     num_rows += part.num_rows
                     if num_rows > data.limits.rows:
                         raise DataError(_too_many_rows(dataset, data))
@@ -248,6 +251,8 @@ def _write(folder: Path, dataset: DatasetConfig, spec: TokenSpec) -> None:
         "format": format_name,
         "counts": dataclasses.asdict(counts),
         "is_cut": read.is_cut,
+        "tokens": num_tokens,
+        "tokenizer": spec.tokenizer,
     }
     (folder / COUNTS_FILE).write_text(json.dumps(note, indent=2) + "\n")
 
@@ -342,12 +347,12 @@ def open_or_make(root: Path, key: Key, make: Callable[[Path], None]) -> tuple[Pa
     where the cache's own folder cannot be written.
     """
     folder = root / key.name
-    if _is_whole(folder):
+    if is_whole(folder):
         return folder, "found in the cache"
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{key.name}.lock"):
-            if _is_whole(folder):
+            if is_whole(folder):
                 return folder, "tokenized by another process"
             reason = "the entry was damaged" if os.path.lexists(folder) else _why_missing(root, key)
             _remove_left_over(root, key)
@@ -391,18 +396,18 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """Tell whether a folder holds all that was written into it: files, no links and no pipes."""
     try:
-        sizes = _read_note(folder / KEY_FILE)["sizes"]
+        sizes = read_note(folder / KEY_FILE)["sizes"]
         entries = [((folder / name).lstat(), size) for name, size in sizes.items()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
     return all(stat.S_ISREG(entry.st_mode) and entry.st_size == size for entry, size in entries)
 
 
-def _read_note(file: Path) -> Any:
-    """Return the JSON in a file of the cache; raises DataError where a pipe is in its place."""
+def read_note(file: Path) -> Any:
+    """Return the JSON in a file of the cache; raises DataError where there is none or a pipe."""
     with source.open_regular(file) as stream:
         return json.load(stream)
 
@@ -456,13 +461,17 @@ def _note_newest(root: Path, key: Key) -> None:
     os.replace(unfinished, root / key.newest)
 
 
+def read_newest(root: Path, key: Key) -> str:
+    """Return the name of the newest entry of the same data; DataError where there is none."""
+    with source.open_regular(root / key.newest) as stream:
+        return Path(stream.read(_NAME_BYTES).decode()).name
+
+
 def _why_missing(root: Path, key: Key) -> str:
     """Say what changed since the newest entry of the same data."""
     try:
         # By its name: to look at every entry would take longer with each one that is kept.
-        with source.open_regular(root / key.newest) as stream:
-            newest = Path(stream.read(_NAME_BYTES).decode()).name
-        before = dict(_read_note(root / newest / KEY_FILE)["parts"])
+        before = dict(read_note(root / read_newest(root, key) / KEY_FILE)["parts"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return "now cached"  # there was none, or it was removed
     changed = [part for part in key.parts if before.get(part) != key.parts[part]]

@@ -64,6 +64,11 @@ class Documents:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of all documents, of both sides where there are targets."""
+        return len(self.input_ids) + (0 if self.target_ids is None else len(self.target_ids))
+
     def examples(self, dataset: int) -> Iterator[Example]:
         """Yield the documents as examples of data set number `dataset`."""
         import numpy as np

@@ -1,0 +1,113 @@
+"""How many tokens an epoch has: from the cache, from the first rows, or not known."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_modules import DataConfig, DataError, DatasetConfig, EpochTokens, estimate_epoch
+from data_modules.template import ChatTemplate, MaskConfig
+from data_modules.tokens.prepare import TokenSpec, hash_of, prepare_dataset
+from data_modules.tokens.size import SAMPLE_BYTES
+
+LENGTH = 1024
+
+
+def write_rows(file: Path, number: int, *, indent: int | None = None) -> Path:
+    rows = [{"instruction": f"count to {n % 9}", "output": "one two " * 8} for n in range(number)]
+    if file.suffix == ".json":
+        file.write_text(json.dumps(rows, indent=indent))
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def count_words(texts: Sequence[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+def estimate(config: DataConfig, tokenizer: str = "x", length: int = LENGTH) -> EpochTokens:
+    return estimate_epoch(
+        config, sequence_len=length, tokenizer=tokenizer, count_tokens=count_words
+    )
+
+
+def settings(file: Path, cache: Path, **data: Any) -> DataConfig:
+    given = {"val_set_size": 0, "cache_dir": str(cache)} | data
+    return DataConfig(datasets=[DatasetConfig(path=str(file))], **given)
+
+
+@pytest.mark.parametrize(("name", "indent"), [("d.jsonl", None), ("d.json", None), ("d.json", 2)])
+def test_a_large_file_is_taken_to_go_on_as_it_begins(
+    name: str, indent: int | None, tmp_path: Path
+) -> None:
+    config = settings(write_rows(tmp_path / name, 20_000, indent=indent), tmp_path)
+    assert (tmp_path / name).stat().st_size > 3 * SAMPLE_BYTES
+    small = settings(write_rows(tmp_path / f"small_{name}", 1000, indent=indent), tmp_path)
+    whole, epoch = estimate(small), estimate(config)
+    assert whole.how == "all 1,000 rows"
+    assert epoch.tokens == pytest.approx(20 * whole.tokens, rel=0.01)
+    assert epoch.how.startswith("the first ") and " of about " in epoch.how
+
+
+def test_what_is_not_trained_on_is_not_counted(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "d.jsonl", 100)
+    config = settings(file, tmp_path)
+    tokens = estimate(config).tokens
+    assert estimate(replace(config, val_set_size=0.25)).tokens == round(0.75 * tokens)
+    assert estimate(replace(config, val_set_size=10)).tokens == round(0.9 * tokens)
+    capped = DatasetConfig(path=str(file), max_rows=20, weight=2.0)
+    assert estimate(replace(config, datasets=[capped])).tokens == round(0.4 * tokens)
+    assert estimate(config, length=8).tokens == 0  # longer ones are dropped
+    assert estimate(replace(config, on_long="truncate_right"), length=8).tokens == 800
+    assert estimate(replace(config, on_long="split"), length=8).tokens == tokens
+
+
+def test_what_is_in_the_cache_is_exact_until_the_file_or_the_settings_change(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    file = write_rows(tmp_path / "d.jsonl", 50)
+    config = settings(file, tmp_path / "cache")
+    template = ChatTemplate.resolve(tokenizer, "plain", MaskConfig.of(config))
+    spec = TokenSpec(
+        config=config,
+        template=template,
+        sequence_len=LENGTH,
+        tokenizer_hash=hash_of(tokenizer),
+        tokenizer="base",
+    )
+    prepared = prepare_dataset(config.datasets[0], spec)
+    cached = estimate(config, "base")
+    assert cached.tokens == int(prepared.store.lengths.sum())
+    assert cached.how == "50 rows that are tokenized in the cache"
+    of_other = [
+        estimate(config, "another base"),
+        estimate(config, "base", length=512),
+        estimate(replace(config, on_long="split"), "base"),
+    ]
+    assert {each.how for each in of_other} == {"all 50 rows"}
+    os.utime(file, (time.time() + 60,) * 2)
+    assert estimate(config, "base").how == "all 50 rows"
+
+
+def test_data_that_are_not_at_hand_are_named(tmp_path: Path) -> None:
+    def refusal(*datasets: DatasetConfig, **data: Any) -> str:
+        with pytest.raises(DataError) as caught:
+            estimate(DataConfig(datasets=list(datasets), cache_dir=str(tmp_path), **data))
+        return str(caught.value)
+
+    assert refusal() == "no data set is named"
+    hub = DatasetConfig(path="databricks/databricks-dolly-15k")
+    assert refusal(hub) == f"{hub.path} is not on this machine as tokens"
+    assert "nobody knows how long a stream is" in refusal(hub, streaming=True)
+    assert "no_such" in refusal(DatasetConfig(path=str(tmp_path / "no_such.jsonl")))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{\n")
+    assert "broken.jsonl" in refusal(DatasetConfig(path=str(broken)))

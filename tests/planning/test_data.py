@@ -1,0 +1,58 @@
+"""How many tokens a run trains on, by its local data; with them time and cost are said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.config import load_config
+from app.plan import tokens_of
+from app.planning.data import count_bytes, estimate_tokens
+from app.report.plan import plan_lines
+from tests.planning.test_plan import plan_of
+
+BASE = "model.architecture={model_type: llama, hidden_size: 64, intermediate_size: 128, "
+BASE += "num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 512}"
+
+
+def test_a_plan_says_time_and_cost_of_local_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both were said only where somebody had counted the tokens."""
+    file = tmp_path / "d.jsonl"
+    file.write_text(500 * (json.dumps({"instruction": "count", "output": "one two"}) + "\n"))
+    words = (BASE, "model.path=null", f"data.datasets=[{{path: {file}}}]", "hardware=h100")
+    words += ("hardware.price_per_hour=2", "trainer.num_epochs=3", f"data.cache_dir={tmp_path}")
+    facts, _ = plan_of(tmp_path / "out", *words)
+    said = "an estimate by 3 x all 500 rows at 4 bytes a token: its tokenizer is not here"
+    assert facts["tokens_by"] == said
+    hours = facts["tokens"] / facts["tokens_per_second"] / 3600
+    assert (facts["hours"], facts["cost"]) == pytest.approx((hours, 2 * hours))
+    line = f"about {facts['tokens']:,} tokens take {hours:.1f} h, cost {2 * hours:,.2f} ({said})"
+    assert line in capsys.readouterr().out.splitlines()
+    typed, _ = plan_of(tmp_path / "typed", *words, "plan.tokens=1000")
+    assert (typed["tokens"], typed["tokens_by"]) == (1000, "")
+    file.unlink()
+    facts, _ = plan_of(tmp_path / "without", *words)
+    assert facts["hours"] is None and str(file) in facts["tokens_by"]
+    assert any(line.startswith("time to finish: type plan.tokens=N") for line in plan_lines(facts))
+
+
+def test_the_base_has_its_own_tokens() -> None:
+    """Beside what was tokenized: 139,604 tokens of the 95 % that are trained on."""
+    config: Any = load_config("plan", ["+experiment=quickstart", "hardware=h100"])
+    config = replace(config, data=replace(config.data, cache_dir="no such cache"))
+    tokens, by = estimate_tokens(config, 1024)
+    assert tokens == pytest.approx(139_604 * config.trainer.num_epochs, rel=0.08)
+    assert "bytes a token" not in by
+    run: Any = type("Run", (), {"tokens_per_step": 7})
+    assert tokens_of(config, run) == (config.trainer.max_steps * 7, "")
+
+
+def test_texts_of_any_kind_are_counted() -> None:
+    rows = ["four", "", "\ud800", "é" * 6]
+    assert count_bytes(rows) == [1, 0, 1, 3]
