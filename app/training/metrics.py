@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,18 @@ STATE_KEYS = (
     "train_seconds",
 )
 """attributes of `Metrics` that a checkpoint holds"""
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+"""metrics; all others are better where they are higher"""
 MAX_KEPT_ROWS = 100_000
 """validation rows whose losses a checkpoint holds; a resumed run has no intervals of more"""
+
+
+def is_measured_at(step: int, every_steps: int, interval: int) -> bool:
+    """Tell whether the validation after `step` is the first since a multiple of `every_steps`.
+
+    `interval`: steps between validations.
+    """
+    return step == 0 or step // every_steps > (step - interval) // every_steps
 
 
 @dataclass(slots=True)
@@ -68,6 +78,7 @@ class Metrics:
         loggers: Sequence[Any],
         every_steps: int,
         watch: StepWatch | None = None,
+        monitor: str = "val/loss",
     ) -> None:
         self.dataset_names = dataset_names
         self.loggers = loggers
@@ -78,6 +89,9 @@ class Metrics:
         self.latest_step = -1
         self.validations: list[dict[str, float]] = []
         self.validated_step = -1
+        self.monitor = monitor
+        self.measured: dict[str, float] = {}
+        """of tasks and answers, at the latest validation"""
         self.row_losses: list[Tensor | None] = [None, None]
         """weighted losses and weights of every validation row [2, rows], before the first step and
         after the last; None of what was not measured, or is too long for a checkpoint"""
@@ -97,6 +111,10 @@ class Metrics:
         """Write the load of experts in each step's row."""
         self.expert_load = load
         self._add_columns(load.names)
+
+    def add_measurements(self, names: Sequence[str]) -> None:
+        """Write figures of tasks and answers in the rows of validations."""
+        self._add_columns(names)
 
     def _add_columns(self, names: Sequence[str]) -> None:
         for logger in self.loggers:
@@ -156,15 +174,20 @@ class Metrics:
             self.watch.check(record, metrics, reduce)
         self.waiting = []
 
-    def add_validation(self, step: int, sums: Tensor) -> None:
+    def add_validation(
+        self, step: int, sums: Tensor, measured: Mapping[str, float] | None = None
+    ) -> None:
         """Write a validation's exact losses; `sums` [3, data sets] is over all ranks.
+
+        `measured`: figures of tasks and answers, where they were asked.
 
         TrainingFault if one is not finite: no checkpoint could be ranked by it.
         """
         metrics = losses_by_dataset(sums.cpu(), self.dataset_names, "val")
         self.validations.append(metrics)
         self.validated_step = step
-        self.write(step, metrics)
+        self.measured = dict(measured or {})
+        self.write(step, metrics | self.measured)
         if bad := not_finite(metrics, "val/loss/"):
             raise TrainingFault(
                 f"validation after step {step}: loss {metrics['val/loss']} (of {', '.join(bad)}); "
@@ -199,11 +222,13 @@ class Metrics:
             for name, count in zip(self.dataset_names, self.trained_tokens, strict=True)
         }
 
-    def val_loss_at(self, step: int) -> float | None:
-        """Return the validation loss after `step`; None if there was none."""
+    def monitored_at(self, step: int) -> float | None:
+        """Return what was monitored after `step`, lower is better; None if it was not measured."""
         if self.validated_step != step:
             return None
-        return self.validations[-1].get("val/loss")
+        value = (self.validations[-1] | self.measured).get(self.monitor)
+        is_lower_better = self.monitor.split("/")[1] in LOWER_IS_BETTER
+        return value if is_lower_better or value is None else -value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; RuntimeError while steps wait to be written."""

@@ -60,6 +60,7 @@ class FinetuneModule(L.LightningModule):
         uses_fused_kernels: bool = True,
         router_aux_loss: float = 0.0,
         try_micro_batch: Callable[[FinetuneModule], None] | None = None,
+        measure: Callable[[FinetuneModule, int], dict[str, float]] | None = None,
     ) -> None:
         super().__init__()
         self.build = build
@@ -73,6 +74,8 @@ class FinetuneModule(L.LightningModule):
         self.router_aux_loss = router_aux_loss
         self.try_micro_batch = try_micro_batch
         """called before the first step of a run whose micro-batches were chosen"""
+        self.measure = measure
+        """returns the figures of tasks and answers after a validated step"""
         self.model: Any = None
         self.expert_load: ExpertLoad | None = None
         self.balance: RouterBalance | None = None
@@ -255,7 +258,9 @@ class FinetuneModule(L.LightningModule):
             data: Any = self.trainer.datamodule
             rows = self.val_documents.take(data.val_order, len(data.val_examples))
             self.metrics.row_losses[self._validates_at] = self.sum_over_ranks(rows).cpu()
-        self.metrics.add_validation(step, self.sum_over_ranks(self.val_sums.take()))
+        sums = self.sum_over_ranks(self.val_sums.take())
+        measured = self.measure(self, step) if self.measure is not None else None
+        self.metrics.add_validation(step, sums, measured)
 
     @property
     def _validates_at(self) -> int | None:
@@ -310,7 +315,7 @@ class FinetuneModule(L.LightningModule):
             "curves": self.metrics.state_dict(),
             "owes_validation": self.owes_validation,
         }
-        checkpoint["metric"] = self.metrics.val_loss_at(step)
+        checkpoint["metric"] = self.metrics.monitored_at(step)
         checkpoint["details"] = {
             "num_ranks": self.trainer.world_size,
             "num_data_ranks": self.strategy.num_data_ranks,

@@ -79,7 +79,7 @@ def check_compatibility(
         clashes += _of_data(config)
     if is_training(config):
         clashes += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
-        clashes += [*_of_sweep(config), *_of_logger(config)]
+        clashes += [*_of_sweep(config), *_of_logger(config), *_of_measurements(config)]
         clashes += _of_strategy(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             clashes += _of_fsdp(config, config.strategy, devices)
@@ -190,6 +190,30 @@ def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
             f"packing.window={config.packing.window} has no effect with data.streaming=true, which "
             "packs windows of its own",
             "packing.window=null",
+        )
+
+
+def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
+    """What is asked of a model while it trains."""
+    asked, data = config.evaluation, config.data
+    if asked.every_steps is None:
+        return
+    key = f"evaluation.every_steps={asked.every_steps}"
+    if not asked.tasks and not asked.asks_prompts:
+        yield Clash(
+            f"{key}, but nothing is asked{' but the harness, at the end' * bool(asked.harness)}",
+            "evaluation.tasks=[{name: mmlu}] or evaluation.exact_match=true beside it",
+        )
+    if not data.val_set_size and not data.test_datasets:
+        yield Clash(
+            f"{key} measures at validations, but there are no validation rows",
+            "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
+        )
+    if config.trainer.compile:
+        yield Clash(
+            f"{key} generates with layers that trainer.compile=true has compiled for one size of "
+            "batch",
+            "trainer.compile=false, or evaluation.every_steps=null",
         )
 
 
