@@ -571,6 +571,7 @@ def build_module(
         if env.tries_micro_batch
         else None,
         measure=None if during is None else during.measure,
+        patience=trainer.early_stopping_patience,
     )
 
 

@@ -25,6 +25,9 @@ STATE_KEYS = (
     "latest_step",
     "validations",
     "validated_step",
+    "monitored",
+    "best",
+    "num_worse",
     "trained_tokens",
     "num_tokens",
     "train_seconds",
@@ -92,6 +95,12 @@ class Metrics:
         self.monitor = monitor
         self.measured: dict[str, float] = {}
         """of tasks and answers, at the latest validation"""
+        self.monitored: list[float] = []
+        """its value at the latest validation, lower is better; none where it was not measured"""
+        self.best: list[float] = []
+        """the lowest of them, if there is one"""
+        self.num_worse = 0
+        """measurements of it since the best one"""
         self.row_losses: list[Tensor | None] = [None, None]
         """weighted losses and weights of every validation row [2, rows], before the first step and
         after the last; None of what was not measured, or is too long for a checkpoint"""
@@ -187,6 +196,12 @@ class Metrics:
         self.validations.append(metrics)
         self.validated_step = step
         self.measured = dict(measured or {})
+        value = self.monitored_at(step)
+        self.monitored = [value] if value is not None and math.isfinite(value) else []
+        if self.monitored and self.monitored < (self.best or [math.inf]):
+            self.best, self.num_worse = self.monitored, 0
+        elif self.monitored:
+            self.num_worse += 1
         self.write(step, metrics | self.measured)
         if bad := not_finite(metrics, "val/loss/"):
             raise TrainingFault(
@@ -250,7 +265,8 @@ class Metrics:
                 "data.datasets=[{name: ...}], or start anew with resume=never"
             )
         for name in STATE_KEYS:
-            setattr(self, name, state[name])
+            if name in state:  # an earlier version monitored nothing
+                setattr(self, name, state[name])
         self.watch.num_skipped = state["skipped_steps"]
         rows = state.get("row_losses", [[], []])  # of an earlier version without them
         self.row_losses = [torch.tensor(one, dtype=torch.double) if one else None for one in rows]

@@ -126,6 +126,11 @@ class TrainerConfig:
         None, ge=1, resume="free", shown=("train",), aliases=("val_check_interval",)
     )
     """optimizer steps between validations; null = ten times a run"""
+    early_stopping_patience: int | None = setting(
+        None, ge=1, resume="free", shown=("train",), aliases=("patience",)
+    )
+    """measurements of `checkpoint.monitor` without a better one, after which the run ends; null =
+    it goes on to its last step"""
     log_every_steps: int = setting(10, ge=1, resume="free")
     """optimizer steps between writes of the curves (every step has its row all the same)"""
     checkpoint: CheckpointConfig = setting(default_factory=CheckpointConfig, resume="free")

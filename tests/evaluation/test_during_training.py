@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from app.config import load_config
-from app.preflight import check_compatibility
 from app.process.errors import UserError
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at
-from tests.tiny import small_run, train_into
+from tests.tiny import train_into
 
 MEASURED = (
     "evaluation.tasks=[{name: boolq, few_shot: 0}, {name: arc, few_shot: 0}]",
@@ -81,25 +79,50 @@ def test_what_is_monitored_has_the_right_direction(monitor: str, expected: float
     assert metrics.monitored_at(4) is None
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("evaluation.every_steps=2",), "nothing is asked"),
-        ((*MEASURED, "data.val_set_size=0"), "no validation rows"),
-        ((*MEASURED, "trainer.compile=true"), "trainer.compile=true has compiled"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(words: tuple[str, ...], said: str) -> None:
-    (problem, *_) = [
-        one
-        for one in check_compatibility(load_config("train", small_run(*words)))
-        if "every_s" in one
-    ]
-    assert said in problem and "; type " in problem
-
-
 def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"did you mean val/accuracy/boolq\?"):
         train_into(tmp_path / "run", *MEASURED, "trainer.checkpoint.monitor=val/accuracy/boolqq")
     with pytest.raises(UserError, match=r"evaluation\.every_steps=N measures"):
         train_into(tmp_path / "other", "trainer.checkpoint.monitor=val/accuracy/boolq")
+
+
+@pytest.mark.slow
+def test_a_run_stops_early_and_ends_as_any_other(tmp_path: Path) -> None:
+    words = (
+        "trainer.early_stopping_patience=2",
+        "trainer.max_steps=6",
+        "trainer.validate_every_steps=1",
+        "optimizer.lr=1e-12",
+        "trainer.checkpoint.every_steps=5",
+        "trainer.precision=fp32",
+    )
+    run = train_into(
+        tmp_path / "run",
+        *words,
+        *MEASURED[:2],
+        *MEASURED[3:5],
+        "evaluation.every_steps=1",
+        "trainer.checkpoint.monitor=val/exact_match/lists",
+    )
+    # The first measurement is the best; two that are no better end the run.
+    assert curves(run)["train/loss"][-1][0] == "2"
+    assert [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()] == [2]
+    assert "tuned/val/loss" in json.loads((run / "metrics.json").read_text())
+
+    # Killed between its last checkpoint and its end, it trains no further.
+    kept = curves(run)
+    before = (run / "metrics.json").read_bytes()
+    (run / "metrics.json").unlink()
+    train_into(
+        run,
+        *words,
+        *MEASURED[:2],
+        *MEASURED[3:5],
+        "resume=must",
+        "evaluation.every_steps=1",
+        "trainer.checkpoint.monitor=val/exact_match/lists",
+    )
+    assert curves(run) == kept
+    assert (
+        json.loads((run / "metrics.json").read_text())["val/loss"] == json.loads(before)["val/loss"]
+    )

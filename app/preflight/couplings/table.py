@@ -26,7 +26,7 @@ from app.preflight.couplings.devices import (
 )
 from app.strategy.deepspeed_config import keys_decided_elsewhere, unknown_keys
 from app.strategy.settings import FsdpConfig, ZeroConfig, is_sharding, tensor_parallel_size
-from data_modules import check_values
+from data_modules import check_values, dataset_names
 
 if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, TrainConfig, TunedConfig
@@ -180,6 +180,12 @@ def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
             "evaluation.exact_match=true, but there are no rows to evaluate",
             "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
         )
+    names = {*dataset_names(data.datasets), *dataset_names(data.test_datasets)}
+    for name in [task.name for task in config.evaluation.tasks if task.name in names]:
+        yield Clash(
+            f"evaluation.tasks: {name} is the name of a data set, too, and figures go by name",
+            "another name: there, and form: beside it where it is a known task",
+        )
     if data.streaming and is_training(config) and config.trainer.max_steps is None:
         yield Clash(
             "data.streaming=true without trainer.max_steps: a stream has no end",
@@ -194,8 +200,22 @@ def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
 
 
 def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
-    """What is asked of a model while it trains."""
-    asked, data = config.evaluation, config.data
+    """What is asked of a model that trains."""
+    asked, data, strategy = config.evaluation, config.data, config.strategy
+    has_validation = data.val_set_size or data.test_datasets
+    if config.trainer.early_stopping_patience is not None and not has_validation:
+        yield Clash(
+            f"trainer.early_stopping_patience={config.trainer.early_stopping_patience} goes by "
+            f"{config.trainer.checkpoint.monitor}, but there are no validation rows",
+            "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
+        )
+    shards_weights = getattr(strategy, "stage", 3) == 3 and is_sharding(strategy)
+    if asked.harness and shards_weights:
+        yield Clash(
+            f"evaluation.harness=[{', '.join(asked.harness)}] asks a whole model, but "
+            f"strategy={strategy.name} leaves each rank a part of the weights",
+            "evaluation.harness=[], and python -m app.evaluate run=FOLDER with them afterwards",
+        )
     if asked.every_steps is None:
         return
     key = f"evaluation.every_steps={asked.every_steps}"
@@ -204,7 +224,7 @@ def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
             f"{key}, but nothing is asked{' but the harness, at the end' * bool(asked.harness)}",
             "evaluation.tasks=[{name: mmlu}] or evaluation.exact_match=true beside it",
         )
-    if not data.val_set_size and not data.test_datasets:
+    if not has_validation:
         yield Clash(
             f"{key} measures at validations, but there are no validation rows",
             "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",

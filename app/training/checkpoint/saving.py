@@ -113,11 +113,12 @@ class CheckpointSaver(L.Callback):
         self.checkpoints.check()
         self._prepare(trainer, module)
         step = trainer.global_step
-        if self.is_due(step):
+        is_saved = self.is_due(step) or module.stops_early
+        if is_saved:
             self.save(trainer, module)
         faults.reach("step", step)
         if (signum := self.stopping.agreed()) is not None:
-            if not self.is_due(step):
+            if not is_saved:
                 self.save(trainer, module)
             self._interrupt(trainer, signum)
 
