@@ -26,6 +26,7 @@ from app.config import (
     settings_of,
 )
 from app.evaluation.comparison import Evaluator
+from app.evaluation.during import DuringTraining, small_set
 from app.evaluation.shares import Shares
 from app.evaluation.tasks.questions import build_tasks
 from app.evaluation.tuned import Tuned, find_tuned, read_tuned
@@ -66,7 +67,7 @@ from app.planning.training import (
     plan_training,
 )
 from app.preflight import check_compatibility, describe_base
-from app.process.errors import UserError
+from app.process.errors import UserError, nearest
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
 from app.process.launch import is_first_rank
@@ -91,7 +92,7 @@ from app.training.nonfinite import StepWatch
 from app.training.optimizers import build_optimizer
 from app.training.routing import choose_router_aux_loss
 from app.training.schedule import resolve_lr
-from app.training.trainer import Environment, build_lightning_trainer
+from app.training.trainer import Environment, build_lightning_trainer, validation_interval
 from data_modules import (
     BatchSpec,
     DataSpec,
@@ -477,7 +478,11 @@ def build_trainer(
         callbacks=[
             *_build_watchers(run, facts, estimate),
             build_saver(
-                config.trainer, checkpoints, data.plan, has_validation=len(data.val_examples) > 0
+                config.trainer,
+                checkpoints,
+                data.plan,
+                has_validation=len(data.val_examples) > 0,
+                measure_every=config.evaluation.every_steps,
             ),
             WriteMetadata(write_metadata, write_manifest, is_resumed=run.checkpoint is not None),
         ],
@@ -515,6 +520,7 @@ def build_module(
     data: FinetuneDataModule,
     env: Environment,
     loggers: list[Logger],
+    folder: Path,
 ) -> FinetuneModule:
     """Build the Lightning module: model, optimizer, schedule and loss.
 
@@ -537,6 +543,11 @@ def build_module(
         total_steps=data.total_steps,
         vocab_size=base.spec.vocab_size or 0,
     )
+    during = build_during(config, base, data, folder)
+    metrics = Metrics(
+        data.dataset_names, loggers, trainer.log_every_steps, watch, trainer.checkpoint.monitor
+    )
+    metrics.add_measurements([] if during is None else during.names)
     return FinetuneModule(
         base.model_builder(config, env),
         backend=base.backend,
@@ -551,7 +562,7 @@ def build_module(
         schedule=config.schedule,
         total_steps=data.total_steps,
         is_packed=data.is_packed,
-        metrics=Metrics(data.dataset_names, loggers, trainer.log_every_steps, watch),
+        metrics=metrics,
         uses_fused_kernels=trainer.kernels == "auto" and not trainer.compile,
         router_aux_loss=choose_router_aux_loss(
             base.architecture, config.adapter, config.model.router_aux_loss
@@ -559,4 +570,41 @@ def build_module(
         try_micro_batch=partial(try_micro_batch, optimizer=config.optimizer.name)
         if env.tries_micro_batch
         else None,
+        measure=None if during is None else during.measure,
+        patience=trainer.early_stopping_patience,
     )
+
+
+def build_during(
+    config: TrainConfig, base: Base, data: FinetuneDataModule, folder: Path
+) -> DuringTraining | None:
+    """Build what measures tasks and answers while a model trains; None where nothing does.
+
+    UserError where what is monitored is not measured.
+    """
+    every, checkpoint = config.evaluation.every_steps, config.trainer.checkpoint
+    during = None
+    if every is not None:
+        asked, tasks = small_set(config.evaluation, build_tasks(config.evaluation))
+        evaluator = Evaluator(
+            asked,
+            data,
+            base.tokenizer,
+            base.stop_ids | data.stop_token_ids,
+            base.backend,
+            max_len=base.spec.context_len or data.sequence_len,
+            tasks=tasks,
+        )
+        interval = validation_interval(config.trainer, data.total_steps)
+        during = DuringTraining(
+            evaluator, folder, every_steps=every, interval=interval, last=data.total_steps
+        )
+    known = ["val/loss", *(f"val/loss/{name}" for name in data.dataset_names)]
+    known += [] if during is None else during.names
+    if checkpoint.monitor not in known:
+        raise UserError(
+            f"trainer.checkpoint.monitor={checkpoint.monitor} is not measured while this run "
+            f"trains{nearest(checkpoint.monitor, known)}; it measures {', '.join(known[:20])}"
+            + ("" if every else "; evaluation.every_steps=N measures evaluation.tasks, too")
+        )
+    return during

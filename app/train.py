@@ -68,7 +68,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
 
     # How it learns: the weights are read when the fit begins, where a strategy may shard them.
     trainer = build_trainer(run, env, config.strategy, data, facts, estimate)
-    module = build_module(config, base, data, env, trainer.loggers)
+    module = build_module(config, base, data, env, trainer.loggers, run.folder)
     with page_where_it_stops(run.folder, changed_settings(run.config), trainer.loggers):
         trainer.fit(module, data, ckpt_path=run.checkpoint_path)
         return finish(run, module, data, base, estimate)

@@ -114,6 +114,10 @@ class Predictions:
             for name in self._prompts
         }
 
+    def names(self, who: str) -> list[str]:
+        """Return the names of what `answer` returns."""
+        return [f"{who}/{one.name}/{name}" for one in self._metrics for name in self._prompts]
+
     def _measure(self, who: str, metric: Metric, name: str) -> float:
         rows = list(zip(self._answers[who][name], self._prompts[name], strict=True))
         self._scores[who, metric.name, name] = [
@@ -240,6 +244,10 @@ class Evaluator:
                 key = (line["data_set"], line["source"])
                 self.harness_lines[key] = _merged(self.harness_lines.get(key), line)
         return found
+
+    def names(self, who: str) -> list[str]:
+        """Return the names of what `answers` returns, but for the harness's."""
+        return [*self.predictions.names(who), *self.tasks.names(who)]
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of predictions.jsonl."""

@@ -63,6 +63,18 @@ class EvaluationConfig:
         return self.exact_match or bool(self.metrics) or self.metric is not None
 
 
+@dataclass(kw_only=True, slots=True)
+class DuringConfig(EvaluationConfig):
+    """What a training asks its model, at its end and on its way."""
+
+    every_steps: int | None = setting(None, ge=1, shown=("train",))
+    """optimizer steps between measurements of `tasks` and held-out prompts while the model trains,
+    each at the next validation: curves val/METRIC/NAME beside the losses, answers in samples/;
+    null = at the end alone"""
+    during_rows: int = setting(50, ge=1)
+    """rows of each task and data set that are asked while the model trains, the first"""
+
+
 def answer_prompts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,26 @@ STATE_KEYS = (
     "latest_step",
     "validations",
     "validated_step",
+    "monitored",
+    "best",
+    "num_worse",
     "trained_tokens",
     "num_tokens",
     "train_seconds",
 )
 """attributes of `Metrics` that a checkpoint holds"""
+LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+"""metrics; all others are better where they are higher"""
 MAX_KEPT_ROWS = 100_000
 """validation rows whose losses a checkpoint holds; a resumed run has no intervals of more"""
+
+
+def is_measured_at(step: int, every_steps: int, interval: int) -> bool:
+    """Tell whether the validation after `step` is the first since a multiple of `every_steps`.
+
+    `interval`: steps between validations.
+    """
+    return step == 0 or step // every_steps > (step - interval) // every_steps
 
 
 @dataclass(slots=True)
@@ -68,6 +81,7 @@ class Metrics:
         loggers: Sequence[Any],
         every_steps: int,
         watch: StepWatch | None = None,
+        monitor: str = "val/loss",
     ) -> None:
         self.dataset_names = dataset_names
         self.loggers = loggers
@@ -78,6 +92,15 @@ class Metrics:
         self.latest_step = -1
         self.validations: list[dict[str, float]] = []
         self.validated_step = -1
+        self.monitor = monitor
+        self.measured: dict[str, float] = {}
+        """of tasks and answers, at the latest validation"""
+        self.monitored: list[float] = []
+        """its value at the latest validation, lower is better; none where it was not measured"""
+        self.best: list[float] = []
+        """the lowest of them, if there is one"""
+        self.num_worse = 0
+        """measurements of it since the best one"""
         self.row_losses: list[Tensor | None] = [None, None]
         """weighted losses and weights of every validation row [2, rows], before the first step and
         after the last; None of what was not measured, or is too long for a checkpoint"""
@@ -97,6 +120,10 @@ class Metrics:
         """Write the load of experts in each step's row."""
         self.expert_load = load
         self._add_columns(load.names)
+
+    def add_measurements(self, names: Sequence[str]) -> None:
+        """Write figures of tasks and answers in the rows of validations."""
+        self._add_columns(names)
 
     def _add_columns(self, names: Sequence[str]) -> None:
         for logger in self.loggers:
@@ -156,15 +183,26 @@ class Metrics:
             self.watch.check(record, metrics, reduce)
         self.waiting = []
 
-    def add_validation(self, step: int, sums: Tensor) -> None:
+    def add_validation(
+        self, step: int, sums: Tensor, measured: Mapping[str, float] | None = None
+    ) -> None:
         """Write a validation's exact losses; `sums` [3, data sets] is over all ranks.
+
+        `measured`: figures of tasks and answers, where they were asked.
 
         TrainingFault if one is not finite: no checkpoint could be ranked by it.
         """
         metrics = losses_by_dataset(sums.cpu(), self.dataset_names, "val")
         self.validations.append(metrics)
         self.validated_step = step
-        self.write(step, metrics)
+        self.measured = dict(measured or {})
+        value = self.monitored_at(step)
+        self.monitored = [value] if value is not None and math.isfinite(value) else []
+        if self.monitored and self.monitored < (self.best or [math.inf]):
+            self.best, self.num_worse = self.monitored, 0
+        elif self.monitored:
+            self.num_worse += 1
+        self.write(step, metrics | self.measured)
         if bad := not_finite(metrics, "val/loss/"):
             raise TrainingFault(
                 f"validation after step {step}: loss {metrics['val/loss']} (of {', '.join(bad)}); "
@@ -199,11 +237,13 @@ class Metrics:
             for name, count in zip(self.dataset_names, self.trained_tokens, strict=True)
         }
 
-    def val_loss_at(self, step: int) -> float | None:
-        """Return the validation loss after `step`; None if there was none."""
+    def monitored_at(self, step: int) -> float | None:
+        """Return what was monitored after `step`, lower is better; None if it was not measured."""
         if self.validated_step != step:
             return None
-        return self.validations[-1].get("val/loss")
+        value = (self.validations[-1] | self.measured).get(self.monitor)
+        is_lower_better = self.monitor.split("/")[1] in LOWER_IS_BETTER
+        return value if is_lower_better or value is None else -value
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON; RuntimeError while steps wait to be written."""
@@ -225,7 +265,8 @@ class Metrics:
                 "data.datasets=[{name: ...}], or start anew with resume=never"
             )
         for name in STATE_KEYS:
-            setattr(self, name, state[name])
+            if name in state:  # an earlier version monitored nothing
+                setattr(self, name, state[name])
         self.watch.num_skipped = state["skipped_steps"]
         rows = state.get("row_losses", [[], []])  # of an earlier version without them
         self.row_losses = [torch.tensor(one, dtype=torch.double) if one else None for one in rows]

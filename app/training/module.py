@@ -61,6 +61,8 @@ class FinetuneModule(L.LightningModule):
         uses_fused_kernels: bool = True,
         router_aux_loss: float = 0.0,
         try_micro_batch: Callable[[FinetuneModule], None] | None = None,
+        measure: Callable[[FinetuneModule, int], dict[str, float]] | None = None,
+        patience: int | None = None,
     ) -> None:
         super().__init__()
         self.build = build
@@ -74,6 +76,10 @@ class FinetuneModule(L.LightningModule):
         self.router_aux_loss = router_aux_loss
         self.try_micro_batch = try_micro_batch
         """called before the first step of a run whose micro-batches were chosen"""
+        self.patience = patience
+        """measurements of what is monitored without a better one, after which the run ends"""
+        self.measure = measure
+        """returns the figures of tasks and answers after a validated step"""
         self.model: Any = None
         self.expert_load: ExpertLoad | None = None
         self.balance: RouterBalance | None = None
@@ -257,14 +263,25 @@ class FinetuneModule(L.LightningModule):
             data: Any = self.trainer.datamodule
             rows = self.val_documents.take(data.val_order, len(data.val_examples))
             self.metrics.row_losses[self._validates_at] = self.sum_over_ranks(rows).cpu()
-        self.metrics.add_validation(step, self.sum_over_ranks(self.val_sums.take()))
+        sums = self.sum_over_ranks(self.val_sums.take())
+        measured = self.measure(self, step) if self.measure is not None else None
+        self.metrics.add_validation(step, sums, measured)
+        if self.stops_early:  # the same on all ranks, for the figures are
+            self.trainer.should_stop = True
+
+    @property
+    def stops_early(self) -> bool:
+        """Tell whether what is monitored has not become better for `patience` measurements."""
+        return self.patience is not None and self.metrics.num_worse >= self.patience
 
     @property
     def _validates_at(self) -> int | None:
         """Return 0 in the validation before the first step, -1 in that after the last."""
         if self.trainer.sanity_checking:
             return 0
-        return -1 if self.trainer.global_step >= self.total_steps else None
+        # Any validation may be the last one of a run that may stop early.
+        is_last = self.trainer.global_step >= self.total_steps or self.patience is not None
+        return -1 if is_last else None
 
     def on_train_end(self) -> None:
         """Write the last steps."""
@@ -312,7 +329,7 @@ class FinetuneModule(L.LightningModule):
             "curves": self.metrics.state_dict(),
             "owes_validation": self.owes_validation,
         }
-        checkpoint["metric"] = self.metrics.val_loss_at(step)
+        checkpoint["metric"] = self.metrics.monitored_at(step)
         checkpoint["details"] = {
             "num_ranks": self.trainer.world_size,
             "num_data_ranks": self.strategy.num_data_ranks,
@@ -325,4 +342,6 @@ class FinetuneModule(L.LightningModule):
         self.resume = Resume(self, checkpoint["source"], state)
         self.metrics.load_state_dict(state["curves"])
         self.owes_validation = state.get("owes_validation", False)
+        if self.stops_early:  # it was stopped between its last checkpoint and its end
+            self.trainer.should_stop = True
         checkpoint["loops"] = self.resume.loop_state()

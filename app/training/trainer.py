@@ -37,7 +37,11 @@ class CheckpointConfig:
     keep_last: int = setting(2, ge=1, shown=("train",), aliases=("save_total_limit",))
     """newest checkpoints that are kept; more disk"""
     keep_best: int = setting(0, ge=0)
-    """checkpoints with the lowest validation losses that are kept, too"""
+    """checkpoints that are best by `monitor` and are kept, too"""
+    monitor: str = setting("val/loss", resume="content", aliases=("metric_for_best_model",))
+    """what `keep_best` goes by: val/loss, val/loss/DATA_SET, or with evaluation.every_steps a
+    metric of a task or data set, such as val/accuracy/mmlu; losses and perplexities are best where
+    lowest, all else where highest"""
     asynchronous: bool = setting(False, typed="async")
     """write while training goes on; one more copy of the trainable parameters in host memory"""
 
@@ -122,6 +126,11 @@ class TrainerConfig:
         None, ge=1, resume="free", shown=("train",), aliases=("val_check_interval",)
     )
     """optimizer steps between validations; null = ten times a run"""
+    early_stopping_patience: int | None = setting(
+        None, ge=1, resume="free", shown=("train",), aliases=("patience",)
+    )
+    """measurements of `checkpoint.monitor` without a better one, after which the run ends; null =
+    it goes on to its last step"""
     log_every_steps: int = setting(10, ge=1, resume="free")
     """optimizer steps between writes of the curves (every step has its row all the same)"""
     checkpoint: CheckpointConfig = setting(default_factory=CheckpointConfig, resume="free")

@@ -18,12 +18,14 @@ import yaml
 from app import config
 from app.config.load import settings_of
 from app.config.verbs import PARTS
+from app.evaluation.tasks.settings import TaskConfig
 from app.preflight import check_compatibility
 from app.preflight.couplings import devices, table
 from app.preflight.couplings.table import is_installed
 from app.strategy.deepspeed_config import keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.optimizers import LrPattern
+from data_modules import dataset_names
 
 
 @cache
@@ -81,6 +83,17 @@ CLASHES = [
      ["micro_batch_size 2 x 2 ranks = 4", "=4 or 8"]),
     (0, "evaluation.exact_match=true data.val_set_size=0 'data.test_datasets=[]'",
      "evaluation.exact_match=true", ["there are no rows to evaluate", "data.val_set_size=0.05"]),
+    (0, "evaluation.every_steps=2", "evaluation.every_steps=2 evaluation.exact_match=true",
+     ["evaluation.every_steps=2, but nothing is asked", "evaluation.tasks=[{name: mmlu}]"]),
+    (0, "evaluation.every_steps=2 evaluation.metrics=[f1] data.val_set_size=0 "
+     "'data.test_datasets=[]'", "evaluation.every_steps=2 evaluation.metrics=[f1]",
+     ["there are no validation rows", "data.val_set_size=0.05"]),
+    (0, "evaluation.every_steps=2 evaluation.metrics=[f1] trainer.compile=true",
+     "evaluation.metrics=[f1] trainer.compile=true", ["compiled for one size of batch"]),
+    (0, "trainer.early_stopping_patience=3 data.val_set_size=0 'data.test_datasets=[]'",
+     "trainer.early_stopping_patience=3", ["goes by val/loss, but there are no validation rows"]),
+    (2, "evaluation.harness=[arc_easy] strategy=fsdp", "evaluation.harness=[arc_easy] strategy=ddp",
+     ["evaluation.harness=[arc_easy] asks a whole model", "strategy=fsdp leaves each rank a part"]),
     (0, "data.streaming=true data.val_set_size=0 trainer.max_steps=3 packing.window=9",
      "data.streaming=true data.val_set_size=0 trainer.max_steps=3",
      ["packing.window=9 has no effect", "packing.window=null"]),
@@ -243,6 +256,10 @@ def test_every_row_of_the_table_has_a_case(monkeypatch: pytest.MonkeyPatch) -> N
     changed = settings()
     changed.optimizer.lr_by_pattern = [LrPattern(pattern="a", ratio=0.0)]
     assert "not 0 (a); type ratio: 0.1" in check_compatibility(changed, 0)[0]
+    changed = settings()
+    assert check_compatibility(changed, 0) == []
+    changed.evaluation.tasks = [TaskConfig(name=dataset_names(changed.data.datasets)[0])]
+    assert "is the name of a data set, too" in check_compatibility(changed, 0)[0]
     assert found == rows
 
 

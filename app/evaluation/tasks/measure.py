@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 MIN_CONTEXT = 16
 """tokens of a question that are left beside the longest answer"""
 
+METRICS_OF = {
+    "multiple_choice": ("accuracy", "accuracy_norm", "loss"),
+    "likelihood": ("accuracy", "loss", "perplexity"),
+    "perplexity": ("loss", "perplexity", "bits_per_byte"),
+    "code": ("passed",),
+}
+"""kind of a task: what `totals` returns of it, where that is not its own name alone"""
+
 
 class TaskRunner:
     """Ask several models the same tasks, and keep what they answer."""
@@ -105,18 +113,32 @@ class TaskRunner:
                     "metrics": metrics,
                 }
 
-    def _totals(self, task: Task, results: Sequence[dict[str, Any]]) -> dict[str, float]:
-        groups: dict[str, list[dict[str, Any]]] = {task.name: list(results)}
+    def names(self, who: str) -> list[str]:
+        """Return the names of what `measure` returns."""
+        return [
+            f"{who}/{metric}/{name}"
+            for task in self.tasks.values()
+            for name in self._groups(task)
+            for metric in METRICS_OF.get(task.form.kind, (task.form.kind,))
+        ]
+
+    def _groups(self, task: Task) -> dict[str, list[int]]:
+        """Return the numbers of the questions of a task, and of each of its groups, by name."""
+        questions = self.questions[task.name]
+        groups: dict[str, list[int]] = {task.name: list(range(len(questions)))}
         categories = task.form.categories or {}
-        for question, result in zip(self.questions[task.name], results, strict=True):
+        for number, question in enumerate(questions):
             if group := question.asked.group:
                 for name in (categories.get(group), group):
                     if name is not None:
-                        groups.setdefault(f"{task.name}/{name}", []).append(result)
+                        groups.setdefault(f"{task.name}/{name}", []).append(number)
+        return groups
+
+    def _totals(self, task: Task, results: Sequence[dict[str, Any]]) -> dict[str, float]:
         return {
             f"{metric}/{name}": value
-            for name, some in groups.items()
-            for metric, value in totals(task.form.kind, some).items()
+            for name, numbers in self._groups(task).items()
+            for metric, value in totals(task.form.kind, [results[n] for n in numbers]).items()
         }
 
     def _likelihoods(

@@ -26,7 +26,7 @@ from app.preflight.couplings.devices import (
 )
 from app.strategy.deepspeed_config import keys_decided_elsewhere, unknown_keys
 from app.strategy.settings import FsdpConfig, ZeroConfig, is_sharding, tensor_parallel_size
-from data_modules import check_values
+from data_modules import check_values, dataset_names
 
 if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, TrainConfig, TunedConfig
@@ -79,7 +79,7 @@ def check_compatibility(
         clashes += _of_data(config)
     if is_training(config):
         clashes += [*_of_adapter(config), *_of_trainer(config), *_of_optimizer(config)]
-        clashes += [*_of_sweep(config), *_of_logger(config)]
+        clashes += [*_of_sweep(config), *_of_logger(config), *_of_measurements(config)]
         clashes += _of_strategy(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             clashes += _of_fsdp(config, config.strategy, devices)
@@ -180,6 +180,12 @@ def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
             "evaluation.exact_match=true, but there are no rows to evaluate",
             "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
         )
+    names = {*dataset_names(data.datasets), *dataset_names(data.test_datasets)}
+    for name in [task.name for task in config.evaluation.tasks if task.name in names]:
+        yield Clash(
+            f"evaluation.tasks: {name} is the name of a data set, too, and figures go by name",
+            "another name: there, and form: beside it where it is a known task",
+        )
     if data.streaming and is_training(config) and config.trainer.max_steps is None:
         yield Clash(
             "data.streaming=true without trainer.max_steps: a stream has no end",
@@ -190,6 +196,44 @@ def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
             f"packing.window={config.packing.window} has no effect with data.streaming=true, which "
             "packs windows of its own",
             "packing.window=null",
+        )
+
+
+def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
+    """What is asked of a model that trains."""
+    asked, data, strategy = config.evaluation, config.data, config.strategy
+    has_validation = data.val_set_size or data.test_datasets
+    if config.trainer.early_stopping_patience is not None and not has_validation:
+        yield Clash(
+            f"trainer.early_stopping_patience={config.trainer.early_stopping_patience} goes by "
+            f"{config.trainer.checkpoint.monitor}, but there are no validation rows",
+            "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
+        )
+    shards_weights = getattr(strategy, "stage", 3) == 3 and is_sharding(strategy)
+    if asked.harness and shards_weights:
+        yield Clash(
+            f"evaluation.harness=[{', '.join(asked.harness)}] asks a whole model, but "
+            f"strategy={strategy.name} leaves each rank a part of the weights",
+            "evaluation.harness=[], and python -m app.evaluate run=FOLDER with them afterwards",
+        )
+    if asked.every_steps is None:
+        return
+    key = f"evaluation.every_steps={asked.every_steps}"
+    if not asked.tasks and not asked.asks_prompts:
+        yield Clash(
+            f"{key}, but nothing is asked{' but the harness, at the end' * bool(asked.harness)}",
+            "evaluation.tasks=[{name: mmlu}] or evaluation.exact_match=true beside it",
+        )
+    if not has_validation:
+        yield Clash(
+            f"{key} measures at validations, but there are no validation rows",
+            "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
+        )
+    if config.trainer.compile:
+        yield Clash(
+            f"{key} generates with layers that trainer.compile=true has compiled for one size of "
+            "batch",
+            "trainer.compile=false, or evaluation.every_steps=null",
         )
 
 

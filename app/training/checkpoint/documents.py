@@ -136,7 +136,12 @@ DOCUMENT_OF_TRAINING = Keys(
                 "train_seconds": AMOUNT,
                 "skipped_steps": COUNT,
             },
-            {"row_losses": ListOf(ListOf(ListOf(AMOUNT)), 2)},
+            {
+                "row_losses": ListOf(ListOf(ListOf(AMOUNT)), 2),
+                "monitored": ListOf(NUMBER),
+                "best": ListOf(NUMBER),
+                "num_worse": COUNT,
+            },
         ),
         "lightning": Keys({"callbacks": NOTHING}, {"MixedPrecision": SCALER}),
     },
@@ -287,8 +292,10 @@ def _disagreements(training: Mapping[str, Any], checkpoint: Checkpoint) -> Itera
         )
     elif curves["validations"] and curves["validated_step"] == step:
         loss = curves["validations"][-1].get("val/loss")
-        if loss != checkpoint.metric:
+        # A checkpoint of an earlier version was ranked by its loss.
+        monitored = next(iter(curves.get("monitored", [loss])), None)
+        if monitored != checkpoint.metric:
             yield (
-                f"curves.validations ends with the loss {shown(loss)}; expected "
+                f"curves.validations ends with the loss {shown(monitored)}; expected "
                 f"{shown(checkpoint.metric)}, the metric of manifest.json"
             )

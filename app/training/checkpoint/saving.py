@@ -23,6 +23,7 @@ from app.training.checkpoint.documents import MODEL, OPTIMIZER, random_state_of
 from app.training.checkpoint.state import random_state
 from app.training.checkpoint.store import CHECKPOINTS, CheckpointStore
 from app.training.checkpoint.tensors import file_bytes
+from app.training.metrics import is_measured_at
 from app.training.stopping import Stopping
 from app.training.trainer import CheckpointConfig, TrainerConfig, validation_interval
 
@@ -112,11 +113,12 @@ class CheckpointSaver(L.Callback):
         self.checkpoints.check()
         self._prepare(trainer, module)
         step = trainer.global_step
-        if self.is_due(step):
+        is_saved = self.is_due(step) or module.stops_early
+        if is_saved:
             self.save(trainer, module)
         faults.reach("step", step)
         if (signum := self.stopping.agreed()) is not None:
-            if not self.is_due(step):
+            if not is_saved:
                 self.save(trainer, module)
             self._interrupt(trainer, signum)
 
@@ -218,9 +220,17 @@ def build_checkpoints(
 
 
 def build_saver(
-    config: TrainerConfig, checkpoints: StoredCheckpoints, plan: Any, *, has_validation: bool
+    config: TrainerConfig,
+    checkpoints: StoredCheckpoints,
+    plan: Any,
+    *,
+    has_validation: bool,
+    measure_every: int | None = None,
 ) -> CheckpointSaver:
-    """Build the callback that saves a run; `plan` is the plan of its steps."""
+    """Build the callback that saves a run; `plan` is the plan of its steps.
+
+    `measure_every`: optimizer steps between measurements of tasks.
+    """
     every, total_steps = config.checkpoint.every_steps, plan.num_steps
     validate_every = validation_interval(config, total_steps)
 
@@ -236,14 +246,31 @@ def build_saver(
 
     if config.checkpoint.keep_best:
         validated = range(validate_every, total_steps, validate_every) if has_validation else ()
-        _check_some_are_ranked(filter(is_due, validated), validate_every, has_validation)
+        _check_some_are_ranked(
+            filter(is_due, validated), config.checkpoint.monitor, validate_every, has_validation
+        )
+        if measure_every is not None and not config.checkpoint.monitor.startswith("val/loss"):
+            measured = [
+                step for step in validated if is_measured_at(step, measure_every, validate_every)
+            ]
+            _check_some_are_measured(filter(is_due, measured), config.checkpoint.monitor)
     return CheckpointSaver(checkpoints, is_due=is_due, validates_after=validates_after)
 
 
+def _check_some_are_measured(ranked: Iterable[int], monitor: str) -> None:
+    """Raise UserError if what is monitored is measured after no saved step but the last."""
+    if not any(ranked):
+        raise UserError(
+            f"trainer.checkpoint.keep_best goes by {monitor}, and of the saved steps only the last "
+            "is measured; type a smaller evaluation.every_steps, or trainer.checkpoint.every_steps "
+            "such that they meet"
+        )
+
+
 def _check_some_are_ranked(
-    ranked: Iterable[int], validate_every: int, has_validation: bool
+    ranked: Iterable[int], monitor: str, validate_every: int, has_validation: bool
 ) -> None:
-    """Raise UserError if no saved step but the last has a validation loss to rank it by."""
+    """Raise UserError if no saved step but the last has a validation to rank it by."""
     if any(ranked):
         return
     why, fix = (
@@ -251,7 +278,8 @@ def _check_some_are_ranked(
         if has_validation
         else ("there are no validation rows", "data.val_set_size=0.05")
     )
+    what = "the validation loss" if monitor == "val/loss" else monitor
     raise UserError(
-        f"trainer.checkpoint.keep_best goes by the validation loss, and {why}; type "
+        f"trainer.checkpoint.keep_best goes by {what}, and {why}; type "
         f"{fix}{validate_every if has_validation else ''} or trainer.checkpoint.keep_best=0"
     )

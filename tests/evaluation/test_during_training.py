@@ -1,0 +1,128 @@
+"""Tasks and answers while a model trains: curves of their own beside an unchanged training."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from app.process.errors import UserError
+from app.training.checkpoint.store import CheckpointStore
+from app.training.metrics import Metrics, is_measured_at
+from tests.tiny import train_into
+
+MEASURED = (
+    "evaluation.tasks=[{name: boolq, few_shot: 0}, {name: arc, few_shot: 0}]",
+    "evaluation.exact_match=true",
+    "evaluation.every_steps=2",
+    "evaluation.during_rows=3",
+    "evaluation.max_new_tokens=4",
+    "trainer.validate_every_steps=1",
+)
+
+
+def curves(run: Path) -> dict[str, list[tuple[str, str]]]:
+    found: dict[str, list[tuple[str, str]]] = {}
+    with (run / "metrics.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if value and not name.startswith(("speed/", "machine/", "memory/")):
+                    found.setdefault(name, []).append((row["step"], value))
+    return found
+
+
+@pytest.mark.slow
+def test_a_measured_training_is_the_same_training(tmp_path: Path) -> None:
+    words = ("trainer.validate_every_steps=1", "adapter.dropout=0.1")
+    plain = curves(train_into(tmp_path / "plain", *words))
+    monitored = ("trainer.checkpoint.monitor=val/accuracy/boolq", "trainer.checkpoint.keep_best=1")
+    run = train_into(
+        tmp_path / "measured", *words, *MEASURED, *monitored, "trainer.checkpoint.every_steps=1"
+    )
+    measured = curves(run)
+
+    assert {name: measured[name] for name in plain} == plain  # every digit of every loss
+
+    added = measured.keys() - plain.keys()
+    assert {"val/accuracy/boolq", "val/loss/arc", "val/exact_match/lists"} <= added
+    for name in added:
+        assert [step for step, _ in measured[name]] == ["0", "2", "4"], name
+
+    lines = (run / "samples" / "step-2.jsonl").read_text().splitlines()
+    asked = [json.loads(line) for line in lines]
+    assert [line["data_set"] for line in asked].count("boolq") == 3
+    assert all("val" in line for line in asked)
+
+    by_step = {one.step: one.metric for one in CheckpointStore(run / "checkpoints").checkpoints()}
+    accuracy = dict(measured["val/accuracy/boolq"])
+    assert by_step[4] == -float(accuracy["4"])  # the store's lower is better
+    assert by_step.get(3) is None
+
+
+def test_measurements_fall_on_the_next_validation() -> None:
+    validated = range(0, 41, 4)
+    assert [step for step in validated if is_measured_at(step, 10, 4)] == [0, 12, 20, 32, 40]
+    assert [step for step in validated if is_measured_at(step, 3, 4)] == list(validated)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "expected"),
+    [("val/loss", 2.0), ("val/accuracy/mmlu", -0.5), ("val/perplexity/lambada", 9.0)],
+)
+def test_what_is_monitored_has_the_right_direction(monitor: str, expected: float) -> None:
+    metrics = Metrics(["a"], [], 1, monitor=monitor)
+    metrics.validations, metrics.validated_step = [{"val/loss": 2.0}], 3
+    metrics.measured = {"val/accuracy/mmlu": 0.5, "val/perplexity/lambada": 9.0}
+    assert metrics.monitored_at(3) == expected
+    assert metrics.monitored_at(4) is None
+
+
+def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"did you mean val/accuracy/boolq\?"):
+        train_into(tmp_path / "run", *MEASURED, "trainer.checkpoint.monitor=val/accuracy/boolqq")
+    with pytest.raises(UserError, match=r"evaluation\.every_steps=N measures"):
+        train_into(tmp_path / "other", "trainer.checkpoint.monitor=val/accuracy/boolq")
+
+
+@pytest.mark.slow
+def test_a_run_stops_early_and_ends_as_any_other(tmp_path: Path) -> None:
+    words = (
+        "trainer.early_stopping_patience=2",
+        "trainer.max_steps=6",
+        "trainer.validate_every_steps=1",
+        "optimizer.lr=1e-12",
+        "trainer.checkpoint.every_steps=5",
+        "trainer.precision=fp32",
+    )
+    run = train_into(
+        tmp_path / "run",
+        *words,
+        *MEASURED[:2],
+        *MEASURED[3:5],
+        "evaluation.every_steps=1",
+        "trainer.checkpoint.monitor=val/exact_match/lists",
+    )
+    # The first measurement is the best; two that are no better end the run.
+    assert curves(run)["train/loss"][-1][0] == "2"
+    assert [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()] == [2]
+    assert "tuned/val/loss" in json.loads((run / "metrics.json").read_text())
+
+    # Killed between its last checkpoint and its end, it trains no further.
+    kept = curves(run)
+    before = (run / "metrics.json").read_bytes()
+    (run / "metrics.json").unlink()
+    train_into(
+        run,
+        *words,
+        *MEASURED[:2],
+        *MEASURED[3:5],
+        "resume=must",
+        "evaluation.every_steps=1",
+        "trainer.checkpoint.monitor=val/exact_match/lists",
+    )
+    assert curves(run) == kept
+    assert (
+        json.loads((run / "metrics.json").read_text())["val/loss"] == json.loads(before)["val/loss"]
+    )
