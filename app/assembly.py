@@ -39,6 +39,7 @@ from app.model.adapter import (
 from app.model.attention import attention_implementation, choose_backend, why_not_packed
 from app.model.base import (
     ModelConfig,
+    commit_of,
     context_len,
     decoder_start_token_id,
     load_architecture,
@@ -176,10 +177,12 @@ class Base:
 def open_base(config: TrainConfig | TunedConfig, env: Environment, adapter: AdapterConfig) -> Base:
     """Read config and tokenizer of the base, and choose its attention; no weight is read.
 
+    `model.revision` becomes the commit that a base of the hub was read at.
     UserError where they do not fit `config` or the environment.
     """
     model = config.model
     architecture = load_architecture(model)
+    model.revision = commit_of(model) or model.revision  # branches and tags of the hub move
     attention = choose_backend(config.attention, architecture, env.accelerator, env.precision)
     log.info("device: %s, attention %s", env, attention)
     tokenizer = build_tokenizer(model)

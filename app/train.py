@@ -58,6 +58,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
     from app.training.trainer import resolve_environment
 
     # Where it runs, what it starts from, and what it learns from: all steps are planned here.
+    run.pin_revision()
     env = resolve_environment(config.trainer, config.strategy)
     L.seed_everything(config.seed, verbose=False)
     base = open_base(config, env, config.adapter)

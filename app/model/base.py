@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -39,12 +40,15 @@ from app.model.quantization import (
 from app.model.token_ids import check_token_ids, text_numbers
 from app.model.tokenizer import resize_embeddings
 from app.process.errors import UserError
+from app.process.launch import is_first_rank
 from app.process.untrusted import reading
 from data_modules import setting
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 DRAFTS = ("gemma4_assistant", "gemma4_unified_assistant")
 """model types whose forward takes the hidden states of the model that they draft for (as of
@@ -112,6 +116,8 @@ def load_base(
     from app.model.head import fuse_head
 
     transformers_logging.disable_progress_bar()  # one bar per file is noise beside our one line
+    if not config.from_scratch and not on_meta:
+        _show_download(config)
     with reading_base(config):
         architecture = load_architecture(config)
         if config.from_scratch:
@@ -264,6 +270,27 @@ def folder_of(config: ModelConfig) -> Path:
     from transformers.utils import cached_file
 
     return Path(cached_file(config.path, "config.json", revision=config.revision)).parent
+
+
+def _show_download(config: ModelConfig) -> None:
+    """Say that weights come from the hub now, and let its library show a bar on a terminal."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils.tqdm import enable_progress_bars
+
+    if commit_of(config) is None or any(folder_of(config).glob("*.safetensors")):
+        return
+    if is_first_rank():
+        log.info("downloading %s", config.path)
+        if not constants.HF_HUB_DISABLE_PROGRESS_BARS:
+            enable_progress_bars()
+
+
+def commit_of(config: ModelConfig) -> str | None:
+    """Return the commit that a base of the hub is read at; None for a folder."""
+    if config.path is None or Path(config.path).is_dir():
+        return None
+    folder = folder_of(config)
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def _build_on_meta(

@@ -215,7 +215,9 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
         log.info("tokenizer: only %s in %s, read as one of T5", bare, path)
         return transformers.T5Tokenizer.from_pretrained(path)
     tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-        path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        path,
+        revision=config.revision if path == config.path else None,  # a commit of another repository
+        trust_remote_code=config.trust_remote_code,
     )
     return tokenizer
 

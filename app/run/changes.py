@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from app.preflight.couplings.table import COMMIT
 from app.preflight.fingerprint import EARLIER_FORM, same_form
 from app.strategy.settings import DdpConfig, StrategyConfig, ZeroConfig
 from data_modules import ResumeRule, facts_of, redacted
@@ -153,6 +154,9 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     """Compare bases by their files, or by path and revision where one is on the hub."""
     way_back = f"type model.path={before['path']} with the files that it had"
     named = before["weights"] is None or now["weights"] is None
+    # What is typed is a branch, or nothing: compared again when the hub has said which commit.
+    commits = [COMMIT.fullmatch(one["revision"] or "") is not None for one in (before, now)]
+    is_resolved_later = commits[0] != commits[1]
     for name, what in (
         ("fingerprint", "the base model (sha256 of its config and the shapes of its weights)"),
         ("weights", "the base model's weights (sha256)"),
@@ -163,7 +167,7 @@ def _compare_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     return [
         Change(key, before[name], now[name], "fixed", _way_back(key, before[name]))
         for name, key in (("path", "model.path"), ("revision", "model.revision"))
-        if named and before[name] != now[name]
+        if named and before[name] != now[name] and not (name == "revision" and is_resolved_later)
     ]
 
 

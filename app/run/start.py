@@ -68,6 +68,13 @@ class Run:
         """Return the folder of the checkpoint to resume from, None for a new run."""
         return None if self.checkpoint is None else self.checkpoint.folder
 
+    def pin_revision(self) -> None:
+        """Set model.revision to the commit that a resumed run began with, where none is typed."""
+        if self.checkpoint is not None and self.config.model.revision is None:
+            base = read_manifest(self.folder)["base"]
+            if base["path"] == self.config.model.path:
+                self.config.model.revision = base["revision"]
+
     def check_unchanged(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts` with the manifest; UserError where they forbid resuming.
 

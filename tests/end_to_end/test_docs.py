@@ -1,10 +1,9 @@
-"""What pages promise is there: answers to questions, commands that compose, Python that runs."""
+"""What pages promise is there: answers to questions, Python that runs."""
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import venv
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from app.config import load_config
 from tests.conftest import ROOT
 from tests.door import ask
 
@@ -22,13 +20,6 @@ ROWS = [
     for line in PAGES["questions.md"].splitlines()
     if line.startswith("| ") and "`" in line
 ]
-
-
-def commands_of(page: str) -> list[list[str]]:
-    """The words of each training and plan in a page's blocks, lines continued."""
-    text = re.sub(r" \\\n +", " ", page)
-    found = re.findall(r"^    .*?-m app\.(train|plan) ([^#\n]+)", text, re.MULTILINE)
-    return [[verb, *shlex.split(words)] for verb, words in found]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
@@ -48,11 +39,6 @@ def test_a_question_is_answered_where_the_table_says(row: list[str]) -> None:
 
 def test_the_table_has_25_questions() -> None:
     assert len(ROWS) >= 25
-
-
-@pytest.mark.parametrize("words", commands_of(PAGES["clusters.md"]), ids=" ".join)
-def test_the_commands_for_many_machines_compose(words: list[str]) -> None:
-    load_config(words[0], words[1:])
 
 
 def python_blocks() -> list[str]:

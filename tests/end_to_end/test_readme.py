@@ -1,38 +1,249 @@
-"""What the README shows exists: commands, files, make targets."""
+"""What the README and the pages show exists: commands, files, make targets; and the first hour.
+
+A fence of ```bash is run by the slow test below, page by page in a fresh clone. What follows the
+word says what it needs of a machine that this one may not have (`needs-hub`, `needs-gpu`, ...) or
+that it takes minutes: then its words are composed, and nothing is run.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
-from tests.conftest import ROOT
+import pytest
+
+from app.config import load_config
+from app.config.dispatch import VERBS
+from tests.conftest import ROOT, STORIES
+from tests.processes import environment_of_a_person
 
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*) ?([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+VERB = re.compile(r"(?:^|\s)(?:-m app\.|loft )(\w+)(.*)")
+PLAIN = {"init", "push", "report"}
+"""verbs without Hydra"""
+ASSIGNED = re.compile(r'\b([A-Z_]+)=("[^"]*"|\S+)')
+BASE = "model.path=data_modules/samples/tiny_base"
+OTHERS = {"source", "hf", "export", "printf", "echo", "read", "for", "pip"}
+"""programs of a shell and of other packages, in blocks"""
+
+
+class Block(NamedTuple):
+    page: str
+    needs: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        joined = re.sub(r" \\\n +", " ", self.text)
+        values = {name: value.strip('"') for name, value in ASSIGNED.findall(joined)}
+        lines = [line for line in joined.splitlines() if line.strip() and line[0] != "#"]
+        return [re.sub(r"\$([A-Z_]+)", lambda at: values.get(at[1], at[0]), one) for one in lines]
+
+
+def blocks_of(page: Path, language: str = "bash") -> list[Block]:
+    return [
+        Block(page.name, needs, text)
+        for found, needs, text in FENCE.findall(page.read_text())
+        if found == language
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def first_values(word: str) -> str:
+    """Return what the first trial of a sweep takes of a word."""
+    word = re.sub(r"(?:choice|interval)\(([^,]+),.*\)", r"\1", word)
+    return word if re.search(r"[\[{]", word) else word.partition(",")[0]
+
+
+def check_verb(verb: str, words: list[str]) -> None:
+    assert find_spec(f"app.{verb}") is not None, verb
+    if verb in PLAIN:
+        files = [*(ROOT / "app").glob(f"{verb}.py"), *(ROOT / "app" / verb).glob("*.py")]
+        source = "".join(file.read_text() for file in files)
+        assert all(re.search(rf"\b{word.split('=')[0]}\b", source) for word in words if "=" in word)
+        return
+    assert verb in VERBS
+    of_a_run = [word for word in words if word.startswith(("run=", "resume=outputs/"))]
+    words = [BASE] * bool(of_a_run) + [word for word in words if word not in of_a_run]
+    if "-m" in words:
+        left_out = ("-m", "+sweep=find_lr")  # conf/sweep is composed in tests/sweep
+        words = [first_values(word) for word in words if word not in left_out]
+    load_config(verb, [word for word in words if word != "+experiment=mine.yaml"])
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}-{block.text[:40]}")
+def test_every_block_can_be_pasted(block: Block) -> None:
+    assert block.needs == "" or block.needs.startswith("needs-"), block.needs
+    assert "..." not in block.text and "FOLDER" not in block.text
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in block.commands:
+        if (typed := VERB.search(command)) is not None:
+            check_verb(typed[1], shlex.split(typed[2], comments=True))
+        elif command.startswith("make "):
+            assert command.split()[1] in targets, command
+        else:
+            first = command.split()[0]
+            assert "=" in first or Path(first).name in OTHERS, command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_command_stands_outside_of_a_block_that_is_checked(page: Path) -> None:
+    """An indented block is none that a test finds, and a block of text is no command."""
+    outside = FENCE.sub("", page.read_text())
+    assert not re.findall(r"^    (?:python|make|torchrun|loft) .*", outside, re.MULTILINE)
+    for language, _, text in FENCE.findall(page.read_text()):
+        assert language in ("bash", "python", "text")
+        assert language == "bash" or not re.search(r"^(python -m|make|torchrun) ", text, re.M)
+
+
+def test_every_link_of_a_page_leads_to_a_file() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([\w./-]+)[)#]", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_readme_goes_in_the_order_of_what_a_person_wants() -> None:
+    assert re.findall(r"^## (.+)$", README, re.MULTILINE) == [
+        "Two commands",
+        "Your model, your data",
+        "Use the result",
+        "Look at a run",
+        "On a GPU machine",
+        "Many GPUs, many machines",
+        "Resume",
+        "Sweeps",
+        "Settings",
+        "Limitations",
+        "Results",
+        "The tree",
+    ]
+    for word in ("row", "document", "pack", "step"):
+        assert f"**{word}**" in README
 
 
 def test_every_make_target_of_the_readme_exists() -> None:
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
-    for target in re.findall(r"(?:^    |`)make ([a-z-]+)", README, re.MULTILINE):
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target}\s", listed.stdout, re.MULTILINE), target
 
 
 def test_every_file_of_the_tree_exists() -> None:
-    tree = README.split("## The tree")[1].split("##")[0]
-    folder = ""
-    for line in tree.splitlines():
-        match = re.match(r"( {4}| {6})(\S+)", line)
+    tree = README.split("## The tree")[1].split("```")[1]
+    folder, seen = "", 0
+    for line in tree.splitlines()[1:]:
+        match = re.match(r"( {0}| {2})(\S+)", line)
         if match is None:
             continue
         indent, name = match.groups()
-        path = name if len(indent) == 4 else folder + name
-        folder = name if len(indent) == 4 else folder
+        path = name if not indent else folder + name
+        folder = folder if indent else name
         assert (ROOT / path).exists(), path
+        seen += 1
+    assert seen > 30
 
 
-def test_every_train_command_of_the_readme_composes() -> None:
-    from app.config import load_config
+class Clone(NamedTuple):
+    """A fresh clone: the tracked files, and the environment that is here."""
 
-    commands = re.findall(r"python -m app\.train (\+experiment=[^#\n]*)", README)
-    assert len(commands) >= 3
-    for command in commands:
-        load_config("train", command.split())
+    folder: Path
+
+    def start(self, text: str) -> subprocess.Popen[str]:
+        """Paste a block into a shell that stands in the clone."""
+        environment = environment_of_a_person() | {"PYTHONPATH": str(self.folder)}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return subprocess.Popen(
+            ["bash", "-e", "-c", text],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def paste(self, text: str) -> str:
+        process = self.start(text)
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, text + said
+        return said
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    folder = tmp_path_factory.mktemp("hour") / "loft"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    return Clone(folder)
+
+
+@pytest.mark.slow
+def test_the_first_hour(clone: Clone) -> None:
+    """Own csv, own base: train, stop, resume, look, use in another process, merge, sweep."""
+    runnable = [block for block in blocks_of(ROOT / "README.md") if not block.needs]
+    mine = next(block.text for block in runnable if "MODEL=" in block.text)
+    if STORIES.is_dir():
+        mine = mine.replace("data_modules/samples/tiny_base", str(STORIES))
+    stopped = clone.start(mine)
+    assert stopped.stdout is not None
+    said = ""
+    for line in stopped.stdout:
+        said += line
+        if re.match(r"step 1/", line):
+            os.killpg(stopped.pid, signal.SIGINT)
+            break
+    said += stopped.stdout.read()
+    assert stopped.wait(120) == 130 and "to resume: " in said, said
+    resume = next(block.text for block in runnable if "resume=" in block.text)
+    assert "step 40/40" in clone.paste(resume)
+    for block in runnable:
+        if block.text not in (mine, resume) and "MODEL=" not in block.text:
+            clone.paste(block.text)
+    (uses,) = blocks_of(ROOT / "README.md", "python")
+    answer = subprocess.run(
+        [sys.executable, "-c", uses.text],
+        cwd=clone.folder,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0 and answer.stdout.strip(), answer.stderr
+    for name in ("adapter", "merged", "report.html", "metrics.json"):
+        assert (clone.folder / "outputs" / "mine" / name).exists(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page: Path, clone: Clone) -> None:
+    """After the first hour, for a page goes on with the README's run."""
+    blocks = [block for block in blocks_of(page) if not block.needs]
+    if not blocks:
+        pytest.skip("no block that this machine can run")
+    if not (clone.folder / "outputs" / "mine").exists():
+        test_the_first_hour(clone)
+    for block in blocks:
+        clone.paste(block.text)

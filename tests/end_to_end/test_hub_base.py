@@ -1,0 +1,107 @@
+"""A base of the hub, from a local server that speaks its protocol: the commit is pinned."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from tests.conftest import ROOT
+from tests.processes import environment_of_a_person
+from tests.tiny import TINY_BASE
+
+FIRST, SECOND = "a1" * 20, "b2" * 20
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serve the tiny base as org/base; `main` is the newest commit."""
+
+    main = FIRST
+    asked: ClassVar[list[tuple[str, str]]] = []
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        self.asked.append((self.command, self.path))
+        match = re.fullmatch(r"/org/base/resolve/(\w+)/([\w.]+)", self.path.partition("?")[0])
+        if match is None or not (file := TINY_BASE / match[2]).is_file():
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("X-Repo-Commit", self.main)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = file.read_bytes()
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", self.main if match[1] == "main" else match[1])
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_the_commit_of_a_base_is_pinned_and_a_run_goes_on_with_it(hub: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    here = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "no_proxy": "127.0.0.1"}
+    environment = environment_of_a_person() | here
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
+        environment.pop(name, None)
+
+    def train(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "app.train", *words],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    words = ["model.path=org/base", f"data.datasets={ROOT}/data_modules/samples/lists.json"]
+    words += ["logger=csv", "evaluation.max_rows=2", "trainer.checkpoint.every_steps=2"]
+    words += ["resume=auto", f"output.dir={folder}"]
+    said = train(*words, "trainer.max_steps=2")
+    assert "downloading org/base" in said
+    base = json.loads((folder / "manifest.json").read_text())["base"]
+    assert (base["path"], base["revision"]) == ("org/base", FIRST)
+    assert yaml.safe_load((folder / "config.yaml").read_text())["model"]["revision"] == FIRST
+    assert FIRST in (folder / "adapter" / "README.md").read_text()
+    Hub.main = SECOND
+    Hub.asked.clear()
+    said = train(*words, "trainer.max_steps=4", "resume_allow=[epochs]")
+    assert json.loads((folder / "manifest.json").read_text())["base"]["revision"] == FIRST
+    assert "step 4/4" in said
+    assert not any(f"/{SECOND}/" in path or "/main/" in path for _, path in Hub.asked)
+    assert os.path.isdir(tmp_path / "home" / "hub" / "models--org--base" / "snapshots" / FIRST)
