@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from data_modules.settings import DataConfig as DataConfig
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
+    from data_modules.settings import dataset_names as dataset_names
     from data_modules.source import is_hub_id as is_hub_id
     from data_modules.source import open_regular as open_regular
     from data_modules.source import read_rows as read_rows
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from data_modules.template import Prompt as Prompt
     from data_modules.tokens.datasets import DataReport as DataReport
     from data_modules.tokens.datasets import DataSpec as DataSpec
-    from data_modules.tokens.datasets import dataset_names as dataset_names
     from data_modules.tokens.size import EpochTokens as EpochTokens
     from data_modules.tokens.size import estimate_epoch as estimate_epoch
     from data_modules.types import BatchSpec as BatchSpec
@@ -82,7 +82,7 @@ _HOMES = {
     "Turn": "types",
     "check_datasets": "settings",
     "check_values": "facts",
-    "dataset_names": "tokens.datasets",
+    "dataset_names": "settings",
     "describe_values": "facts",
     "estimate_epoch": "tokens.size",
     "expected": "facts",

@@ -6,6 +6,7 @@ Decides which settings there are and which are wrong. Never encodes a row.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from data_modules import format as formats
 from data_modules import source
 from data_modules.audit import AuditConfig
 from data_modules.facts import check_values, setting
-from data_modules.messages import DataError
+from data_modules.messages import DataError, printable
 from data_modules.packing.mixture import MixtureConfig
 from data_modules.tokens.encode import BadRows, Rejected, chunks_of, find_format, read_chunk
 
@@ -253,6 +254,21 @@ def _check_names(datasets: Sequence[DatasetConfig], key: str) -> list[str]:
         if name is not None and (not name or "/" in name or name.startswith("."))
     ]
     return problems
+
+
+def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
+    """Return a name for each data set, all different: as given, or made from the path."""
+    given = {config.name for config in datasets if config.name}
+    names: dict[str, None] = {}
+    numbers: Counter[str] = Counter()
+    for config in datasets:
+        base = printable(config.name or source.name_of(config.path))
+        name = base
+        while name in names or (name in given and not config.name):
+            numbers[base] += 1
+            name = f"{base}-{numbers[base] + 1}"
+        names[name] = None
+    return list(names)
 
 
 def _check_first_rows(dataset: DatasetConfig, data: DataConfig, budget: source.Budget) -> list[str]:

@@ -154,11 +154,12 @@ def as_experiment(run: Path, config: TrainConfig, verb: str, typed: AbstractSet[
         values["output"] = {"name": config.output.name, "dir": str(run)}
     else:
         values["output"] = {"name": f"{config.output.name or 'run'}-{verb}"}
-    if verb != "train" and "trainer" in values:
-        known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])["trainer"])}
-        taken = [name for name in TAKEN_FROM_TRAINER if name in known]
-        of_run = values["trainer"]
-        values["trainer"] = {name: of_run[name] for name in taken if of_run[name] != "auto"}
+    if verb != "train":
+        for part in {"trainer", "evaluation"} & values.keys():
+            known = {field.name for field in dataclasses.fields(hints_of(VERBS[verb])[part])}
+            taken = known & set(TAKEN_FROM_TRAINER) if part == "trainer" else known
+            of_part = values[part].items()
+            values[part] = {name: one for name, one in of_part if name in taken and one != "auto"}
     return ConfFile(run / CONFIG_FILE, "", [*defaults, "_self_"], values, {})
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +18,9 @@ import numpy as np
 
 from data_modules import source
 from data_modules.audit import Audit, DatasetFacts, RunSettings, audit_documents
-from data_modules.messages import DataError, printable, redact
+from data_modules.messages import DataError, redact
 from data_modules.packing.mixture import Split, hold_out
-from data_modules.settings import DataConfig, DatasetConfig
+from data_modules.settings import DataConfig, DatasetConfig, dataset_names
 from data_modules.stream import validation_slice
 from data_modules.template import ChatTemplate
 from data_modules.tokens.encode import Rejected, chunks_of, convert, find_format
@@ -410,18 +409,3 @@ def read_items(
     if wanted is not None:
         raise DataError(f"{dataset.path}: changed since it was tokenized; start again")
     return items
-
-
-def dataset_names(datasets: Sequence[DatasetConfig]) -> list[str]:
-    """Return a name for each data set, all different: as given, or made from the path."""
-    given = {config.name for config in datasets if config.name}
-    names: dict[str, None] = {}
-    numbers: Counter[str] = Counter()
-    for config in datasets:
-        base = printable(config.name or source.name_of(config.path))
-        name = base
-        while name in names or (name in given and not config.name):
-            numbers[base] += 1
-            name = f"{base}-{numbers[base] + 1}"
-        names[name] = None
-    return list(names)

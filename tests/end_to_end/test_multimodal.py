@@ -64,9 +64,13 @@ def test_several_ranks_end_as_one(
     (adapter, one), two = of_one, tmp_path / "two"
     words = (*RUN, *ADAPTERS[adapter], f"model.path={base}", f"strategy={strategy}")
     person.train_into(two, *small_run(*words, "trainer.devices=2"))
-    expected = figures_of(one)  # beside a whole model in parts there is no room for its base
-    for figure, value in figures_of(two).items():
-        assert value == pytest.approx(expected[figure], abs=1e-5), figure
+    expected, found = figures_of(one), figures_of(two)
+    # Beside a whole model in parts there is no room for its base: its answers, and the intervals
+    # of their change, are missing, and each of the others is narrower where there are fewer.
+    intervals = [{name for name in each if name.endswith("/low")} for each in (expected, found)]
+    for figure, value in found.items():
+        if intervals[0] == intervals[1] or not figure.endswith(("/low", "/high")):
+            assert value == pytest.approx(expected[figure], abs=1e-5), figure
     if adapter == "lora":
         name = "adapter/adapter_model.safetensors"
         mine, theirs = load_file(two / name), load_file(one / name)

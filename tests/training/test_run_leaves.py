@@ -99,6 +99,7 @@ def test_the_run_folder_has_exactly_the_documented_files(run: Run) -> None:
         "report.html",
         "run.lock",
         "tensorboard",
+        "train.log",
         "training_curves.png",
     }
     page = (run.folder / "report.html").read_text()
@@ -207,7 +208,7 @@ def test_without_tensorboard_its_folder_is_not_made(train_run: TrainRun) -> None
 def test_the_last_lines_show_table_folder_and_next_commands(run: Run) -> None:
     for shown in (
         "base vs tuned",
-        "exact match: base",
+        "match: base",
         "100.0%",
         str(run.folder / "adapter"),
         f"python -m app.evaluate run={run.folder}",
@@ -343,8 +344,9 @@ def test_held_out_files_have_a_line_of_their_own_in_the_table(
         f"data.test_datasets=[{{path: {held_out}}}]",
     )
     assert again["tuned/exact_match/held_out"] == 1.0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "│ held_out " in line]
-    assert "100.0%" in line
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│ held_out " in line]
+    assert len(lines) == 2, lines  # the figures of base and tuned, and the interval of their change
+    assert all("100.0%" in line for line in lines)
 
 
 def test_held_out_files_alone_can_be_evaluated(run: Run, tmp_path: Path) -> None:
@@ -354,7 +356,14 @@ def test_held_out_files_alone_can_be_evaluated(run: Run, tmp_path: Path) -> None
         "data.datasets=[]",
         f"data.test_datasets=[{{path: {run.folder.parent / 'capital.jsonl'}}}]",
     )
-    assert again == {"base/exact_match/capital": 0.0, "tuned/exact_match/capital": 1.0}
+    change = "change/exact_match/capital"
+    assert again == {
+        "base/exact_match/capital": 0.0,
+        "tuned/exact_match/capital": 1.0,
+        change: 1.0,
+        f"{change}/low": 1.0,
+        f"{change}/high": 1.0,
+    }
 
 
 def test_an_evaluation_keeps_the_answers_of_both_models(run: Run, tmp_path: Path) -> None:
