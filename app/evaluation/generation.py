@@ -67,7 +67,7 @@ class EvaluationConfig:
 class DuringConfig(EvaluationConfig):
     """What a training asks its model, at its end and on its way."""
 
-    every_steps: int | None = setting(None, ge=1, shown=("train",))
+    every_steps: int | None = setting(None, ge=1)
     """optimizer steps between measurements of `tasks` and held-out prompts while the model trains,
     each at the next validation: curves val/METRIC/NAME beside the losses, answers in samples/;
     null = at the end alone"""

@@ -126,9 +126,7 @@ class TrainerConfig:
         None, ge=1, resume="free", shown=("train",), aliases=("val_check_interval",)
     )
     """optimizer steps between validations; null = ten times a run"""
-    early_stopping_patience: int | None = setting(
-        None, ge=1, resume="free", shown=("train",), aliases=("patience",)
-    )
+    early_stopping_patience: int | None = setting(None, ge=1, resume="free", aliases=("patience",))
     """measurements of `checkpoint.monitor` without a better one, after which the run ends; null =
     it goes on to its last step"""
     log_every_steps: int = setting(10, ge=1, resume="free")
