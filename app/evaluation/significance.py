@@ -47,14 +47,16 @@ class Measure:
     is_lower_better: bool = False
     scale: float = 1.0
     """what evaluation.max_regression counts as 1"""
+    largest: float = math.inf
+    """difference that there can be"""
 
 
 MEASURES = {
     "val/loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
     "val/perplexity": Measure(heading="perplexity", form="{:.4g}", is_lower_better=True),
-    "exact_match": Measure(heading="exact match", form="{:.1%}"),
+    "exact_match": Measure(heading="exact match", form="{:.1%}", largest=1),
     **{
-        name: Measure(heading=heading, form="{:.1%}")
+        name: Measure(heading=heading, form="{:.1%}", largest=1)
         for name, heading in {
             "numeric": "numeric match",
             "f1": "F1",
@@ -69,7 +71,7 @@ MEASURES = {
         }.items()
     },
     "loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
-    "judge": Measure(heading="judge's score", form="{:.2f}", scale=10),
+    "judge": Measure(heading="judge's score", form="{:.2f}", scale=10, largest=9),
 }
 OTHER = Measure(heading="", form="{:.4f}")
 """of a measure that is not listed: more is better, named as it is"""
@@ -218,13 +220,14 @@ def _compare(
         raise ValueError(f"{measure} of {name}: {len(one)} rows of the base, {len(other)} tuned")
     weights = np.ones_like(one) if base.weights is None else np.asarray(base.weights, np.float64)
     low, high = paired_bootstrap(other - one, weights, confidence)
+    largest = MEASURES.get(measure, OTHER).largest
     return Change(
         measure=measure,
         name=name,
         base=float(np.average(one, weights=weights)),
         tuned=float(np.average(other, weights=weights)),
-        low=low,
-        high=high,
+        low=max(low, -largest),
+        high=min(high, largest),
         num_rows=len(one),
         num_changed=int(np.count_nonzero(one != other)),
         is_trained=is_trained,

@@ -112,6 +112,16 @@ def test_few_rows_say_nothing_although_all_of_them_agree() -> None:
     assert compared([1.0] * 100, [1.0] * 95 + [0.0] * 5).word == "no difference"
 
 
+def test_no_interval_goes_beyond_what_a_measure_can_change() -> None:
+    base, tuned = RowScores(scores=[0.0] * 4), RowScores(scores=[1.0, 1.0, 1.0, 0.0])
+    of_shares, of_others = (
+        compare_rows({name: {"orders": base}}, {name: {"orders": tuned}})[0]
+        for name in ("exact_match", "my_metric")
+    )
+    assert (of_shares.difference, of_shares.high) == (0.75, 1.0) and of_others.high > 1.0
+    assert of_shares.low == of_others.low
+
+
 def test_rows_are_weighted_by_their_tokens() -> None:
     change = compared([1.0, 3.0], [2.0, 3.0], [3.0, 1.0])
     assert (change.base, change.tuned, change.difference) == (1.5, 2.25, 0.75)
