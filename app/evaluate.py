@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.config import EvaluateConfig, changed_settings, run_verb, save_config
 from app.evaluation.judge.bench import Bench
@@ -29,6 +29,13 @@ from app.run.folder import CONFIG_FILE, METRICS_FILE, decide_run_dir
 from app.run.ranks import run_shares
 from data_modules import printable
 
+if TYPE_CHECKING:
+    from app.assembly import Base
+    from app.evaluation.comparison import Evaluator
+    from app.evaluation.shares import Shares
+    from app.training.trainer import Environment
+    from data_modules import FinetuneDataModule
+
 JUDGE_PAGE = "judge.html"
 
 
@@ -37,64 +44,26 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
 
     What is measured is kept in the folder meanwhile: the same command with its output.dir goes on.
     """
-    folder = decide_run_dir(config.output)
-    judged = config.evaluation.judge
-    bench = Bench(judged, config.evaluation.batch_size) if judged.questions else None
-    if bench is not None and judged.grading == ["pairwise"] and config.tuned_path is None:
-        raise UserError(
-            "evaluation.judge.grading=[pairwise] compares base and tuned, and there is no tuned "
-            "model; type run=FOLDER, adapter_path=FOLDER, or evaluation.judge.grading=[single]"
-        )
+    folder, judged = decide_run_dir(config.output), config.evaluation.judge
+    bench = build_bench(config)
     quiet_libraries(offline=is_offline(config.model, config.data))
 
     say_loading()
     # Imported here and not above: --help and a config error must not wait for torch.
-    from app.assembly import (
-        adapter_of,
-        build_datamodule,
-        build_evaluator,
-        open_base,
-        trained_datasets,
-    )
+    from app.assembly import adapter_of, build_datamodule, open_base, trained_datasets
     from app.evaluation.comparison import print_comparison, print_samples
-    from app.evaluation.progress import Progress
-    from app.evaluation.ranks import build_shares, sum_over_ranks
     from app.evaluation.significance import check_regression, figures_of, print_changes
-    from app.evaluation.tuned import place_as_trained
     from app.training.trainer import resolve_single_device
     from data_modules import BatchSpec
 
     env = resolve_single_device(config.trainer.accelerator, config.trainer.precision)
-    adapter = adapter_of(config)
-    base = open_base(config, env, adapter)
+    base = open_base(config, env, adapter_of(config))
     batching = BatchSpec(
         micro_batch_size=config.trainer.micro_batch_size, row_multiple=env.row_multiple
     )
     data = build_datamodule(config, base.tokenizer, base.spec, batching)
     data.setup("validate")
-    identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
-    with Progress() as progress:
-        shares = build_shares(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
-        evaluator = build_evaluator(
-            config, base, data, shares=shares, sum_over_ranks=sum_over_ranks(shares)
-        )
-        if not evaluator.asks and not len(data.val_examples) and bench is None:
-            raise UserError(nothing_to_measure(config))
-
-        def measure(who: str, model: Any) -> dict[str, float]:
-            placed = place_as_trained(model, adapter, env)
-            with env.autocast():
-                if bench is not None and is_first_rank():
-                    stops, limit = evaluator.stop_ids, base.spec.context_len
-                    bench.ask(who, placed, base.tokenizer, data.template, stops, limit)
-                return evaluator.measure(who, placed)
-
-        # One model in memory at a time.
-        metrics: dict[str, float] = {}
-        if not config.model.from_scratch:
-            metrics |= measure("base", base.load())
-        if config.tuned_path:
-            metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
+    evaluator, shares, metrics = measure_models(config, folder, env, base, data, bench)
     if not is_first_rank():
         return metrics
     evaluator.write(folder)
@@ -120,6 +89,60 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         check_judged(verdicts, judged)
     check_regression(changes, config.evaluation.max_regression)
     return metrics
+
+
+def build_bench(config: EvaluateConfig) -> Bench | None:
+    """Build the questions of a judge, None without; UserError where there is nothing to grade."""
+    judged = config.evaluation.judge
+    if judged.questions and judged.grading == ["pairwise"] and config.tuned_path is None:
+        raise UserError(
+            "evaluation.judge.grading=[pairwise] compares base and tuned, and there is no tuned "
+            "model; type run=FOLDER, adapter_path=FOLDER, or evaluation.judge.grading=[single]"
+        )
+    return Bench(judged, config.evaluation.batch_size) if judged.questions else None
+
+
+def measure_models(
+    config: EvaluateConfig,
+    folder: Path,
+    env: Environment,
+    base: Base,
+    data: FinetuneDataModule,
+    bench: Bench | None,
+) -> tuple[Evaluator, Shares, dict[str, float]]:
+    """Measure base and tuned, one in memory at a time; UserError where nothing is measured.
+
+    Returns what has measured, what it keeps in `folder` meanwhile, and the figures.
+    """
+    from app.assembly import adapter_of, build_evaluator
+    from app.evaluation.progress import Progress
+    from app.evaluation.ranks import build_shares, sum_over_ranks
+    from app.evaluation.tuned import place_as_trained
+
+    adapter = adapter_of(config)
+    identity = [base.description, describe_tuned(config), env.precision, repr(base.quantization)]
+    with Progress() as progress:
+        shares = build_shares(folder, identity, progress.show, on_gpu=env.accelerator == "gpu")
+        evaluator = build_evaluator(
+            config, base, data, shares=shares, sum_over_ranks=sum_over_ranks(shares)
+        )
+        if not evaluator.asks and not len(data.val_examples) and bench is None:
+            raise UserError(nothing_to_measure(config))
+
+        def measure(who: str, model: Any) -> dict[str, float]:
+            placed = place_as_trained(model, adapter, env)
+            with env.autocast():
+                if bench is not None and is_first_rank():
+                    stops, limit = evaluator.stop_ids, base.spec.context_len
+                    bench.ask(who, placed, base.tokenizer, data.template, stops, limit)
+                return evaluator.measure(who, placed)
+
+        metrics: dict[str, float] = {}
+        if not config.model.from_scratch:
+            metrics |= measure("base", base.load())
+        if config.tuned_path:
+            metrics |= measure("tuned", base.load_tuned(Path(config.tuned_path)))
+    return evaluator, shares, metrics
 
 
 def judge_page(bench: Bench, judged: Judged) -> str:

@@ -27,7 +27,10 @@ from app.sweep import run_sweep
 from data_modules import printable
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from app.assembly import Base
+    from app.evaluation.comparison import Evaluator
     from app.planning.training import Estimate
     from app.training.module import FinetuneModule
     from data_modules import FinetuneDataModule
@@ -89,14 +92,10 @@ def finish(
     None on ranks above 0. Where each rank holds a part of the weights, all of them work together
     and the first one writes; otherwise only the first one comes this far.
     """
-    from app.assembly import build_evaluator
-    from app.evaluation.comparison import compare_trained, print_comparison
-    from app.evaluation.progress import Progress
-    from app.evaluation.shares import Shares
+    from app.evaluation.comparison import print_comparison
     from app.evaluation.significance import check_regression, figures_of, print_changes
     from app.model.adapter import saves_whole_model
-    from app.model.save import save_model
-    from app.model.tokenizer import keep_stop_tokens, save_stop_tokens
+    from app.model.tokenizer import save_stop_tokens
     from app.process.collectives import run_on_rank0
 
     config, trainer = run.config, module.trainer
@@ -104,31 +103,7 @@ def finish(
     if shards is None and not trainer.is_global_zero:
         return None
     measured = {} if estimate is None else estimate.compare(module)
-    module.release_optimizer()  # verifying loads the base beside what was trained
-    progress = Progress(prints_lines=False)
-    shares = Shares(show=progress.show)
-    evaluator = build_evaluator(config, base, data, shards, module.sum_over_ranks, shares)
-    keep_stop_tokens(module.model, evaluator.stop_ids)
-    with trainer.precision_plugin.forward_context(), progress:
-        saved, model = save_model(
-            module.model,
-            config.adapter,
-            base.architecture,
-            run.folder,
-            data.probe(),
-            base=base.description,
-            reload_base=base.load,
-            shards=shards,
-        )
-        metrics = compare_trained(
-            evaluator,
-            model,
-            config.adapter,
-            module.metrics.validations,
-            None if config.model.from_scratch else base.load,
-            row_losses=module.metrics.row_losses,
-            is_as_trained=model is module.model,
-        )
+    saved, model, evaluator, metrics = save_and_compare(run, module, data, base)
     changes = evaluator.changes(trained=data.dataset_names)
     metrics |= figures_of(changes) | module.metrics.summary() | measured
 
@@ -151,6 +126,50 @@ def finish(
         run_on_rank0(write)
     check_regression(changes, config.evaluation.max_regression)
     return metrics.get("val/loss") if trainer.is_global_zero else None
+
+
+def save_and_compare(
+    run: Run, module: FinetuneModule, data: FinetuneDataModule, base: Base
+) -> tuple[Path, PreTrainedModel, Evaluator, dict[str, float]]:
+    """Save what was trained, reopen and verify it, and measure it beside its base.
+
+    Returns its folder, the model as it was saved, what has measured, and the figures.
+    """
+    from app.assembly import build_evaluator
+    from app.evaluation.comparison import compare_trained
+    from app.evaluation.progress import Progress
+    from app.evaluation.shares import Shares
+    from app.model.save import save_model
+    from app.model.tokenizer import keep_stop_tokens
+
+    config = run.config
+    shards = module.strategy if module.strategy.shards_weights else None
+    module.release_optimizer()  # verifying loads the base beside what was trained
+    progress = Progress(prints_lines=False)
+    shares = Shares(show=progress.show)
+    evaluator = build_evaluator(config, base, data, shards, module.sum_over_ranks, shares)
+    keep_stop_tokens(module.model, evaluator.stop_ids)
+    with module.trainer.precision_plugin.forward_context(), progress:
+        saved, model = save_model(
+            module.model,
+            config.adapter,
+            base.architecture,
+            run.folder,
+            data.probe(),
+            base=base.description,
+            reload_base=base.load,
+            shards=shards,
+        )
+        metrics = compare_trained(
+            evaluator,
+            model,
+            config.adapter,
+            module.metrics.validations,
+            None if config.model.from_scratch else base.load,
+            row_losses=module.metrics.row_losses,
+            is_as_trained=model is module.model,
+        )
+    return saved, model, evaluator, metrics
 
 
 def print_next(run: Run, saved: Path) -> None:
