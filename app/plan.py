@@ -107,7 +107,7 @@ def tokens_of(config: PlanConfig, run: PlannedRun) -> tuple[int | None, str]:
         return config.trainer.max_steps * run.tokens_per_step, ""
     try:
         return estimate_tokens(config, run.sequence_len)
-    except DataError as error:
+    except (DataError, UserError) as error:
         return None, error.problems[0]
 
 

@@ -146,6 +146,7 @@ def vllm_lines(config: ServerConfig, tuned: Tuned, folder: Path, *, has_key: boo
         generation=folder,
         adapter=adapter,
         rank=rank,
+        revision=config.model.revision if model == config.model.path else None,
     )
     return "\n".join([*lines, key + line])
 

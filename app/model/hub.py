@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import urllib.request
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 ENDPOINT = "https://huggingface.co"
 CONNECT_SECONDS = 2.5
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""a revision that does not move"""
 
 
 def is_offline_by_setting() -> bool:
@@ -67,7 +70,13 @@ def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
     why = _why_unreachable(host, port)
     if why is None:
         missing = {key: name for key, name in ids.items() if not is_cached(name)}
-        refused = [why for key, name in missing.items() if (why := refusal(key, name, revision))]
+        # It is that of the base, where the hub has one.
+        pinned = "model.path" if "model.path" in ids else next(iter(ids))
+        refused = [
+            why
+            for key, name in missing.items()
+            if (why := refusal(key, name, revision if key == pinned else None))
+        ]
         if refused:
             raise UserError(refused)
         return True

@@ -61,6 +61,8 @@ def save_model(
     rows = {name: torch.tensor([list(ids)], device=device) for name, ids in probe.items()}
     is_whole = saves_whole_model(adapter)
     saved = folder / ("model" if is_whole else "adapter")
+    if not is_whole:  # peft's own classes read the base by it
+        model.peft_config["default"].revision = base.get("revision")
     try:
         if is_whole and shards is not None:
             difference = _save_gathered_model(model, architecture, saved, rows, shards)

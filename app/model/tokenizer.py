@@ -214,9 +214,12 @@ def _read(path: str, config: ModelConfig) -> PreTrainedTokenizerBase:
     if bare == _T5 and not (Path(path) / "config.json").is_file():
         log.info("tokenizer: only %s in %s, read as one of T5", bare, path)
         return transformers.T5Tokenizer.from_pretrained(path)
+    # It is that of the base, where the hub has one.
+    is_pinned = path == config.path or Path(str(config.path)).is_dir()
+    revision = config.revision if is_pinned else None
     tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
         path,
-        revision=config.revision if path == config.path else None,  # a commit of another repository
+        revision=revision,
         trust_remote_code=config.trust_remote_code,
     )
     return tokenizer

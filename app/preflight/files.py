@@ -23,6 +23,7 @@ from app.model.adapter import (
 from app.model.adapter.saved_config import CONFIG_FILE, KINDS, read_adapter_config
 from app.model.attention import why_not_batched
 from app.model.base import ModelConfig
+from app.model.hub import COMMIT
 from app.model.layers import why_not_compiled
 from app.model.neftune import why_no_noise
 from app.model.quantization import find_stored_problem
@@ -310,7 +311,9 @@ def _check_base(
         # Both are on the hub and not fetched yet: only their names can be compared.
         for name in ("path", "revision"):
             then, now = made_on.get(name), here[name]
-            if then and now and then != now:
+            # A branch or a tag may have stood at that commit.
+            is_known = name == "path" or all(COMMIT.fullmatch(one or "") for one in (then, now))
+            if then and now and then != now and is_known:
                 different.append(f"{name} differs")
     if not different:
         return [] if known else _check_shapes(what, shapes, base)

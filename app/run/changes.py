@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from app.preflight.couplings.table import COMMIT
+from app.model.hub import COMMIT
 from app.preflight.fingerprint import EARLIER_FORM, same_form
 from app.strategy.settings import DdpConfig, StrategyConfig, ZeroConfig
 from data_modules import ResumeRule, facts_of, redacted

@@ -45,6 +45,7 @@ def command(
     generation: Path,
     adapter: Path | None = None,
     rank: int = 0,
+    revision: str | None = None,
 ) -> str:
     """Return the line that starts vLLM for `model`, with an adapter where there is one.
 
@@ -54,6 +55,7 @@ def command(
     words: Sequence[str] = ["vllm", "serve", model, "--tokenizer", str(tokenizer)]
     words = [*words, "--chat-template", str(tokenizer / "chat_template.jinja")]
     words = [*words, "--generation-config", str(generation), "--host", host, "--port", str(port)]
+    words = [*words, "--revision", revision] if revision else words
     if adapter is None:
         return shlex.join([*words, "--served-model-name", name])
     least = next(one for one in RANKS if one >= rank)

@@ -183,6 +183,9 @@ class Zero(StrategyMixin, DDPStrategy):
         offload = self._zero.parameter_offload
         offload._remove_module_hooks()
         offload.setup_zero_stage3_hooks()
+        for module in leaves:
+            hook = module.register_forward_pre_hook(_release_after_backward, with_kwargs=True)
+            offload.backward_hooks.append(hook)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step through the engine."""
@@ -441,3 +444,19 @@ def _is_sharded(weight: Tensor) -> bool:
 def _shape(weight: Any) -> torch.Size:
     shape: torch.Size = weight.ds_shape if _is_sharded(weight) else weight.shape
     return shape
+
+
+def _release_after_backward(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let ZeRO-3 release a module's weights when the gradients of its inputs are there.
+
+    DeepSpeed's own hook, which has run before, sees the inputs that are given by position alone.
+    """
+    heard = {
+        name: module.post_bwd_fn.apply(value)
+        if isinstance(value, Tensor) and value.requires_grad
+        else value
+        for name, value in kwargs.items()
+    }
+    return args, heard

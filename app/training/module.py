@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -40,6 +41,8 @@ from app.training.resume import Resume, check_same_step, run_owed_validation
 from app.training.routing import ExpertLoad, RouterBalance
 from app.training.schedule import ScheduleConfig, build_schedule
 from data_modules import Batch
+
+log = logging.getLogger(__name__)
 
 
 class FinetuneModule(L.LightningModule):
@@ -267,6 +270,12 @@ class FinetuneModule(L.LightningModule):
         measured = self.measure(self, step) if self.measure is not None else None
         self.metrics.add_validation(step, sums, measured)
         if self.stops_early:  # the same on all ranks, for the figures are
+            log.info(
+                "%s has not become better for %s measurements: the run ends after step %s",
+                self.metrics.monitor,
+                self.patience,
+                step,
+            )
             self.trainer.should_stop = True
 
     @property
@@ -342,6 +351,7 @@ class FinetuneModule(L.LightningModule):
         self.resume = Resume(self, checkpoint["source"], state)
         self.metrics.load_state_dict(state["curves"])
         self.owes_validation = state.get("owes_validation", False)
-        if self.stops_early:  # it was stopped between its last checkpoint and its end
+        # It was stopped between its last checkpoint, which is of a validated step, and its end.
+        if self.stops_early and self.metrics.validated_step == state["step"]:
             self.trainer.should_stop = True
         checkpoint["loops"] = self.resume.loop_state()

@@ -38,7 +38,7 @@ class CheckpointConfig:
     """newest checkpoints that are kept; more disk"""
     keep_best: int = setting(0, ge=0)
     """checkpoints that are best by `monitor` and are kept, too"""
-    monitor: str = setting("val/loss", resume="content", aliases=("metric_for_best_model",))
+    monitor: str = setting("val/loss", resume="fixed", aliases=("metric_for_best_model",))
     """what `keep_best` goes by: val/loss, val/loss/DATA_SET, or with evaluation.every_steps a
     metric of a task or data set, such as val/accuracy/mmlu; losses and perplexities are best where
     lowest, all else where highest"""

@@ -164,6 +164,7 @@ def test_bases_of_the_hub_are_compared_by_name(words: list[str], adapter: Path) 
     write_origin(adapter, describe_base(base))
     accepted(ask("model.path=org/name", *ask_for))
     accepted(ask("model.path=org/name", f"model.revision='{commits[0]}'", *ask_for))
+    accepted(ask("model.path=org/name", "model.revision=v1.0", *ask_for))  # it may be that commit
     refused(
         ask("model.path=org/name", f"model.revision='{commits[1]}'", *ask_for),
         f"made on another base: org/name at {commits[0]}",

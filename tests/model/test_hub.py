@@ -93,3 +93,14 @@ def test_refusals_are_told_apart(
 def test_a_copy_in_the_cache_is_not_asked_for(hub: str, tmp_path: Path) -> None:
     (tmp_path / "hub" / "models--org--none").mkdir(parents=True)
     assert check_hub({"model.path": "org/none"}) and not asked
+
+
+def test_a_revision_is_that_of_the_base(hub: str) -> None:
+    name = "org/tagged"
+    with pytest.raises(UserError):
+        check_hub({"model.path": name, "model.tokenizer_path": name}, "v9")
+    assert [path.split("/")[4] for path, _ in asked] == ["v9", "main"]
+    asked.clear()
+    with pytest.raises(UserError):
+        check_hub({"model.tokenizer_path": name}, "v9")
+    assert [path.split("/")[4] for path, _ in asked] == ["v9"]

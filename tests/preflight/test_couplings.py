@@ -25,7 +25,7 @@ from app.preflight.couplings.table import is_installed
 from app.strategy.deepspeed_config import keys_decided_elsewhere
 from app.strategy.settings import FAMILIES, ZeroConfig
 from app.training.optimizers import LrPattern
-from data_modules import dataset_names
+from data_modules import DatasetConfig, dataset_names
 
 
 @cache
@@ -196,6 +196,10 @@ CLASHES = [
     (0, "model.trust_remote_code=true model.path=org/name model.revision=1234abc",
      f"model.trust_remote_code=true model.path=org/name model.revision={'0a' * 20}",
      ["runs whatever is on the hub that day", "type model.revision=COMMIT"]),
+    (0, "model.trust_remote_code=true model.path=org/name model.tokenizer_path=org/other "
+     f"model.revision={'0a' * 20}",
+     f"model.trust_remote_code=true model.path=org/name model.revision={'0a' * 20}",
+     ["runs what is in org/other that day", "type model.tokenizer_path=FOLDER"]),
     (0, "quantization.method=nf4 adapter=full", "quantization.method=nf4 adapter=ia3",
      ["quantization=nf4 freezes", "adapter=full trains them", "or adapter=lora"]),
     (0, "quantization.method=nf4 model.from_scratch=true", "model.from_scratch=true adapter=full",
@@ -406,3 +410,11 @@ def test_a_folder_without_a_package_is_not_installed(
     (tmp_path / "flash_attn_of_a_test" / "__init__.py").touch()
     importlib.invalidate_caches()
     assert is_installed("flash_attn_of_a_test")
+
+
+@pytest.mark.parametrize("asked", ["trainer.early_stopping_patience=2", "evaluation.every_steps=2"])
+def test_test_data_alone_are_no_validation_rows(asked: str) -> None:
+    changed = settings(f"{asked} evaluation.exact_match=true data.val_set_size=0")
+    changed.data.test_datasets = [DatasetConfig(path="sample:orders_test")]
+    (problem,) = check_compatibility(changed)
+    assert problem.startswith(asked) and "there are no validation rows" in problem

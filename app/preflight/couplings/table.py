@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from app.model.adapter import Ia3Config, LoraConfig, saves_whole_model
 from app.model.attention import IN_HALF, ON_GPU, PACKAGES
+from app.model.hub import COMMIT
 from app.preflight.couplings.devices import (
     Devices,
     check_devices,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from app.config.verbs import EvaluateConfig, TrainConfig, TunedConfig
     from app.training.optimizers import ScheduleFreeConfig
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
 CHANGE_BASE = ("pissa", "olora")
 """values of adapter.init that take the adapter's start out of the base's weights"""
 NEAREST_IN_PYTORCH = {
@@ -165,6 +164,12 @@ def _of_base(config: TrainConfig | TunedConfig) -> Iterator[Clash]:
             "model.trust_remote_code=true runs whatever is on the hub that day",
             "model.revision=COMMIT beside it (40 hex digits; branches and tags move)",
         )
+    if model.trust_remote_code and len(set(from_hub)) > 1:
+        yield Clash(
+            f"model.trust_remote_code=true runs what is in {model.tokenizer_path} that day: "
+            "model.revision is a commit of model.path",
+            "model.tokenizer_path=FOLDER, with a copy of it",
+        )
     if config.quantization.method != "none" and model.from_scratch:
         yield Clash(
             f"quantization={config.quantization.method} freezes the weights in few bits, but "
@@ -202,12 +207,11 @@ def _of_data(config: TrainConfig | EvaluateConfig) -> Iterator[Clash]:
 def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
     """What is asked of a model that trains."""
     asked, data, strategy = config.evaluation, config.data, config.strategy
-    has_validation = data.val_set_size or data.test_datasets
-    if config.trainer.early_stopping_patience is not None and not has_validation:
+    if config.trainer.early_stopping_patience is not None and not data.val_set_size:
         yield Clash(
             f"trainer.early_stopping_patience={config.trainer.early_stopping_patience} goes by "
             f"{config.trainer.checkpoint.monitor}, but there are no validation rows",
-            "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
+            "data.val_set_size=0.05",
         )
     shards_weights = getattr(strategy, "stage", 3) == 3 and is_sharding(strategy)
     if asked.harness and shards_weights:
@@ -224,10 +228,10 @@ def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
             f"{key}, but nothing is asked{' but the harness, at the end' * bool(asked.harness)}",
             "evaluation.tasks=[{name: mmlu}] or evaluation.exact_match=true beside it",
         )
-    if not has_validation:
+    if not data.val_set_size:
         yield Clash(
             f"{key} measures at validations, but there are no validation rows",
-            "data.val_set_size=0.05, or data.test_datasets=[{path: FILE}]",
+            "data.val_set_size=0.05",
         )
     if config.trainer.compile:
         yield Clash(

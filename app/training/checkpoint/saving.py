@@ -76,9 +76,10 @@ class CheckpointSaver(L.Callback):
     def on_validation_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
         """Interrupt a validation on a signal; a resumed run starts with that validation.
 
-        The last one is completed: nothing is trained after it.
+        The last one is completed: nothing is trained after it. So is any that may be the last.
         """
-        if trainer.sanity_checking or trainer.global_step >= pl_module.total_steps:
+        may_be_last = trainer.global_step >= pl_module.total_steps or pl_module.patience is not None
+        if trainer.sanity_checking or may_be_last:
             return
         if (signum := self.stopping.agreed()) is not None:
             self._prepare(trainer, pl_module)
