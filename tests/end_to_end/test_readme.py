@@ -232,8 +232,8 @@ def test_the_first_hour(clone: Clone) -> None:
         check=False,
     )
     assert answer.returncode == 0 and answer.stdout.strip(), answer.stderr
-    for name in ("adapter", "merged", "report.html", "metrics.json"):
-        assert (clone.folder / "outputs" / "mine" / name).exists(), name
+    for name in ("mine/adapter", "mine/report.html", "mine/metrics.json", "merged/config.json"):
+        assert (clone.folder / "outputs" / name).exists(), name
 
 
 @pytest.mark.slow

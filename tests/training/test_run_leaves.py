@@ -210,7 +210,7 @@ def test_the_last_lines_show_table_folder_and_next_commands(run: Run) -> None:
         "base vs tuned",
         "match: base",
         "100.0%",
-        str(run.folder / "adapter"),
+        f"{run.folder}/:\n  adapter/, report.html",
         f"python -m app.evaluate run={run.folder}",
         "tensorboard.main --logdir",
     ):
