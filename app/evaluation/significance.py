@@ -54,9 +54,9 @@ class Measure:
 MEASURES = {
     "val/loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
     "val/perplexity": Measure(heading="perplexity", form="{:.4g}", is_lower_better=True),
-    "exact_match": Measure(heading="exact match", form="{:.1%}", largest=1),
+    "exact_match": Measure(heading="exact match", form="{:.1%}", largest=1.0),
     **{
-        name: Measure(heading=heading, form="{:.1%}", largest=1)
+        name: Measure(heading=heading, form="{:.1%}", largest=1.0)
         for name, heading in {
             "numeric": "numeric match",
             "f1": "F1",
@@ -71,7 +71,7 @@ MEASURES = {
         }.items()
     },
     "loss": Measure(heading="loss", form="{:.4f}", is_lower_better=True),
-    "judge": Measure(heading="judge's score", form="{:.2f}", scale=10, largest=9),
+    "judge": Measure(heading="judge's score", form="{:.2f}", scale=10, largest=9.0),
 }
 OTHER = Measure(heading="", form="{:.4f}")
 """of a measure that is not listed: more is better, named as it is"""
