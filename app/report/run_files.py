@@ -5,6 +5,7 @@ A file that is missing or damaged leaves its part out: a page is made of failed 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -62,8 +63,8 @@ def read_run_files(folder: Path) -> RunFiles:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        config = yaml.load((folder / "config.yaml").read_text("utf-8"), _safe_loader())
-    except (OSError, ValueError, yaml.YAMLError):
+        config = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         config = None
     metrics = _read_json(folder / "metrics.json", {})
     mixture = _read_json(folder / "mixture.json", [])
@@ -95,12 +96,6 @@ def choose_predictions(lines: Iterator[Mapping[str, Any]]) -> list[Mapping[str, 
     return list(islice(chosen, MAX_PREDICTIONS))
 
 
-def _safe_loader() -> Any:
-    import yaml
-
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
-
-
 def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
@@ -112,7 +107,7 @@ def _read_json(file: Path, default: Any) -> Any:
     """Return an object or a list as `default` is one; `default` where the file has none."""
     try:
         value = json.loads(_read_text(file))
-    except ValueError:
+    except (ValueError, RecursionError):
         return default
     return value if isinstance(value, type(default)) else default
 
@@ -121,7 +116,7 @@ def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
     for text in _read_text(file).split("\n"):  # not at U+2028, which texts hold
         try:
             line = json.loads(text)
-        except ValueError:  # cut off
+        except (ValueError, RecursionError):  # cut off, or nested without end
             continue
         if isinstance(line, dict):
             yield line
@@ -130,7 +125,7 @@ def _read_lines(file: Path) -> Iterator[Mapping[str, Any]]:
 def _read_curves(file: Path) -> dict[str, list[tuple[float, float]]]:
     """Return (step, value) of each column that is drawn; rows that were cut off end them."""
     curves: dict[str, list[tuple[float, float]]] = {}
-    rows = csv.reader(_read_text(file).splitlines())
+    rows = _rows(file)
     header = next(rows, [])
     if "step" not in header:
         return curves
@@ -149,6 +144,12 @@ def _read_curves(file: Path) -> dict[str, list[tuple[float, float]]]:
         except (ValueError, IndexError):
             break
     return {name: points for name, points in curves.items() if points}
+
+
+def _rows(file: Path) -> Iterator[list[str]]:
+    """Yield the rows of a CSV file up to one with a field beyond the csv module's limit."""
+    with contextlib.suppress(csv.Error):
+        yield from csv.reader(_read_text(file).splitlines())
 
 
 def _is_number(value: Any) -> bool:

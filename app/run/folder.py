@@ -269,7 +269,7 @@ def is_training(config: Path) -> bool:
         return True
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return True
     if not isinstance(root, yaml.MappingNode):
         return False

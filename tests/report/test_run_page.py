@@ -15,6 +15,7 @@ import pytest
 
 from app.config import changed_settings, compose, load_config
 from app.process.errors import Interrupted
+from app.report.__main__ import settings_in
 from app.report.chart import MAX_BUCKETS, Chart, Series, draw_svg, frame_around, round_numbers
 from app.report.run_files import choose_predictions, read_run_files
 from app.report.run_page import (
@@ -134,13 +135,16 @@ def test_training_and_validation_of_a_data_set_share_a_chart(tmp_path: Path) -> 
     assert "training</title>" in figure[1] and "validation</title>" in figure[1]
 
 
-@pytest.mark.parametrize("content", ["", '{"datasets": 3}', "\x00\xff", "step,a\n1,x\n"])
+@pytest.mark.parametrize(
+    "content", ["", '{"datasets": 3}', "\x00\xff", "step,a\n1,x\n", '{"a":' * 100_000]
+)
 def test_damaged_files_leave_their_part_out(tmp_path: Path, content: str) -> None:
     run = write_run(tmp_path / "run")
     for file in sorted(run.iterdir()):
         before = file.read_bytes()
         file.write_text(content)
         assert NAMES[0] in render_run(read_run_files(run)), file.name
+        settings_in(run)
         file.write_bytes(before)
 
 
