@@ -10,6 +10,8 @@ WORKERS ?= 2
 # A file is one worker's, for what its tests share; the files with the longest tests come first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SHELL := /bin/bash
+# Tests start hundreds of processes: each would compile the program anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 

@@ -192,7 +192,8 @@ def test_documents_of_a_batch_have_sums_of_their_own(model: Any, batch: Batch) -
     ]
     taken = documents.take([4, 0, 2], 5)  # those at 1 and 3 are another rank's
     assert taken[:, [1, 3]].tolist() == [[0, 0], [0, 0]]
-    torch.testing.assert_close(taken[:, [4, 0, 2]].T, torch.tensor(expected).double())
+    # The logits are fp32, rounded otherwise where documents are computed alone.
+    assert taken[:, [4, 0, 2]].T.tolist() == [pytest.approx(one, rel=1e-6) for one in expected]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
