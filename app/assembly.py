@@ -71,17 +71,22 @@ from app.preflight import check_compatibility, describe_base
 from app.process.errors import UserError, nearest
 from app.process.faults import arm, parse_faults
 from app.process.heartbeat import is_watched
-from app.process.launch import is_first_rank
+from app.process.launch import is_first_rank, read_launch
 from app.process.logs import keep_log
 from app.run import Run, global_batch_of
 from app.run.folder import CONFIG_FILE
-from app.run.manifest import save_manifest
+from app.run.manifest import installed_versions, save_manifest
+from app.run.ranks import watch_ranks
 from app.strategy.build import build_strategy
 from app.strategy.settings import FAMILIES, StrategyConfig
 from app.training.callbacks.gradient_check import GradientCheck
 from app.training.callbacks.heartbeat import Heartbeat
 from app.training.callbacks.progress import ProgressBar
-from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
+from app.training.callbacks.same_on_all_ranks import (
+    SameOnAllRanks,
+    program_values,
+    rank_invariant_values,
+)
 from app.training.callbacks.watch_machine import WatchMachine
 from app.training.callbacks.write_metadata import WriteMetadata
 from app.training.checkpoint.saving import build_checkpoints, build_saver
@@ -503,7 +508,9 @@ def _build_watchers(
     """Return the callbacks that show and check how a training goes; they come before the saver."""
     watchers: list[L.Callback] = [
         ProgressBar(),
-        SameOnAllRanks(rank_invariant_values(run.config, facts)),
+        SameOnAllRanks(
+            rank_invariant_values(run.config, facts), program_values(installed_versions())
+        ),
         GradientCheck(),
         WatchMachine(run.folder, None if estimate is None else estimate.tokens_at_full_rate),
     ]
@@ -514,6 +521,8 @@ def _build_watchers(
         watchers.append(Compilation())
     if is_watched():
         watchers.append(Heartbeat(run.folder))
+    elif (num_ranks := read_launch().num_ranks or 1) > 1:
+        watchers.append(Heartbeat(run.folder, watch_ranks(run, num_ranks)))
     return watchers
 
 

@@ -32,7 +32,7 @@ from app.process.logs import be_verbose
 from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
 from app.run.folder import NO_URL, UNSET, check_output, discard_unused
-from app.run.ranks import check_supervise
+from app.run.ranks import check_nodes, check_supervise
 from data_modules import printable, redact
 
 DEFAULT_EXPERIMENT = "quickstart"
@@ -94,7 +94,7 @@ def _dispatch(
         _print_settings(verb, words)
         return DONE
     config = load_config(verb, words)
-    existing = None if is_child() else check_before_start(config)
+    existing = None if is_child() else check_before_start(config, words)
     if existing is None:
         function(config)
     else:
@@ -122,9 +122,10 @@ def _check_current_folder() -> None:
         ) from error
 
 
-def check_before_start(config: Config) -> ExistingRun | None:
+def check_before_start(config: Config, words: Sequence[str] | None = None) -> ExistingRun | None:
     """Run every check that needs no torch; UserError lists all problems of all rooms.
 
+    `words`: of the command line; None for the trials of a sweep.
     Returns the run that is resumed, None for a new one. A preview may be of a run for another
     machine, and needs no weights.
     """
@@ -158,6 +159,8 @@ def check_before_start(config: Config) -> ExistingRun | None:
         is_elsewhere = isinstance(config, TrainConfig) and config.launcher.name != "local"
         is_here = not is_preview and not is_elsewhere
         problems += check_launch(num_ranks) if not is_elsewhere else []
+        if isinstance(config, TrainConfig) and is_here:
+            problems += check_nodes(config, words)
         problems += check_compatibility(config, on_this_machine=is_here)
         problems += check_files(config, needs_weights=not is_preview)
         if isinstance(config, (TrainConfig, EvaluateConfig)):

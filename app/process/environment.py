@@ -146,6 +146,8 @@ def quiet_libraries(*, offline: bool) -> None:
         # oneDNN caches a kernel a shape of half-precision products. The default of 1024 can take a
         # small model as much memory as all the rest of it; too few would be compiled again.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+        # A peer that ends is said by us, once; torch shows each connection's stack.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",

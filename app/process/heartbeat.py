@@ -24,6 +24,8 @@ STACKS_FILE = "stacks-rank-{}.txt"
 
 _pipe: int | None = None
 _num_beats = 0
+_num_signs = 0
+"""beats, and refreshed liveness"""
 _step: int | None = None
 _waits_for_thread = False
 _stacks: IO[str] | None = None
@@ -45,8 +47,8 @@ def start_heartbeat(folder: Path, rank: int) -> None:
 
 def beat(step: int) -> None:
     """Report progress: `step` optimizer steps are done."""
-    global _num_beats, _step
-    _num_beats, _step = _num_beats + 1, step
+    global _num_beats, _num_signs, _step
+    _num_beats, _num_signs, _step = _num_beats + 1, _num_signs + 1, step
     tell(f"{BEAT} {_num_beats} {step}")
 
 
@@ -56,9 +58,16 @@ def beat_again() -> None:
     The counter tells which rank came less far, and ranks differ in how much they write. Silent
     before the first step, and in a thread beside the training unless the training waits for it.
     """
+    global _num_signs
     is_of_training = _waits_for_thread or threading.current_thread() is threading.main_thread()
     if _step is not None and is_of_training:
+        _num_signs += 1
         tell(f"{BEAT} {_num_beats} {_step}")
+
+
+def progress() -> tuple[int, int, int | None]:
+    """Return the beats, all signs of life, and the optimizer steps done, None before the first."""
+    return _num_beats, _num_signs, _step
 
 
 @contextlib.contextmanager

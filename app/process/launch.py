@@ -49,7 +49,7 @@ class Launcher:
     """variables that are all 0 on the first rank"""
     required: tuple[str, ...]
     """variables that it sets too"""
-    world_size: str | None
+    world_size: str
 
 
 LAUNCHERS = (
@@ -70,12 +70,6 @@ LAUNCHERS = (
         ranks=("NODE_RANK", "LOCAL_RANK"),
         required=("WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
         world_size="WORLD_SIZE",
-    ),
-    Launcher(  # one command on each machine, by hand; this program starts the ranks there
-        detected_by="NODE_RANK",
-        ranks=("NODE_RANK",),
-        required=("MASTER_ADDR", "MASTER_PORT"),
-        world_size=None,
     ),
     Launcher(  # no launcher sets only this
         detected_by="WORLD_SIZE",
@@ -102,12 +96,16 @@ class Launch:
     """whether it is the first rank of its machine"""
     num_ranks: int | None = None
     """ranks that were started; None where this program is to start them"""
+    ranks_here: int | None = None
+    """those of this machine, where the launcher says it"""
+    first_address: str | None = None
+    """the machine at which the ranks meet, as the launcher calls it"""
     problems: tuple[str, ...] = ()
 
     @property
     def starts_own_ranks(self) -> bool:
         """Whether this program is to start the ranks of this machine."""
-        return not self.is_child and self.detected_by in (None, "NODE_RANK")
+        return not self.is_child and self.detected_by is None
 
     @property
     def is_started_here(self) -> bool:
@@ -117,7 +115,7 @@ class Launch:
     @property
     def is_one_of_several(self) -> bool:
         """Whether ranks were started from outside, so that none of them can decide for all."""
-        return self.detected_by == "NODE_RANK" or (self.num_ranks or 1) > 1
+        return (self.num_ranks or 1) > 1
 
 
 @functools.cache
@@ -134,14 +132,18 @@ def read_launch() -> Launch:
         return Launch(has_parent=has_parent, is_child=is_child)
     problems = tuple(_problems_of(launcher))
     names, world_size = launcher.ranks, launcher.world_size
-    local = "SLURM_LOCALID" if launcher.detected_by == "SLURM_NTASKS" else "LOCAL_RANK"
+    is_slurm = launcher.detected_by == "SLURM_NTASKS"
+    local = "SLURM_LOCALID" if is_slurm else "LOCAL_RANK"
+    per_node = os.environ.get("SLURM_NTASKS_PER_NODE" if is_slurm else "LOCAL_WORLD_SIZE", "")
     return Launch(
         has_parent=has_parent,
         is_child=is_child,
         detected_by=launcher.detected_by,
         is_first=bool(problems) or all(int(os.environ[name]) == 0 for name in names),
         is_first_here=bool(problems) or os.environ.get(local, "0") == "0",
-        num_ranks=None if problems or world_size is None else int(os.environ[world_size]),
+        num_ranks=None if problems else int(os.environ[world_size]),
+        first_address=os.environ.get("MASTER_ADDR"),
+        ranks_here=int(per_node) if per_node.isdecimal() and int(per_node) else None,
         problems=problems,
     )
 
@@ -152,8 +154,6 @@ def _is_detected(detected_by: str) -> bool:
         # Also set in a shell on a node, and under torchrun within srun; Lightning's own rules.
         is_shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
         return value is not None and not is_shell and "TORCHELASTIC_RUN_ID" not in os.environ
-    if detected_by == "NODE_RANK":
-        return value not in (None, "0") or (value == "0" and "MASTER_ADDR" in os.environ)
     if detected_by == "WORLD_SIZE":
         return value not in (None, "1")
     return value is not None
@@ -161,7 +161,7 @@ def _is_detected(detected_by: str) -> bool:
 
 def _problems_of(launcher: Launcher) -> list[str]:
     detected_by = launcher.detected_by
-    numbers = {detected_by, *launcher.ranks, launcher.world_size or detected_by} & set(os.environ)
+    numbers = {detected_by, *launcher.ranks, launcher.world_size} & set(os.environ)
     problems = [
         f"{name}={os.environ[name]}: expected a whole number"
         for name in sorted(numbers)
@@ -175,6 +175,12 @@ def _problems_of(launcher: Launcher) -> list[str]:
             f"start the ranks with torchrun or srun, or type: unset {detected_by}"
         )
     return problems
+
+
+def launched_rank() -> int:
+    """Return the rank that torchrun or srun has given this process; 0 for a single one."""
+    launched_by_slurm = read_launch().detected_by == "SLURM_NTASKS"
+    return int(os.environ.get("SLURM_PROCID" if launched_by_slurm else "RANK", "0"))
 
 
 def is_first_rank() -> bool:
@@ -238,7 +244,8 @@ def check_launch(num_ranks: int | None) -> list[str]:
         return list(launch.problems)
     if launch.num_ranks in (None, num_ranks or 1):
         return []
-    started = f"{launch.num_ranks} ranks were started (WORLD_SIZE or SLURM_NTASKS)"
+    were = "rank was" if launch.num_ranks == 1 else "ranks were"
+    started = f"{launch.num_ranks} {were} started (WORLD_SIZE or SLURM_NTASKS)"
     if num_ranks is None:
         return [f"{started}, but this runs as one process; start it without torchrun or srun"]
     return [
@@ -249,11 +256,12 @@ def check_launch(num_ranks: int | None) -> list[str]:
 def _fitting(launch: Launch) -> str:
     """Return the settings to type for the ranks that were started."""
     total = launch.num_ranks or 1
-    names = ("SLURM_NTASKS_PER_NODE", "LOCAL_WORLD_SIZE")
-    per = os.environ.get(names[0] if launch.detected_by == "SLURM_NTASKS" else names[1], "")
-    per_node = int(per) if per.isdecimal() and int(per) else total
+    per_node = launch.ranks_here or total
     nodes = f" trainer.num_nodes={total // per_node}" if per_node != total else ""
-    return f"type trainer.devices={per_node}{nodes}"
+    typed = f"type trainer.devices={per_node}{nodes}"
+    if launch.detected_by == "SLURM_NTASKS" and total == 1:
+        typed += ", or unset SLURM_NTASKS in a shell of a job, to have the ranks started from there"
+    return typed
 
 
 def free_port() -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -23,7 +26,8 @@ from app.process.errors import (
     exit_code,
 )
 from app.process.heartbeat import LOST, PORT_TAKEN, tell
-from app.process.launch import is_first_rank, run_dir
+from app.process.launch import is_first_here, is_first_rank, run_dir
+from app.process.peers import watched_peers
 from app.process.signals import signal_received
 from data_modules import RemoteError, printable, redact
 
@@ -31,6 +35,8 @@ MAX_PROBLEMS = 20
 TRACEBACK_VARIABLE = "LOFT_TRACEBACK"
 REASON_FILE = "error.txt"
 """in a run's folder: why the run stopped"""
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""torchrun's: the file whose message it shows where this rank fails"""
 REASON_BEGINS = b"error"
 
 
@@ -49,9 +55,49 @@ def report(error: BaseException) -> int:
             print("\ninterrupted", file=sys.stderr)
     elif code != TERMINATED and not isinstance(error, SystemExit):
         message = _message(error, code)
-        if _claim_message(error, message):
+        explained = _explain(error, message)
+        write_error_file(explained or message)
+        if explained is not None:
+            keep_reason(explained)
+            if is_first_here():
+                print(explained, file=sys.stderr)
+        elif _claim_message(error, message):
             print(message, file=sys.stderr)
     return code
+
+
+def _explain(error: BaseException, message: str) -> str | None:
+    """Tell the other ranks why this one fails; return which of them it has lost, if it has."""
+    if (peers := watched_peers()) is None:
+        return None
+    if isinstance(error, TrainingFault) or not LOST_CONNECTION.search(str(error)):
+        peers.tell(message.splitlines()[0])
+        return None
+    # Of torch's message only what happened: the rest is advice of its own.
+    happened = str(error).partition("] ")[2].partition(". This is typically")[0] or str(error)
+    return f"error (the environment): {peers.explain(printable(redact(happened)))}"
+
+
+def write_error_file(message: str) -> None:
+    """Leave the message for torchrun, in the form of torch's `ErrorHandler`."""
+    if not (file := os.environ.get(ERROR_FILE_VARIABLE)):
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def keep_reason(message: str) -> None:
+    """Leave the message in the run's folder, unless another rank was first."""
+    if (folder := run_dir()) is not None:
+        with contextlib.suppress(OSError):
+            _write_reason(folder, message)
+
+
+def _write_reason(folder: Path, message: str) -> None:
+    reason = folder / REASON_FILE
+    with reason.open("x", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{message}\n")
 
 
 def _claim_message(error: BaseException, message: str) -> bool:
@@ -71,9 +117,7 @@ def _claim_message(error: BaseException, message: str) -> bool:
     if not is_first_rank() and LOST_CONNECTION.search(str(error)):
         return False
     try:
-        reason = folder / REASON_FILE
-        with reason.open("x", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{message}\n")
+        _write_reason(folder, message)
     except FileExistsError:
         return False
     except OSError:  # the message may be about this very disk

@@ -180,7 +180,7 @@ def _watch(receiver: socket.socket, state: _State) -> None:
             overdue_at, state.is_overdue = None, False
         exits_since = state.exits_since or overdue_at or (None if state.waits_for_step else first)
         if exits_since is not None and time.monotonic() - exits_since > WORKER_SECONDS:
-            _kill_workers()
+            kill_workers()
         if exits_since is not None and time.monotonic() - exits_since > EXIT_SECONDS:
             _exit_now(state.signum or number, "did not end by itself")
         if overdue_at is None and _stalls(state, first):
@@ -208,14 +208,14 @@ def _stalls(state: _State, first: float | None) -> bool:
     return time.monotonic() - max(first, since) > DATA_SECONDS
 
 
-def _kill_workers() -> None:
+def kill_workers() -> None:
     """Kill the worker processes, which this one would wait for before it ends."""
     for worker in multiprocessing.active_children():
         worker.kill()
 
 
 def _exit_now(signum: int, why: str) -> None:
-    _kill_workers()
+    kill_workers()
     name = signal.Signals(signum).name
     with contextlib.suppress(OSError):
         os.write(2, f"{name}: exited at once ({why})\n".encode())

@@ -61,8 +61,7 @@ class SuperviseConfig:
     hang_minutes: float | None = setting(10.0, gt=0, note="10 is usual")
     """minutes without progress in the training loop, on every rank, after which a run counts as
     hanging (or ten times its longest pause so far, where that is more); null = never. Watched are
-    several ranks that this command starts, or one with max_restarts; never those of torchrun or
-    srun"""
+    several ranks, whatever has started them, or one with max_restarts"""
     requeue: bool = False
     """put a SLURM job back into its queue after SIGUSR1 (--signal=USR1@120) has let the run save
     itself; with resume=auto it then goes on"""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,13 +16,49 @@ from typing import TYPE_CHECKING
 from app.preflight import requested_devices
 from app.preflight.couplings.devices import Devices
 from app.process.errors import DONE
-from app.process.launch import is_first_rank, read_launch, run_dir
+from app.process.launch import Launch, is_first_rank, launched_rank, read_launch, run_dir
+from app.process.peers import Peers
+from app.process.reporting import keep_reason, write_error_file
 from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
 from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
 from data_modules import printable
 
 if TYPE_CHECKING:
     from app.config import TrainConfig
+
+log = logging.getLogger(__name__)
+
+RENDEZVOUS_PORT = 29500
+"""torchrun's own default"""
+OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""has the ranks meet at a store of their own. With that of its agents torchrun cannot take a
+machine back: the agents that stayed do not tell the new one where it is (torch 2.13)"""
+FOLDER_OF_ALL = "/shared/runs"
+"""stands for a folder that all machines see"""
+
+
+def check_nodes(config: TrainConfig, words: Sequence[str] | None) -> list[str]:
+    """Refuse several machines without torchrun or srun, with the line to type on each of them.
+
+    `words`: of this command line; None for the trials of a sweep.
+    """
+    nodes = config.trainer.num_nodes
+    if nodes == 1 or read_launch().detected_by is not None:
+        return []
+    if words is None:
+        return [
+            f"trainer.num_nodes={nodes}: each trial of a sweep runs on one machine; type "
+            "trainer.num_nodes=1"
+        ]
+    per_node = requested_devices(config).ranks_per_node
+    typed = list(words)
+    if config.output.dir is None:
+        typed.append(f"output.dir={FOLDER_OF_ALL}/{config.output.name or 'train'}")
+    line = f"{torchrun(nodes, per_node, socket.gethostname())} -m app.train {shlex.join(typed)}"
+    return [
+        f"trainer.num_nodes={nodes}: ranks on several machines are started by torchrun or srun; "
+        f"type on each of the {nodes}, this one ({socket.gethostname()}) being the first: {line}"
+    ]
 
 
 def check_supervise(config: TrainConfig) -> list[str]:
@@ -86,7 +124,7 @@ def variables_of(devices: Devices) -> list[dict[str, str]]:
     return [
         {
             "LOCAL_RANK": str(rank),
-            "NODE_RANK": os.environ.get("NODE_RANK", "0"),
+            "NODE_RANK": "0",
             "WORLD_SIZE": str(devices.num_ranks),
         }
         for rank in range(devices.ranks_per_node)
@@ -111,9 +149,60 @@ def resume_command() -> str:
     if folder is None or not checkpoints_of(folder).checkpoints():
         return "nothing is saved yet"
     shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
-    launch = read_launch()
-    by = "python" if launch.starts_own_ranks or launch.is_started_here else "torchrun ..."
+    by = _start_of_ranks(read_launch())
     return f"to resume: {by} -m app.train resume={shlex.quote(printable(str(shown)))}"
+
+
+def _start_of_ranks(launch: Launch) -> str:
+    """Return what starts the ranks again that run now, up to `-m`."""
+    if launch.starts_own_ranks or launch.is_started_here:
+        return "python"
+    num_ranks = launch.num_ranks or 1
+    per_node = launch.ranks_here or num_ranks
+    nodes = num_ranks // per_node
+    if launch.detected_by == "SLURM_NTASKS":
+        return f"srun --nodes={nodes} --ntasks-per-node={per_node} python"
+    first = launch.first_address or socket.gethostname()
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return torchrun(nodes, per_node, first, max_restarts=restarts)
+
+
+def torchrun(num_nodes: int, per_node: int, first: str, *, max_restarts: int = 0) -> str:
+    """Return the torchrun that starts ranks on each machine, up to `-m`; `first` is one of them."""
+    words = ["torchrun", f"--nnodes={num_nodes}", f"--nproc-per-node={per_node}"]
+    if max_restarts:
+        words.append(f"--max-restarts={max_restarts}")
+    if num_nodes > 1:
+        words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{RENDEZVOUS_PORT}"]
+    if num_nodes > 1 and max_restarts:
+        words.insert(0, f"{OWN_STORE_VARIABLE}=1")
+    return shlex.join(words)
+
+
+def watch_ranks(run: Run, num_ranks: int) -> Peers:
+    """Return the ranks of a run that torchrun or srun has started, to be watched from this one."""
+    minutes = run.config.supervise.hang_minutes
+    is_one_machine = read_launch().ranks_here in (None, num_ranks)
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and not is_one_machine and OWN_STORE_VARIABLE not in os.environ:
+        log.warning(
+            "a machine that is lost can only come back under torchrun --max-restarts with %s=1 in "
+            "the environment of every torchrun",
+            OWN_STORE_VARIABLE,
+        )
+
+    def keep(message: str) -> None:
+        write_error_file(message)
+        keep_reason(message)
+
+    return Peers(
+        rank=launched_rank(),
+        num_ranks=num_ranks,
+        folder=run.folder,
+        limit=None if minutes is None else 60 * minutes,
+        resume_command=resume_command,
+        fail=keep,
+    )
 
 
 def requeue(config: SuperviseConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.strategy.rendezvous import use_new_store_after_restart
+from app.strategy.rendezvous import use_own_store
 from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) 
     """Build the strategy of `num_ranks` processes; `auto` must be resolved before."""
     from app.strategy.ddp import Compressed, OneDevice, Replicated
 
-    use_new_store_after_restart()
+    use_own_store()
     if isinstance(config, ZeroConfig):
         from app.strategy.deepspeed import build_zero
 

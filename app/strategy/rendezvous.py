@@ -11,15 +11,22 @@ import os
 import socket
 import struct
 import sys
-from datetime import timedelta
-from typing import Any
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
 
 from app.process.launch import free_port, read_launch
+from app.strategy.settings import TIMEOUT
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
 INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 BACKLOG = 1024
 """connections that may wait to be accepted"""
+ASK_SECONDS = 0.05
+"""between two looks of rank 0 for ranks that ask where to meet"""
 SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface"""
 
@@ -83,18 +90,28 @@ def choose_gloo_interface(main_address: str, num_nodes: int) -> None:
 def interface_to(host: str) -> str | None:
     """Return the interface by which `host` is reached; None where that is not known.
 
-    Sends nothing. Linux alone, and IPv4 addresses.
+    Linux alone, and IPv4 addresses.
     """
-    if sys.platform != "linux":
+    own = address_towards(host)
+    if sys.platform != "linux" or own is None:
         return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        names = (name for _, name in socket.if_nameindex())
+        return next((name for name in names if _address_of(name, probe) == own), None)
+
+
+def address_towards(host: str) -> str | None:
+    """Return this machine's address on the way to `host`; None where there is none.
+
+    Sends nothing.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
         except OSError:  # a name that is not known, or no route
             return None
-        own = probe.getsockname()[0]
-        names = (name for _, name in socket.if_nameindex())
-        return next((name for name in names if _address_of(name, probe) == own), None)
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _address_of(interface: str, probe: socket.socket) -> str | None:
@@ -124,28 +141,66 @@ def _destroy_group() -> None:
         dist.destroy_process_group()
 
 
-def use_new_store_after_restart() -> None:
-    """Connect ranks that torchrun has restarted over a new store.
+def use_own_store() -> None:
+    """Have the ranks of torchrun meet at a store of their own, not at that of its agents.
 
-    torchrun keeps its store over restarts, with the addresses of dead ranks (seen with torch 2.13;
-    its #135712 was meant to end that). Machines that restart independently have no common restart
-    count: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun helps.
+    That one lives on over restarts, with the addresses of dead ranks (seen with torch 2.13; its
+    #135712 was meant to end that), unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set before
+    torchrun. Ranks of one machine that starts for the first time need none. Machines restart
+    independently, so that no count of restarts is common to them: each rank asks with a word of
+    its own, which only a rank 0 that lives answers.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if restart == "0" or not is_one_machine or not shares_store:
+    if not shares_store or (restart == "0" and is_one_machine):
         return
     from torch.distributed import TCPStore
 
+    address = os.environ["MASTER_ADDR"]
     shared = TCPStore(
-        os.environ["MASTER_ADDR"],
+        address,
         int(os.environ["MASTER_PORT"]),
         is_master=False,
-        timeout=timedelta(minutes=5),
+        timeout=TIMEOUT,
+        wait_for_workers=False,
     )
-    key = f"port of restart {restart}"
     if os.environ["RANK"] == "0":
-        shared.set(key, str(free_port()))
-    os.environ["MASTER_PORT"] = shared.get(key).decode()
+        own = address_towards(address)
+        # Loopback: the agents' store is on this machine, which has its own name as 127.0.1.1.
+        is_known = own is not None and not own.startswith("127.")
+        meeting = f"{own if is_known else address} {free_port()}"
+        _answer(shared, meeting, int(os.environ["WORLD_SIZE"]))
+    else:
+        meeting = _ask(shared, os.environ["RANK"])
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.split()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+def _ask(shared: TCPStore, rank: str) -> str:
+    """Return the address and port that rank 0 answers."""
+    word = uuid.uuid4().hex
+    shared.set(f"loft/asks/{rank}", word)
+    answer: str = shared.get(f"loft/answer/{word}").decode()
+    shared.set(f"loft/heard/{word}", "")
+    return answer
+
+
+def _answer(shared: TCPStore, meeting: str, num_ranks: int) -> None:
+    """Answer each rank until it has heard; words of ranks that are dead are answered in vain."""
+    waiting = set(range(1, num_ranks))
+    until = time.monotonic() + TIMEOUT.total_seconds()
+    while waiting:
+        if time.monotonic() > until:
+            raise OSError(
+                f"{len(waiting)} of {num_ranks} ranks did not come within {TIMEOUT}: "
+                f"{', '.join(map(str, sorted(waiting)[:20]))}; what their machines print says why"
+            )
+        for rank in sorted(waiting):
+            if not shared.check([f"loft/asks/{rank}"]):
+                continue
+            word = shared.get(f"loft/asks/{rank}").decode()
+            shared.set(f"loft/answer/{word}", meeting)
+            if shared.check([f"loft/heard/{word}"]):
+                waiting.remove(rank)
+        time.sleep(ASK_SECONDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,9 +54,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
         (SRUN | {"SLURM_JOB_NAME": "bash"}, True, False, False),
         (SRUN | {"LOCAL_RANK": "0", "SLURM_PROCID": "0"}, True, False, True),
         (SRUN | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "SLURM_PROCID": "0"}, False, False, True),
-        ({"NODE_RANK": "1", **ADDRESS}, False, False, True),
-        ({"NODE_RANK": "0", **ADDRESS}, True, False, True),
-        ({"NODE_RANK": "0"}, True, False, False),
+        ({"NODE_RANK": "1", **ADDRESS}, True, False, False),  # left over: it starts no rank
         (ADDRESS, True, False, False),
     ],
 )
@@ -81,7 +81,6 @@ def test_each_launcher_is_understood(
         ({"RANK": "1", "WORLD_SIZE": "2"}, ["LOCAL_RANK, MASTER_ADDR, MASTER_PORT are not set"]),
         ({"LOCAL_RANK": "0"}, ["WORLD_SIZE, NODE_RANK", "unset LOCAL_RANK"]),
         ({"WORLD_SIZE": "2", **ADDRESS}, ["RANK, LOCAL_RANK are not set"]),
-        ({"NODE_RANK": "1"}, ["MASTER_ADDR, MASTER_PORT are not set"]),
         ({"SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, ["SLURM_PROCID is not set"]),
         (TORCHRUN | {"RANK": "one"}, ["RANK=one: expected a whole number"]),
     ],
@@ -115,6 +114,37 @@ def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> No
     answer = ask(*words, environment=first, verb="preview")
     assert answer.code == 2
     assert "this runs as one process" in answer.said
+
+
+def test_a_shell_of_a_job_is_told_how_to_start_the_ranks_itself(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
+    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=2"]
+    stale = SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "zsh"}
+    answer = ask(*words, environment=stale)
+    assert answer.code == 2
+    assert "1 rank was started" in answer.said and "unset SLURM_NTASKS" in answer.said
+    del stale["SLURM_NTASKS"]
+    assert ask(*words, environment=stale).code == 0
+
+
+def test_several_machines_are_told_the_line_to_type(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "a model"), make_data(tmp_path / "d.jsonl")
+    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=4"]
+    answer = ask(*words, "trainer.num_nodes=2", environment={"NODE_RANK": "1", **ADDRESS})
+    assert answer.code == 2
+    line = shlex.split(answer.said.partition(": torchrun ")[2])
+    assert line[:2] == ["--nnodes=2", "--nproc-per-node=4"]
+    assert f"--rdzv-endpoint={socket.gethostname()}:29500" in line
+    assert line[line.index("-m") + 1 :] == [
+        "app.train",
+        *words,
+        "trainer.num_nodes=2",
+        "output.dir=/shared/runs/train",
+    ]
+    started = TORCHRUN | {"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}
+    assert ask(*line[line.index("-m") + 2 :], environment=started).code == 0
+    answer = ask(*words, "trainer.num_nodes=2", verb="preview")
+    assert answer.code == 0, answer.said
 
 
 def test_children_leave_the_checks_to_their_parent(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,12 @@ import torch
 from app.config import load_config
 from app.process.errors import USER_ERROR, UserError
 from app.process.launch import free_port
-from app.training.callbacks.same_on_all_ranks import SameOnAllRanks, rank_invariant_values
+from app.training.callbacks import same_on_all_ranks
+from app.training.callbacks.same_on_all_ranks import (
+    SameOnAllRanks,
+    program_values,
+    rank_invariant_values,
+)
 from tests.processes import LONGEST, RUN, start_train
 from tests.tiny import SAMPLES, small_run
 
@@ -41,18 +47,21 @@ def settings(*words: str) -> Any:
     return copy.deepcopy(_composed(words))
 
 
-def compare(*parts: dict[str, Any]) -> None:
+def compare(*parts: dict[str, Any], programs: Sequence[dict[str, Any]] = ()) -> None:
     """Run the check of all ranks with their values; the last one is given the others' tensors."""
-    sent: list[torch.Tensor] = []
+    sent: dict[int, list[torch.Tensor]] = {}
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
-        sent.append(tensor)
-        return torch.stack([*sent, *[tensor] * (len(parts) - len(sent))])
+        # What is compared together is told by how much it is.
+        here = sent.setdefault(len(tensor), [])
+        here.append(tensor)
+        return torch.stack([*here, *[tensor] * (len(parts) - len(here))])
 
     strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=gather)
     trainer: Any = SimpleNamespace(world_size=len(parts), strategy=strategy)
-    for part in parts:
-        SameOnAllRanks(part).setup(trainer, None, "fit")
+    for rank, part in enumerate(parts):
+        program = programs[rank] if programs else None
+        SameOnAllRanks(part, program).setup(trainer, None, "fit")
 
 
 def test_locations_may_differ_between_ranks() -> None:
@@ -89,6 +98,23 @@ def test_differences_are_named_with_their_rank(
         compare(same, same, other)
     assert said in str(caught.value)
     assert "rank 1" not in str(caught.value)
+
+
+def test_other_code_and_other_libraries_are_named_before_what_they_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = rank_invariant_values(settings(), FACTS)
+    other = rank_invariant_values(settings("seed=1"), FACTS)
+    same, newer = program_values({"torch": "2.13.0"}), program_values({"torch": "2.14.0"})
+    compare(values, values, programs=[same, dict(same)])
+    with pytest.raises(UserError, match="have different versions of libraries; start"):
+        compare(values, other, programs=[same, newer])
+    for package in ("app", "data_modules", "conf"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "one.py").write_text("edited = True\n")
+    monkeypatch.setattr(same_on_all_ranks, "ROOT", tmp_path)
+    with pytest.raises(UserError, match="rank 1 and rank 0 have different code"):
+        compare(values, other, programs=[same, program_values({"torch": "2.13.0"})])
 
 
 def start_apart(folder: Path, *typed: list[str]) -> str:

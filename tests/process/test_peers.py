@@ -1,0 +1,161 @@
+"""Ranks that watch each other, where no supervisor of ours does.
+
+The ranks of a story are small scripts that beat as a training does, and meet at a real store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.process.launch import free_port
+from app.process.peers import (
+    DONE,
+    STARTS,
+    TRAINS,
+    Report,
+    describe_lost,
+    find_hanging,
+    find_lost,
+    parse_report,
+)
+from tests.conftest import ROOT
+from tests.processes import LONGEST, environment_of_a_person
+
+RANK = """
+import os, sys, time
+from pathlib import Path
+from app.process.errors import TrainingFault
+from app.process.heartbeat import beat, beat_again
+from app.process.peers import Peers, start_peers
+from app.process.reporting import keep_reason, report, write_error_file
+from app.process.launch import set_run_dir
+from torch.distributed import TCPStore
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+set_run_dir(folder)
+if rank == 0:
+    port = int(os.environ["MASTER_PORT"])
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+def keep(message):
+    write_error_file(message)
+    keep_reason(message)
+peers = Peers(rank=rank, num_ranks=2, folder=folder, limit=float(sys.argv[2]), fail=keep,
+              resume_command=lambda: "to resume: type this")
+def wait(seconds=60):
+    time.sleep(seconds)
+start_peers(peers)
+(folder / f"met-{rank}").touch()
+while not (folder / f"met-{1 - rank}").exists():
+    wait(0.05)
+wait(2)
+for step in (1, 2, 3):
+    beat(step)
+    wait(0.1)
+"""
+ONE = Report(
+    rank=0, number=4, num_beats=9, step=3, pause=11.0, state=TRAINS, host="a host of one name"
+)
+
+
+def ranks(*numbers: int, **same: object) -> list[Report]:
+    return [replace(ONE, rank=rank, number=number, **same) for rank, number in enumerate(numbers)]
+
+
+def test_a_report_is_read_as_it_was_told() -> None:
+    assert parse_report(0, str(ONE)) == ONE
+
+
+def test_the_lost_are_those_that_fell_silent() -> None:
+    assert find_lost(ranks(4, 5, 6), ranks(5, 5, 9)) == ranks(5, 5, 9)[1:2]
+    assert find_lost(ranks(4, 5), ranks(5, 5, state=DONE)) == []
+    assert find_lost(ranks(4), ranks(5, 1)) == []  # the second has just begun to tell
+
+
+def test_the_one_that_hangs_came_less_far() -> None:
+    here = [ONE, replace(ONE, rank=1, num_beats=8)]
+    assert find_hanging(here, 10) == here[1]
+    assert find_hanging([*here, replace(ONE, rank=2, pause=1.0)], 10) is None  # a long save
+    assert find_hanging([replace(one, state=STARTS) for one in here], 10) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [
+        ("b", "rank 0 on host b"),
+        ("bb", "ranks 0 and 1 on host b"),
+        ("bbbc", "ranks 0 to 2 on host b, rank 3 on host c"),
+        ("abcdef", "on host a, rank 1 on host b, rank 2 on host c, rank 3 on host d and 2 more"),
+    ],
+)
+def test_the_lost_are_named_host_by_host(hosts: str, said: str) -> None:
+    lost = [replace(ONE, rank=rank, host=host) for rank, host in enumerate(hosts)]
+    assert said in describe_lost(lost)
+
+
+def tell_story(folder: Path, *of_rank: Sequence[str], limit: float = 3.0) -> list[tuple[int, str]]:
+    """Run two ranks that begin alike and end by their own lines; returns codes and what is said."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    processes = []
+    for rank, lines in enumerate(of_rank):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+        own["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.json")
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", "\n".join([RANK, *lines]), str(folder), str(limit)],
+                cwd=ROOT,
+                env=environment_of_a_person() | address | own,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [one.communicate(timeout=LONGEST)[1] for one in processes]
+    return [(one.returncode, text) for one, text in zip(processes, said, strict=True)]
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_named_and_all_end(tmp_path: Path) -> None:
+    stands = ["def stands_here():", "    wait()", "stands_here()"]
+    first, second = tell_story(tmp_path, ["beat(4)", "wait()"], stands)
+    assert (first[0], second[0]) == (3, 3)
+    said = first[1]
+    assert f"rank 1 on host {os.uname().nodename} hangs after step 3, for " in said
+    assert "to resume: type this" in said and "Traceback" not in said
+    assert "stands_here" in (tmp_path / "stacks-rank-1.txt").read_text()
+    left = json.loads((tmp_path / "0.json").read_text())["message"]
+    assert left["message"] in said and left["extraInfo"]["timestamp"].isdecimal()
+    assert (tmp_path / "error.txt").read_text().strip() == said.strip()
+
+
+@pytest.mark.slow
+def test_one_that_dies_is_named_where_the_connection_breaks(tmp_path: Path) -> None:
+    lost = "RuntimeError('[/x/pair.cc:5] Connection closed by peer [1.2.3.4]:5. This is typically')"
+    fails = [f"sys.exit(report({lost}))"]
+    first, second = tell_story(tmp_path, fails, ["os.kill(os.getpid(), 9)"], limit=60.0)
+    assert (first[0], second[0]) == (3, -9)
+    assert first[1].startswith(
+        f"error (the environment): lost rank 1 on host {os.uname().nodename} after step 3: "
+        "Connection closed by peer [1.2.3.4]:5\n  to resume: type this"
+    )
+
+
+@pytest.mark.slow
+def test_one_that_fails_is_why_the_others_end(tmp_path: Path) -> None:
+    bad = ["sys.exit(report(TrainingFault('the loss is NaN')))"]
+    first, second = tell_story(tmp_path, ["wait()"], bad, limit=60.0)
+    assert (first[0], second[0]) == (3, 4)
+    assert second[1].startswith("error (training stopped): the loss is NaN\n")
+    assert "rank 1 on host" in first[1] and "the loss is NaN" in first[1]
+
+
+@pytest.mark.slow
+def test_a_long_save_of_one_rank_is_waited_for(tmp_path: Path) -> None:
+    saves = ["for _ in range(40): beat_again(); wait(0.1)", "peers.finish()", "wait(2)"]
+    waits = ["wait(5)", "peers.finish()"]
+    assert [code for code, _ in tell_story(tmp_path, saves, waits)] == [0, 0]
