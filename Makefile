@@ -93,6 +93,14 @@ comma := ,
 sweep-lr: $(STAMP)  ## a learning rate by short runs: `+sweep=find_lr`; ARGS="+experiment=..."
 	$(BIN)/python -m app.train -m $(if $(ARGS),$(ARGS),+experiment=quickstart) +sweep=find_lr
 
+doctor: $(STAMP)  ## what is wrong with this machine: versions, GPUs, links, memory, disks; ends with 3 where a run would stop
+	$(BIN)/python -m app.doctor $(ARGS)
+
+RANKS ?= $(if $(GPUS),$(words $(GPUS)),2)
+GPUS = $(wildcard /dev/nvidia[0-9] /dev/nvidia[0-9][0-9])
+bandwidth: $(STAMP)  ## how fast RANKS=2 ranks of this machine talk, a rank a GPU; ARGS="+experiment=llama8b strategy=fsdp"
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node=$(RANKS) -m app.doctor $(ARGS)
+
 tiny-base: $(STAMP)  ## make the shipped base again: train from random weights, probe, install
 	$(BIN)/python -m tools.tiny_base.write
 	$(BIN)/python -m app.train +experiment=tiny_base output.dir=outputs/tiny_base/newest
@@ -150,4 +158,4 @@ schema: $(STAMP)  ## write conf/experiment/schema.json, with which editors compl
 clean:  ## remove caches; runs under outputs/ stay
 	rm -rf outputs/cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
 
-.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr tiny-base check test test-slow test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean
+.PHONY: help install train preview plan eval eval-compare eval-mmlu eval-gsm8k eval-harness eval-mt-bench merge chat serve sweep sweep-lr doctor bandwidth tiny-base check test test-slow test-all test-strategies test-floor chaos seeded-bugs bench bench-peers bench-gpu settings schema clean

@@ -10,6 +10,7 @@ from app.process.errors import DONE, USER_ERROR, UserError, nearest
 from app.process.reporting import report
 
 VERBS = {
+    "doctor": "what is wrong with this machine, and how fast its ranks talk",
     "init": "write a commented experiment for your model and data",
     "train": "config in, verified adapter out",
     "evaluate": "losses per data set and exact match, base vs tuned",

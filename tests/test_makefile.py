@@ -125,6 +125,17 @@ def test_tasks_are_evaluated_on_data_of_ones_own_or_on_the_samples(clone: Path) 
     assert (ROOT / folder / f"{name[1:-1]}.yaml").is_file()
 
 
+def test_bandwidth_starts_ranks_by_torchrun(clone: Path) -> None:
+    make(clone, "install")
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node="
+    (call,) = make(clone, "bandwidth", "RANKS=4", "ARGS=strategy=fsdp seconds=5")
+    assert call == f"{torchrun}4 -m app.doctor strategy=fsdp seconds=5"
+    (call,) = make(clone, "bandwidth", "GPUS=/dev/nvidia0 /dev/nvidia1 /dev/nvidia2")
+    assert call.rstrip() == f"{torchrun}3 -m app.doctor"
+    (call,) = make(clone, "bandwidth", "GPUS=")
+    assert call.rstrip() == f"{torchrun}2 -m app.doctor"
+
+
 def test_tests_run_in_two_processes_of_whole_files(clone: Path) -> None:
     make(clone, "install")
     (everyday,) = make(clone, "test", "ARGS=tests/config/test_help.py")

@@ -6,6 +6,7 @@ Words are `key=value` as everywhere; a list's key may be typed several times.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ def run_plain_verb(
 
 
 def read_plain(schema: type[T], words: Sequence[str]) -> T:
-    """Give typed words the types of `schema`'s fields: text, true or false, or a list of texts.
+    """Give typed words the types of `schema`'s fields: text, true or false, a number, or texts.
 
     UserError with every problem.
     """
@@ -58,6 +59,10 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
             problems.append(f"{key}={value}: expected true or false")
         elif hints[field.name] is bool:
             values[field.name] = TRUTH[value.lower()]
+        elif hints[field.name] is int and not value.isdecimal():
+            problems.append(f"{key}={value}: expected a whole number")
+        elif hints[field.name] is int:
+            values[field.name] = int(value)
         elif hints[field.name] == list[str]:
             values[field.name] = [*values.get(field.name, []), value]
         elif field.name in values:
@@ -78,7 +83,8 @@ def read_plain(schema: type[T], words: Sequence[str]) -> T:
 
 def help_of(verb: str, schema: type) -> str:
     """Return the help page of a verb."""
-    lines = [f"usage: python -m app.{verb} SETTING=VALUE ...", "", str(schema.__doc__), ""]
+    about = inspect.cleandoc(str(schema.__doc__))
+    lines = [f"usage: python -m app.{verb} SETTING=VALUE ...", "", about, ""]
     for field in _fields(schema):
         default = default_of(field)
         key = facts_of(field).typed or field.name

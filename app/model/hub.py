@@ -66,8 +66,7 @@ def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
         raise UserError(problems)
     if is_offline_by_setting() or not ids:
         return False
-    host, port = _address()
-    why = _why_unreachable(host, port)
+    address, why = reach_hub()
     if why is None:
         missing = {key: name for key, name in ids.items() if not is_cached(name)}
         # It is that of the base, where the hub has one.
@@ -83,7 +82,7 @@ def check_hub(ids: dict[str, str], revision: str | None = None) -> bool:
     for key, name in ids.items():
         if not is_cached(name):
             raise OSError(
-                f"{key}={name}: no network: {host}:{port} cannot be reached ({why}), and it is not "
+                f"{key}={name}: no network: {address} cannot be reached ({why}), and it is not "
                 f"in the cache ({cache_folder()}); type the folder of a copy, or download it on "
                 f"another machine (hf download {name} --local-dir FOLDER) and bring the folder here"
             )
@@ -100,7 +99,7 @@ def refusal(key: str, hub_id: str, revision: str | None) -> str | None:
     endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
     at = quote(revision or "main", safe="")
     url = f"{endpoint}/{quote(hub_id)}/resolve/{at}/config.json"
-    token = _token()
+    token = hub_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(url, method="HEAD", headers=headers)
     try:
@@ -122,7 +121,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _describe(status: int, code: str, key: str, hub_id: str, revision: str | None) -> str | None:
     what = f"{key}={hub_id}"
     page = f"{(os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')}/{hub_id}"
-    has_token = _token() is not None
+    has_token = hub_token() is not None
     if code == "GatedRepo":
         login = "" if has_token else "; then type hf auth login, or export HF_TOKEN"
         return f"{what}: gated: its owner must let you in; ask at {page}{login}"
@@ -143,7 +142,7 @@ def _describe(status: int, code: str, key: str, hub_id: str, revision: str | Non
     return None
 
 
-def _token() -> str | None:
+def hub_token() -> str | None:
     """Return the token that the hub's library would send."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     file = Path(os.environ.get("HF_TOKEN_PATH", home / "token"))
@@ -151,6 +150,15 @@ def _token() -> str | None:
     if not named and file.is_file():
         named = file.read_text(encoding="utf-8", errors="replace")
     return named.strip() or None if named else None
+
+
+def reach_hub() -> tuple[str, str | None]:
+    """Return the address of the hub, or of the proxy to it, and why no connection to it succeeds.
+
+    None where one does. Takes at most CONNECT_SECONDS.
+    """
+    host, port = _address()
+    return f"{host}:{port}", _why_unreachable(host, port)
 
 
 def _address() -> tuple[str, int]:

@@ -13,6 +13,8 @@ import pytest
 from app import __main__ as console
 from app.config import load_config
 from app.config.completion import FILES, completion_script
+from app.config.plain import read_plain
+from app.doctor.__main__ import DoctorConfig
 from app.init import init
 from app.process.errors import UserError
 from tests.conftest import ROOT
@@ -157,3 +159,10 @@ def test_what_init_writes_previews(tmp_path: Path) -> None:
     ]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     assert (tmp_path / "preview" / "preview.html").exists()
+
+
+def test_numbers_of_plain_verbs_are_numbers() -> None:
+    assert read_plain(DoctorConfig, ["seconds=5"]).seconds == 5
+    for typed in ("seconds=five", "seconds=-1", "seconds=0.5"):
+        with pytest.raises(UserError, match="expected a whole number"):
+            read_plain(DoctorConfig, [typed])

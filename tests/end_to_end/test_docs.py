@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from app.config import load_config
+from app.strategy.settings import FAMILIES
 from tests.conftest import ROOT
 from tests.door import ask
 
@@ -88,3 +90,27 @@ def test_a_notebook_trains_and_uses_the_adapter(tmp_path: Path) -> None:
     assert (tmp_path / "outputs/from_python/adapter/adapter_config.json").exists()
     said = json.dumps(json.loads(file.read_text())["cells"])
     assert "validation loss" in said and "no such option" in said
+
+
+CHOICES = [
+    words
+    for line in PAGES["choosing.md"].splitlines()
+    if line.startswith("| ")
+    for words in re.findall(r"`([a-z_.]+=[^`]+)`", line)
+]
+
+
+@pytest.mark.parametrize("words", CHOICES)
+def test_what_the_page_of_choices_says_can_be_typed(words: str) -> None:
+    load_config("train", ["+experiment=llama8b", *words.split()])
+
+
+def test_each_choice_has_words_to_type_and_each_strategy_its_place() -> None:
+    page = PAGES["choosing.md"]
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    for row in rows:
+        is_head = row.startswith(("| where", "| when", "| rule", "| not done"))
+        assert is_head or re.search(r"`[\w.]+(=[^`]+)?`", row), row
+    left_out = {"auto", "zero2_offload", "zero3_nvme", "tp"}
+    for strategy in set(FAMILIES) - left_out:
+        assert f"strategy={strategy}`" in page or f"strategy={strategy} " in page, strategy

@@ -1,0 +1,237 @@
+"""Bandwidth is what nccl-tests would say; ranks that are lost or hang end with a sentence."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.config import load_config, settings_of
+from app.doctor import bandwidth
+from app.doctor.bandwidth import ALL_TO_ALL, KINDS, MIB, Measured, bus_bandwidth
+from app.doctor.needs import (
+    best_of,
+    estimate_needs,
+    hardware_of_ranks,
+    judge_link,
+    judge_needs,
+    nominal_gb_per_second,
+)
+from app.doctor.rows import OK, WARNING
+from app.planning.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
+from app.planning.hardware import HardwareConfig
+from app.process.gpus import Gpu, Machine
+from tests.conftest import ROOT
+from tests.processes import environment_of_a_person
+
+H100 = settings_of("hardware", "h100")
+ONE = "trainer.micro_batch_size=1"
+
+
+@given(
+    kind=st.sampled_from([ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER]),
+    num_ranks=st.integers(2, 1024),
+    num_bytes=st.integers(1, 2**42),
+    link=st.floats(0.001, 1000),
+)
+def test_a_known_time_gives_a_known_bandwidth(
+    kind: str, num_ranks: int, num_bytes: int, link: float
+) -> None:
+    """A ring over links of so many GB/s: what a plan says is sent, at that speed."""
+    message = Collective(what="", kind=kind, num_bytes=num_bytes, times=1, num_ranks=num_ranks)
+    seconds = message.sent / (link * 1e9)
+    assert bus_bandwidth(kind, num_bytes, seconds, num_ranks) == pytest.approx(link)
+
+
+def test_factors_of_nccl_tests() -> None:
+    """doc/PERFORMANCE.md: 2 (n - 1) / n for an all-reduce, (n - 1) / n for the others."""
+    known = {ALL_REDUCE: 2 * 7 / 8, ALL_GATHER: 7 / 8, REDUCE_SCATTER: 7 / 8, ALL_TO_ALL: 7 / 8}
+    for kind in KINDS:
+        assert bus_bandwidth(kind, 10**9, 1.0, 8) == pytest.approx(known[kind])
+
+
+def measured_at(gb_per_second: float, num_ranks: int) -> list[Measured]:
+    return [
+        Measured(
+            kind=kind,
+            num_bytes=2**30,
+            seconds=2**30 * bus_bandwidth(kind, 1e9, 1.0, num_ranks) / gb_per_second / 1e9,
+            num_ranks=num_ranks,
+        )
+        for kind in KINDS
+    ]
+
+
+def full_tuning(*words: str) -> Any:
+    typed = ("+experiment=llama8b", "adapter=full", "trainer.precision=bf16-pure")
+    return load_config("plan", [*typed, "trainer.gradient_accumulation_steps=4", ONE, *words])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "models"), [("ddp", 2.0), ("zero2", 1 + 4.0), ("zero3", 3 * 4.0)]
+)
+def test_what_a_step_sends_in_units_of_the_model(strategy: str, models: float) -> None:
+    """2 x the weights a step for all-reduce, 3 x a micro-step for full sharding."""
+    hardware = hardware_of_ranks(H100, Machine(), 8, 2)
+    needs = estimate_needs(full_tuning(f"strategy={strategy}"), hardware, measured_at(100.0, 16))
+    assert sum(need.models for need in needs.needs) == pytest.approx(models, rel=1e-3)
+    assert needs.seconds == pytest.approx(sum(need.gb for need in needs.needs) / 100)
+    if strategy == "zero3":  # the rule counts what a node needs of the others, once a micro-step
+        shares = sum(need.gb for need in needs.needs) * 16 / 15 / 4
+        assert needs.rule_gbit == pytest.approx(8 * shares / 2, rel=1e-3)
+        assert needs.rule_seconds == pytest.approx(needs.rule_gbit / 8 / 100)
+
+
+def test_links_are_judged_by_what_they_are_sold_as() -> None:
+    one, two = (hardware_of_ranks(H100, Machine(), 8, nodes) for nodes in (1, 2))
+    assert (nominal_gb_per_second(one), nominal_gb_per_second(two)) == (450, 400)
+    (good,) = judge_link(measured_at(370.0, 8), one)
+    assert good.status == OK and "82% of the 450.0" in good.found
+    (slow,) = judge_link(measured_at(45.0, 16), two)
+    assert slow.status == WARNING and "NCCL_DEBUG=INFO" in slow.fix
+    assert judge_link(measured_at(45.0, 2), HardwareConfig()) == []
+    needs = estimate_needs(full_tuning("strategy=zero3"), two, measured_at(1.0, 16))
+    (waits,) = judge_needs(needs)
+    assert waits.status == WARNING and "gradient_accumulation_steps" in waits.fix
+
+
+def test_the_gpus_here_are_those_of_the_plan() -> None:
+    gpu = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
+    here = Machine(num_files=2, gpus=(gpu, gpu))
+    found = hardware_of_ranks(HardwareConfig(), here, 2, 1)
+    assert (found.name, found.gpus_per_node, found.link_gb_per_second) == ("h100", 2, 450)
+    typed = HardwareConfig(link_gb_per_second=12.0)
+    cpu = hardware_of_ranks(typed, Machine(), 4, 1)
+    assert nominal_gb_per_second(cpu) == 12.0 and not cpu.has_bf16
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+ENDLESS = """
+import sys
+from pathlib import Path
+from app.doctor import bandwidth
+from app.doctor.__main__ import run_doctor
+from app.process.signals import end_process, install_signal_handlers
+
+def time_and_tell(*args):
+    Path(sys.argv[1]).touch()
+    return measure_one(*args)
+
+measure_one, bandwidth._time = bandwidth._time, time_and_tell
+bandwidth.SIZES, bandwidth.WAIT_SECONDS = (2**20,) * 10**6, 4.0
+install_signal_handlers()
+end_process(run_doctor(["seconds=600"]))
+"""
+"""the verb, with small messages that go on and on; says when they have begun"""
+
+
+@contextmanager
+def ranks(*command: str) -> Iterator[tuple[subprocess.Popen[str], subprocess.Popen[str]]]:
+    """Start two ranks as torchrun does, without its agent, which would end the other itself."""
+    port = str(free_port())
+    processes = []
+    for rank in ("0", "1"):
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=environment_of_a_person() | variables,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        yield processes[0], processes[1]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_cpu_are_measured_beside_what_a_step_sends() -> None:
+    words = ("--json", "seconds=6", "+experiment=quickstart", "strategy=zero3")
+    link = "hardware.link_gb_per_second=10000"
+    with ranks("-m", "app.doctor", *words, link) as (first, second):
+        printed, said = first.communicate(timeout=180)
+        assert second.communicate(timeout=60)[0] == ""
+    assert (first.returncode, second.returncode) == (0, 0), said
+    found = json.loads(printed)
+    assert found["ok"] and said.startswith("loft ")
+    assert {one["kind"] for one in found["bandwidth"]} == set(KINDS)
+    for one in found["bandwidth"]:
+        again = bus_bandwidth(one["kind"], one["num_bytes"], one["seconds"], 2)
+        assert one["gb_per_second"] == pytest.approx(again)
+    assert min(one["num_bytes"] for one in found["bandwidth"]) == MIB
+    assert found["needs"]["strategy"] == "zero3" and found["needs"]["seconds"] > 0
+    (judged,) = (row for row in found["rows"] if row["what"] == "link")
+    assert judged["status"] == WARNING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "by", "said"),
+    [
+        (0, signal.SIGKILL, "bandwidth: another rank has ended"),
+        (1, signal.SIGKILL, "bandwidth: another rank has ended"),
+        (1, signal.SIGSTOP, "has not ended after 4 s: a rank hangs, or a link is cut"),
+    ],
+)
+def test_a_rank_that_is_lost_ends_the_other_with_a_sentence(
+    lost: int, by: signal.Signals, said: str, tmp_path: Path
+) -> None:
+    with ranks("-c", ENDLESS, str(tmp_path / "begun")) as processes:
+        until = time.monotonic() + 120
+        while not (tmp_path / "begun").exists():
+            assert all(one.poll() is None for one in processes) and time.monotonic() < until
+            time.sleep(0.1)
+        processes[lost].send_signal(by)
+        other = processes[1 - lost]
+        printed, error = other.communicate(timeout=60)
+    assert other.returncode == 3, printed + error
+    assert said in error and "Traceback" not in error
+
+
+def test_larger_messages_follow_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is made up: 1 s a GiB, whatever the collective."""
+    import torch
+
+    monkeypatch.setattr(bandwidth, "_largest_message", lambda world: 2**31)
+    monkeypatch.setattr(
+        bandwidth, "_time", lambda world, kind, size, expected: (size / 2**30, 4 * size / 2**30)
+    )
+    world = bandwidth.World(rank=0, num_ranks=2, ranks_here=2, device=torch.device("cpu"))
+    largest = [MIB]
+    for seconds in (1, 10, 60, 600):
+        found = bandwidth.measure(world, seconds)
+        assert sum(4 * one.seconds for one in found) <= seconds
+        assert {one.kind for one in found if one.num_bytes == MIB} == set(KINDS)
+        largest.append(max(one.num_bytes for one in found))
+    assert largest == sorted(largest) and largest[1] < largest[-1] == 2**30
+    assert best_of(found, ALL_TO_ALL) == pytest.approx(2**30 / 2 / 1e9)

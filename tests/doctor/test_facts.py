@@ -1,0 +1,127 @@
+"""What is read of this machine is what is there."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.doctor import facts, imports
+from app.doctor.facts import ask_links, count_pci_gpus, read_facts, read_folder, read_packages
+from app.doctor.imports import try_imports
+from app.doctor.rows import MALICIOUS
+
+REQUIREMENTS = [
+    "torch>=2.10",
+    "transformers<6,>=99",
+    "a-package-that-is-not-there>=1",
+    'bitsandbytes>=0.50; extra == "gpu"',
+    'pytest>=8; extra == "dev"',
+    'torch>=99; extra == "gpu"',
+]
+
+
+def test_bounds_come_from_the_metadata_of_this_program() -> None:
+    torch, transformers, absent, extra = read_packages(REQUIREMENTS)
+    assert (torch.version, torch.takes) == (importlib.metadata.version("torch"), True)
+    assert not transformers.takes and transformers.required == "<6,>=99"
+    assert absent.version is None and absent.takes and absent.extra is None
+    assert extra.extra == "gpu"
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    folders = {"output.dir": tmp_path / "not" / "yet"}
+    found = read_facts(folders, list(MALICIOUS), asks_hub=False, imports=False)
+    assert found.is_installed and found.takes_python
+    assert found.versions["torch"] == importlib.metadata.version("torch")
+    assert 0 < found.memory_left_gib <= found.memory_gib
+    assert found.folders[0].free_gib > 0 and not found.folders[0].failure
+    assert not (tmp_path / "not").exists()
+    assert found.wall > found.newest_file > 0 and abs(found.drift) < 0.5
+    assert found.hub.address == ""
+
+
+def test_a_folder_that_cannot_be_written_to() -> None:
+    assert read_folder("output.dir", Path("/proc/there")).failure
+    file = Path(facts.__file__)
+    assert read_folder("output.dir", file / "below").failure
+
+
+def test_a_gpu_without_a_driver_is_on_the_bus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, vendor, kind in (("a", "0x10de", "0x030200"), ("b", "0x10de", "0x040300")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "class").write_text(f"{kind}\n")
+    (tmp_path / "without").mkdir()
+    monkeypatch.setattr(facts, "PCI", tmp_path)
+    assert count_pci_gpus() == 1
+
+
+class ThreeGpus:
+    """NVML of three GPUs: 0 and 2 by NVLink, 0 and 1 below a host bridge, 1 and 2 do not answer."""
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, number: Any) -> None:
+        ctypes.cast(number, ctypes.POINTER(ctypes.c_uint))[0] = 3
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> None:
+        ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = index + 1
+
+    def nvmlDeviceGetP2PStatus(self, one: Any, two: Any, kind: int, status: Any) -> int:
+        is_linked = (one.value, two.value) == (1, 3)
+        ctypes.cast(status, ctypes.POINTER(ctypes.c_uint))[0] = 0 if is_linked else 5
+        return 0
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: Any, two: Any, level: Any) -> int:
+        ctypes.cast(level, ctypes.POINTER(ctypes.c_uint))[0] = 30
+        return int((one.value, two.value) == (2, 3))
+
+
+def test_links_between_gpus_by_the_management_library() -> None:
+    assert ask_links(ThreeGpus()) == {"0-1": "PHB", "0-2": "NVLink", "1-2": "unknown"}
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    sources = {
+        "raises": "raise ImportError('undefined symbol: _ZN3c105Error\\nmore')",
+        "ends": "import os; os._exit(134)",
+        "prints": "print('hello from a package')",
+        "sleeps": "import time; time.sleep(600)",
+        "last": "",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(imports, "MODULES", {name: name for name in sources})
+    return sources
+
+
+def test_an_import_that_fails_is_an_answer(modules: dict[str, str]) -> None:
+    """One raises, one ends Python, one prints; those behind them are tried too."""
+    assert try_imports([name for name in modules if name != "sleeps"]).failures == {
+        "raises": "ImportError: undefined symbol: _ZN3c105Error",
+        "ends": "its import ends Python (exit code 134)",
+    }
+
+
+@pytest.mark.slow
+def test_an_import_that_never_ends_is_one_too(modules: dict[str, str]) -> None:
+    found = try_imports(["sleeps", "last"], seconds=15)
+    assert found.failures == {"sleeps": "its import takes more than 15 s"}
+
+
+@pytest.mark.slow
+def test_pytorch_is_asked_in_another_process() -> None:
+    before = "torch" in sys.modules
+    found = try_imports(["torch"])
+    assert found.failures == {} and found.torch is not None
+    assert ("torch" in sys.modules) == before

@@ -1,0 +1,264 @@
+"""Facts that are made up give the rows that a person should see."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.doctor.facts import Facts, Folder, Hub, Package
+from app.doctor.imports import Imports, Torch
+from app.doctor.rows import (
+    MALICIOUS,
+    OK,
+    PROBLEM,
+    WARNING,
+    Row,
+    compare_machines,
+    list_rows,
+)
+from app.process.gpus import Gpu, Machine
+
+H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_gib=79.2, capability=(9, 0))
+TWO = Machine(
+    num_files=2,
+    driver="580.65.06",
+    cuda=(13, 0),
+    gpus=(H100, H100),
+    torch="2.13.0",
+    torch_cuda=(13, 0),
+)
+TORCH = Package(name="torch", version="2.13.0", required=">=2.10")
+FLASH = Package(name="flash-attn", version="2.8.3", required=">=2.8", extra="flash2")
+GOOD = Facts(
+    host="node1",
+    python="3.11.7",
+    requires_python=">=3.10",
+    packages=(TORCH, FLASH),
+    imports=Imports(torch=Torch(nccl="2.29.7", num_gpus=2, peers=((0, 1), (1, 0)))),
+    machine=TWO,
+    num_pci_gpus=2,
+    links={"0-1": "NVLink"},
+    memory_gib=128.0,
+    memory_left_gib=100.0,
+    shared_memory_gib=64.0,
+    folders=(Folder(what="output.dir", path="outputs", free_gib=500.0),),
+    open_files=(65536, 65536),
+    wall=2.0e9,
+    newest_file=1.9e9,
+    hub=Hub(has_token=True),
+)
+OLD_DRIVER = replace(TWO, driver="550.54.15", cuda=(12, 4))
+SLOW_LINKS = {"0-1": "SYS", "0-2": "NVLink", "1-2": "SYS"}
+
+
+def torch_of(**changed: Any) -> Package:
+    return replace(TORCH, **changed)
+
+
+def fails(name: str, failure: str) -> Imports:
+    return Imports(failures={name: failure}, torch=GOOD.imports.torch)
+
+
+def folder(what: str, **changed: Any) -> tuple[Folder, ...]:
+    return (Folder(what=what, path="/there", **changed),)
+
+
+BAD: dict[str, tuple[dict[str, Any], str, str, tuple[str, ...]]] = {
+    "a malicious release": (
+        {"suspects": {"lightning": "2.6.3"}},
+        "lightning",
+        PROBLEM,
+        ("2.6.3 is a malicious release", "GHSA-w37p-236h-pfx3", "pip uninstall lightning"),
+    ),
+    "too old": (
+        {"packages": (torch_of(version="2.4.0", takes=False),)},
+        "torch",
+        PROBLEM,
+        ("2.4.0; this program takes >=2.10", "'torch>=2.10'"),
+    ),
+    "not installed": (
+        {"packages": (torch_of(version=None),)},
+        "torch",
+        PROBLEM,
+        ("not installed", "pip install -c constraints.txt 'torch>=2.10'"),
+    ),
+    "cannot be imported": (
+        {"imports": fails("torch", "OSError: libcudnn.so.9: cannot open shared object")},
+        "torch",
+        PROBLEM,
+        ("cannot be imported: OSError: libcudnn.so.9", "--force-reinstall"),
+    ),
+    "an extra of another PyTorch": (
+        {"imports": fails("flash-attn", "ImportError: undefined symbol: _ZN3c105Error")},
+        "flash-attn",
+        WARNING,
+        ("undefined symbol", "pip uninstall flash-attn, or"),
+    ),
+    "not installed at all": (
+        {"is_installed": False, "packages": ()},
+        "packages",
+        PROBLEM,
+        ("make install",),
+    ),
+    "Python too old": (
+        {"python": "3.9.2", "takes_python": False},
+        "Python",
+        PROBLEM,
+        ("3.9.2", ">=3.10"),
+    ),
+    "a driver too old": (
+        {"machine": OLD_DRIVER},
+        "GPUs",
+        PROBLEM,
+        ("driver 550.54.15 serves CUDA up to 12.4", "update the driver", "cu126"),
+    ),
+    "no driver": (
+        {"machine": Machine()},
+        "GPUs",
+        WARNING,
+        ("2 NVIDIA GPUs on the PCI bus, and no driver", "driver 580", "--gpus all"),
+    ),
+    "GPUs that PyTorch does not see": (
+        {"imports": Imports(torch=Torch(nccl="2.29.7", num_gpus=0))},
+        "GPUs",
+        PROBLEM,
+        ("the driver gives 2, and PyTorch uses 0",),
+    ),
+    "no peer access": (
+        {"imports": Imports(torch=Torch(nccl="2.29.7", num_gpus=2))},
+        "peer access",
+        WARNING,
+        ("0 of 2 directions", "nvidia-smi topo"),
+    ),
+    "no NCCL for two GPUs": (
+        {"imports": Imports(torch=Torch(num_gpus=2, peers=((0, 1), (1, 0))))},
+        "NCCL",
+        PROBLEM,
+        ("not in this build",),
+    ),
+    "little memory": (
+        {"memory_gib": 2.0, "memory_left_gib": 1.0},
+        "host memory",
+        WARNING,
+        ("1.0 of 2.0 GiB",),
+    ),
+    "a container's /dev/shm": (
+        {"shared_memory_gib": 0.0625},
+        "/dev/shm",
+        WARNING,
+        ("64 MiB", "--shm-size=8g"),
+    ),
+    "a full disk": (
+        {"folders": folder("output.dir", free_gib=0.2)},
+        "output.dir",
+        PROBLEM,
+        ("0.2 GiB free",),
+    ),
+    "a small disk for models": (
+        {"folders": folder("hub's cache", free_gib=12.0)},
+        "hub's cache",
+        WARNING,
+        ("12.0 GiB", "export HF_HOME=FOLDER"),
+    ),
+    "a folder that cannot be written to": (
+        {"folders": folder("output.dir", failure="Read-only file system")},
+        "output.dir",
+        PROBLEM,
+        ("/there cannot be written to: Read-only file system", "output.dir=FOLDER"),
+    ),
+    "TMPDIR that is not there": (
+        {"folders": folder("TMPDIR", failure="Permission denied")},
+        "TMPDIR",
+        WARNING,
+        ("export TMPDIR=",),
+    ),
+    "few open files": ({"open_files": (256, 4096)}, "open files", WARNING, ("ulimit -n 4096",)),
+    "few open files, by the administrator": (
+        {"open_files": (256, 256)},
+        "open files",
+        WARNING,
+        ("limits.conf",),
+    ),
+    "a clock before the packages": (
+        {"wall": 1.8e9},
+        "clock",
+        WARNING,
+        ("1,157.4 days before", "timedatectl"),
+    ),
+    "a clock that jumps": ({"drift": -3.2}, "clock", WARNING, ("jumped by -3.2 s",)),
+    "half of torchrun's variables": (
+        {"launch_problems": ("RANK=0 says that ..., but LOCAL_RANK is not set; unset RANK",)},
+        "launcher",
+        PROBLEM,
+        ("LOCAL_RANK is not set", "unset RANK"),
+    ),
+    "no network": (
+        {"hub": Hub(address="huggingface.co:443", failure="no answer within 2.5 s")},
+        "network",
+        PROBLEM,
+        ("huggingface.co:443 cannot be reached", "HF_ENDPOINT"),
+    ),
+}
+
+
+def test_a_good_machine_has_no_warning() -> None:
+    rows = list_rows(GOOD)
+    assert {row.status for row in rows} == {OK}
+    said = "\n".join(row.found for row in rows)
+    for word in ("3.11.7", "torch 2.13.0", "2 x NVIDIA H100", "9.0", "580.65.06", "2.29.7"):
+        assert word in said
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_is_named_with_what_to_type(case: str) -> None:
+    changed, what, status, words = BAD[case]
+    rows = [row for row in list_rows(replace(GOOD, **changed)) if row.status != OK]
+    named = [row for row in rows if row.what == what]
+    assert [row.status for row in named] == [status], rows
+    assert named[0].fix
+    for word in words:
+        assert word in f"{named[0].found} {named[0].fix}"
+
+
+def test_every_malicious_release_has_its_advisory() -> None:
+    for name, (releases, advisory) in MALICIOUS.items():
+        assert advisory.startswith(("GHSA-", "PYSEC-", "CVE-"))
+        for release in releases:
+            rows = list_rows(replace(GOOD, suspects={name: release}))
+            assert [row.what for row in rows if row.status == PROBLEM] == [name]
+        assert not [row for row in list_rows(replace(GOOD, suspects={name: "0.1"})) if row.fix]
+
+
+def test_links_are_told_by_kind() -> None:
+    assert "pair 0-1 by NVLink" in [row.found for row in list_rows(GOOD)]
+    machine = replace(TWO, num_files=3, gpus=(H100,) * 3)
+    torch = Torch(nccl="2", num_gpus=3, peers=((0, 1),) * 6)
+    three = replace(GOOD, machine=machine, links=SLOW_LINKS, imports=Imports(torch=torch))
+    (links,) = (row for row in list_rows(three) if row.what == "links of GPUs")
+    assert "2 pairs (0-1, 1-2) by PCIe and the link between sockets" in links.found
+    assert "NVLink" in links.fix
+
+
+def test_a_run_on_the_cpu_is_not_stopped_by_its_gpus() -> None:
+    rows = list_rows(replace(GOOD, machine=OLD_DRIVER), uses_gpus=False)
+    assert PROBLEM not in {row.status for row in rows}
+
+
+def test_the_token_is_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from app.doctor.facts import read_hub
+
+    monkeypatch.setenv("HF_TOKEN", "hf_not_a_token_of_anyone")
+    hub = read_hub(asks=False)
+    assert hub.has_token and "not_a_token" not in repr(hub)
+
+
+def test_machines_that_differ() -> None:
+    other = replace(GOOD, host="node2", packages=(torch_of(version="2.12.0"), FLASH))
+    (row,) = compare_machines([GOOD, GOOD, other])
+    assert row.status == PROBLEM
+    assert row.found == "node1 and node2 differ: torch 2.13.0 and 2.12.0"
+    assert compare_machines([GOOD, GOOD], [0.0, 0.2]) == []
+    (skewed,) = compare_machines([GOOD, GOOD], [0.0, -90.5])
+    assert isinstance(skewed, Row) and skewed.status == WARNING and "90.5 s" in skewed.found
