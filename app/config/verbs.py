@@ -172,6 +172,7 @@ class TrainConfig:
             "dp": "ddp",
             "ddp_spawn": "ddp",
             "powersgd": "ddp_compressed strategy.compression=powersgd",
+            "topk": "ddp_compressed strategy.compression=topk",
             "deepspeed": "zero2",
             "deepspeed_stage_1": "zero1",
             "deepspeed_stage_2": "zero2",

@@ -14,6 +14,8 @@ from app.training.memory import ModelSize
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
 """bytes of a number that travels as ZeRO++'s qwZ and qgZ send it"""
+INDEX_BYTES = 4
+"""of the place of a gradient that top-k sends"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,9 @@ def _of_ddp(run: PlannedRun, size: ModelSize) -> list[Collective]:
     sent, strategy = size.whole.trained, run.strategy
     if isinstance(strategy, DdpConfig) and strategy.compression in ("bf16", "fp16"):
         sent = size.whole.num_trained * 2
+    elif isinstance(strategy, DdpConfig) and strategy.compression == "topk":
+        own = strategy.topk_share * (size.whole.trained + INDEX_BYTES * size.whole.num_trained)
+        return [_over_all(run, "largest gradients", ALL_GATHER, own * run.num_ranks, 1)]
     elif isinstance(strategy, DdpConfig) and strategy.compression == "powersgd":
         layers = run.model.layers
         sent = sum(

@@ -125,6 +125,15 @@ class StrategyMixin:
         for key, value in states.items():
             optimizer.state[weight][key] = allocate(key, value).copy_(value)
 
+    def local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return what this rank alone holds, by name: each rank has a file in a checkpoint."""
+        return {}
+
+    def restore_local_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
+    ) -> None:
+        """Restore `local_state`, after all else; empty where the checkpoint has none for it."""
+
     def gathered(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """Gather a module's own weights, as its forward does; all ranks enter together."""
         return nullcontext()

@@ -29,10 +29,13 @@ class DdpConfig(StrategyConfig):
     """Every rank holds all weights; gradients are averaged."""
 
     name: str = setting("ddp", resume="content")
-    compression: str = setting("none", choices=("none", "bf16", "fp16", "powersgd"))
-    """how gradients travel: none, bf16, fp16 (half the bytes), powersgd (low rank, far fewer)"""
+    compression: str = setting("none", choices=("none", "bf16", "fp16", "powersgd", "topk"))
+    """how gradients travel: none, bf16, fp16 (half the bytes), powersgd (low rank, far fewer), topk
+    (the largest of each weight; what is left out is added to the next step's)"""
     powersgd_rank: int = setting(4, ge=1, note="1 to 32 is usual")
     """rank of PowerSGD's approximation; higher = more exact, more bytes"""
+    topk_share: float = setting(0.01, gt=0, le=1, note="0.001 to 0.05 is usual")
+    """share of a weight's gradients that topk sends; higher = more exact, more bytes"""
 
 
 @dataclass(kw_only=True, slots=True)
