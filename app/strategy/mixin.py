@@ -43,6 +43,8 @@ class StrategyMixin:
     """whether `weight.grad` is there until the optimizer step"""
     fuses_adapters = True
     """whether a layer may read weights of its submodules without calling their forward"""
+    norms_differ = False
+    """whether ranks clip by gradient norms of their own"""
 
     world_size: int
     global_rank: int
@@ -88,6 +90,15 @@ class StrategyMixin:
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         clip_in_step(optimizer, norm, max_norm)
         return norm
+
+    def end_step(self, step: int, *, is_last: bool) -> None:
+        """Do what follows the optimizer step `step`, also where it was skipped."""
+
+    def use_mean_weights(self) -> None:
+        """Put the mean of the ranks' weights into the model, to be evaluated or saved."""
+
+    def use_own_weights(self) -> None:
+        """Put the weights that train into the model again."""
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
         """Return this rank's shard of a weight's gradient, or None; see `keeps_gradients`."""

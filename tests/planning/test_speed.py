@@ -119,6 +119,8 @@ def test_what_each_strategy_sends() -> None:
     assert sent("zeropp", nodes=2)[1] == pytest.approx((0.5 + 0.25) / 2, rel=1e-3)
     # Each of the 8 GPUs of a node adds up its share with one of the other node.
     assert sent("fsdp_hybrid", nodes=2)[1] == pytest.approx(2 * 1 / 2 / 8, rel=1e-3)
+    # The same, in fp32 instead of bf16, after every eighth step.
+    assert sent("hsdp_local_sgd", nodes=2)[1] == pytest.approx(2 * 2 / 2 / 8 / 8, rel=1e-3)
 
 
 def test_tensor_parallel_sends_two_messages_a_layer_and_direction() -> None:
