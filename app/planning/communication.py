@@ -8,12 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.planning.memory import PlannedRun
-from app.strategy.settings import MAX_UNSHARDED_SHARE, DdpConfig, FsdpConfig, ZeroConfig
+from app.strategy.settings import (
+    MAX_UNSHARDED_SHARE,
+    DdpConfig,
+    FsdpConfig,
+    LocalSgdConfig,
+    ZeroConfig,
+)
 from app.training.memory import ModelSize
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 QUANTIZED_WEIGHT, QUANTIZED_GRADIENT = 1.0, 0.5
 """bytes of a number that travels as ZeRO++'s qwZ and qgZ send it"""
+AVERAGED_WEIGHT = 4.0
+"""bytes of a weight that local SGD averages, whatever its dtype"""
+INDEX_BYTES = 4
+"""of the place of a gradient that top-k sends"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +81,9 @@ def _of_ddp(run: PlannedRun, size: ModelSize) -> list[Collective]:
     sent, strategy = size.whole.trained, run.strategy
     if isinstance(strategy, DdpConfig) and strategy.compression in ("bf16", "fp16"):
         sent = size.whole.num_trained * 2
+    elif isinstance(strategy, DdpConfig) and strategy.compression == "topk":
+        own = strategy.topk_share * (size.whole.trained + INDEX_BYTES * size.whole.num_trained)
+        return [_over_all(run, "largest gradients", ALL_GATHER, own * run.num_ranks, 1)]
     elif isinstance(strategy, DdpConfig) and strategy.compression == "powersgd":
         layers = run.model.layers
         sent = sum(
@@ -153,7 +166,19 @@ def _of_fsdp(run: PlannedRun, strategy: FsdpConfig, size: ModelSize) -> list[Col
                     num_nodes=nodes,
                 )
             )
-    if replicas > 1:
+    if replicas > 1 and isinstance(strategy, LocalSgdConfig):
+        found.append(
+            Collective(
+                what=f"weights of nodes, every {strategy.sync_every_steps} steps",
+                kind=ALL_REDUCE,
+                num_bytes=AVERAGED_WEIGHT * whole.num_trained / shards,
+                times=1 / strategy.sync_every_steps,
+                num_ranks=replicas,
+                num_nodes=min(replicas, run.num_nodes),
+                overlaps=False,
+            )
+        )
+    elif replicas > 1:
         found.append(
             Collective(
                 what="gradients between replicas",

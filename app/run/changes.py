@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.model.hub import COMMIT
 from app.preflight.fingerprint import EARLIER_FORM, same_form
-from app.strategy.settings import DdpConfig, StrategyConfig, ZeroConfig
+from app.strategy.settings import DdpConfig, LocalSgdConfig, StrategyConfig, ZeroConfig
 from data_modules import ResumeRule, facts_of, redacted
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ def _traffic(strategy: StrategyConfig) -> str:
     """Word what is lossy in the communication of a strategy."""
     if isinstance(strategy, DdpConfig) and strategy.compression != "none":
         return f"gradients by {strategy.compression}"
+    if isinstance(strategy, LocalSgdConfig):
+        return f"the mean of weights after every {strategy.sync_every_steps} steps"
     if isinstance(strategy, ZeroConfig):
         parts = ("weights", "gradients")
         quantized = [part for part in parts if getattr(strategy, f"quantized_{part}")]

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.strategy.rendezvous import use_own_store
-from app.strategy.settings import DdpConfig, FsdpConfig, StrategyConfig, ZeroConfig
+from app.strategy.settings import (
+    DdpConfig,
+    FsdpConfig,
+    LocalSgdConfig,
+    StrategyConfig,
+    ZeroConfig,
+)
 
 if TYPE_CHECKING:
     from app.strategy.mixin import StrategyMixin
@@ -20,6 +26,10 @@ def build_strategy(config: StrategyConfig, *, accelerator: str, num_ranks: int) 
         from app.strategy.deepspeed import build_zero
 
         return build_zero(config, accelerator=accelerator)
+    if isinstance(config, LocalSgdConfig):
+        from app.strategy.local_sgd import LocalSgd
+
+        return LocalSgd(config)
     if isinstance(config, FsdpConfig):
         from app.strategy.fsdp import build_sharded
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
 
+from app.model.adapter import trained_weights
+from app.process.errors import UserError
 from app.process.launch import is_first_rank
 from app.strategy.mixin import StrategyMixin
 from app.strategy.rendezvous import meet_on_loopback
 from app.strategy.settings import TIMEOUT
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from app.strategy.settings import DdpConfig
 
 log = logging.getLogger(__name__)
@@ -48,10 +51,11 @@ class Replicated(StrategyMixin, DDPStrategy):
 
 
 class Compressed(Replicated):
-    """DDP with a communication hook of PyTorch's."""
+    """DDP with a communication hook: PyTorch's, or the largest gradients with error feedback."""
 
     def __init__(self, config: DdpConfig) -> None:
         super().__init__()
+        self._topk = TopK(config.topk_share) if config.compression == "topk" else None
         self._compression = config.compression
         self._rank = config.powersgd_rank
         self._powersgd: Any = None
@@ -70,6 +74,9 @@ class Compressed(Replicated):
                 start_powerSGD_iter=UNCOMPRESSED_STEPS,
             )
             model.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
+        elif self._topk is not None:
+            # Wrapped: DDP reads annotations as they are at run time.
+            model.register_comm_hook(self._topk, lambda state, bucket: state.reduce(bucket))
         else:
             compress = {
                 "bf16": default_hooks.bf16_compress_hook,
@@ -90,10 +97,89 @@ class Compressed(Replicated):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip gradients; clear PowerSGD's state if they are not finite."""
+        """Clip gradients; clear the error feedback if they are not finite."""
         norm = super().clip(optimizer, max_norm)
-        # Its error feedback would carry NaNs into the next step. Reads one number per step.
-        if self._powersgd is not None and not math.isfinite(norm.item()):
-            for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
-                getattr(self._powersgd, memory).clear()
+        has_feedback = self._powersgd is not None or self._topk is not None
+        # It would carry NaNs into the next step. Reads one number per step.
+        if has_feedback and not math.isfinite(norm.item()):
+            if self._topk is not None:
+                self._topk.residuals.clear()
+            else:
+                for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                    getattr(self._powersgd, memory).clear()
         return norm
+
+    def local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return what top-k has not sent yet of this rank's gradients."""
+        if self._topk is None:
+            return {}
+        residuals, weights = self._topk.residuals, trained_weights(self.lightning_module.model)
+        return {w.name: residuals[w.parameter] for w in weights if w.parameter in residuals}
+
+    def restore_local_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
+    ) -> None:
+        """Restore what top-k has not sent yet; it starts with nothing where there is no state."""
+        if self._topk is None:
+            return
+        self._topk.residuals.clear()
+        if not state and is_first_rank():
+            log.info("RESUME: top-k starts without what the ranks had not sent yet")
+        weights = {w.name: w.parameter for w in trained_weights(self.lightning_module.model)}
+        for name, saved in state.items():
+            weight = weights.get(name)
+            if weight is None or saved.shape != (weight.numel(),) or saved.dtype != weight.dtype:
+                raise UserError(
+                    f"resume: the checkpoint holds unsent gradients of {name!a} {list(saved.shape)}"
+                    " that are of no trainable weight; resume with the settings that it was made "
+                    "with (the run's config.yaml)"
+                )
+            self._topk.residuals[weight] = saved.to(weight.device, copy=True)
+
+
+class TopK:
+    """Average the largest gradients of each weight; add what is left out to the next step's.
+
+    Error feedback as in arXiv 1809.07599. Ranks choose by their own gradients and gather value and
+    index of each, so that bytes grow with the ranks.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.residuals: dict[torch.nn.Parameter, Tensor] = {}
+        """what this rank has not sent yet, flat; by weight and not by bucket, since DDP rebuilds
+        its buckets, also after a resume"""
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Return the mean of what the ranks send of a bucket, as DDP's communication hooks do."""
+        buffer = bucket.buffer()
+        values, places = [], []
+        for weight, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            start = gradient.storage_offset() - buffer.storage_offset()
+            chosen = self._choose(weight, buffer[start : start + gradient.numel()])
+            values.append(buffer[start + chosen])
+            places.append((start + chosen).int())
+        num_ranks = dist.get_world_size()
+        sent = torch.cat([torch.cat(part).view(torch.uint8) for part in (values, places)])
+        received = sent.new_empty(num_ranks * len(sent))
+        gathering = dist.all_gather_into_tensor(received, sent, async_op=True)
+        num_sent = sum(map(len, places))
+
+        def mean(_: object) -> Tensor:
+            buffer.zero_()
+            for part in received.chunk(num_ranks):
+                split = num_sent * buffer.itemsize
+                came = part[:split].view(buffer.dtype) / num_ranks
+                buffer.index_add_(0, part[split:].clone().view(torch.int32), came)
+            return buffer
+
+        return gathering.get_future().then(mean)
+
+    def _choose(self, weight: torch.nn.Parameter, gradient: Tensor) -> Tensor:
+        """Add what is left of before to `gradient`; return the indices to send, keep the rest."""
+        if weight in self.residuals:
+            gradient += self.residuals[weight]
+        count = math.ceil(self.share * len(gradient))
+        chosen = gradient.abs().topk(count, sorted=False).indices
+        self.residuals[weight] = gradient.clone().index_fill_(0, chosen, 0)
+        return chosen

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -196,12 +197,12 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
 
     def _shard(self, module: Any, *, reshard_after_forward: bool = True) -> None:
         """Shard a module's weights, except those of submodules that are sharded already."""
-        mesh, offloads = self.device_mesh, self.config.offload_parameters
-        if self.num_data_ranks == 1 and not offloads:
+        mesh, offloads = self._gradient_mesh, self.config.offload_parameters
+        if mesh.size() == 1 and not offloads:
             return
         owned = [one for one in module.modules() if one not in self._owners]
         options: dict[str, Any] = {}
-        is_whole = mesh["shard"].size() == 1 and not offloads
+        is_whole = self.device_mesh["shard"].size() == 1 and not offloads
         if is_whole or not (self.config.reshard_after_forward and reshard_after_forward):
             options["reshard_after_forward"] = False
         if offloads:
@@ -212,12 +213,16 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
                 reduce_dtype=torch.float32,
                 cast_forward_inputs=False,
             )
-        replicates = mesh["replicate"].size() > 1
-        fully_shard(
-            module, mesh=mesh["replicate", "shard"] if replicates else mesh["shard"], **options
-        )
+        fully_shard(module, mesh=mesh, **options)
         module.register_forward_hook(_reshard_without_grad)
         self._owners |= dict.fromkeys(owned, module)
+
+    @property
+    def _gradient_mesh(self) -> DeviceMesh:
+        """The ranks whose gradients FSDP averages in every step."""
+        mesh = self.device_mesh
+        replicates = mesh["replicate"].size() > 1
+        return mesh["replicate", "shard"] if replicates else mesh["shard"]
 
     def _computes_in_bf16(self, module: torch.nn.Module) -> bool:
         """Return whether FSDP should gather a module's weights in bf16.
@@ -270,7 +275,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
 
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
         """Return this rank's shard of a weight's gradient, or None."""
-        return None if weight.grad is None else _local(weight.grad)
+        return None if weight.grad is None else local(weight.grad)
 
     @torch.no_grad()
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
@@ -283,13 +288,13 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         for group in optimizer.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    part = _local(weight.grad)
+                    part = local(weight.grad)
                     parts.append(part)
                     by_copies.setdefault(self._num_copies(weight), []).append(part)
         for copies, alike in by_copies.items():
             norm = torch.nn.utils.get_total_norm(alike).to(self.root_device, torch.float32)
             squares += norm.square() / copies
-        dist.all_reduce(squares)
+        self._sum_over_step(squares)
         norm = squares.sqrt()
         if clips_in_step(optimizer):
             clip_in_step(optimizer, norm, max_norm)
@@ -298,6 +303,10 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(parts, scale)
         return norm
+
+    def _sum_over_step(self, squares: Tensor) -> None:
+        """Add up this rank's share of the squared norm with those of all ranks of a step."""
+        dist.all_reduce(squares)
 
     def _sync_replicated_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Make gradients of replicated weights equal on all ranks of a tensor parallel group.
@@ -309,9 +318,9 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
             if weight.grad is None or weight in self._split_dims:
                 continue
             if weight in self._partial_grads:
-                dist.all_reduce(_local(weight.grad), group=group)
+                dist.all_reduce(local(weight.grad), group=group)
             else:
-                dist.broadcast(_local(weight.grad), group=group, group_src=0)
+                dist.broadcast(local(weight.grad), group=group, group_src=0)
 
     def _num_copies(self, weight: Tensor) -> int:
         """Return the number of ranks with the same shard of a weight as this one."""
@@ -343,7 +352,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
 
     def restore_weight(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy this rank's shard of a full tensor into a weight."""
-        _local(weight.detach()).copy_(self._shard_of(weight, value))
+        local(weight.detach()).copy_(self._shard_of(weight, value))
 
     def restore_optimizer_state(
         self,
@@ -357,7 +366,7 @@ class Sharded(StrategyMixin, ModelParallelStrategy):
         for key, value in states.items():
             if value.shape == shape:
                 state = torch.zeros_like(weight, dtype=value.dtype, requires_grad=False)
-                _local(state).copy_(self._shard_of(weight, value))
+                local(state).copy_(self._shard_of(weight, value))
             else:
                 state = allocate(key, value).copy_(value)
             optimizer.state[weight][key] = state
@@ -429,7 +438,7 @@ def _reshard_without_grad(module: Any, inputs: Any, output: Any) -> None:
         module.reshard()
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, not copied."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -43,6 +43,8 @@ class StrategyMixin:
     """whether `weight.grad` is there until the optimizer step"""
     fuses_adapters = True
     """whether a layer may read weights of its submodules without calling their forward"""
+    norms_differ = False
+    """whether ranks clip by gradient norms of their own"""
 
     world_size: int
     global_rank: int
@@ -89,6 +91,15 @@ class StrategyMixin:
         clip_in_step(optimizer, norm, max_norm)
         return norm
 
+    def end_step(self, step: int, *, is_last: bool) -> None:
+        """Do what follows the optimizer step `step`, also where it was skipped."""
+
+    def use_mean_weights(self) -> None:
+        """Put the mean of the ranks' weights into the model, to be evaluated or saved."""
+
+    def use_own_weights(self) -> None:
+        """Put the weights that train into the model again."""
+
     def gradient(self, weight: torch.nn.Parameter) -> Tensor | None:
         """Return this rank's shard of a weight's gradient, or None; see `keeps_gradients`."""
         return weight.grad
@@ -124,6 +135,15 @@ class StrategyMixin:
         """
         for key, value in states.items():
             optimizer.state[weight][key] = allocate(key, value).copy_(value)
+
+    def local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return what this rank alone holds, by name: each rank has a file in a checkpoint."""
+        return {}
+
+    def restore_local_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
+    ) -> None:
+        """Restore `local_state`, after all else; empty where the checkpoint has none for it."""
 
     def gathered(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """Gather a module's own weights, as its forward does; all ranks enter together."""

@@ -29,10 +29,13 @@ class DdpConfig(StrategyConfig):
     """Every rank holds all weights; gradients are averaged."""
 
     name: str = setting("ddp", resume="content")
-    compression: str = setting("none", choices=("none", "bf16", "fp16", "powersgd"))
-    """how gradients travel: none, bf16, fp16 (half the bytes), powersgd (low rank, far fewer)"""
+    compression: str = setting("none", choices=("none", "bf16", "fp16", "powersgd", "topk"))
+    """how gradients travel: none, bf16, fp16 (half the bytes), powersgd (low rank, far fewer), topk
+    (the largest of each weight; what is left out is added to the next step's)"""
     powersgd_rank: int = setting(4, ge=1, note="1 to 32 is usual")
     """rank of PowerSGD's approximation; higher = more exact, more bytes"""
+    topk_share: float = setting(0.01, gt=0, le=1, note="0.001 to 0.05 is usual")
+    """share of a weight's gradients that topk sends; higher = more exact, more bytes"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,6 +78,27 @@ class FsdpConfig(StrategyConfig):
     """false: weights are only split by tensor parallelism"""
 
 
+@dataclass(kw_only=True, slots=True)
+class LocalSgdConfig(FsdpConfig):
+    """FSDP2 within each node; nodes train apart and average their weights every few steps."""
+
+    name: str = setting("hsdp_local_sgd", resume="content")
+    replicas: int | None = setting(None, ge=1, note="null: one a node")
+    """groups of ranks that train apart; null = one a node"""
+    sync_every_steps: int = setting(8, ge=1, resume="fixed", note="4 to 100 is usual")
+    """optimizer steps between two averages of the trained weights; more = fewer bytes between
+    nodes, further from synchronous training"""
+    synchronous_steps: int = setting(10, ge=0, resume="fixed")
+    """optimizer steps at the start of a run in which nodes average gradients, as fsdp_hybrid"""
+    outer_lr: float = setting(
+        1.0, gt=0, resume="fixed", note="0.7 with outer_momentum=0.9 is DiLoCo"
+    )
+    """rate of the step that is taken towards the average; 1 without momentum ends at the average"""
+    outer_momentum: float = setting(0.0, ge=0, lt=1, resume="fixed")
+    """Nesterov momentum of these steps; above 0 (or with another outer_lr) takes memory for two
+    copies of the trained weights"""
+
+
 FAMILIES: dict[str, type[StrategyConfig]] = {
     "auto": StrategyConfig,
     "single": StrategyConfig,
@@ -92,6 +116,7 @@ FAMILIES: dict[str, type[StrategyConfig]] = {
     "fsdp_grad_op": FsdpConfig,
     "fsdp_hybrid": FsdpConfig,
     "fsdp_offload": FsdpConfig,
+    "hsdp_local_sgd": LocalSgdConfig,
     "tp": FsdpConfig,
     "fsdp_tp": FsdpConfig,
 }

@@ -62,6 +62,8 @@ class StepRecord:
     """whether a loss scaler checks the gradients (fp16)"""
     losses: list[Tensor]
     """of this rank's micro-batches, each its share of the step's loss"""
+    norm_differs: bool = False
+    """whether the ranks have clipped by norms of their own; the row has their mean"""
     rank: int = 0
     num_ranks: int = 1
     loads: Tensor | None = None
@@ -156,7 +158,9 @@ class Metrics:
         if loads:
             parts.append(torch.stack(loads))
         sums = reduce(torch.cat(parts, dim=1)).cpu()
-        norms = torch.stack([record.grad_norm for record in self.waiting]).tolist()
+        norms = torch.stack([record.grad_norm for record in self.waiting])
+        if self.waiting[0].norm_differs:
+            norms = reduce(norms) / self.waiting[0].num_ranks
         num_sums = 3 * len(self.dataset_names)
         block_tokens = int(sums[:, num_sums].sum().item())
         self.num_tokens += block_tokens
@@ -164,7 +168,7 @@ class Metrics:
         last = self.waiting[-1]
         of_machine = {} if self.machine is None else self.machine.figures(seconds, rate)
 
-        for record, row, norm in zip(self.waiting, sums, norms, strict=True):
+        for record, row, norm in zip(self.waiting, sums, norms.tolist(), strict=True):
             by_dataset = row[:num_sums].view(3, -1)
             metrics = losses_by_dataset(by_dataset, self.dataset_names, "train")
             self.trained_tokens = [

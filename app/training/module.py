@@ -176,6 +176,7 @@ class FinetuneModule(L.LightningModule):
     def on_fit_end(self) -> None:
         """Restore the averaged weights and the model's own layers, to be saved and evaluated."""
         use_averaged_weights(self.optimizer)
+        self.strategy.use_mean_weights()
         restore_kernel(self.backend)
         unfuse_layers(self.model)
         ungroup_adapters(self.model)
@@ -224,10 +225,13 @@ class FinetuneModule(L.LightningModule):
         lr = base_lr(optimizer)
         with suppress(StepSkipped):
             super().optimizer_step(epoch, batch_idx, optimizer, *args)
+        step = self.trainer.global_step + 1
+        self.strategy.end_step(step, is_last=step >= self.total_steps)
         record = StepRecord(
-            step=self.trainer.global_step + 1,
+            step=step,
             lr=lr,
             grad_norm=self.grad_norm,
+            norm_differs=self.strategy.norms_differ,
             sums=self.train_sums.take(),
             num_tokens=self.step_tokens,
             is_scaled=self.is_scaled,
@@ -253,6 +257,7 @@ class FinetuneModule(L.LightningModule):
         """Write the steps before a validation, whose time does not count as training."""
         use_averaged_weights(self.optimizer)
         self.metrics.flush(self.sum_over_ranks, pause=True)
+        self.strategy.use_mean_weights()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Add a micro-batch to the validation sums."""
@@ -268,6 +273,7 @@ class FinetuneModule(L.LightningModule):
             self.metrics.row_losses[self._validates_at] = self.sum_over_ranks(rows).cpu()
         sums = self.sum_over_ranks(self.val_sums.take())
         measured = self.measure(self, step) if self.measure is not None else None
+        self.strategy.use_own_weights()
         self.metrics.add_validation(step, sums, measured)
         if self.stops_early:  # the same on all ranks, for the figures are
             log.info(

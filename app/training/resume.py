@@ -20,6 +20,7 @@ from app.training.checkpoint.documents import (
     MODEL,
     OPTIMIZER,
     TRAINING,
+    local_state_of,
     random_state_of,
     read_random_state,
     unusable,
@@ -28,6 +29,7 @@ from app.training.checkpoint.optimizer_state import restore_optimizer
 from app.training.checkpoint.schema import printable
 from app.training.checkpoint.state import (
     StateError,
+    check_finite_values,
     check_random_state,
     loop_state_after,
     restore_model,
@@ -37,6 +39,8 @@ from app.training.checkpoint.state import (
 from data_modules import Batch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from app.training.module import FinetuneModule
 
 SEED_STRIDE = 1_000_003
@@ -90,10 +94,26 @@ class Resume:
             )
         if module.trainer.world_size > 2 and isinstance(module.strategy, Replicated):
             _rebuild_buckets(module, batch)
+        module.strategy.restore_local_state(module.optimizer, self._local_state())
         if (rank := self._rank_of_random_state()) is not None:
             restore_random_state(read_random_state(source, rank), module.strategy.root_device)
         else:  # there are more data ranks than at the save
             torch.manual_seed(torch.initial_seed() + SEED_STRIDE * source.step)
+
+    def _local_state(self) -> dict[str, Tensor]:
+        """Return what this rank alone held; nothing where ranks are others than at the save."""
+        module, details = self.module, self.source.details
+        name = local_state_of(module.trainer.global_rank)
+        ranks = module.trainer.world_size, module.strategy.num_data_ranks
+        if ranks != (details["num_ranks"], details["num_data_ranks"]) or (
+            name not in self.source.names()
+        ):
+            return {}
+        state = self.source.tensors(name)
+        with self._naming_file(name):
+            for key, value in state.items():
+                check_finite_values(key, value)
+        return state
 
     @contextmanager
     def _naming_file(self, name: str) -> Iterator[None]:

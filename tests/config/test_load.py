@@ -82,7 +82,7 @@ BAD_WORDS = [
     ),
     (
         ["strategy=ddp", "strategy.compression=int8"],
-        ["strategy.compression=int8: expected none, bf16, fp16 or powersgd"],
+        ["strategy.compression=int8: expected none, bf16, fp16, powersgd or topk"],
         ["strategy=ddp", "strategy.compression=powersgd"],
     ),
     (

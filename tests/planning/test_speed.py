@@ -119,6 +119,8 @@ def test_what_each_strategy_sends() -> None:
     assert sent("zeropp", nodes=2)[1] == pytest.approx((0.5 + 0.25) / 2, rel=1e-3)
     # Each of the 8 GPUs of a node adds up its share with one of the other node.
     assert sent("fsdp_hybrid", nodes=2)[1] == pytest.approx(2 * 1 / 2 / 8, rel=1e-3)
+    # The same, in fp32 instead of bf16, after every eighth step.
+    assert sent("hsdp_local_sgd", nodes=2)[1] == pytest.approx(2 * 2 / 2 / 8 / 8, rel=1e-3)
 
 
 def test_tensor_parallel_sends_two_messages_a_layer_and_direction() -> None:
@@ -135,6 +137,17 @@ def test_half_precision_halves_what_ddp_sends() -> None:
     ]
     whole, half = (sum(each.sent for each in list_collectives(run)) for run in runs)
     assert half == pytest.approx(whole / 2, rel=1e-3)
+
+
+def test_topk_sends_a_share_with_its_places_to_every_rank() -> None:
+    def sent(strategy: DdpConfig, gpus: int) -> float:
+        run = run_of("llama8b", "adapter=full", strategy=strategy, gpus=gpus)
+        return sum(each.sent for each in list_collectives(run))
+
+    largest, plain = DdpConfig(compression="topk", topk_share=0.01), DdpConfig()
+    # Value and place, 8 bytes instead of 4, to each of the others; a ring sends 2 x 7/8.
+    assert sent(largest, 8) == pytest.approx(sent(plain, 8) * 0.01 * 2 * 7 / (2 * 7 / 8), rel=1e-3)
+    assert sent(largest, 2) == pytest.approx(sent(plain, 2) * 0.01 * 2, rel=1e-3)
 
 
 def test_a_slow_network_is_what_bounds_a_step() -> None:

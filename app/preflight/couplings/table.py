@@ -25,7 +25,13 @@ from app.preflight.couplings.devices import (
     requested_devices,
 )
 from app.strategy.deepspeed_config import keys_decided_elsewhere, unknown_keys
-from app.strategy.settings import FsdpConfig, ZeroConfig, is_sharding, tensor_parallel_size
+from app.strategy.settings import (
+    FsdpConfig,
+    LocalSgdConfig,
+    ZeroConfig,
+    is_sharding,
+    tensor_parallel_size,
+)
 from data_modules import check_values, dataset_names
 
 if TYPE_CHECKING:
@@ -82,6 +88,8 @@ def check_compatibility(
         clashes += _of_strategy(config, devices)
         if isinstance(config.strategy, FsdpConfig):
             clashes += _of_fsdp(config, config.strategy, devices)
+        if isinstance(config.strategy, LocalSgdConfig):
+            clashes += _of_local_sgd(config, config.strategy)
         if isinstance(config.strategy, ZeroConfig):
             clashes += _of_deepspeed(config, config.strategy, devices)
             clashes += _of_deepspeed_keys(config.strategy.config)
@@ -486,6 +494,36 @@ def _of_fsdp(config: TrainConfig, strategy: FsdpConfig, devices: Devices) -> Ite
             f"adapter.use_dora=true measures the base's columns while it is built, and {name} "
             "builds it without its 4-bit weights on all ranks but one",
             "adapter.use_dora=false, or strategy=ddp",
+        )
+
+
+def _of_local_sgd(config: TrainConfig, strategy: LocalSgdConfig) -> Iterator[Clash]:
+    name, nodes = f"strategy={strategy.name}", config.trainer.num_nodes
+    if (strategy.replicas or nodes) == 1:
+        only = f"trainer.num_nodes={nodes}" if strategy.replicas is None else "strategy.replicas=1"
+        yield Clash(
+            f"{name} averages the weights of nodes that train apart, and {only} leaves nothing to "
+            "average",
+            "strategy=fsdp, or strategy.replicas=2 for groups of ranks on one node",
+        )
+    if strategy.tensor_parallel_size != 1 or not strategy.shards_data_parallel:
+        yield Clash(
+            f"{name} shards weights over the ranks of a node and splits no matrices, which "
+            "strategy.tensor_parallel_size and strategy.shards_data_parallel ask for",
+            "strategy.tensor_parallel_size=1 strategy.shards_data_parallel=true, or "
+            "strategy=fsdp_tp",
+        )
+    if strategy.offload_parameters:
+        yield Clash(
+            f"{name} averages weights on the devices, and strategy.offload_parameters=true keeps "
+            "them in host memory",
+            "strategy.offload_parameters=false, or strategy=fsdp_offload",
+        )
+    if config.optimizer.name == "schedule_free":
+        yield Clash(
+            f"optimizer=schedule_free keeps an average of its own weights, which {name} does not "
+            "share between nodes",
+            "optimizer=adamw, or strategy=fsdp_hybrid",
         )
 
 

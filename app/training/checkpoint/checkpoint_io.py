@@ -27,6 +27,7 @@ from app.training.checkpoint.documents import (
     MODEL,
     OPTIMIZER,
     TRAINING,
+    local_state_of,
     random_state_of,
     read_training,
 )
@@ -117,6 +118,16 @@ class StoredCheckpoints(CheckpointIO):
                 failures.append(failure)
         if failures:
             raise failures[0]
+
+    def add_local_state(self, step: int, tensors: Mapping[str, Tensor], *, rank: int) -> None:
+        """Write what this rank alone holds, if anything, before the save is committed."""
+        name = local_state_of(rank)
+        if tensors and self.writer is not None and rank == 0:
+            copies = {name: self.writer.snapshot(name, tensors)}
+            self._before_commit.append(partial(self._write_copies, step, copies))
+        elif tensors:
+            check_finite(step, tensors)
+            self.store.add_tensors(step, name, tensors)
 
     def _write_copies(self, step: int, copies: Mapping[str, Mapping[str, Tensor]]) -> None:
         try:

@@ -154,6 +154,11 @@ def random_state_of(rank: int) -> str:
     return f"random-rank-{rank}"
 
 
+def local_state_of(rank: int) -> str:
+    """Return the name of the tensors that one rank alone holds; a rank without any has no file."""
+    return f"local-rank-{rank}"
+
+
 def check_documents(checkpoint: Checkpoint) -> None:
     """Check all of a checkpoint but its tensors; UserError names each key."""
     problems = [
@@ -237,6 +242,7 @@ def _file_problems(checkpoint: Checkpoint) -> Iterator[str]:
     needed |= {f"{random_state_of(rank)}.json" for rank in ranks}
     # A rank that has no tensor to write writes no file.
     shares = {f"{name}-rank-{rank}.safetensors" for name in (MODEL, OPTIMIZER) for rank in ranks}
+    shares |= {f"{local_state_of(rank)}.safetensors" for rank in ranks}
     for name in sorted(needed - files):
         yield f"manifest.json: files lacks {name}"
     for name in sorted(files - needed - shares):

@@ -146,6 +146,8 @@ class CheckpointSaver(L.Callback):
     def _check_room(self, trainer: L.Trainer, module: Any) -> None:
         if trainer.is_global_zero:
             num_bytes = sum(map(file_bytes, module.checkpoint_tensors()))
+            local = trainer.strategy.local_state(module.optimizer)
+            num_bytes += trainer.world_size * file_bytes(local)
             check_space(self.store.folder, num_bytes, self.store.keep_last + self.store.keep_best)
 
     def save(self, trainer: L.Trainer, module: Any) -> None:
@@ -164,7 +166,8 @@ class CheckpointSaver(L.Callback):
         strategy.barrier("a checkpoint has started")
         own = random_state(strategy.root_device)
         add = partial(self.store.add_document, step, random_state_of(trainer.global_rank), own)
-        self._add_files(trainer, step, add, tensors)
+        local = strategy.local_state(module.optimizer)
+        self._add_files(trainer, step, add, tensors, local)
         strategy.barrier("all ranks have added their files")
         trainer.save_checkpoint(self.store.folder / f"step-{step}", weights_only=False)
         self._saved = step
@@ -175,6 +178,7 @@ class CheckpointSaver(L.Callback):
         step: int,
         add_random_state: Callable[[], object],
         tensors: Mapping[str, Mapping[str, StateTensor]],
+        local: Mapping[str, torch.Tensor],
     ) -> None:
         """Add this rank's files; with sharded tensors all ranks raise if one of them fails."""
         rank, num_ranks = trainer.global_rank, trainer.world_size
@@ -182,6 +186,7 @@ class CheckpointSaver(L.Callback):
         try:
             # First: other ranks need this one to gather theirs, even if it cannot write.
             self.checkpoints.add_tensors(step, tensors, rank=rank, num_ranks=num_ranks)
+            self.checkpoints.add_local_state(step, local, rank=rank)
             if rank == 0:
                 self.checkpoints.do_before_commit(add_random_state)
             else:

@@ -1,0 +1,227 @@
+"""Local SGD: nodes train apart and average their weights every few steps.
+
+Post-local SGD (arXiv 1808.07217): the first steps average gradients over all nodes. Then each node
+steps by its own gradients, sharded over its ranks by FSDP2, and keeps optimizer states of its own.
+Every `sync_every_steps` steps, and after the last one, the trained weights become their mean over
+the nodes, or what an outer Nesterov step towards that mean gives (DiLoCo, arXiv 2311.08105).
+
+In between, validations and saved models are of the mean; a checkpoint holds the mean, which any
+strategy can resume from, and beside it what each rank needs to go on bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from app.model.adapter import trained_weights
+from app.process.errors import UserError
+from app.process.launch import is_first_rank
+from app.strategy.fsdp import Sharded, local
+from app.strategy.mixin import ShardedTensor, StateTensor
+from app.strategy.settings import LocalSgdConfig
+
+log = logging.getLogger(__name__)
+
+BUCKET = 2**24
+"""numbers that travel between nodes in one message: 64 MiB"""
+
+
+class LocalSgd(Sharded):
+    """FSDP2 within each node, local SGD between nodes."""
+
+    norms_differ = True
+
+    def __init__(self, config: LocalSgdConfig) -> None:
+        super().__init__(config)
+        self.local_config = config
+        self._weights_differ = False
+        """whether nodes have stepped apart since their weights were the same"""
+        self._moments_differ = False
+        """whether they ever have: optimizer states are never averaged"""
+        self._own_weights: dict[torch.nn.Parameter, Tensor] = {}
+        """this rank's, while the mean is in the model"""
+        self._anchor: dict[torch.nn.Parameter, Tensor] = {}
+        """where the last outer step ended, in fp32; empty without outer steps"""
+        self._momentum: dict[torch.nn.Parameter, Tensor] = {}
+
+    @property
+    def _gradient_mesh(self) -> DeviceMesh:
+        """The ranks of one node."""
+        return self.device_mesh["shard"]
+
+    def _sum_over_step(self, squares: Tensor) -> None:
+        dist.all_reduce(squares, group=self.device_mesh["shard"].get_group())
+
+    def _num_copies(self, weight: Tensor) -> int:
+        return super()._num_copies(weight) // self.device_mesh["replicate"].size()
+
+    def _weights(self) -> list[torch.nn.Parameter]:
+        return [weight for weight in self.model_root.parameters() if weight.requires_grad]
+
+    # Step
+
+    @torch.no_grad()
+    def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip by the norm over all ranks in synchronous steps, else by that of this node."""
+        weights = self._weights()
+        if self._step() < self.local_config.synchronous_steps:
+            for weight in weights:
+                if weight.grad is None:  # no token of this node has reached it
+                    weight.grad = torch.zeros_like(weight)
+            self._average(local(weight.grad) for weight in weights if weight.grad is not None)
+        else:
+            if not self._weights_differ and not self._anchor:
+                self._set_anchor()
+            self._weights_differ = self._moments_differ = True
+        return super().clip(optimizer, max_norm)
+
+    def _step(self) -> int:
+        """Return the number of optimizer steps that are done."""
+        step: int = self.lightning_module.trainer.global_step
+        return step
+
+    @torch.no_grad()
+    def end_step(self, step: int, *, is_last: bool) -> None:
+        """Average the weights over the nodes if it is time to."""
+        if self._weights_differ and (is_last or self._synchronises_at(step)):
+            self._average(local(weight.detach()) for weight in self._weights())
+            self._take_outer_step()
+            self._weights_differ = False
+
+    def _synchronises_at(self, step: int) -> bool:
+        config = self.local_config
+        return (step - config.synchronous_steps) % config.sync_every_steps == 0
+
+    def _average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by their means over the nodes, in fp32; all ranks call it alike."""
+        mesh = self.device_mesh["replicate"]
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1).float() for tensor in bucket])
+            dist.all_reduce(flat, group=mesh.get_group())
+            flat /= mesh.size()
+            parts = flat.split([tensor.numel() for tensor in bucket])
+            for tensor, part in zip(bucket, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def _set_anchor(self) -> None:
+        config = self.local_config
+        if config.outer_lr == 1 and config.outer_momentum == 0:
+            return  # the step would end at the mean itself
+        for weight in self._weights():
+            self._anchor[weight] = local(weight.detach()).to(torch.float32, copy=True)
+            self._momentum[weight] = torch.zeros_like(self._anchor[weight])
+
+    def _take_outer_step(self) -> None:
+        """Step from the anchor towards the mean, which the weights are, as SGD with Nesterov."""
+        if not self._anchor:  # also where a run has resumed between two averages without it
+            self._set_anchor()
+            return
+        config = self.local_config
+        for weight in self._weights():
+            mean, anchor = local(weight.detach()), self._anchor[weight]
+            way = anchor - mean
+            momentum = self._momentum[weight].mul_(config.outer_momentum).add_(way)
+            anchor.sub_(way.add_(momentum, alpha=config.outer_momentum), alpha=config.outer_lr)
+            mean.copy_(anchor)
+
+    # Evaluation
+
+    @torch.no_grad()
+    def use_mean_weights(self) -> None:
+        """Put the mean over the nodes into the model, to be evaluated or saved."""
+        if self._weights_differ and not self._own_weights:
+            weights = {weight: local(weight.detach()) for weight in self._weights()}
+            self._own_weights = {weight: own.clone() for weight, own in weights.items()}
+            self._average(weights.values())
+
+    @torch.no_grad()
+    def use_own_weights(self) -> None:
+        """Put this node's weights into the model again."""
+        for weight, own in self._own_weights.items():
+            local(weight.detach()).copy_(own)
+        self._own_weights = {}
+
+    # State
+
+    def weight_state(self, weight: torch.nn.Parameter) -> StateTensor:
+        """Return a weight for a checkpoint: its mean over the nodes."""
+        if self._weights_differ and not self._own_weights:
+            return self._mean_state(weight.detach())
+        return super().weight_state(weight)
+
+    def optimizer_state_of(
+        self, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter
+    ) -> dict[str, Any]:
+        """Return the optimizer state of a weight by key: means over the nodes."""
+        if not self._moments_differ:
+            return super().optimizer_state_of(optimizer, weight)
+        return {
+            key: self._mean_state(value) if value.shape == weight.shape else value
+            for key, value in optimizer.state.get(weight, {}).items()
+        }
+
+    def _mean_state(self, tensor: Tensor) -> ShardedTensor:
+        return ShardedTensor(tensor.shape, tensor.dtype, partial(self._full_mean, tensor))
+
+    @torch.no_grad()
+    def _full_mean(self, tensor: Tensor) -> Tensor:
+        mean = tensor.clone()
+        self._average([local(mean)])
+        return self._full(mean, None)
+
+    def local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return this rank's weights and states, not copied; nothing in synchronous steps."""
+        if not self._moments_differ:
+            return {}
+        found: dict[str, Tensor] = {}
+        for trained in trained_weights(self.model_root):
+            weight = trained.parameter
+            states = {"weight": self._own_weights.get(weight, weight.detach())}
+            states |= optimizer.state.get(weight, {})
+            if self._anchor:
+                states |= {"anchor": self._anchor[weight], "momentum": self._momentum[weight]}
+            found |= {f"{key}/{trained.name}": local(value) for key, value in states.items()}
+        return found
+
+    @torch.no_grad()
+    def restore_local_state(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
+    ) -> None:
+        """Restore this rank's weights and states; without any, nodes start from the mean."""
+        step = self._step()
+        if not state:
+            if step > self.local_config.synchronous_steps and is_first_rank():
+                log.info("RESUME: every node starts from the mean of what the nodes had")
+            return
+        self._moments_differ = True
+        self._weights_differ = not self._synchronises_at(step)
+        if any(name.startswith("anchor/") for name in state):
+            self._set_anchor()
+        own = self.local_state(optimizer)
+        for name in sorted(own.keys() | state.keys()):
+            if name not in own or name not in state or own[name].shape != state[name].shape:
+                raise UserError(
+                    f"resume: {name!a} of this rank is not in the checkpoint as it is in this run; "
+                    "resume with the settings that it was made with (the run's config.yaml)"
+                )
+            own[name].copy_(state[name])
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors in their order, each group of about BUCKET numbers."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(one.numel() for one in bucket) >= BUCKET:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket

@@ -1,0 +1,100 @@
+"""Strategies for slow links, by the ordinary command: what they send less of, and their resume."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.strategies.layouts import (
+    ADAPTERS,
+    LAYOUTS,
+    NO_ENVIRONMENT,
+    SINGLE,
+    Layout,
+    Runs,
+    check_alike,
+)
+from tests.runs import check_same_run, rows_of
+
+pytestmark = pytest.mark.slow
+
+TOPK = Layout(
+    strategy="ddp_compressed", words=("strategy.compression=topk", "strategy.topk_share=0.05")
+)
+APART = ("strategy.synchronous_steps=1", "strategy.sync_every_steps=4")  # after the 5th and last
+OUTER = ("strategy.outer_lr=0.7", "strategy.outer_momentum=0.9")
+LOCAL = {
+    "mean": Layout(strategy="hsdp_local_sgd", words=("strategy.replicas=2", *APART)),
+    "outer": Layout(strategy="hsdp_local_sgd", words=("strategy.replicas=2", *APART, *OUTER)),
+    "shards": Layout(
+        strategy="hsdp_local_sgd",
+        ranks=4,
+        num_data_ranks=4,
+        words=("strategy.replicas=2", *APART, *OUTER),
+    ),
+}
+
+
+def test_topk_that_sends_all_is_ddp(runs: Runs) -> None:
+    words = ADAPTERS["lora"]
+    run = runs.of(TOPK, *words, "strategy.topk_share=1")
+    check_alike(run, runs.of(LAYOUTS["ddp"], *words))
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_killed_run_of_topk_goes_on_bit_for_bit(asynchronous: str, runs: Runs) -> None:
+    words = (*ADAPTERS["lora"], f"trainer.checkpoint.async={asynchronous}")
+    whole = runs.of(TOPK, *words)
+    run = runs.new_folder("killed")
+    killed = runs.typed(TOPK, *words, "resume=auto", "faults=[rank_killed:0@6]")
+    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
+    said = runs.person.train_into(run, *killed)
+    assert "top-k starts without" not in said
+    check_same_run(run, whole)
+
+
+def test_other_ranks_start_without_what_was_not_sent(runs: Runs) -> None:
+    words = ADAPTERS["lora"]
+    run = runs.new_folder("fewer")
+    killed = runs.typed(LAYOUTS["ddp"], *words, "resume=auto", "faults=[rank_killed:0@6]")
+    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
+    again = runs.typed(TOPK, *words, "resume=auto", "resume_allow=[precision]")
+    assert "top-k starts without" in runs.person.train_into(run, *again)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_synchronous_steps_are_those_of_one_process(ranks: int, runs: Runs) -> None:
+    layout = Layout(
+        strategy="hsdp_local_sgd",
+        ranks=ranks,
+        num_data_ranks=ranks,
+        words=("strategy.replicas=2", "strategy.synchronous_steps=8"),
+    )
+    words = (*ADAPTERS["lora"], "trainer.max_grad_norm=0.3")
+    check_alike(runs.of(layout, *words), runs.of(SINGLE, *words))
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+def test_nodes_that_were_killed_apart_go_on_bit_for_bit(kind: str, runs: Runs) -> None:
+    """The checkpoint is of step 4, between two averages."""
+    words = ADAPTERS["lora"]
+    whole = runs.of(LOCAL[kind], *words)
+    run = runs.new_folder("killed-apart")
+    killed = runs.typed(LOCAL[kind], *words, "resume=auto", "faults=[rank_killed:0@6]")
+    runs.person.train_into(run, *killed, code=NO_ENVIRONMENT)
+    said = runs.person.train_into(run, *killed)
+    assert "starts from the mean" not in said
+    check_same_run(run, whole)
+
+
+def test_another_strategy_goes_on_from_the_mean_and_back(runs: Runs) -> None:
+    words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
+    run = runs.new_folder("mean")
+    first = runs.typed(LOCAL["mean"], *words, "faults=[rank_killed:0@4]", "trainer.max_steps=8")
+    runs.person.train_into(run, *first, "trainer.checkpoint.every_steps=1", code=NO_ENVIRONMENT)
+    measured = rows_of(run)[-1]
+    assert measured["step"] == "4" and measured["val/loss"]
+    second = runs.typed(SINGLE, *words, "faults=[rank_killed:0@6]")
+    said = runs.person.train_into(run, *second, "trainer.checkpoint.every_steps=1", code=-9)
+    assert "what travels between the ranks was the mean of weights after every 4 steps" in said
+    third = runs.typed(LOCAL["outer"], *words)
+    assert "every node starts from the mean" in runs.person.train_into(run, *third)

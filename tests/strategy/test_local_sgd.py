@@ -1,0 +1,151 @@
+"""Local SGD trains as plain loops that average by hand, on nodes of one rank and of two."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from app.strategy.settings import LocalSgdConfig
+from app.training.checkpoint.optimizer_state import optimizer_state
+from app.training.checkpoint.state import model_state, trainable_parameters
+from tests.ranks import on_ranks
+from tests.strategy.shards import CLIP, ROWS, builder, loss_of, optimizer_of, rows_of, spread_model
+
+pytestmark = pytest.mark.slow
+
+NODES, STEPS, MICRO_BATCHES = 2, 5, 2
+PLAIN = LocalSgdConfig(replicas=NODES, sync_every_steps=3, synchronous_steps=1)
+OUTER = LocalSgdConfig(
+    replicas=NODES, sync_every_steps=2, synchronous_steps=0, outer_lr=0.7, outer_momentum=0.9
+)
+ALWAYS = LocalSgdConfig(replicas=NODES, sync_every_steps=1, synchronous_steps=0)
+
+
+def train_on_rank(config: LocalSgdConfig, kind: str) -> dict[str, Any]:
+    """Take the steps of a rank as the trainer does, and return what it measured and holds."""
+    strategy, model = spread_model(config, builder(kind))
+    trainer = SimpleNamespace(global_step=0)
+    strategy._lightning_module = SimpleNamespace(trainer=trainer)
+    weights, optimizer = trainable_parameters(model), optimizer_of(model)
+    optimizer.param_groups[0]["name"] = "all"
+    share, place = strategy.num_data_ranks, strategy.data_rank
+    found: dict[str, Any] = {"norms": [], "validations": [], "kept": []}
+    for step in range(STEPS):
+        ids, loss_weights = rows_of(step)
+        parts = torch.arange(ROWS).view(MICRO_BATCHES, share, -1)[:, place]
+        for number, part in enumerate(parts):
+            waits = number < MICRO_BATCHES - 1
+            with strategy.block_backward_sync() if waits else nullcontext():
+                (loss_of(model, ids[part], loss_weights[part]) * share).backward()
+        found["norms"].append(strategy.clip(optimizer, CLIP).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        strategy.end_step(step + 1, is_last=step + 1 == STEPS)
+        trainer.global_step = step + 1
+        strategy.use_mean_weights()
+        with torch.no_grad():
+            found["validations"].append(loss_of(model.eval(), ids, loss_weights).item())
+        model.train()
+        strategy.use_own_weights()
+        tensors = model_state(model, strategy) | optimizer_state(model, optimizer, strategy)[0]
+        whole = {
+            name: t.clone() if isinstance(t, Tensor) else t.gather() for name, t in tensors.items()
+        }
+        found["kept"].append(whole)
+        found["differ"] = strategy._weights_differ
+    found["weights"] = {name: strategy.full_tensor(w).clone() for name, w in weights.items()}
+    dist.barrier()
+    return found
+
+
+def train_by_hand(config: LocalSgdConfig, kind: str, num_ranks: int) -> dict[str, Any]:
+    """Take the same steps in one process with a model for each node."""
+    models = [builder(kind)() for _ in range(NODES)]
+    optimizers = [optimizer_of(model) for model in models]
+    weights = [trainable_parameters(model) for model in models]
+    names = list(weights[0])
+    anchor = [weights[0][name].detach().clone().requires_grad_() for name in names]
+    outer = torch.optim.SGD(
+        anchor, config.outer_lr, config.outer_momentum, nesterov=config.outer_momentum > 0
+    )
+    found: dict[str, Any] = {"norms": [], "validations": [], "kept": []}
+    for step in range(STEPS):
+        ids, loss_weights = rows_of(step)
+        parts = torch.arange(ROWS).view(MICRO_BATCHES, NODES, num_ranks // NODES, -1)
+        for node, model in enumerate(models):
+            part = parts[:, node].flatten()
+            (loss_of(model, ids[part], loss_weights[part]) * NODES).backward()
+        if step < config.synchronous_steps:
+            for name in names:
+                mean = torch.stack([own[name].grad for own in weights]).mean(0)
+                for own in weights:
+                    own[name].grad = mean.clone()
+        norms = [torch.nn.utils.clip_grad_norm_(list(own.values()), CLIP) for own in weights]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        done = step + 1
+        meets = (done - config.synchronous_steps) % config.sync_every_steps == 0
+        mean_of = {name: mean_weight([own[name] for own in weights]) for name in names}
+        if done <= config.synchronous_steps:
+            for name, start in zip(names, anchor, strict=True):
+                start.data.copy_(mean_of[name])
+        elif meets or done == STEPS:
+            for name, start in zip(names, anchor, strict=True):
+                start.grad = start.detach() - mean_of[name]
+            outer.step()
+            mean_of = {
+                name: start.detach().clone() for name, start in zip(names, anchor, strict=True)
+            }
+            for own in weights:
+                for name in names:
+                    own[name].data.copy_(mean_of[name])
+        kept = dict(mean_of)
+        for key in ("exp_avg", "exp_avg_sq"):
+            for name in names:
+                states = [o.state[w[name]][key] for o, w in zip(optimizers, weights, strict=True)]
+                kept[f"{key}/{name}"] = mean_weight(states)
+        held = [weight.detach().clone() for weight in weights[0].values()]
+        for name in names:
+            weights[0][name].data.copy_(mean_of[name])
+        with torch.no_grad():
+            found["validations"].append(loss_of(models[0].eval(), ids, loss_weights).item())
+        models[0].train()
+        for name, own in zip(names, held, strict=True):
+            weights[0][name].data.copy_(own)
+        found["norms"].append([norm.item() for norm in norms])
+        found["kept"].append(kept)
+    found["weights"] = {name: weight.detach() for name, weight in weights[0].items()}
+    return found
+
+
+def mean_weight(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.detach() for tensor in tensors]).mean(0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("config", [PLAIN, OUTER, ALWAYS], ids=["mean", "outer", "every step"])
+def test_nodes_train_as_loops_by_hand(config: LocalSgdConfig, kind: str, num_ranks: int) -> None:
+    answers = on_ranks(num_ranks, train_on_rank, config, kind)
+    alone = train_by_hand(config, kind, num_ranks)
+    for rank, answer in enumerate(answers):
+        node = rank // (num_ranks // NODES)
+        norms = [of_nodes[node] for of_nodes in alone["norms"]]
+        assert answer["norms"] == pytest.approx(norms, rel=1e-4)
+        assert answer["validations"] == pytest.approx(alone["validations"], abs=1e-5)
+        assert not answer["differ"]  # the last step synchronises
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(answer["weights"][name], value, atol=1e-4, rtol=1e-4)
+            assert torch.equal(answer["weights"][name], answers[0]["weights"][name])
+        for step, kept in enumerate(alone["kept"]):
+            for name, value in kept.items():
+                found = answer["kept"][step][name]
+                torch.testing.assert_close(found, value, atol=1e-4, rtol=1e-4, msg=f"{step} {name}")
+                assert torch.equal(found, answers[0]["kept"][step][name])
