@@ -76,6 +76,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_attention_heads": 4,
         "decoder_ffn_dim": 48,
     },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "num_mem_blocks": 1,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 4,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 8,
+        "chunk_size": 16,
+    },
 }
 
 

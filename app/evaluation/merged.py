@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
     from app.config import MergeConfig
     from app.evaluation.tuned import Tuned
+    from app.model.experts import ChosenExperts
     from app.model.merging import Difference
     from app.training.trainer import Environment
 
 log = logging.getLogger(__name__)
 
 CHECKED, AS_TRAINED = "base + adapter", "the quantized base + adapter, as trained"
+BY_SAME_EXPERTS = "base + adapter, by the same experts"
+FEWER = "; merge.dtype=fp32 changes fewer"
 PROBE_ROWS, PROBE_TOKENS = 16, 128
 GREEDY_TOKENS, LEAST_SAME = 16, 0.9
 """tokens that a GGUF file and the merged model go on with, and how many must be the same"""
@@ -73,29 +76,47 @@ def verify(
 
     One model at a time is in memory. With merge.onto=original, base + adapter is the unquantized
     one, and the difference to the quantized one, with which the adapter was trained, is measured.
+    Where rounding lets a mixture choose other experts, which no bound of rounding can judge, the
+    model that it was made of is judged by the experts that the merged one chooses.
     """
+    import torch
+
+    from app.model.experts import ChosenExperts
     from app.model.merging import BOUNDS, measure_difference
 
     rows = list(probe_rows(config, tuned))
-    merged = _logits(load_merged(tuned, folder, env), rows, env)
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    by_merged, judged = ChosenExperts(), CHECKED
+    merged = _logits(load_merged(tuned, folder, env), rows, env, by_merged)
     references = {CHECKED: config.merge.onto == "dequantized"}
     if tuned.base.quantization.method != "none" and config.merge.onto == "original":
         references[AS_TRAINED] = True
     differences = {}
     for name, is_quantized in references.items():
         model = load_unmerged(tuned, adapters, env, is_quantized=is_quantized)
-        differences[name] = measure_difference(_logits(model, rows, env), merged)
-        del model
+        own = ChosenExperts()
+        differences[name] = measure_difference(_logits(model, rows, env, own), merged)
         print(f"merged vs {name}: {differences[name]}")
+        changed, of_all = own.count_changed(by_merged)
+        if name == CHECKED and changed:
+            judged = BY_SAME_EXPERTS
+            logits = _logits(model, rows, env, ChosenExperts(as_in=by_merged))
+            differences[judged] = measure_difference(logits, merged)
+            print(
+                f"experts: rounding to {name_of_dtype} changes {changed:,} of {of_all:,} choices "
+                f"({changed / of_all:.1%}){FEWER if dtype != torch.float32 else ''}\n"
+                f"merged vs {judged}: {differences[judged]}"
+            )
+        del model
     rounds_inputs = references[CHECKED] and tuned.base.quantization.method == "int8"
-    rounding = "int8" if rounds_inputs else str(dtype).removeprefix("torch.")
+    rounding = "int8" if rounds_inputs else name_of_dtype
     bound = BOUNDS[rounding]
-    if not differences[CHECKED].is_within(bound):
+    if not differences[judged].is_within(bound):
         raise TrainingFault(
-            f"{folder}: the merged model is not what it was made of: {differences[CHECKED]}; "
+            f"{folder}: the merged model is not what it was made of: {differences[judged]}; "
             f"{rounding} explains {bound}"
         )
-    print(f"merge verified: within {bound}")
+    print(f"merge verified: within {bound}{', by the same experts' * (judged != CHECKED)}")
     return differences
 
 
@@ -133,7 +154,9 @@ def load_unmerged(
     return load_weighted(model, adapters).to(env.torch_device)
 
 
-def _logits(model: Any, rows: Sequence[dict[str, list[int]]], env: Environment) -> list[Tensor]:
+def _logits(
+    model: Any, rows: Sequence[dict[str, list[int]]], env: Environment, experts: ChosenExperts
+) -> list[Tensor]:
     import torch
 
     from app.model.adapter import probe_logits
@@ -141,7 +164,7 @@ def _logits(model: Any, rows: Sequence[dict[str, list[int]]], env: Environment) 
     # Whole weights compute in fp32; quantized ones as in training.
     is_whole = all(weight.dtype == torch.float32 for weight in model.parameters())
     found = []
-    with contextlib.nullcontext() if is_whole else env.autocast():
+    with contextlib.nullcontext() if is_whole else env.autocast(), experts:
         for row in rows:
             inputs = {name: torch.tensor([ids], device=model.device) for name, ids in row.items()}
             found.append(probe_logits(model, inputs).cpu())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,6 +50,44 @@ def expert_modules(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if "is_transposed" in vars(module) and "has_gate" in vars(module):
             yield name, module
+
+
+class ChosenExperts(TorchDispatchMode):
+    """Note what routers choose in the passes inside; with `as_in`, choose as they did in others.
+
+    Routers choose by `topk` or `argmax` of their scores, where the smallest rounding turns a tie.
+    """
+
+    def __init__(self, as_in: ChosenExperts | None = None) -> None:
+        super().__init__()
+        self.chosen: list[Tensor] = []
+        """[..., experts a token], in the order of the routers' calls"""
+        self._given = None if as_in is None else iter(as_in.chosen)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and note or replace what it chooses."""
+        output = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.topk.default:
+            chosen = output[1]
+        elif func is torch.ops.aten.argmax.default:
+            chosen = output.unsqueeze(-1)
+        else:
+            return output
+        if self._given is not None:
+            chosen = next(self._given).to(chosen.device)
+            dim = args[2] if len(args) > 2 else -1
+            is_top = isinstance(output, tuple)
+            output = (args[0].gather(dim, chosen), chosen) if is_top else chosen.squeeze(-1)
+        self.chosen.append(chosen.cpu())
+        return output
+
+    def count_changed(self, others: ChosenExperts) -> tuple[int, int]:
+        """Return how many choices are of other experts than there, and how many there are."""
+        pairs = zip(self.chosen, others.chosen, strict=True)
+        changed = [(one.sort().values != other.sort().values).any(-1) for one, other in pairs]
+        return sum(int(each.sum()) for each in changed), sum(each.numel() for each in changed)
 
 
 def group_products(model: Any) -> None:

@@ -192,6 +192,18 @@ def untie_changed(model: PreTrainedModel, changes: Mapping[str, Change]) -> None
         config.tie_word_embeddings = False
 
 
+def _check_shared(aliases: Mapping[str, Sequence[str]], changes: Mapping[str, Change]) -> None:
+    """UserError where an adapter changes a weight of several layers for each of them apart."""
+    for names in aliases.values():
+        found = [changes[name].tensors if name in changes else None for name in names]
+        if any(tensors != found[0] for tensors in found):
+            raise UserError(
+                f"the adapter changes {names[0]} otherwise than {names[1]}, and this model keeps "
+                "one weight for both: it cannot be merged; python -m app.chat and app.serve run "
+                "the adapter beside its base"
+            )
+
+
 Place = tuple[Path, str, tuple[int, ...]]
 """file of the base, the tensor's key in there, its shape"""
 
@@ -206,6 +218,7 @@ class _Merger:
         model = files.model
         self.files, self.plan = files, plan
         aliases = _aliases(model)
+        _check_shared(aliases, plan.changes)
         self.names = _names_in_model(files)
         """name on disk -> name in the model, where both hold the same"""
         self.changes = {

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from app.config import load_config
 from app.evaluation import conversation
+from app.model.merging import BOUNDS
 from app.process.errors import TrainingFault, UserError
 from tests.conftest import ROOT, TrainRun
 from tests.model.test_experts import tiny_mixture
@@ -227,6 +228,41 @@ def test_two_weighted_adapters_of_other_kinds_of_bases_are_merged_and_talked_to(
     words[0] = f"model.path={tmp_path / 'merged'}"
     (row,) = talk(monkeypatch, tmp_path / "chat", f"{QUESTION}\n", *words, short)
     assert [turn["role"] for turn in row] == ["user", "assistant"]
+
+
+@pytest.mark.slow
+def test_a_mixture_in_bf16_is_judged_by_the_experts_that_it_chooses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounding lets routers choose others, with other answers: that is said, and no fault."""
+    from app.evaluation import merged
+    from app.model.adapter import LoraConfig, apply_adapter, save_adapter
+    from app.model.base import ModelConfig, load_base
+
+    base = save_with_tokenizer(tiny_mixture("granitemoe", vocab_size=768), tmp_path / "base")
+    model = load_base(ModelConfig(path=str(base)), "eager", torch.float32)
+    adapted = apply_adapter(model, LoraConfig(r=4), half_precision=False)
+    move(adapted, seed=3)
+    save_adapter(adapted, tmp_path / "a")
+    words = [f"model.path={base}", f"adapter_path={tmp_path / 'a'}", "trainer.precision=fp32"]
+    found = merge_into(tmp_path / "bf16", *words, "merge.dtype=bf16")
+    printed = capsys.readouterr().out
+    assert re.search(r"rounding to bfloat16 changes \d+ of 456 choices \(\d\.\d%\)", printed)
+    assert not found.is_within(BOUNDS["bfloat16"]) and "by the same experts" in printed
+    report = json.loads((tmp_path / "bf16" / "merge.json").read_text())
+    assert report[merged.BY_SAME_EXPERTS]["largest"] < report[merged.CHECKED]["largest"]
+    merge_into(tmp_path / "fp32", *words, "merge.dtype=fp32")
+    assert "experts:" not in capsys.readouterr().out
+
+    def load_wrong(*given: Any) -> Any:
+        model = load_merged(*given)
+        next(one for name, one in model.named_parameters() if "experts" in name).data.mul_(2)
+        return model
+
+    load_merged = merged.load_merged
+    monkeypatch.setattr(merged, "load_merged", load_wrong)
+    with pytest.raises(TrainingFault, match="not what it was made of"):
+        merge_into(tmp_path / "wrong", *words, "merge.dtype=bf16")
 
 
 def test_a_chat_begins_with_its_system_prompt_and_outlives_errors(

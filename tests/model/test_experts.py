@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from app.model.adapter import (
     LoraConfig,
@@ -25,7 +25,7 @@ from app.model.adapter import (
 )
 from app.model.base import ModelConfig, load_base
 from app.model.base_files import read_shapes, weight_files
-from app.model.experts import expert_modules, group_products
+from app.model.experts import ChosenExperts, expert_modules, group_products
 from app.model.quantization import QuantizationConfig, storage_of, stored_4bit
 from app.preflight.base_model import inspect_base
 from app.preflight.files import check_saved_adapter
@@ -72,6 +72,18 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe": LATENT | {"head_dim": 8},
     "granitemoe": {"num_local_experts": 4},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64,
+        "num_kv_shared_layers": 0,
+        "bos_token_id": 1,
+    },
 }
 
 
@@ -155,7 +167,7 @@ def test_lora_on_fused_experts_equals_lora_on_each_expert(kind: str) -> None:
     plain_loss = loss_of(adapted)
     plain_loss.backward()
     assert loss.item() == pytest.approx(plain_loss.item(), abs=1e-5)
-    assert len(own) == sum(".mlp.experts." in n or "_moe.experts." in n for n in ours) / 2
+    assert len(own) == sum(".experts." in n and "shared" not in n for n in ours) / 2
     for name, (a, b) in own.items():
         assert a.grad is not None and b.grad is not None
         torch.testing.assert_close(
@@ -355,3 +367,29 @@ def test_experts_that_would_stay_unquantized_are_refused(tmp_path: Path) -> None
         UserError, match=r"7\d% of the weights of this qwen3_moe.*type quantization=nf4"
     ):
         load_base(config, "eager", torch.float32, QuantizationConfig(method="int8"))
+
+
+@pytest.mark.parametrize("kind", [*MIXTURES, "switch_transformers"])
+def test_a_mixture_chooses_the_experts_that_another_chose(kind: str) -> None:
+    """Whatever its routers are called; what nothing rounds chooses as before."""
+    if kind == "switch_transformers":
+        model = AutoModelForSeq2SeqLM.from_config(tiny_config(kind)).eval()
+        inputs = {"input_ids": row()["input_ids"], "labels": row()["input_ids"]}
+    else:
+        model, inputs = tiny_mixture(kind), row()
+
+    def run(experts: ChosenExperts) -> torch.Tensor:
+        with torch.no_grad(), experts:
+            return model(**inputs, use_cache=False).logits
+
+    first, again, kept = ChosenExperts(), ChosenExperts(), ChosenExperts()
+    logits = run(first)
+    assert torch.equal(run(again), logits) and again.count_changed(first)[0] == 0
+    for name, weight in model.named_parameters():
+        if "gate.weight" in name or "router" in name:
+            weight.data = -weight.data
+    run(again := ChosenExperts())
+    changed, of_all = again.count_changed(first)
+    assert 0 < changed <= of_all
+    run(kept := ChosenExperts(as_in=first))
+    assert kept.count_changed(first)[0] == 0

@@ -34,6 +34,7 @@ from app.model.base_files import read_shapes, weight_files
 from app.model.merging import BOUNDS, Difference, MergePlan, measure_difference, merge_weights
 from app.model.quantization import QuantizationConfig
 from app.process.errors import UserError
+from tests.families import tiny_family
 from tests.model.test_experts import tiny_mixture
 from tests.multimodal import llava_of_the_tiny_base, tiny_multimodal
 from tests.tiny import (
@@ -169,6 +170,17 @@ def test_a_head_that_alone_has_changed_is_no_longer_tied(tmp_path: Path) -> None
     read = merged(base, [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
     assert not read.config.tie_word_embeddings
     assert difference(adapted.eval(), read).is_within(BOUNDS["float32"])
+
+
+def test_a_weight_of_several_layers_that_each_change_otherwise_is_refused(tmp_path: Path) -> None:
+    tiny_family("zamba2").save_pretrained(tmp_path / "base")
+    make_adapter(tmp_path / "base", tmp_path / "adapter", LoraConfig(r=4))
+    with pytest.raises(UserError, match=r"layers\.1\..* otherwise than .*layers\.3\..*cannot be"):
+        merged(tmp_path / "base", [(tmp_path / "adapter", 1.0)], tmp_path / "merged", torch.float32)
+    in_mixers = LoraConfig(r=4, target_modules=["in_proj"])
+    adapted = make_adapter(tmp_path / "base", tmp_path / "mixers", in_mixers)
+    read = merged(tmp_path / "base", [(tmp_path / "mixers", 1.0)], tmp_path / "b", torch.float32)
+    assert difference(adapted, read).is_within(BOUNDS["float32"])
 
 
 def test_experts_saved_by_stock_peft_merge_into_the_files_of_each_expert(tmp_path: Path) -> None:

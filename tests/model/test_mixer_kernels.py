@@ -208,6 +208,7 @@ TAKES = {
     "nemotron_h": 2,
     "qwen3_5_text": 2,
     "qwen3_next": 2,
+    "zamba2": 2,
 }
 """kernels that a mixer of each calls: a convolution, and a scan"""
 
@@ -266,6 +267,8 @@ def test_a_scan_that_takes_no_boundaries_runs_by_document(monkeypatch: pytest.Mo
         ("granitemoehybrid", ["out_proj"], False),
         ("falcon_h1", "all-linear", True),  # peft puts none on out_proj
         ("nemotron_h", "all-linear", True),
+        ("zamba2", ["in_proj"], True),
+        ("zamba2", "all-linear", False),
         ("mamba", ["x_proj"], False),
         ("mamba", ["in_proj"], True),
     ],

@@ -246,6 +246,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4},
     },
     "prophetnet": {"add_cross_attention": True},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "xmod": {"default_language": "en_XX"},
     "qwen4_exp": {"text_config": QSA},
     "qwen4_exp_text": QSA,

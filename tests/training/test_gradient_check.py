@@ -117,6 +117,15 @@ def test_an_unrouted_expert_is_not_an_error(family: str) -> None:
     assert all(".experts." in name for name in idle)
 
 
+def test_a_module_of_a_list_that_no_token_reaches_is_named() -> None:
+    """A hybrid layer of Zamba 2 has adapters for each such layer, and runs its own alone."""
+    ids = torch.randint(3, 60, (1, 12))
+    every = r".*shared_transformer.*"
+    with pytest.raises(UserError, match=r"16 of 44 .*adapter_list\.1\.0 is the first"):
+        take_first_step(lora(tiny_family("zamba2"), every), OneRank(), input_ids=ids, labels=ids)
+    take_first_step(lora(tiny_family("zamba2")), OneRank(), input_ids=ids, labels=ids)
+
+
 def test_an_adapter_without_any_gradient_is_a_training_fault() -> None:
     model = lora(tiny_family("llama"))
     for weight in adapter_matrices(model):

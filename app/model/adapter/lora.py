@@ -228,6 +228,8 @@ def _log_left_out(config: LoraConfig, found: targets.Targets) -> None:
     """Log what stays frozen with all-linear, although a matrix is what it is."""
     if found.thin:
         log.info("lora: left out as too thin for rank %d: %s", config.r, ", ".join(found.thin))
+    if found.own_adapters:
+        log.info("lora: left out as the base's own adapters: %d matrices", len(found.own_adapters))
     if found.read:
         names = ", ".join(last_parts(found.read))
         log.info("lora: left out, since no plain product is computed there: %s", names)

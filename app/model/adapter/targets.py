@@ -36,6 +36,8 @@ THIN = 64
 """a matrix this many times longer than wide does not limit the rank of all-linear"""
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.|$)")
 """a mixture's router does not either; in most models it is not a linear module"""
+OWN_ADAPTERS = re.compile(r"\.\w+_adapter_list\b")
+"""Zamba 2's low-rank matrices beside a block of several layers: each layer runs its own alone"""
 EXPERTS_SHARE = 1 / 3
 """of the weights of the layers: where experts hold more, adapter.experts=auto adapts them"""
 KEYS_AND_VALUES = (("k_proj", "v_proj"), ("k", "v"))
@@ -87,6 +89,8 @@ class Targets:
     """gates and routers, which all-linear leaves out where the rank exceeds theirs"""
     read: list[str] = field(default_factory=list)
     """linear modules that are not called for W x, which all-linear leaves out"""
+    own_adapters: list[str] = field(default_factory=list)
+    """low-rank matrices that are part of the base, which all-linear leaves out"""
     problems: list[str] = field(default_factory=list)
 
 
@@ -174,7 +178,9 @@ def _find_lora(config: LoraConfig, base: BaseModules, found: Targets) -> None:
     own = OWN_FORWARD.get(base.model_type or "")
     if _is_all_linear(config):
         found.read = _not_called(names, base, own)
-        for name in (name for name in names if name not in found.read):
+        found.own_adapters = [name for name in names if OWN_ADAPTERS.search(name)]
+        left_out = {*found.read, *found.own_adapters}
+        for name in (name for name in names if name not in left_out):
             short, long = min(base.linear[name]), max(base.linear[name])
             is_thin = short < config.r and (long > THIN * short or ROUTER.search(name))
             if name != base.head:

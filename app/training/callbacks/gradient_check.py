@@ -89,10 +89,9 @@ def check_gradients(weights: list[TrainedWeight], is_reached: list[bool]) -> Non
 
 
 def _place(weight: TrainedWeight) -> str:
-    """Return a module's name with the number of its layer, and without the numbers of experts."""
-    layer = NUMBER.search(weight.module)
-    end = layer.end() if layer else 0
-    return weight.module[:end] + NUMBER.sub("*", weight.module[end:])
+    """Return a module's name without the numbers of experts."""
+    place, expert, inside = weight.module.partition("expert")
+    return place + expert + NUMBER.sub("*", inside)
 
 
 def _num_modules(weights: list[TrainedWeight]) -> int:
