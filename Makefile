@@ -140,7 +140,7 @@ chaos: $(STAMP)  ## kill runs, fill their disks, go on: bit for bit the same? SE
 seeded-bugs: $(STAMP)  ## sow bugs that lose runs, each must make its test fail; ARGS="word of a name"
 	$(BIN)/python -m tests.reliability.seeded_bugs $(ARGS)
 
-bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss|checkpoint|strategies|hybrids|gpu_ops|plan
+bench: $(STAMP)  ## measured figures, a table and a JSON line each; ONLY=startup|loop|packing|prepare|loss|checkpoint|strategies|hybrids|gpu_ops|plan|evaluate
 	$(BIN)/python -m benchmarks $(ONLY)
 
 bench-peers: $(STAMP)  ## training speed and memory beside peers; ONLY="lora_fp32|lora_bf16|full with=all"

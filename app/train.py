@@ -196,9 +196,13 @@ def print_done(run: Run) -> float | None:
     """Print that nothing is left to train; return the run's final validation loss."""
     if is_first_rank():
         shown = printable(str(run.folder))
-        print(f"done at step {run.manifest.get('total_steps')}: {shown} has finished")
-        where = shlex.quote(shown)
-        print(f"to train on: resume={where} trainer.max_steps=N 'resume_allow=[epochs]'")
+        step, planned = run.last_step, run.manifest["total_steps"]
+        early = f" of {planned}, stopped early" if step < planned else ""
+        print(f"done at step {step}{early}: {shown} has finished")
+        longer = "trainer.max_steps=N 'resume_allow=[epochs]'"
+        if early:
+            longer = "trainer.early_stopping_patience=N, a larger one or null"
+        print(f"to train on: resume={shlex.quote(shown)} {longer}")
         print(f"run: {shown}")
     metrics = json.loads((run.folder / METRICS_FILE).read_text(encoding="utf-8"))
     return metrics.get("val/loss")

@@ -56,6 +56,10 @@ PACKAGES = {
         ),
         ("--no-deps", "llamafactory==0.9.5"),
     ),
+    "lm_eval": (
+        ("torch==2.13.0",),
+        ("torch==2.13.0", "transformers==5.23.0", "accelerate", "lm_eval==0.4.13"),
+    ),
     # It pins nearly all that it needs, 4 GB with what only a GPU uses.
     "axolotl": (("torch==2.13.0",), ("torch==2.13.0", "axolotl==0.19.0")),
 }

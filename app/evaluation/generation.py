@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from app.evaluation.decoding import GreedyDecoder
 from app.evaluation.metrics import METRICS, Answer
 from app.evaluation.tasks.settings import TaskConfig
 from app.model.attention import generation_attention
@@ -48,8 +49,9 @@ class EvaluationConfig:
     loft[harness]`)"""
     harness_dir: str | None = setting(None)
     """folder of its task files (YAML), which may name local data; null = those that come with it"""
-    batch_tokens: int = setting(8192, ge=1)
-    """tokens of a batch of likelihoods; more memory, faster on a GPU"""
+    batch_tokens: int | None = setting(None, ge=1)
+    """tokens of a batch of likelihoods, more takes more memory; null = 8192 on a GPU, 2048 on a
+    CPU, which more than its caches hold makes slower"""
     batch_size: int = setting(64, ge=1)
     """prompts answered at once; more memory, faster"""
     max_regression: float | None = setting(None, ge=0, shown=("evaluate",))
@@ -104,21 +106,61 @@ def answer_batches(
     No more is generated of an answer that has one of `stop_texts`; they are not cut off.
     """
     import torch
+
+    was_training = model.training
+    model.eval()
+    with torch.no_grad(), generation_attention(model):
+        if shards is None and GreedyDecoder.fits(model):
+            decoder = GreedyDecoder(
+                model=model,
+                stops=frozenset(stop_ids),
+                max_new_tokens=config.max_new_tokens,
+                batch_size=config.batch_size,
+                is_done=lambda tokens: _has_one_of(stop_texts, tokens, tokenizer),
+            )
+            found = decoder.answers([prompt.input_ids for prompt in prompts])
+        else:
+            found = _generated(model, tokenizer, prompts, stop_ids, config, shards, stop_texts)
+        for batch in found:
+            answers = []
+            for number, tokens in batch:
+                end = next((n for n, token in enumerate(tokens) if token in stop_ids), None)
+                text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+                answers.append((number, Answer(text, end is not None)))
+            yield answers
+    model.train(was_training)
+
+
+def _has_one_of(
+    texts: Sequence[str], tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> bool:
+    """Tell whether one of some texts ends with the last of `tokens`."""
+    if not texts:
+        return False
+    # A text may have as many tokens as bytes, and end within the last one.
+    tail = max(len(text.encode()) for text in texts) + 1
+    recent = tokenizer.decode(tokens[-tail:])
+    return any(text in recent for text in texts)
+
+
+def _generated(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    stop_ids: set[int],
+    config: EvaluationConfig,
+    shards: StrategyMixin | None,
+    stop_texts: Sequence[str],
+) -> Iterator[list[tuple[int, list[int]]]]:
+    """Yield (number, tokens) by batch, through transformers' own loop: for every architecture."""
+    import torch
     from transformers import StoppingCriteriaList
 
     # Prompts of similar length share a batch, for less padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].input_ids))
-    stops = sorted(stop_ids)
-    was_training = model.training
-    model.eval()
     device = model.device if shards is None else shards.root_device
-    pad = tokenizer.pad_token_id
-    pairs = model.config.is_encoder_decoder
-    with (
-        torch.no_grad(),
-        generation_attention(model),
-        decoding(model, stops, pad, config.max_new_tokens),
-    ):
+    pairs, pad = model.config.is_encoder_decoder, tokenizer.pad_token_id
+    with decoding(model, sorted(stop_ids), pad, config.max_new_tokens):
         for chosen in _batches(order, config.batch_size):
             ids = [prompts[i].input_ids for i in chosen]
             padded, mask = _pad(ids, pad, on_the_right=pairs)
@@ -134,13 +176,7 @@ def answer_batches(
                     # keeps stepping for the others, which need its part of the weights.
                     synced_gpus=shards is not None,
                 )
-            answers = []
-            for i, row in zip(chosen, generated[:, start:].tolist(), strict=True):
-                end = next((n for n, token in enumerate(row) if token in stops), None)
-                text = tokenizer.decode(row[:end], skip_special_tokens=True)
-                answers.append((i, Answer(text, end is not None)))
-            yield answers
-    model.train(was_training)
+            yield list(zip(chosen, generated[:, start:].tolist(), strict=True))
 
 
 class _StopTexts:
@@ -157,13 +193,10 @@ class _StopTexts:
 
         if self._done is None:
             self._done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        # A text may have as many tokens as bytes, and end within the last one.
-        tail = max(len(text.encode()) for text in self._texts) + 1
-        left = [row for row, done in enumerate(self._done.tolist()) if not done]
-        recent = ids[left, max(self._start, ids.shape[1] - tail) :].tolist()
-        for row, tokens in zip(left, recent, strict=True):
-            text = self._tokenizer.decode(tokens)
-            self._done[row] = any(stop in text for stop in self._texts)
+        for row, done in enumerate(self._done.tolist()):
+            if not done:
+                tokens = ids[row, self._start :].tolist()
+                self._done[row] = _has_one_of(self._texts, tokens, self._tokenizer)
         return self._done
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MOST_LOGITS = 1 << 28
 """of a batch, in fp32 one GiB"""
+BATCH_TOKENS = {False: 8192, True: 2048}
+"""whether it is on a CPU -> tokens of a batch"""
 FAMILY_TOKENS = 32
 """contexts that begin with the same so many tokens (a task's examples) are planned together"""
 LEAST_SHARED = 8
@@ -138,13 +140,14 @@ def score(
     requests: Sequence[Request],
     *,
     max_len: int,
-    batch_tokens: int,
+    batch_tokens: int | None,
     gathered: Callable[[], AbstractContextManager[Any]] = nullcontext,
     device: Any = None,
 ) -> Iterator[list[tuple[int, Likelihood]]]:
     """Yield batches of (number of a request, its likelihood), in an order of their own.
 
     A context is cut at its left where it and its continuation are longer than `max_len` + 1.
+    `batch_tokens`: None takes what suits the device.
     `gathered` is entered around each forward pass: where weights are sharded, all ranks must call
     this with the same requests.
     """
@@ -152,7 +155,9 @@ def score(
 
     was_training = model.training
     model.eval()
-    scorer = _Scorer(model, gathered, device or model.device)
+    device = device or model.device
+    batch_tokens = batch_tokens or BATCH_TOKENS[device.type == "cpu"]
+    scorer = _Scorer(model, gathered, device)
     is_pair = model.config.is_encoder_decoder
     with torch.no_grad(), generation_attention(model):
         if is_pair:
@@ -207,17 +212,30 @@ def _num_shared(rows: Sequence[Row]) -> int:
 
 def can_share(model: Any) -> bool:
     """Tell whether the states of a prefix can be used by several rows: attention's alone can."""
-    from transformers import DynamicCache, GenerationMixin
     from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
-    if model.config.is_encoder_decoder:
-        return False
-    inner = next(part for part in model.modules() if isinstance(part, GenerationMixin))
-    layers = DynamicCache(config=inner.config.get_text_config(decoder=True)).layers
-    return not inner._is_stateful and all(
+    return all(
         isinstance(layer, DynamicLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
-        for layer in layers
+        for layer in _cache_layers(model)
     )
+
+
+def has_growing_cache(model: Any) -> bool:
+    """Tell whether every layer caches keys and values of all tokens, and nothing else."""
+    from transformers.cache_utils import DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in _cache_layers(model))
+
+
+def _cache_layers(model: Any) -> Sequence[Any]:
+    """Return the layers of a decoder's cache; [None] for a model that has another one."""
+    from transformers import DynamicCache, GenerationMixin
+
+    if model.config.is_encoder_decoder:
+        return [None]
+    inner = next(part for part in model.modules() if isinstance(part, GenerationMixin))
+    layers: Sequence[Any] = DynamicCache(config=inner.config.get_text_config(decoder=True)).layers
+    return [None] if inner._is_stateful else layers
 
 
 class _Scorer:
@@ -288,7 +306,7 @@ class _Scorer:
         import torch
         from transformers import DynamicCache
 
-        ids, mask = _padded(prefixes, on_the_left=True)
+        ids, mask = padded(prefixes, on_the_left=True)
         mask = mask.to(self.device)
         inputs = self._inputs(ids.to(self.device), mask, mask)
         inner = self.model.config.get_text_config(decoder=True)
@@ -315,7 +333,7 @@ class _Scorer:
     ) -> list[tuple[int, Likelihood]]:
         import torch
 
-        ids, own_mask = _padded([row.ids for row in rows], on_the_left=False)
+        ids, own_mask = padded([row.ids for row in rows], on_the_left=False)
         ids, own_mask = ids.to(self.device), own_mask.to(self.device)
         mask = own_mask
         how: dict[str, Any] = {"use_cache": False}
@@ -344,9 +362,9 @@ class _Scorer:
         size = max(1, min(batch_tokens // widest, MOST_LOGITS // (widest * self.vocab_size)))
         for begin in range(0, len(order), size):
             chosen = order[begin : begin + size]
-            ids, mask = _padded([requests[n].context for n in chosen], on_the_left=False)
+            ids, mask = padded([requests[n].context for n in chosen], on_the_left=False)
             targets = [requests[n].continuation for n in chosen]
-            read, _ = _padded([[start, *one[:-1]] for one in targets], on_the_left=False)
+            read, _ = padded([[start, *one[:-1]] for one in targets], on_the_left=False)
             with self.gathered():
                 logits = self.model(
                     input_ids=ids.to(self.device),
@@ -388,7 +406,7 @@ def likelihoods_of(
     return found
 
 
-def _padded(rows: Sequence[Sequence[int]], *, on_the_left: bool) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[Sequence[int]], *, on_the_left: bool) -> tuple[Tensor, Tensor]:
     """Return ids and mask [rows, longest]; masked tokens are 0."""
     import torch
 

@@ -79,6 +79,13 @@ def compare_settings(before: TrainConfig, now: TrainConfig) -> list[Change]:
     return changes
 
 
+def is_more_patient(change: Change) -> bool:
+    """Tell whether a run that has stopped early may train on after a change."""
+    if change.what != "trainer.early_stopping_patience" or change.before is None:
+        return False
+    return change.now is None or change.now > change.before
+
+
 def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """List the differences between the facts of two manifests.
 

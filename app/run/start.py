@@ -18,6 +18,7 @@ from app.run.changes import (
     compare_facts,
     compare_settings,
     describe_global_batch,
+    is_more_patient,
     judge,
 )
 from app.run.find import AUTO, NEVER, checkpoints_of, has_checkpoints, typed_step
@@ -62,6 +63,12 @@ class Run:
     def step(self) -> int:
         """Return the number of optimizer steps done."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def last_step(self) -> int:
+        """Return the step at which a finished run ended: the last one planned, or an early stop."""
+        planned: int = self.manifest["total_steps"]
+        return _ended_before(self.folder, planned) or planned
 
     @property
     def checkpoint_path(self) -> Path | None:
@@ -182,10 +189,18 @@ def compare_existing(
         problems, notes = problems + refused, notes + noted
     rewinds = typed_step(config.resume) is not None
     lengthens = any(change.rule in LENGTHENS for change in changes)
+    if any(is_more_patient(change) for change in changes):
+        lengthens |= _ended_before(folder, manifest["total_steps"]) is not None
     is_done = has_finished and not rewinds and not lengthens
     if not is_done and not has_checkpoints(folder):
         problems.append(f"{folder} has finished and has no checkpoint to resume from")
     return ExistingRun(manifest=manifest, problems=problems, notes=notes, is_done=is_done)
+
+
+def _ended_before(folder: Path, planned: int) -> int | None:
+    """Return the step at which a finished run has stopped early; None where it has not."""
+    steps = [one.step for one in checkpoints_of(folder).checkpoints()]
+    return max(steps) if steps and max(steps) < planned else None
 
 
 def open_run(config: TrainConfig, existing: ExistingRun | None) -> Run:

@@ -87,23 +87,22 @@ def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_stops_early_and_ends_as_any_other(tmp_path: Path) -> None:
-    words = (
-        "trainer.early_stopping_patience=2",
+def test_a_run_stops_early_and_ends_as_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
         "trainer.max_steps=6",
         "trainer.validate_every_steps=1",
         "optimizer.lr=1e-12",
         "trainer.checkpoint.every_steps=5",
         "trainer.precision=fp32",
-    )
-    run = train_into(
-        tmp_path / "run",
-        *words,
         *MEASURED[:2],
         *MEASURED[3:5],
         "evaluation.every_steps=1",
         "trainer.checkpoint.monitor=val/exact_match/lists",
-    )
+    ]
+    patient = "trainer.early_stopping_patience="
+    run = train_into(tmp_path / "run", *words, f"{patient}2")
     # The first measurement is the best; two that are no better end the run.
     assert curves(run)["train/loss"][-1][0] == "2"
     assert [one.step for one in CheckpointStore(run / "checkpoints").checkpoints()] == [2]
@@ -113,16 +112,21 @@ def test_a_run_stops_early_and_ends_as_any_other(tmp_path: Path) -> None:
     kept = curves(run)
     before = (run / "metrics.json").read_bytes()
     (run / "metrics.json").unlink()
-    train_into(
-        run,
-        *words,
-        *MEASURED[:2],
-        *MEASURED[3:5],
-        "resume=must",
-        "evaluation.every_steps=1",
-        "trainer.checkpoint.monitor=val/exact_match/lists",
-    )
+    train_into(run, *words, f"{patient}2", "resume=must")
     assert curves(run) == kept
     assert (
         json.loads((run / "metrics.json").read_text())["val/loss"] == json.loads(before)["val/loss"]
     )
+
+    # Once it has ended it says where, and what makes it go on: more patience, not less.
+    for fewer in ("2", "1"):
+        capsys.readouterr()
+        train_into(run, *words, f"{patient}{fewer}", "resume=must")
+        said = capsys.readouterr().out
+        assert said.startswith("done at step 2 of 6, stopped early: ")
+        assert "trainer.early_stopping_patience=N, a larger one or null" in said
+    train_into(run, *words, f"{patient}4", "resume=must")
+    assert curves(run)["train/loss"][-1][0] == "4"
+    train_into(run, *words, f"{patient}null", "resume=must")
+    assert curves(run)["train/loss"][-1][0] == "6"
+    assert curves(run)["train/loss"][:2] == kept["train/loss"]

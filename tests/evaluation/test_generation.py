@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.evaluation.comparison import Predictions
-from app.evaluation.generation import Answer, EvaluationConfig, answer_prompts
+from app.evaluation.generation import (
+    Answer,
+    EvaluationConfig,
+    answer_batches,
+    answer_prompts,
+)
 from app.model.attention import attention_implementation
 from data_modules import (
     BatchSpec,
@@ -22,7 +28,7 @@ from data_modules import (
     Prompt,
 )
 from data_modules.messages import Origin
-from tests.tiny import SAMPLES, TINY_BASE, tiny_llama
+from tests.tiny import SAMPLES, TINY_BASE, tiny_gpt2, tiny_llama
 
 STOP, PAD = 2, 0
 Prompts = dict[str, list[Prompt]]
@@ -206,3 +212,59 @@ def test_a_sampling_generation_config_is_ignored(tokenizer: Any, prompts: list[P
         assert (
             answer_prompts(base, tokenizer, prompts, {tokenizer.eos_token_id}, config) == expected
         )
+
+
+class Numbered:
+    """A tokenizer that spells out token ids."""
+
+    pad_token_id = PAD
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(f"<{token}>" for token in ids)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("stop_texts", [(), ("<7><9>", "<21>")])
+def test_rows_that_leave_and_join_change_no_answer(build: Any, stop_texts: tuple[str, ...]) -> None:
+    chance = random.Random(1)
+    model, stops = build().eval(), {2, 5, 11}
+    prompts = [
+        Prompt([chance.randrange(3, 64) for _ in range(chance.randint(1, 30))], "", Origin("a", n))
+        for n in range(23)
+    ]
+    how = EvaluationConfig(max_new_tokens=12, batch_size=1)
+    alone = [
+        answer
+        for one in prompts
+        for batch in answer_batches(model, Numbered(), [one], stops, how, None, stop_texts)
+        for _, answer in batch
+    ]
+    for one, answer in zip(prompts, alone, strict=True):  # one forward pass a token, no cache
+        ids = list(one.input_ids)
+        for _ in range(12):
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            text = Numbered().decode(ids[len(one.input_ids) :])
+            if ids[-1] in stops or any(stop in text for stop in stop_texts):
+                break
+        ends = ids[-1] in stops
+        new = ids[len(one.input_ids) : -1 if ends else None]
+        assert answer == Answer(Numbered().decode(new), ends)
+    assert len({answer.text.count("<") for answer in alone}) > 2  # they end at their own times
+    for size in (2, 5, 64):
+        how = EvaluationConfig(max_new_tokens=12, batch_size=size)
+        found = [
+            one
+            for batch in answer_batches(model, Numbered(), prompts, stops, how, None, stop_texts)
+            for one in batch
+        ]
+        assert len(found) == len(prompts)
+        assert [answer for _, answer in sorted(found, key=lambda one: one[0])] == alone
+
+
+def test_what_has_ended_is_given_away_before_the_last_one_ends() -> None:
+    prompts = [prompt(text) for text in "xxxaaaaaa"]
+    how = EvaluationConfig(max_new_tokens=40, batch_size=4)
+    batches = list(answer_batches(chain_model(CHAIN), Spelled(), prompts, {STOP}, how))
+    assert [number for number, _ in batches[0]] == [3]  # and the next prompt takes its place
+    assert {number for number, _ in batches[-1]} <= {0, 1, 2}
