@@ -33,6 +33,7 @@ from app.process.reporting import report
 from app.run import NEVER, ExistingRun, compare_existing
 from app.run.folder import NO_URL, UNSET, check_output, discard_unused
 from app.run.ranks import check_nodes, check_supervise
+from app.strategy.rendezvous import check_network
 from data_modules import printable, redact
 
 DEFAULT_EXPERIMENT = "quickstart"
@@ -142,12 +143,13 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
         raise UserError(problems)
     if isinstance(config, PlanConfig):
         return None  # it checks against its hardware, and reads neither weights nor data
-    existing = num_ranks = None
+    existing = num_ranks = per_node = None
     is_preview = isinstance(config, PreviewConfig)
     if isinstance(config, EvaluateConfig):
         num_ranks = requested_devices(config).num_ranks
     if isinstance(config, TrainConfig) and not is_preview:
-        num_ranks = requested_devices(config).num_ranks
+        devices = requested_devices(config)
+        num_ranks, per_node = devices.num_ranks, devices.ranks_per_node
         if config.faults:
             faults, problems = parse_faults(config.faults)
             problems += check_workers(faults, config.data.num_workers)
@@ -158,9 +160,9 @@ def check_before_start(config: Config, words: Sequence[str] | None = None) -> Ex
         # A run that is done needs neither its data nor its model.
         is_elsewhere = isinstance(config, TrainConfig) and config.launcher.name != "local"
         is_here = not is_preview and not is_elsewhere
-        problems += check_launch(num_ranks) if not is_elsewhere else []
+        problems += check_launch(num_ranks, per_node) if not is_elsewhere else []
         if isinstance(config, TrainConfig) and is_here:
-            problems += check_nodes(config, words)
+            problems += check_nodes(config, words) + check_network(config.trainer.num_nodes)
         problems += check_compatibility(config, on_this_machine=is_here)
         problems += check_files(config, needs_weights=not is_preview)
         if isinstance(config, (TrainConfig, EvaluateConfig)):

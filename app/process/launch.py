@@ -234,14 +234,17 @@ def set_run_dir(folder: Path) -> None:
     _decided = os.environ[RUN_DIR_VARIABLE] = str(folder)
 
 
-def check_launch(num_ranks: int | None) -> list[str]:
+def check_launch(num_ranks: int | None, ranks_per_node: int | None = None) -> list[str]:
     """List what is wrong with how this process was started.
 
-    `num_ranks`: what the settings ask for; None for a verb that runs as one process.
+    `num_ranks`, `ranks_per_node`: what the settings ask for; None for a verb that runs as one
+    process.
     """
     launch = read_launch()
     if launch.problems:
         return list(launch.problems)
+    if launch.is_one_of_several and (unequal := _unequal_nodes(launch, ranks_per_node)):
+        return [unequal]
     if launch.num_ranks in (None, num_ranks or 1):
         return []
     were = "rank was" if launch.num_ranks == 1 else "ranks were"
@@ -251,6 +254,25 @@ def check_launch(num_ranks: int | None) -> list[str]:
     return [
         f"{started}, but trainer.devices x trainer.num_nodes is {num_ranks}; {_fitting(launch)}"
     ]
+
+
+def _unequal_nodes(launch: Launch, ranks_per_node: int | None) -> str | None:
+    """Return what is wrong where machines have not started as many ranks each, None if they have.
+
+    `ranks_per_node`: what the settings ask for.
+    """
+    total, here = launch.num_ranks or 1, launch.ranks_here
+    if launch.detected_by == "SLURM_NTASKS" and here is None:
+        return (
+            f"SLURM_NTASKS={total}, and SLURM_NTASKS_PER_NODE is not set: every node needs as many "
+            f"ranks; type --ntasks-per-node={ranks_per_node or total} instead of --ntasks"
+        )
+    if here is not None and total % here:
+        return (
+            f"{here} ranks were started on this machine, of {total}: every machine needs as many; "
+            "type the same --nproc-per-node (--ntasks-per-node) on each"
+        )
+    return None
 
 
 def _fitting(launch: Launch) -> str:

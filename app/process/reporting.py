@@ -143,6 +143,12 @@ def _message(error: BaseException, code: int) -> str:
         return f"error ({kind}): " + "\n  ".join(printable(redact(one)) for one in problems)
     where = "" if isinstance(error, TrainingFault) else f"{type(error).__name__}: "
     hint = f"{TRACEBACK_VARIABLE}=1 before the command shows where it happened"
+    if TAKEN_PORT.search(problems[0]):
+        port = os.environ.get("MASTER_PORT", "of the rendezvous")
+        hint = (
+            f"port {port} is in use on the machine of rank 0; type another one for all ranks: "
+            "export MASTER_PORT=N before srun, --rdzv-endpoint=HOST:N for torchrun"
+        )
     if DEAD_WORKER.search(problems[0]):
         hint = (
             "a loader's worker is often killed for lack of memory, or of room in /dev/shm; type a "

@@ -87,6 +87,56 @@ def choose_gloo_interface(main_address: str, num_nodes: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
+def check_network(num_nodes: int) -> list[str]:
+    """List the names of interfaces and of rank 0's machine that ranks could not meet by.
+
+    Those that the environment gives to ranks which something else has started: torch would wait
+    for the others until its time-out.
+    """
+    launch = read_launch()
+    if launch.is_started_here or launch.num_ranks in (None, 1):
+        return []
+    problems, there = [], [name for _, name in socket.if_nameindex()]
+    reaching = None
+    if launch.first_address is not None:
+        if not _is_known(launch.first_address):
+            problems.append(
+                f"MASTER_ADDR={launch.first_address}: no host of that name is known here; type "
+                "the name or address of the machine with rank 0"
+            )
+        reaching = interface_to(launch.first_address)
+    taken = f"{reaching} reaches {launch.first_address}" if reaching else "the others"
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        typed = os.environ.get(variable, "")
+        if not typed or typed.startswith("^"):  # NCCL's word for all but these
+            continue
+        is_prefix = variable.startswith("NCCL") and not typed.startswith("=")
+        names = [name.partition(":")[0] for name in typed.removeprefix("=").split(",")]
+        found = [
+            one
+            for one in there
+            if any(one.startswith(name) if is_prefix else one == name for name in names)
+        ]
+        if not found:
+            problems.append(
+                f"{variable}={typed}: this machine has no such interface, but {', '.join(there)}; "
+                f"unset it ({taken})"
+            )
+        elif found == [INTERFACE] and num_nodes > 1:
+            problems.append(
+                f"{variable}={typed} is the interface of this machine alone, and the ranks are on "
+                f"{num_nodes}; unset it ({taken})"
+            )
+    return problems
+
+
+def _is_known(host: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
 def interface_to(host: str) -> str | None:
     """Return the interface by which `host` is reached; None where that is not known.
 

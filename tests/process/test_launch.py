@@ -27,12 +27,18 @@ ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **ADDRESS}
 LAUNCHED = {"LOFT_RUN_DIR": "x", "LOFT_PARENT": str(os.getppid())}
 CHILD = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2", **LAUNCHED, **ADDRESS}
-SRUN = {"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "train"}
+SRUN = {
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NAME": "train",
+}
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    for name in (*VARIABLES_OF_A_RANK, *SRUN, "SLURM_NTASKS_PER_NODE", "TORCHELASTIC_RUN_ID"):
+    for name in (*VARIABLES_OF_A_RANK, *SRUN, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     read_launch.cache_clear()
     yield monkeypatch
@@ -107,13 +113,50 @@ def test_ranks_that_were_started_are_those_of_the_settings(tmp_path: Path) -> No
     assert ask(*words, "trainer.devices=2", environment=first).code == 0
     answer = ask(*words, environment=first | {"WORLD_SIZE": "8"})
     assert "type trainer.devices=2 trainer.num_nodes=4" in answer.said
-    answer = ask(*words, environment=SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS_PER_NODE": "2"})
+    answer = ask(*words, environment=SRUN | {"SLURM_PROCID": "0"})
     assert "type trainer.devices=2 trainer.num_nodes=2" in answer.said
     answer = ask(*words, environment=first, verb="evaluate")
     assert "; type trainer.devices=2\n" in answer.said
     answer = ask(*words, environment=first, verb="preview")
     assert answer.code == 2
     assert "this runs as one process" in answer.said
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "3"}, "2 ranks were started on this machine, of 3: every machine needs"),
+        ({"GLOO_SOCKET_IFNAME": "nope0"}, "GLOO_SOCKET_IFNAME=nope0: this machine has no such"),
+        ({"GLOO_SOCKET_IFNAME": "lo"}, "GLOO_SOCKET_IFNAME=lo is the interface of this machine"),
+        ({"NCCL_SOCKET_IFNAME": "=nope"}, "NCCL_SOCKET_IFNAME==nope: this machine has no such"),
+        ({"MASTER_ADDR": "no-such-host."}, "MASTER_ADDR=no-such-host.: no host of that name"),
+    ],
+)
+def test_machines_that_could_not_meet_are_refused(
+    variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
+    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    words += ["trainer.devices=2", "trainer.num_nodes=2"]
+    first = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+    assert ask(*words, environment=first).code == 0
+    assert ask(*words, environment=first | {"NCCL_SOCKET_IFNAME": "^docker,l"}).code == 0
+    answer = ask(*words, environment=first | variables)
+    assert (answer.code, answer.said.count("error")) == (2, 1)
+    assert said in answer.said
+
+
+def test_srun_needs_as_many_ranks_on_every_node(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
+    words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]"]
+    words += ["trainer.devices=2", "trainer.num_nodes=2"]
+    here = SRUN | {"SLURM_PROCID": "0"}
+    assert ask(*words, environment=here).code == 0
+    del here["SLURM_NTASKS_PER_NODE"]
+    answer = ask(*words, environment=here)
+    assert answer.code == 2
+    assert "SLURM_NTASKS_PER_NODE is not set" in answer.said
+    assert "type --ntasks-per-node=2 instead of --ntasks" in answer.said
 
 
 def test_a_shell_of_a_job_is_told_how_to_start_the_ranks_itself(tmp_path: Path) -> None:

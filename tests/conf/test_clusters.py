@@ -1,0 +1,158 @@
+"""The files for clusters are what their schedulers read, and start ranks that our checks accept."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+import app
+from app.config import load_config
+from app.preflight import requested_devices
+from app.process.launch import VARIABLES_OF_A_RANK
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "docs" / "clusters"
+NODES, GPUS = 2, 8
+
+
+def check_train(words: list[str]) -> None:
+    """Check that these are the words of a run on two nodes that can be started again."""
+    config = load_config("train", words)
+    assert requested_devices(config).num_ranks == NODES * GPUS
+    assert config.trainer.num_nodes == NODES
+    assert config.resume == "auto" and config.output.dir is not None
+
+
+def check_torchrun(line: str, **given: str) -> None:
+    """Check a line with torchrun's own parser; `given` are its options by PET_ variables."""
+    from torch.distributed.run import get_args_parser
+
+    words = shlex.split(line.replace("\\\n", " "))
+    words = words[1:] if words[0] == "exec" else words
+    assert Path(words[0]).name == "torchrun"
+    options = get_args_parser().parse_args(words[1:])
+    assert options.module and options.training_script == "app.train"
+    given = {"nnodes": options.nnodes, "nproc_per_node": options.nproc_per_node} | given
+    assert given == {"nnodes": str(NODES), "nproc_per_node": str(GPUS)}
+    check_train(options.training_script_args)
+
+
+def read_yaml(name: str) -> Any:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+def check_pod(pod: dict[str, Any]) -> dict[str, Any]:
+    """Check what each pod needs; returns its container."""
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == GPUS
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in mounts["/shared"]
+    assert container["command"] == ["bash", "-c"]
+    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
+    return container
+
+
+def test_the_jobset_starts_two_pods_that_find_the_first() -> None:
+    job = read_yaml("jobset.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (replicated,) = job["spec"]["replicatedJobs"]
+    spec = replicated["template"]["spec"]
+    assert spec["completions"] == spec["parallelism"] == NODES
+    assert spec["completionMode"] == "Indexed"
+    container = check_pod(spec["template"]["spec"])
+    (line,) = container["args"]
+    check_torchrun(line)
+    # JobSet's names: <set>-<job>-<its number>-<pod>.<set>
+    name = job["metadata"]["name"]
+    assert f"--rdzv-endpoint={name}-{replicated['name']}-0-0.{name}:29500" in line
+    (seconds,) = re.findall(r"--shutdown-timeout=(\d+)", line)
+    assert int(seconds) < spec["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_the_pytorchjob_leaves_torchrun_to_its_operator() -> None:
+    job = read_yaml("pytorchjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    spec = job["spec"]
+    workers = spec["pytorchReplicaSpecs"]["Worker"]
+    elastic = spec["elasticPolicy"]
+    assert elastic["minReplicas"] == elastic["maxReplicas"] == workers["replicas"] == NODES
+    pod = workers["template"]["spec"]
+    container = check_pod(pod)
+    assert container["name"] == "pytorch"  # the operator looks for this name
+    check_torchrun(container["args"][0], nnodes=str(NODES), nproc_per_node=spec["nprocPerNode"])
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    assert int(variables["PET_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_skypilot_starts_torchrun_on_each_machine() -> None:
+    task = read_yaml("skypilot.yaml")
+    assert task["num_nodes"] == NODES
+    assert task["resources"]["accelerators"].endswith(f":{GPUS}")
+    assert "/shared" in task["volumes"]
+    for part in ("setup", "run"):
+        subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)
+    # What SkyPilot sets, and torchrun as it would be called.
+    shell = "torchrun() { printf '%q ' torchrun \"$@\"; }\n" + task["run"].replace(".venv/bin/", "")
+    variables = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": str(NODES)}
+    variables["SKYPILOT_NUM_GPUS_PER_NODE"] = str(GPUS)
+    done = subprocess.run(
+        ["bash", "-c", shell], env=variables, capture_output=True, text=True, check=True
+    )
+    assert "--rdzv-endpoint=10.0.0.1:29500" in done.stdout
+    check_torchrun(done.stdout)
+
+
+def test_the_batch_script_asks_for_what_it_starts() -> None:
+    file = FOLDER / "slurm.sbatch"
+    text = file.read_text()
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    assert asked["nodes"] == str(NODES)
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"] == str(GPUS)
+    assert asked["signal"].startswith("USR1@") and "requeue" in asked
+    line = re.sub(r"\\\n", " ", text[text.index("\nsrun ") :]).strip()
+    words = shlex.split(line)
+    start = words.index("app.train")
+    assert words[start - 2 : start] == ["python", "-m"]
+    check_train(words[start + 1 :])
+    assert load_config("train", words[start + 1 :]).supervise.requeue
+
+
+def test_ray_calls_the_function_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what Ray gives a worker; Ray itself is not installed here."""
+    asked: dict[str, Any] = {}
+
+    class TorchTrainer:
+        def __init__(self, function: Any, **options: Any) -> None:
+            asked.update(options, function=function)
+
+        def fit(self) -> None:
+            asked["function"](asked["train_loop_config"])
+
+    train, torch = ModuleType("ray.train"), ModuleType("ray.train.torch")
+    for name in ("FailureConfig", "RunConfig", "ScalingConfig"):
+        setattr(train, name, SimpleNamespace)
+    torch.TorchTrainer = TorchTrainer  # type: ignore[attr-defined]
+    for module in (ModuleType("ray"), train, torch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    trained: list[Any] = []
+    monkeypatch.setattr(app, "train", trained.append, raising=False)
+    runpy.run_path(str(FOLDER / "ray_train.py"), run_name="__main__")
+    (config,) = trained
+    assert requested_devices(config).num_ranks == asked["scaling_config"].num_workers
+    assert config.resume == "auto" and config.output.dir is not None
+    assert asked["run_config"].failure_config.max_failures > 0
+    # The variables that Ray Train sets are those by which a rank is recognized.
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= set(VARIABLES_OF_A_RANK)

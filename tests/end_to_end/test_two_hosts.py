@@ -1,0 +1,210 @@
+"""Two hosts under torchrun: one is killed or stopped, or the link between them is cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from app.run.ranks import OWN_STORE_VARIABLE
+from app.training.checkpoint.store import CheckpointStore
+from tests.hosts import Host, hosts
+from tests.processes import LONGEST, RUN, TWO_RANKS
+from tests.reliability.person import Person
+from tests.runs import check_same_run
+from tests.tiny import small_run
+
+__all__ = ["hosts"]
+pytestmark = pytest.mark.slow
+
+LIMIT = 12.0
+"""seconds that a run may stand still"""
+NOTICED_WITHIN = 4 * LIMIT
+"""seconds in which a rank that has lost another one has ended, on a machine with other work"""
+NUM_KILLS = int(os.environ.get("LOFT_KILLS", "2"))
+"""of hosts at random; each takes the time of a start"""
+TWO_HOSTS = (
+    "trainer.num_nodes=2",
+    "trainer.devices=1",
+    "trainer.accelerator=cpu",
+    "resume=auto",
+    f"supervise.hang_minutes={LIMIT / 60}",
+)
+
+
+@dataclass
+class Training:
+    """One run on two hosts, whose torchruns print into files."""
+
+    pair: tuple[Host, Host]
+    run: Path
+    words: list[str]
+    max_restarts: int = 0
+    torchruns: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, *those: Host) -> None:
+        """Start torchrun on both hosts, or on those."""
+        for host in those or self.pair:
+            with self._log(host).open("a") as log:
+                self.torchruns[host.name] = host.torchrun(
+                    *("-m", "app.train", *self.words, f"output.dir={self.run}"),
+                    first=self.pair[0].name,
+                    options=(f"--max-restarts={self.max_restarts}",),
+                    environment={OWN_STORE_VARIABLE: "1"} if self.max_restarts else {},
+                    stdout=log,
+                )
+
+    def _log(self, host: Host) -> Path:
+        return self.run.parent / f"{host.name}.txt"
+
+    def said(self, host: Host) -> str:
+        return self._log(host).read_text(errors="replace")
+
+    def steps(self) -> list[int]:
+        return [one.step for one in CheckpointStore(self.run / "checkpoints").checkpoints()]
+
+    def wait_until(self, what: Callable[[], object], seconds: float = LONGEST) -> float:
+        """Wait for `what`; returns how long it took."""
+        began = time.monotonic()
+        while not what():
+            said = "".join(map(self.said, self.pair))
+            assert time.monotonic() - began < seconds, said
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait for a checkpoint of `step` or a later one."""
+        self.wait_until(lambda: self.has_ended() or self.steps()[-1:] >= [step])
+        assert self.steps()[-1:] >= [step], "".join(map(self.said, self.pair))
+
+    def has_ended(self) -> bool:
+        return all(one.poll() is not None for one in self.torchruns.values())
+
+    def wait_until_done(self) -> None:
+        """Wait for the end of both torchruns, which must have gone well."""
+        self.wait_until(self.has_ended)
+        codes = [one.poll() for one in self.torchruns.values()]
+        assert codes == [0, 0], "".join(map(self.said, self.pair))
+
+    def ranks_of(self, host: Host) -> list[int]:
+        """Return the ranks' processes of a host that have not ended."""
+        found = []
+        for pid in host.processes():
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if b"app.train" in words and b"torch.distributed.run" not in words and state != "Z":
+                found.append(pid)
+        return found
+
+
+def start(pair: tuple[Host, Host], folder: Path, *words: str, max_restarts: int = 0) -> Training:
+    """Start a run and wait for its first checkpoint."""
+    typed = small_run(*RUN, *TWO_HOSTS, *words)
+    training = Training(pair=pair, run=folder / "run", words=typed, max_restarts=max_restarts)
+    training.start()
+    training.wait_for_step(2)
+    return training
+
+
+def check_lost(said: str, rank: int, host: str) -> None:
+    """Check that a rank said once which other one it lost, and how the run is resumed."""
+    sentences = re.findall(r"^error .*", said, re.MULTILINE)
+    assert len(sentences) == 1, said
+    assert f"rank {rank} on host {host}" in sentences[0]
+    assert "to resume: torchrun --nnodes=2 --nproc-per-node=1 " in said
+    assert "--rdzv-endpoint=node1:29500 -m app.train resume=" in said
+
+
+@pytest.mark.parametrize(("lives", "dies"), [(0, 1), (1, 0)], ids=["second", "first"])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_host_is_named_by_the_other(
+    hosts: tuple[Host, Host], tmp_path: Path, lives: int, dies: int, signum: int
+) -> None:
+    training = start(hosts, tmp_path, "trainer.max_steps=400")
+    hosts[dies].send(signum)
+    training.wait_until(lambda: not training.ranks_of(hosts[lives]), NOTICED_WITHIN)
+    training.wait_until(lambda: "error (" in training.said(hosts[lives]), 1)
+    check_lost(training.said(hosts[lives]), dies, hosts[dies].name)
+    if lives == 0:  # else torchrun waits for its store, which is on the first host
+        training.wait_until(lambda: training.torchruns["node1"].poll() is not None, LIMIT)
+        said = training.said(hosts[lives])
+        assert "exitcode  : 3" in said and "traceback : error (the environment)" in said
+
+
+def test_a_link_that_is_cut_for_good_ends_both_sides(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    training = start(hosts, tmp_path, "trainer.max_steps=400")
+    hosts[1].cut()
+    for host, other in (hosts, hosts[::-1]):
+        training.wait_until(lambda host=host: not training.ranks_of(host), NOTICED_WITHIN)
+        check_lost(training.said(host), hosts.index(other), other.name)
+        assert "the link to it is cut" in training.said(host)
+    for rank in (0, 1):
+        stacks = (training.run / f"stacks-rank-{rank}.txt").read_text()
+        assert "training_step" in stacks or "app/training" in stacks
+
+
+@pytest.fixture(scope="module")
+def whole(person: Person, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing disturbed, of two ranks on this host."""
+    run = tmp_path_factory.mktemp("two") / "whole"
+    person.train_into(run, *small_run(*RUN, *TWO_RANKS))
+    return run
+
+
+def test_a_link_that_is_cut_for_20_seconds_costs_them_only(
+    hosts: tuple[Host, Host], whole: Path, tmp_path: Path
+) -> None:
+    training = start(hosts, tmp_path, "supervise.hang_minutes=2")
+    hosts[1].cut()
+    time.sleep(20)
+    assert not training.has_ended()
+    hosts[1].restore()
+    training.wait_until_done()
+    check_same_run(training.run, whole)
+
+
+def test_hosts_that_are_killed_come_back_and_lose_nothing(
+    hosts: tuple[Host, Host], person: Person, tmp_path: Path
+) -> None:
+    """Each is killed after a random time, as its power fails, and torchrun is started there again.
+
+    Where the first host was killed, the rendezvous is gone: both torchruns are started again.
+    """
+    steps = f"trainer.max_steps={8 * NUM_KILLS}"
+    draw = random.Random(NUM_KILLS)
+    training = start(hosts, tmp_path, steps, max_restarts=NUM_KILLS)
+    killed = []
+    for _ in range(NUM_KILLS):
+        before = (training.steps() or [0])[-1]
+        training.wait_until(lambda before=before: training.steps()[-1:] > [before])
+        time.sleep(draw.uniform(0, 3))
+        if training.has_ended():
+            break
+        dies = draw.choice((0, 1))
+        hosts[dies].send(signal.SIGKILL)
+        killed.append(hosts[dies].name)
+        if dies == 0:
+            training.wait_until(lambda: not training.ranks_of(hosts[1]), NOTICED_WITHIN)
+            hosts[1].send(signal.SIGKILL)
+        for host in hosts:
+            training.wait_until(lambda host=host: not training.ranks_of(host), NOTICED_WITHIN)
+        training.start(*(hosts if dies == 0 else hosts[1:]))
+    training.wait_until_done()
+    print(json.dumps({"kills": killed, "steps": training.steps()}))
+    assert len(killed) == NUM_KILLS
+    person.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
+    check_same_run(training.run, tmp_path / "whole")
