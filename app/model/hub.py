@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from app.process.errors import UserError
-from data_modules import DataConfig, is_hub_id
+from data_modules import DataConfig, explain_refusal, is_hub_id
 
 if TYPE_CHECKING:
     from app.model.base import ModelConfig
@@ -119,27 +119,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _describe(status: int, code: str, key: str, hub_id: str, revision: str | None) -> str | None:
-    what = f"{key}={hub_id}"
-    page = f"{(os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')}/{hub_id}"
-    has_token = hub_token() is not None
-    if code == "GatedRepo":
-        login = "" if has_token else "; then type hf auth login, or export HF_TOKEN"
-        return f"{what}: gated: its owner must let you in; ask at {page}{login}"
-    if code == "RevisionNotFound":
-        return f"{what}: has no revision {revision}; leave model.revision out, or type a commit"
-    if code == "RepoNotFound" or (status == 404 and code != "EntryNotFound"):
-        login = (
-            "your token may not see it"
-            if has_token
-            else "if it is private, type hf auth login or export HF_TOKEN"
-        )
-        return f"{what}: no such model on the hub (HTTP {status}); check the name; {login}"
-    if status == 401:
-        said = "refuses your token" if has_token else "asks for a token"
-        return f"{what}: the hub {said} (HTTP 401); type hf auth login, or export HF_TOKEN"
-    if status == 403:
-        return f"{what}: your token may not read it (HTTP 403); take one with read access to it"
-    return None
+    why = explain_refusal(
+        status,
+        code,
+        kind="model",
+        page=f"{(os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')}/{hub_id}",
+        revision=f"{revision}; leave model.revision out, or type a commit",
+        has_token=hub_token() is not None,
+    )
+    return None if why is None else f"{key}={hub_id}: {why}"
 
 
 def hub_token() -> str | None:
