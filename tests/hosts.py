@@ -1,0 +1,198 @@
+"""Two hosts on this machine: network namespaces with a name, an address and a link of their own.
+
+The link can be made slow, cut and restored, and counts the bytes that cross it. Names of namespaces
+carry the process, so that tests may run beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.processes import environment_of_a_person
+
+INTERFACE = "eth0"
+PORT = 29500
+"""of the rendezvous; a namespace has ports of its own"""
+FILES = Path("/etc/netns")
+"""`ip netns exec` lays the files of a namespace's folder here over those in /etc"""
+NAMED = 'hostname "$0" && exec "$@"'
+BURST = "64kb"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """One host: a network namespace, whose processes see its name and its interface only."""
+
+    name: str
+    """what its processes have as the name of their host"""
+    address: str
+    namespace: str
+
+    def command(self, *words: str) -> list[str]:
+        """Return the command line that runs `words` on this host, in the process it starts."""
+        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
+        return [*inside, "sh", "-c", NAMED, self.name, *words]
+
+    def start(
+        self, *words: str, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Start a command on this host, in a session of its own."""
+        return subprocess.Popen(
+            self.command(*words),
+            cwd=ROOT,
+            env=environment_of_a_person() | dict(environment or {}),
+            text=True,
+            start_new_session=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},
+        )
+
+    def torchrun(
+        self,
+        *words: str,
+        first: str,
+        ranks: int = 1,
+        options: tuple[str, ...] = (),
+        environment: Mapping[str, str] | None = None,
+        **popen: Any,
+    ) -> subprocess.Popen[str]:
+        """Start this host's part of `torchrun --nnodes=2 ... WORDS`; `first` has the rendezvous.
+
+        A thread a rank, unless `environment` says otherwise.
+        """
+        return self.start(
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nnodes=2", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d"),
+            *(f"--rdzv-endpoint={first}:{PORT}", "--monitor-interval=0.1"),
+            *options,
+            *words,
+            environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | dict(environment or {}),
+            **popen,
+        )
+
+    def processes(self) -> list[int]:
+        """Return the processes that run on this host."""
+        return [int(word) for word in _ip("netns", "pids", self.namespace).split()]
+
+    def send(self, signum: int) -> None:
+        """Send a signal to every process of this host: SIGKILL as its power fails, SIGSTOP."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that have left this host over the link, headers included."""
+        return self._counted("tx")
+
+    def received_bytes(self) -> int:
+        """Return the bytes that have come to this host over the link, headers included."""
+        return self._counted("rx")
+
+    def _counted(self, direction: str) -> int:
+        shown = _ip("-n", self.namespace, "-s", "-j", "link", "show", "dev", INTERFACE)
+        return int(json.loads(shown)[0]["stats64"][direction]["bytes"])
+
+    def shape(self, rate: str) -> None:
+        """Have this host send at most at `rate`, in tc's words: 100mbit."""
+        limit = ("root", "tbf", "rate", rate, "burst", BURST, "latency", "200ms")
+        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", INTERFACE, *limit)
+
+    def cut(self) -> None:
+        """Take this host's end of the link down: nothing is told to the other, as by a cable."""
+        _ip("-n", self.namespace, "link", "set", INTERFACE, "down")
+
+    def restore(self) -> None:
+        """Bring this host's end of the link up again."""
+        _ip("-n", self.namespace, "link", "set", INTERFACE, "up")
+
+
+def why_no_hosts() -> str | None:
+    """Return why this machine cannot have two hosts, or None where it can."""
+    if sys.platform != "linux":
+        return "network namespaces are of Linux"
+    missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found (packages iproute2 and util-linux)"
+    probe = f"loft{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"no network namespace may be made: {made.stderr.strip()}"
+    try:
+        run = subprocess.run(
+            ["ip", "netns", "exec", probe, "unshare", "--uts", "true"],
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        _ip("netns", "del", probe)
+    return None if run.returncode == 0 else f"no command runs in one: {run.stderr.strip()}"
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Make `node1` and `node2` with a link between them; whatever runs there is killed after."""
+    first, second = (
+        Host(
+            name=f"node{number}",
+            address=f"10.77.0.{number}",
+            namespace=f"loft{os.getpid()}-{number}",
+        )
+        for number in (1, 2)
+    )
+    names = "127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in (first, second))
+    with ExitStack() as stack:
+        for host in (first, second):
+            _ip("netns", "add", host.namespace)
+            stack.callback(_remove, host)
+            folder = FILES / host.namespace
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(names, encoding="ascii")
+        ends = ("type", "veth", "peer", "name", INTERFACE, "netns", second.namespace)
+        _ip("link", "add", INTERFACE, "netns", first.namespace, *ends)
+        for host in (first, second):
+            within = ("-n", host.namespace)
+            _ip(*within, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            for interface in ("lo", INTERFACE):
+                _ip(*within, "link", "set", interface, "up")
+        yield first, second
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a link between them; skipped, with the reason, where there can be none."""
+    if (reason := why_no_hosts()) is not None:
+        pytest.skip(reason)
+    with two_hosts() as pair:
+        yield pair
+
+
+def _remove(host: Host) -> None:
+    until = time.monotonic() + 10
+    while host.processes() and time.monotonic() < until:
+        host.send(signal.SIGKILL)
+        time.sleep(0.05)
+    _ip("netns", "del", host.namespace)
+    shutil.rmtree(FILES / host.namespace, ignore_errors=True)
+
+
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+    return done.stdout
