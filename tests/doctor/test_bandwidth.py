@@ -246,7 +246,7 @@ SHAPED = 0.0125
 
 @pytest.mark.slow
 def test_a_link_of_known_speed_is_measured(
-    hosts: tuple[Host, Host],  # noqa: F811
+    hosts: tuple[Host, Host],
 ) -> None:
     words = ("--json", "seconds=20", f"hardware.network_gb_per_second={SHAPED}")
     for host in hosts:
