@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 def preview(config: PreviewConfig) -> Path:
     """Show what `config` would train on, in the terminal and as a page; return its folder."""
     folder = decide_run_dir(config.output)
-    quiet_libraries(offline=is_offline(_files_read(config.model), config.data))
+    quiet_libraries(offline=is_offline(_files_read(config.model), config.data, needs_weights=False))
 
     say_loading()
     # Imported here and not above: --help and a config error must not wait for torch.

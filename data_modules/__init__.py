@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from data_modules.settings import DatasetConfig as DatasetConfig
     from data_modules.settings import check_datasets as check_datasets
     from data_modules.settings import dataset_names as dataset_names
+    from data_modules.source import explain_refusal as explain_refusal
     from data_modules.source import is_hub_id as is_hub_id
     from data_modules.source import open_regular as open_regular
     from data_modules.source import read_rows as read_rows
@@ -86,6 +87,7 @@ _HOMES = {
     "describe_values": "facts",
     "estimate_epoch": "tokens.size",
     "expected": "facts",
+    "explain_refusal": "source",
     "facts_of": "facts",
     "hints_of": "facts",
     "holds_token": "messages",

@@ -172,7 +172,7 @@ def _bandwidth_table(measured: Sequence[bandwidth.Measured]) -> Any:
         column.justify = "right"
     by_size: dict[int, dict[str, str]] = {}
     for one in measured:
-        by_size.setdefault(one.num_bytes, {})[one.kind] = f"{one.gb_per_second:,.2f}"
+        by_size.setdefault(one.num_bytes, {})[one.kind] = bandwidth.format_speed(one.gb_per_second)
     for size, cells in by_size.items():
         mebibytes = size // bandwidth.MIB
         name = f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes // 1024} GiB"
@@ -183,9 +183,17 @@ def _bandwidth_table(measured: Sequence[bandwidth.Measured]) -> Any:
 def _print_needs(console: Any, needs: Needs) -> None:
     from rich.table import Table
 
-    title = f"what a step under {needs.strategy} sends"
     table = Table(
-        title, "by", "times", "GB a rank", "x weights", "seconds", box=None, pad_edge=False
+        "what",
+        "by",
+        "times",
+        "GB a rank",
+        "x weights",
+        "seconds",
+        title=f"what a step under {needs.strategy} sends",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
     )
     for column in table.columns[2:]:
         column.justify = "right"

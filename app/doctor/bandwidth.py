@@ -86,6 +86,11 @@ def bus_bandwidth(kind: str, num_bytes: float, seconds: float, num_ranks: int) -
     return passes * (num_ranks - 1) / num_ranks * num_bytes / seconds / 1e9
 
 
+def format_speed(gb_per_second: float) -> str:
+    """Format GB/s with three digits, of slow links too."""
+    return f"{gb_per_second:,.0f}" if gb_per_second >= 100 else f"{gb_per_second:.3g}"
+
+
 def join_world() -> World:
     """Connect the ranks that torchrun or srun have started; UserError where that cannot be."""
     import torch
@@ -113,7 +118,9 @@ def join_world() -> World:
     choose_gloo_interface(os.environ["MASTER_ADDR"], 1)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=CONNECT_SECONDS))
-    here = sum(host == os.uname().nodename for host in gather(os.uname().nodename))
+    hosts = gather(os.uname().nodename)
+    # torchrun says how many it has started here; srun's are counted.
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(os.uname().nodename)))
     return World(rank=dist.get_rank(), num_ranks=num_ranks, ranks_here=here, device=device)
 
 

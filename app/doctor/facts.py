@@ -36,6 +36,8 @@ NVLINK_CAPABILITY = 2
 """of nvmlGpuP2PCapsIndex_t: two GPUs reach each other by NVLink"""
 LEVELS = ((10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"))
 """nvmlGpuTopologyLevel_t, in the words of `nvidia-smi topo -m`; the last is the slowest"""
+TEMPORARY = "TMPDIR"
+"""the folder that must be there: programs that do not find it choose others, or fail"""
 PROBE_BYTES = 2**20
 
 
@@ -271,6 +273,8 @@ def read_folder(what: str, path: Path) -> Folder:
 
     A file is written for that, into the nearest folder that exists, and removed.
     """
+    if what == TEMPORARY and not path.is_dir():
+        return Folder(what=what, path=str(path), failure="no such folder")
     try:
         nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
         with tempfile.TemporaryFile(dir=nearest) as file:
@@ -301,6 +305,6 @@ def folders_of(output: str | None, cache: str) -> dict[str, Path]:
         "output.dir": Path(output or "outputs"),
         "data.cache_dir": Path(cache),
         "hub's cache": cache_folder(),
-        "TMPDIR": Path(os.environ.get("TMPDIR") or tempfile.gettempdir()),
+        TEMPORARY: Path(os.environ.get("TMPDIR") or tempfile.gettempdir()),
     }
     return {what: path.expanduser() for what, path in found.items()}

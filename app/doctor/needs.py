@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.config import PlanConfig, settings_of
-from app.doctor.bandwidth import Measured
+from app.doctor.bandwidth import Measured, format_speed
 from app.doctor.rows import OK, WARNING, Row
 from app.planning.communication import ALL_REDUCE, Collective, list_collectives
 from app.planning.hardware import HardwareConfig, known_card, with_host_of_machine
@@ -156,8 +156,9 @@ def judge_link(measured: Sequence[Measured], hardware: HardwareConfig) -> list[R
         return []
     share, (low, high) = best / nominal, GOOD_SHARE
     found = (
-        f"all-reduce reaches {best:,.1f} GB/s, {share:.0%} of the {nominal:,.1f} that the link is "
-        f"sold as; a good one reaches {low:.0%} to {high:.0%}"
+        f"all-reduce reaches {format_speed(best)} GB/s, {share:.0%} of the "
+        f"{format_speed(nominal)} that the link is sold as; a good one reaches {low:.0%} to "
+        f"{high:.0%}"
     )
     if share >= low:
         return [Row("link", OK, found)]

@@ -130,12 +130,19 @@ def _bad_packages(facts: Facts) -> Iterator[Row]:
             status = WARNING if one.extra is not None else PROBLEM
             found = f"{one.version}; this program takes {one.required}"
             yield Row(one.name, status, found, _install(one))
-        elif (failure := facts.imports.failures.get(one.name)) is not None:
+        elif (failure := _import_failure(facts, one.name)) is not None:
             status = WARNING if one.extra is not None else PROBLEM
             fix = f"pip install --force-reinstall --no-deps -c constraints.txt {one.name}"
             if one.extra is not None:
                 fix = f"pip uninstall {one.name}, or {fix}"
             yield Row(one.name, status, f"{one.version} cannot be imported: {failure}", fix)
+
+
+def _import_failure(facts: Facts, name: str) -> str | None:
+    """Return why a package cannot be imported; None where it is for PyTorch's own reason."""
+    failures = facts.imports.failures
+    failure = failures.get(name)
+    return None if name != "torch" and failure == failures.get("torch") else failure
 
 
 def _install(one: Package) -> str:

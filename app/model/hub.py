@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from app.model.base_files import INDEX, WEIGHTS
 from app.process.errors import UserError
-from data_modules import DataConfig, is_hub_id
+from app.process.untrusted import read_json_object
+from data_modules import DataConfig, explain_refusal, is_hub_id
 
 if TYPE_CHECKING:
     from app.model.base import ModelConfig
 
 ENDPOINT = "https://huggingface.co"
 CONNECT_SECONDS = 2.5
+MAX_NAMED = 4
+"""files that a message names"""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """a revision that does not move"""
 
@@ -119,27 +123,15 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _describe(status: int, code: str, key: str, hub_id: str, revision: str | None) -> str | None:
-    what = f"{key}={hub_id}"
-    page = f"{(os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')}/{hub_id}"
-    has_token = hub_token() is not None
-    if code == "GatedRepo":
-        login = "" if has_token else "; then type hf auth login, or export HF_TOKEN"
-        return f"{what}: gated: its owner must let you in; ask at {page}{login}"
-    if code == "RevisionNotFound":
-        return f"{what}: has no revision {revision}; leave model.revision out, or type a commit"
-    if code == "RepoNotFound" or (status == 404 and code != "EntryNotFound"):
-        login = (
-            "your token may not see it"
-            if has_token
-            else "if it is private, type hf auth login or export HF_TOKEN"
-        )
-        return f"{what}: no such model on the hub (HTTP {status}); check the name; {login}"
-    if status == 401:
-        said = "refuses your token" if has_token else "asks for a token"
-        return f"{what}: the hub {said} (HTTP 401); type hf auth login, or export HF_TOKEN"
-    if status == 403:
-        return f"{what}: your token may not read it (HTTP 403); take one with read access to it"
-    return None
+    why = explain_refusal(
+        status,
+        code,
+        kind="model",
+        page=f"{(os.environ.get('HF_ENDPOINT') or ENDPOINT).rstrip('/')}/{hub_id}",
+        revision=f"{revision}; leave model.revision out, or type a commit",
+        has_token=hub_token() is not None,
+    )
+    return None if why is None else f"{key}={hub_id}: {why}"
 
 
 def hub_token() -> str | None:
@@ -193,14 +185,50 @@ def _why_unreachable(host: str, port: int) -> str | None:
     return answers[0] if answers else f"no answer within {CONNECT_SECONDS:g} s"
 
 
-def is_offline(model: ModelConfig, data: DataConfig | None = None) -> bool:
+def missing_weights(hub_id: str, revision: str | None) -> list[str]:
+    """List the weight files that a copy in the cache lacks; nothing where there is no copy."""
+    home = cache_folder() / f"models--{hub_id.replace('/', '--')}"
+    named = home / "refs" / (revision or "main")
+    commit = named.read_text(encoding="utf-8").strip() if named.is_file() else revision
+    snapshot = home / "snapshots" / (commit or "main")
+    if not snapshot.is_dir():
+        return []
+    names = {WEIGHTS}
+    if (snapshot / INDEX).is_file():
+        weight_map = read_json_object(snapshot / INDEX)[0].get("weight_map")
+        names = (
+            {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+        )
+    return sorted(name for name in names if not (snapshot / name).is_file())
+
+
+def _check_copy(hub_id: str, revision: str | None) -> None:
+    """Raise OSError where the copy in the cache lacks weights, which cannot be fetched now."""
+    missing = missing_weights(hub_id, revision)
+    if not missing:
+        return
+    why = "HF_HUB_OFFLINE is set" if is_offline_by_setting() else "there is no network"
+    shown = ", ".join(missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
+    at = f" --revision {revision}" if revision else ""
+    raise OSError(
+        f"model.path={hub_id}: its download did not finish: {len(missing)} of its weight files are "
+        f"not in the cache ({shown}), and {why}; where there is a network type hf download "
+        f"{hub_id}{at} (what is there is not fetched again), and bring the cache "
+        f"({cache_folder()}) here"
+    )
+
+
+def is_offline(
+    model: ModelConfig, data: DataConfig | None = None, *, needs_weights: bool = True
+) -> bool:
     """Return whether all files of a run are on this machine, in folders or in the hub's cache.
 
-    OSError where a base or tokenizer does not, and there is no network.
+    OSError where those of a base or tokenizer are not, and there is no network.
     """
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     ids = {key: path for key, path in paths.items() if path and not Path(path).is_dir()}
     datasets = () if data is None else (*data.datasets, *data.test_datasets)
-    return not check_hub(ids, model.revision) and not any(
-        is_hub_id(dataset.path) for dataset in datasets
-    )
+    is_reached = check_hub(ids, model.revision)
+    if needs_weights and not is_reached and model.path and "model.path" in ids:
+        _check_copy(model.path, model.revision)
+    return not is_reached and not any(is_hub_id(dataset.path) for dataset in datasets)

@@ -1,5 +1,6 @@
 """Read rows from files, folders, URLs, the hub and the samples; each keeps file and line."""
 
+from data_modules.source.hub import explain_refusal
 from data_modules.source.limits import MAX_ROW_BYTES, Limits
 from data_modules.source.locating import (
     Part,
@@ -29,6 +30,7 @@ __all__ = [
     "Limits",
     "Part",
     "check_split",
+    "explain_refusal",
     "find_files",
     "fingerprint",
     "is_generated",

@@ -83,6 +83,8 @@ def read_hub(
     except _errors(ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
         if slow := _given_up(e):
             raise slow from e
+        if (why := _why_refused(path, revision)) is not None:
+            raise DataError(f"{path}: {why}") from e
         cause = e.__cause__ if isinstance(e, datasets.exceptions.DatasetGenerationError) else None
         requested = f"split '{part.name}'" + (f", revision '{revision}'" if revision else "")
         raise DataError(
@@ -139,6 +141,59 @@ def _query_hub(path: str, revision: str | None) -> str | None:
     except _errors(ValueError) as error:
         raise _UnreachableError(f"{reason_of(error)}; no network?") from error
     return info.sha
+
+
+def _why_refused(path: str, revision: str | None) -> str | None:
+    """Ask the hub why it gives no rows; None where it says nothing of this data set."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = huggingface_hub.HfApi()
+    try:
+        api.dataset_info(path, revision=revision, timeout=_TIMEOUT)
+        # What a data set holds can be listed by those too who may not read its files.
+        api.auth_check(path, repo_type="dataset")
+    except HfHubHTTPError as error:
+        response = error.response
+        return explain_refusal(
+            response.status_code,
+            response.headers.get("X-Error-Code") or "",
+            kind="data set",
+            page=f"{api.endpoint}/datasets/{path}",
+            revision=f"{revision}; leave revision out, or give a commit",
+            has_token=huggingface_hub.get_token() is not None,
+        )
+    except _errors(ValueError):
+        return None
+    return None
+
+
+def explain_refusal(
+    status: int, code: str, *, kind: str, page: str, revision: str, has_token: bool
+) -> str | None:
+    """Return what an answer of the hub means and what to type, None where it says nothing.
+
+    `kind`: of what was asked for; `page`: its address; `revision`: the one that was asked for, and
+    what to do where there is none of that name.
+    """
+    if code == "GatedRepo":
+        login = "" if has_token else "; then type hf auth login, or export HF_TOKEN"
+        return f"gated: its owner must let you in; ask at {page}{login}"
+    if code == "RevisionNotFound":
+        return f"has no revision {revision}"
+    if code == "RepoNotFound" or (status == 404 and code != "EntryNotFound"):
+        login = (
+            "your token may not see it"
+            if has_token
+            else "if it is private, type hf auth login or export HF_TOKEN"
+        )
+        return f"no such {kind} on the hub (HTTP {status}); check the name; {login}"
+    if status == 401:
+        said = "refuses your token" if has_token else "asks for a token"
+        return f"the hub {said} (HTTP 401); type hf auth login, or export HF_TOKEN"
+    if status == 403:
+        return "your token may not read it (HTTP 403); take one with read access to it"
+    return None
 
 
 def _errors(*more: type[Exception]) -> tuple[type[Exception], ...]:

@@ -33,7 +33,10 @@ from app.planning.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, C
 from app.planning.hardware import HardwareConfig
 from app.process.gpus import Gpu, Machine
 from tests.conftest import ROOT
+from tests.hosts import Host, hosts
 from tests.processes import environment_of_a_person
+
+__all__ = ["hosts"]
 
 H100 = settings_of("hardware", "h100")
 ONE = "trainer.micro_batch_size=1"
@@ -97,7 +100,7 @@ def test_links_are_judged_by_what_they_are_sold_as() -> None:
     one, two = (hardware_of_ranks(H100, Machine(), 8, nodes) for nodes in (1, 2))
     assert (nominal_gb_per_second(one), nominal_gb_per_second(two)) == (450, 400)
     (good,) = judge_link(measured_at(370.0, 8), one)
-    assert good.status == OK and "82% of the 450.0" in good.found
+    assert good.status == OK and "370 GB/s, 82% of the 450 that" in good.found
     (slow,) = judge_link(measured_at(45.0, 16), two)
     assert slow.status == WARNING and "NCCL_DEBUG=INFO" in slow.fix
     assert judge_link(measured_at(45.0, 2), HardwareConfig()) == []
@@ -235,3 +238,29 @@ def test_larger_messages_follow_while_there_is_time(monkeypatch: pytest.MonkeyPa
         largest.append(max(one.num_bytes for one in found))
     assert largest == sorted(largest) and largest[1] < largest[-1] == 2**30
     assert best_of(found, ALL_TO_ALL) == pytest.approx(2**30 / 2 / 1e9)
+
+
+SHAPED = 0.0125
+"""GB/s of a link of 100 Mbit/s"""
+
+
+@pytest.mark.slow
+def test_a_link_of_known_speed_is_measured(
+    hosts: tuple[Host, Host],
+) -> None:
+    words = ("--json", "seconds=20", f"hardware.network_gb_per_second={SHAPED}")
+    for host in hosts:
+        host.shape("100mbit")
+    first, second = (
+        host.torchrun("-m", "app.doctor", *words, first=hosts[0].name, stderr=subprocess.PIPE)
+        for host in hosts
+    )
+    printed, said = first.communicate(timeout=240)
+    assert first.returncode == 0, said
+    assert second.communicate(timeout=60)[0] == "" and second.returncode == 0
+    found = json.loads(printed)
+    best = max(one["gb_per_second"] for one in found["bandwidth"] if one["kind"] == ALL_REDUCE)
+    assert 0.8 * SHAPED < best < 1.02 * SHAPED
+    assert set(found["versions"]) == {"node1", "node2"}
+    (link,) = (row for row in found["rows"] if row["what"] == "link")
+    assert link["status"] == OK and "of the 0.0125 that the link is sold as" in link["found"]

@@ -47,6 +47,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to() -> None:
     assert read_folder("output.dir", Path("/proc/there")).failure
+    assert read_folder("TMPDIR", Path("/tmp/not/there")).failure == "no such folder"
     file = Path(facts.__file__)
     assert read_folder("output.dir", file / "below").failure
 

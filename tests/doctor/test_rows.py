@@ -231,6 +231,12 @@ def test_every_malicious_release_has_its_advisory() -> None:
         assert not [row for row in list_rows(replace(GOOD, suspects={name: "0.1"})) if row.fix]
 
 
+def test_a_broken_pytorch_is_named_once() -> None:
+    failures = {"torch": "OSError: libcudnn.so.9", "flash-attn": "OSError: libcudnn.so.9"}
+    rows = list_rows(replace(GOOD, imports=Imports(failures=failures)))
+    assert [row.what for row in rows if "libcudnn" in row.found] == ["torch"]
+
+
 def test_links_are_told_by_kind() -> None:
     assert "pair 0-1 by NVLink" in [row.found for row in list_rows(GOOD)]
     machine = replace(TWO, num_files=3, gpus=(H100,) * 3)

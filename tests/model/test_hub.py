@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import http.server
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from app.model.hub import check_hub
+from app.model.base import ModelConfig
+from app.model.hub import check_hub, is_offline, missing_weights
 from app.process.errors import UserError
 
 ANSWERS = {
@@ -24,6 +26,7 @@ ANSWERS = {
     "org/tagged": (404, "RevisionNotFound"),
     "org/broken": (503, ""),
 }
+COMMIT = "a1" * 20
 asked: list[tuple[str, str | None]] = []
 
 
@@ -93,6 +96,53 @@ def test_refusals_are_told_apart(
 def test_a_copy_in_the_cache_is_not_asked_for(hub: str, tmp_path: Path) -> None:
     (tmp_path / "hub" / "models--org--none").mkdir(parents=True)
     assert check_hub({"model.path": "org/none"}) and not asked
+
+
+@pytest.fixture
+def part_of_a_base(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache has one of three shards of org/part, and nobody answers."""
+    home = tmp_path / "hub" / "models--org--part"
+    snapshot = home / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(COMMIT)
+    names = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    weight_map = {f"layers.{number}.weight": name for number, name in enumerate(names * 2)}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (snapshot / names[1]).touch()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    return snapshot
+
+
+@pytest.mark.parametrize("why", ["HF_HUB_OFFLINE is set", "there is no network"])
+@pytest.mark.parametrize("revision", [None, COMMIT])
+def test_shards_that_a_download_has_left_out_are_named(
+    why: str, revision: str | None, part_of_a_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1" if "OFFLINE" in why else "0")
+    model = ModelConfig(path="org/part", revision=revision)
+    with pytest.raises(OSError, match="download did not finish") as caught:
+        is_offline(model)
+    at = f" --revision {COMMIT}" if revision else ""
+    for word in (
+        "2 of its weight files",
+        "(model-00001-of-00003.safetensors, model-00003-of-00003.safetensors)",
+        why,
+        f"hf download org/part{at} ",
+    ):
+        assert word in str(caught.value)
+    assert is_offline(model, needs_weights=False)
+    for name in ("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"):
+        (part_of_a_base / name).touch()
+    assert is_offline(model)
+
+
+def test_a_copy_without_weights_is_named(part_of_a_base: Path) -> None:
+    (part_of_a_base / "model.safetensors.index.json").unlink()
+    assert missing_weights("org/part", None) == ["model.safetensors"]
+    assert missing_weights("org/part", "of_which_there_is_no_copy") == []
+    (part_of_a_base / "model.safetensors").touch()
+    assert missing_weights("org/part", None) == []
 
 
 def test_a_revision_is_that_of_the_base(hub: str) -> None:
