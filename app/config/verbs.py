@@ -187,10 +187,10 @@ class TrainConfig:
             "shard_grad_op": "fsdp_grad_op",
             "hybrid_shard": "fsdp_hybrid",
             "hsdp": "fsdp_hybrid",
-            "local_sgd": "hsdp_local_sgd strategy.replicas=2 (nodes: without replicas)",
-            "post_local_sgd": "hsdp_local_sgd strategy.replicas=2 (nodes: without replicas)",
+            "local_sgd": "hsdp_local_sgd strategy.replicas=2 (leave it out for one a node)",
+            "post_local_sgd": "hsdp_local_sgd strategy.replicas=2 (leave it out for one a node)",
             "diloco": "hsdp_local_sgd strategy.replicas=2 strategy.outer_lr=0.7 "
-            "strategy.outer_momentum=0.9 (nodes: without replicas)",
+            "strategy.outer_momentum=0.9 (leave replicas out for one a node)",
             "fsdp_cpu_offload": "fsdp_offload",
             "tensor_parallel": "tp",
             "model_parallel": "fsdp_tp",

@@ -55,7 +55,7 @@ class Collective:
 
     @property
     def sent_between_nodes(self) -> float:
-        """Bytes that a node sends to others in a step."""
+        """Bytes that a node sends to others in a step, for one group of ranks."""
         nodes = self.num_nodes
         return self._passes * self.num_bytes * self.times * (nodes - 1) / nodes
 
@@ -63,6 +63,15 @@ class Collective:
     def own(self) -> float:
         """Bytes of a node's own share, which the others need: what rules of thumb count."""
         return self.num_bytes * self.times / self.num_nodes
+
+
+def sent_by_node(run: PlannedRun, each: Collective) -> float:
+    """Return the bytes that a node sends to others in a step, for all groups of its ranks."""
+    groups = 1
+    if each.num_ranks < run.num_ranks:
+        # Of a group with one rank a node there are as many as GPUs, at the same adapters.
+        groups = max(1, run.hardware.gpus_per_node * each.num_nodes // each.num_ranks)
+    return each.sent_between_nodes * groups
 
 
 def list_collectives(run: PlannedRun, size: ModelSize | None = None) -> list[Collective]:

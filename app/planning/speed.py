@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.planning.communication import Collective, list_collectives
+from app.planning.communication import Collective, list_collectives, sent_by_node
 from app.planning.memory import PlannedRun
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from app.training.memory import ModelSize, num_shares
@@ -196,12 +196,7 @@ def _seconds(run: PlannedRun, each: Collective) -> float:
     if each.num_ranks > each.num_nodes:
         inside = each.sent / (LINKS * hardware.link_gb_per_second * 1e9)
     if each.num_nodes > 1:
-        # Of a group with one rank a node there are as many as GPUs, at the same adapters.
-        groups = 1
-        if each.num_ranks < run.num_ranks:
-            groups = max(1, hardware.gpus_per_node * each.num_nodes // each.num_ranks)
-        sent = each.sent_between_nodes * groups
-        between = sent / (LINKS * hardware.network_gb_per_second * 1e9)
+        between = sent_by_node(run, each) / (LINKS * hardware.network_gb_per_second * 1e9)
     return max(inside, between)
 
 

@@ -1,0 +1,42 @@
+"""The ordinary command as a rank of two hosts, with a note after each optimizer step.
+
+A note is the time, and the bytes that have left this host over the link until then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import time
+from pathlib import Path
+from typing import Any
+
+from app.training.module import FinetuneModule
+from tests.hosts import INTERFACE
+
+NOTES = "LOFT_TEST_NOTES"
+"""names the file, in a folder that both hosts see; the first rank of a host writes it"""
+SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+
+
+def main() -> None:
+    if os.environ["LOCAL_RANK"] == "0":
+        count_steps(Path(os.environ[NOTES]))
+    runpy.run_module("app.train", run_name="__main__", alter_sys=True)
+
+
+def count_steps(file: Path) -> None:
+    take_step = FinetuneModule.optimizer_step
+
+    def take_and_note(self: Any, *args: Any, **options: Any) -> None:
+        take_step(self, *args, **options)
+        with file.open("a") as notes:
+            note = {"seconds": time.monotonic(), "sent": int(SENT.read_text())}
+            notes.write(json.dumps(note) + "\n")
+
+    FinetuneModule.optimizer_step = take_and_note  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Two hosts: the losses of one, the bytes that cross the link, and what a slow link costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from app.config import load_config
+from app.config.verbs import PlanConfig
+from app.planning.communication import REDUCE_SCATTER, list_collectives, sent_by_node
+from app.planning.planned import on_hardware, plan_run
+from tests.hosts import Host, hosts
+from tests.parity.strategies.counted import NOTES
+from tests.parity.strategies.layouts import SINGLE, Layout, Runs, check_same_steps
+from tests.planning.test_planned import STRATEGIES
+from tests.processes import LONGEST
+from tests.runs import rows_of
+from tests.tiny import SAMPLES, save_with_tokenizer, tiny_llama
+
+__all__ = ["hosts"]
+pytestmark = pytest.mark.slow
+
+WIDE = {
+    "vocab_size": 768,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "initializer_range": 0.05,
+}
+"""10 MB of gradients, and steps of a few tens of milliseconds"""
+STEPS, FROM, UNTIL = 10, 4, 8
+"""of a run, and between which what crosses the link is counted: in full periods of local SGD"""
+PERIOD = 4
+NEAR = 0.15
+"""how far bytes may be from the formula, as a share of it"""
+EVERY = (f"strategy.sync_every_steps={PERIOD}", "strategy.synchronous_steps=0")
+# Else it keeps weights this small whole on every rank, from forward to backward pass.
+REGATHERS = (
+    "+strategy.config={zero_optimization: {stage3_param_persistence_threshold: 0,"
+    " stage3_max_live_parameters: 0, stage3_max_reuse_distance: 0}}"
+)
+LAYOUTS = {
+    layout.strategy: layout
+    for layout in (
+        Layout(strategy="ddp", ranks=1),
+        Layout(strategy="fsdp", ranks=1),
+        Layout(strategy="zero3", ranks=1, words=(REGATHERS,)),
+        Layout(strategy="fsdp_hybrid", ranks=2),
+        Layout(strategy="hsdp_local_sgd", ranks=1, words=EVERY),
+    )
+}
+"""on each of the hosts"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crossing:
+    """What a run sent over the link."""
+
+    run: Path
+    bytes_per_step: float
+    """of one host, headers included"""
+    seconds_per_step: float
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_with_tokenizer(tiny_llama(**WIDE), tmp_path_factory.mktemp("wide"))
+
+
+def words_of(base: Path, strategy: Layout, num_ranks: int) -> list[str]:
+    """Return the words of a run in which every rank sees one pack a step."""
+    return [
+        f"model.path={base}",
+        f"data.datasets=[{{path: {SAMPLES / 'lists_test.json'}, name: lists}}]",
+        "data.val_set_size=0",
+        "data.sequence_len=96",
+        "adapter=full",
+        "optimizer.lr=1e-3",
+        "trainer.micro_batch_size=1",
+        f"trainer.global_batch_size={num_ranks}",
+        f"trainer.max_steps={STEPS}",
+        f"trainer.checkpoint.every_steps={STEPS}",
+        "trainer.precision=fp32",
+        "trainer.accelerator=cpu",
+        "evaluation.exact_match=false",
+        "logger=csv",
+        *strategy.typed(),
+    ]
+
+
+def train(pair: tuple[Host, Host], layout: Layout, base: Path, folder: Path) -> Crossing:
+    """Train on both hosts under torchrun."""
+    run = folder / "run"
+    words = [*words_of(base, layout, 2 * layout.ranks), "trainer.num_nodes=2"]
+    started = []
+    for host in pair:
+        with (folder / f"{host.name}.log").open("w") as log:
+            torchrun = host.torchrun(
+                *("-m", "tests.parity.strategies.counted", *words, f"output.dir={run}"),
+                first=pair[0].address,
+                ranks=layout.ranks,
+                environment={
+                    NOTES: str(folder / f"{host.name}.jsonl"),
+                    "LOFT_DATA_CACHE": str(folder / "cache"),
+                },
+                stdout=log,
+            )
+        started.append(torchrun)
+    codes = [torchrun.wait(LONGEST) for torchrun in started]
+    said = "\n".join((folder / f"{host.name}.log").read_text() for host in pair)
+    assert codes == [0, 0], said
+    sent, seconds = [], []
+    for host in pair:
+        lines = (folder / f"{host.name}.jsonl").read_text().splitlines()
+        notes = [json.loads(line) for line in lines]
+        assert len(notes) == STEPS
+        first, last = notes[FROM], notes[UNTIL]
+        sent.append((last["sent"] - first["sent"]) / (UNTIL - FROM))
+        seconds.append((last["seconds"] - first["seconds"]) / (UNTIL - FROM))
+    assert sent[0] == pytest.approx(sent[1], rel=0.05)
+    return Crossing(run=run, bytes_per_step=max(sent), seconds_per_step=max(seconds))
+
+
+def formula_of(layout: Layout, base: Path) -> float:
+    """Return the bytes that the planner has a host send in a step."""
+    words = [f"hardware=2x{layout.ranks}xh100", "trainer.gradient_accumulation_steps=1"]
+    typed = [f"strategy={layout.strategy}", *(w for w in layout.words if w in EVERY)]
+    settings = ["adapter=full", "trainer.precision=fp32", "trainer.micro_batch_size=1"]
+    config = load_config("plan", [f"model.path={base}", *words, *typed, *settings])
+    assert isinstance(config, PlanConfig)
+    numbers = json.loads((base / "config.json").read_text())
+    hardware = on_hardware(config, config.hardware)
+    run, _ = plan_run(config, hardware, numbers, strategies=STRATEGIES)
+    return sum(
+        # PyTorch's gloo has no reduce-scatter of its own: it all-reduces and keeps a part.
+        sent_by_node(run, each) * (2 if each.kind == REDUCE_SCATTER else 1)
+        for each in list_collectives(run)
+    )
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_two_hosts_train_as_one_and_send_what_the_formula_says(
+    strategy: str, hosts: tuple[Host, Host], runs: Runs, wide: Path, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[strategy]
+    crossing = train(hosts, layout, wide, tmp_path)
+    assert crossing.bytes_per_step == pytest.approx(formula_of(layout, wide), rel=NEAR)
+
+    here = SINGLE
+    if strategy == "hsdp_local_sgd":  # what it is to a plain loop, tests/strategy shows
+        here = Layout(strategy=strategy, ranks=2, words=("strategy.replicas=2", *EVERY))
+    alone = runs.new_folder("alone")
+    runs.person.train_into(alone, *words_of(wide, here, 2 * layout.ranks))
+    if here is SINGLE:
+        check_same_steps(crossing.run, alone)
+    else:
+        assert rows_of(crossing.run) == rows_of(alone)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_a_slow_link_steps_are_faster_than_those_of_full_sharding(
+    ranks: int, hosts: tuple[Host, Host], wide: Path, tmp_path: Path
+) -> None:
+    """With one rank a host, hybrid sharding has nothing to shard: two there."""
+    for host in hosts:
+        host.shape("100mbit")
+    strategies = {"fsdp": (), "hsdp_local_sgd": EVERY} | ({"fsdp_hybrid": ()} if ranks == 2 else {})
+    took = {}
+    for strategy, words in strategies.items():
+        folder = tmp_path / strategy
+        folder.mkdir()
+        layout = Layout(strategy=strategy, ranks=ranks, words=words)
+        took[strategy] = train(hosts, layout, wide, folder).seconds_per_step
+    print(took)
+    assert all(took[name] < took["fsdp"] / 1.5 for name in took if name != "fsdp"), took
