@@ -97,11 +97,6 @@ def find_adapters(config: MergeConfig) -> list[tuple[Path, float]]:
         newest = "; type merge.checkpoint=newest" if has_checkpoints(Path(config.run)) else ""
         raise UserError(f"run={config.run}: there is no adapter in {own.parent}{newest}")
     further = [(Path(each.path), each.weight) for each in config.merge.adapters]
-    if missing := [folder for folder, _ in further if not is_adapter(folder)]:
-        raise UserError(
-            f"merge.adapters: {missing[0]} holds no adapter_config.json; type the folder that a "
-            "run calls adapter/"
-        )
     return [(own, config.merge.weight), *further]
 
 

@@ -34,7 +34,13 @@ from app.preflight.base_model import (
     inspect_tokenizer,
     seen_from,
 )
-from app.preflight.couplings import has_data, is_on_tuned, is_training, requested_devices
+from app.preflight.couplings import (
+    has_data,
+    is_merge,
+    is_on_tuned,
+    is_training,
+    requested_devices,
+)
 from app.preflight.fingerprint import describe_base, same_form
 from app.preflight.shapes import Shapes
 from app.process.errors import UserError, nearest
@@ -160,6 +166,9 @@ def _check_model(
         key = "run" if config.adapter_path is None else "adapter_path"
         if key == "adapter_path" or is_adapter(Path(tuned)):
             problems += check_saved_adapter(key, Path(tuned), base, config.model)
+        for number, one in enumerate(config.merge.adapters if is_merge(config) else ()):
+            key = f"merge.adapters[{number}].path"
+            problems += check_saved_adapter(key, Path(one.path), base, config.model)
 
 
 def _check_training(config: TrainConfig, base: BaseModel) -> list[str]:

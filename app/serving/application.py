@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 MAX_BODY, MAX_DISCARDED = 2**20, 2**24
 """bytes of a request, and of one that is read to its end before it is refused: a client that still
 writes sees no answer"""
+WHAT_THERE_IS = "there are POST /v1/chat/completions, and GET /v1/models, /health and /"
 BODY_SECONDS = 30.0
 """that a client may take to send the body of a request"""
 PAGE = Path(__file__).with_name("chat.html")
@@ -81,7 +82,7 @@ def build_app(
     async def refuse(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             where = f"{request.method} {printable(request.url.path)[:80]}"
-            error = RequestError(f"{where}: {error.detail}", status=error.status_code)
+            error = RequestError(f"{where} is not here; {WHAT_THERE_IS}", status=error.status_code)
         if not isinstance(error, RequestError):
             error = RequestError(SERVER_FAILED, status=500)  # `AccessCheck` prints it
         return JSONResponse(error.body, error.status, error.headers)

@@ -187,7 +187,7 @@ def _check_supported(name: str, value: Any) -> None:
 
 def _check_model(given: dict[str, Any], model: str) -> None:
     requested = given.get("model")
-    if not isinstance(requested, str):
+    if not isinstance(requested, str) or not requested:
         raise RequestError(f"model: a name; this server has {model}", "model")
     if requested != model:
         raise RequestError(

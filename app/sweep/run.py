@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import shlex
@@ -46,6 +47,8 @@ ALONE = "a sweep goes on with its own words; type it alone"
 RESUME = re.compile(r"\+*resume=(?P<value>.+)")
 OWN = ("sweep.", "launcher", "output.", "resume")
 """beginnings of keys that are the sweep's and not its trials'"""
+MOST_TRIALS = 10_000
+"""of a grid"""
 EXIT_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 
 
@@ -172,6 +175,12 @@ def _check_search(search: str, swept: Sequence[Swept]) -> list[str]:
             f"{one.key}={one.values[0]},{one.values[1]}"
             for one in intervals
         ]
+        total = math.prod(len(one.values) for one in swept)
+        if total > MOST_TRIALS:
+            problems.append(
+                f"this grid has {total:,} trials, more than {MOST_TRIALS:,}; type "
+                "sweep.search=optuna sweep.trials=20, or list fewer values"
+            )
         return problems
     problems += [
         f"{one.key}: its values hold secrets, which Optuna writes into its journal; type "

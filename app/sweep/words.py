@@ -20,6 +20,8 @@ SWEEPS = re.compile(r"(choice|range|interval|shuffle|sort|tag|int|float)\(")
 """beginnings of values that are never meant as text"""
 LOG_SCALE_FROM = 100
 """high/low of an interval from which it is searched on a log scale without being asked"""
+MOST_VALUES = 1000
+"""of one key: each is checked before the first trial"""
 EDGE = 0.05
 """share of an interval on either side in which the best value is at its edge"""
 
@@ -123,12 +125,32 @@ def _parse(word: str) -> Swept:
             if not override.is_sweep_override():
                 return Swept(key=key, values=(str(override.get_value_element_as_str()),))
             if override.is_discrete_sweep():  # fails on a choice() inside a list
-                values = tuple(str(one) for one in override.sweep_string_iterator())
+                values = _listed(word, override)
                 return Swept(key=key, values=tuple(dict.fromkeys(values)))
         except (HydraException, OmegaConfBaseException):
             continue
         return _interval(word, key, override)
+    if value.replace(" ", "").endswith("()"):
+        raise UserError(f"{word}: nothing is listed; type values, as {key}=choice(8,16)")
     raise UserError(f"{key}={value}: this value cannot be read; type \"{key}='...'\" around it")
+
+
+def _listed(word: str, override: Override) -> tuple[str, ...]:
+    """Return the values of a list, choice() or range(); UserError for a range without an end."""
+    from hydra.core.override_parser.types import RangeSweep
+
+    value: Any = override.value()
+    if isinstance(value, RangeSweep):
+        start, stop, step = value.start or 0, value.stop or 0, value.step
+        numbers = (stop - start) / step if step and math.isfinite(step) else math.inf
+        if not 0 < numbers <= MOST_VALUES:
+            raise UserError(
+                f"{word}: expected a range(START, END, STEP) of 1 to {MOST_VALUES:,} values, END "
+                "not among them; 'interval(LOW, HIGH)' with sweep.search=optuna lists none"
+            )
+    elif word.count(",") >= MOST_VALUES:
+        raise UserError(f"{word[:80]}...: more than {MOST_VALUES:,} values")
+    return tuple(str(one) for one in override.sweep_string_iterator())
 
 
 def _interval(word: str, key: str, override: Override) -> Swept:

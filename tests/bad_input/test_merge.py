@@ -123,7 +123,11 @@ def test_further_adapters_that_are_not_there(
     write_adapter(tmp_path / "adapter", 128)
     words = (f"model.path={TINY_BASE}", f"adapter_path={tmp_path / 'adapter'}")
     said = refused(capsys, *words, "merge.adapters=[{path: nowhere}]")
-    assert "merge.adapters: nowhere" in said
+    assert "merge.adapters[0].path=nowhere: no such folder" in said
+    write_adapter(tmp_path / "wide", 256)
+    wide = f"merge.adapters=[{{path: {tmp_path / 'adapter'}}},{{path: {tmp_path / 'wide'}}}]"
+    said = refused(capsys, *words, wide)
+    assert f"merge.adapters[1].path={tmp_path / 'wide'}" in said and "another base" in said
     assert "expected" in refused(capsys, *words, "merge.adapters=[{path: x, weight: 99}]")
 
 

@@ -41,6 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "not supp",
     ),
     ({"model": None}, "model", "this server has m"),
+    ({"model": ""}, "model", "a name; this server has m"),
     ({"tools": [{"type": "function"}]}, "tools", "reads no calls"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "the one of training"),
     ({"chat_template_kwargs": {}}, "chat_template_kwargs", "the one of training"),

@@ -323,6 +323,16 @@ def send_malformed(address: str, count: int, seed: int) -> None:
         assert not said or json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
+@pytest.mark.parametrize(("path", "status"), [("/v1/completions", 404), ("/health", 405)])
+def test_a_path_that_is_not_here_is_answered_with_those_that_are(
+    address: str, path: str, status: int
+) -> None:
+    found, body, _ = ask(address, ASKED, path)
+    assert found == status
+    said = body["error"]["message"]
+    assert said.startswith(f"POST {path} is not here; ") and "POST /v1/chat/completions" in said
+
+
 def test_malformed_requests_are_answered_in_words(address: str) -> None:
     send_malformed(address, 150, seed=0)
     assert ask(address, {**ASKED, "max_tokens": 2})[0] == 200

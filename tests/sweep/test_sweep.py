@@ -18,6 +18,7 @@ from app.process.errors import UserError
 from app.report.sweep_page import TrialView, render_sweep_page
 from app.sweep import run_sweep
 from app.sweep.results import reasons_for, show_results
+from app.sweep.run import _check_search
 from app.sweep.trials import LocalJob, Trial
 from app.sweep.words import read_words
 from tests.door import Answer, ask, make_data, make_model
@@ -185,7 +186,13 @@ def test_the_command_of_a_finder_trains_in_full(capsys: pytest.CaptureFixture[st
     [
         ("~a=1", "expected key=value"),
         ("a", "expected key=value"),
-        ("a=choice()", "cannot be read"),
+        ("a=choice()", "nothing is listed"),
+        ("a=range(1,1000000000)", "of 1 to 1,000 values"),
+        ("a=range(1,inf)", "of 1 to 1,000 values"),
+        ("a=range(0,1,1e-300)", "of 1 to 1,000 values"),
+        ("a=range(0,8,0)", "of 1 to 1,000 values"),
+        ("a=shuffle(range(8,0))", "of 1 to 1,000 values"),
+        pytest.param(f"a={','.join(map(str, range(2000)))}", "more than 1,000 values", id="list"),
         ("a=interval(3,1)", "from a lower to a higher number"),
         ("a=interval(1,1)", "from a lower to a higher number"),
         ("a=interval(0,inf)", "both finite"),
@@ -240,6 +247,13 @@ def test_the_page_of_a_sweep_holds_text_and_no_markup_of_others() -> None:
 
 
 URL = "http://me:Zq7password@127.0.0.1:9/{}.jsonl?token=Zq7token0planted"
+
+
+def test_a_grid_without_an_end_is_refused() -> None:
+    swept = read_words(["seed=range(0,1000)", "adapter.r=range(1,20)"])
+    (problem,) = _check_search("grid", swept)
+    assert problem.startswith("this grid has 19,000 trials, more than 10,000; type sweep.search")
+    assert _check_search("optuna", swept) == []
 
 
 def test_settings_of_a_sweep_mean_nothing_in_one_run() -> None:

@@ -11,7 +11,7 @@ from app.process.gpus import judge, num_device_files, num_visible, read_machine
 from app.strategy.settings import FsdpConfig, StrategyConfig, tensor_parallel_size
 
 if TYPE_CHECKING:
-    from app.config.verbs import EvaluateConfig, TrainConfig, TunedConfig
+    from app.config.verbs import EvaluateConfig, MergeConfig, TrainConfig, TunedConfig
     from app.training.trainer import TrainerConfig
 
 
@@ -67,6 +67,11 @@ def has_data(
 ) -> TypeGuard[TrainConfig | EvaluateConfig]:
     """Return whether these are the settings of a verb that reads data."""
     return "data" in config.__dataclass_fields__
+
+
+def is_merge(config: TrainConfig | TunedConfig) -> TypeGuard[MergeConfig]:
+    """Return whether these are the settings of a merge."""
+    return "merge" in config.__dataclass_fields__
 
 
 def count_gpus() -> int:
