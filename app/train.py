@@ -105,7 +105,8 @@ def finish(
     measured = {} if estimate is None else estimate.compare(module)
     saved, model, evaluator, metrics = save_and_compare(run, module, data, base)
     changes = evaluator.changes(trained=data.dataset_names)
-    metrics |= figures_of(changes) | module.metrics.summary() | measured
+    groups = evaluator.group_changes()
+    metrics |= figures_of([*changes, *groups]) | module.metrics.summary() | measured
 
     def write() -> None:
         base.tokenizer.save_pretrained(saved)
@@ -114,7 +115,7 @@ def finish(
             save_stop_tokens(model, saved)
         write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_comparison(metrics, data.dataset_names)
-        print_changes(changes)
+        print_changes(changes, groups)
         write_page(run.folder, changed_settings(config))
         write_card(saved, run.folder, changed_settings(config))
         end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))
