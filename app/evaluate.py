@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -135,7 +136,8 @@ def measure_models(
             with env.autocast():
                 if bench is not None and is_first_rank():
                     stops, limit = evaluator.stop_ids, base.spec.context_len
-                    bench.ask(who, placed, base.tokenizer, data.template, stops, limit)
+                    alone = replace(shares, rank=0, num_ranks=1, gather=lambda own: [own])
+                    bench.ask(who, placed, base.tokenizer, data.template, stops, limit, alone)
                 return evaluator.measure(who, placed)
 
         metrics: dict[str, float] = {}
