@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
@@ -41,6 +42,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
 
     `existing`: the run that it resumes, where the checks have compared it.
     """
+    config = copy.deepcopy(config)  # what is found out is filled in, and the caller's stays
     quiet_libraries(offline=is_offline(config.model, config.data))
     run = open_run(config, existing or compare_existing(config, load_run_config))
     if run.is_done:
