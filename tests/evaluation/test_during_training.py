@@ -14,7 +14,7 @@ from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at
 from tests.reliability.person import Person
 from tests.runs import check_same_run
-from tests.tiny import small_run, train_into
+from tests.tiny import SAMPLES, small_run, train_into
 
 MEASURED = (
     "evaluation.tasks=[{name: boolq, few_shot: 0}, {name: arc, few_shot: 0}]",
@@ -128,6 +128,20 @@ def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:
         train_into(tmp_path / "run", *MEASURED, "trainer.checkpoint.monitor=val/accuracy/boolqq")
     with pytest.raises(UserError, match=r"evaluation\.every_steps=N measures"):
         train_into(tmp_path / "other", "trainer.checkpoint.monitor=val/accuracy/boolq")
+
+
+@pytest.mark.slow
+def test_a_monitor_without_held_out_rows_is_refused(tmp_path: Path) -> None:
+    row = {"instruction": "Which number is the biggest?", "input": "1 4", "output": "4"}
+    (tmp_path / "few.json").write_text(json.dumps([row, row]))
+    lists = SAMPLES / "lists_test.json"
+    with pytest.raises(UserError, match="no row of few is held out"):
+        train_into(
+            tmp_path / "run",
+            f"data.datasets=[{{path: {lists}, name: lists}}, {{path: {tmp_path / 'few.json'}}}]",
+            "data.val_set_size=0.05",
+            "trainer.checkpoint.monitor=val/loss/few",
+        )
 
 
 @pytest.mark.slow
