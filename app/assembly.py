@@ -611,7 +611,16 @@ def build_during(
         during = DuringTraining(
             evaluator, folder, every_steps=every, interval=interval, last=data.total_steps
         )
-    known = ["val/loss", *(f"val/loss/{name}" for name in data.dataset_names)]
+    held_out = set(data.val_examples.datasets.tolist())
+    losses = [f"val/loss/{name}" for n, name in enumerate(data.dataset_names) if n in held_out]
+    if checkpoint.monitor not in losses and checkpoint.monitor.startswith("val/loss/"):
+        name = checkpoint.monitor.removeprefix("val/loss/")
+        if name in data.dataset_names:
+            raise UserError(
+                f"trainer.checkpoint.monitor={checkpoint.monitor}: no row of {name} is held out; "
+                "type a larger data.val_set_size, or val/loss"
+            )
+    known = ["val/loss", *losses]
     known += [] if during is None else during.names
     if checkpoint.monitor not in known:
         raise UserError(

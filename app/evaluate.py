@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
         write_whole(folder / JUDGE_PAGE, judge_page(bench, verdicts))
     grades = {} if verdicts is None or bench is None else verdicts.row_scores(bench.name)
     changes = evaluator.changes(trained_datasets(config), grades)
-    metrics |= figures_of(changes)
+    groups = evaluator.group_changes()
+    metrics |= figures_of([*changes, *groups])
     write_whole(folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
     save_config(config, folder / CONFIG_FILE)
     shares.clear()
@@ -82,7 +84,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     print_comparison(metrics, data.dataset_names)
     if verdicts is not None:
         print_judged(verdicts, judged, str(folder / JUDGE_PAGE))
-    print_changes(changes)
+    print_changes(changes, groups)
     write_page(folder, changed_settings(config))
     print(f"run: {printable(str(folder))}")
     if verdicts is not None:
@@ -134,7 +136,8 @@ def measure_models(
             with env.autocast():
                 if bench is not None and is_first_rank():
                     stops, limit = evaluator.stop_ids, base.spec.context_len
-                    bench.ask(who, placed, base.tokenizer, data.template, stops, limit)
+                    alone = replace(shares, rank=0, num_ranks=1, gather=lambda own: [own])
+                    bench.ask(who, placed, base.tokenizer, data.template, stops, limit, alone)
                 return evaluator.measure(who, placed)
 
         metrics: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
@@ -41,6 +42,7 @@ def train(config: TrainConfig, existing: ExistingRun | None = None) -> float | N
 
     `existing`: the run that it resumes, where the checks have compared it.
     """
+    config = copy.deepcopy(config)  # what is found out is filled in, and the caller's stays
     quiet_libraries(offline=is_offline(config.model, config.data))
     run = open_run(config, existing or compare_existing(config, load_run_config))
     if run.is_done:
@@ -105,7 +107,8 @@ def finish(
     measured = {} if estimate is None else estimate.compare(module)
     saved, model, evaluator, metrics = save_and_compare(run, module, data, base)
     changes = evaluator.changes(trained=data.dataset_names)
-    metrics |= figures_of(changes) | module.metrics.summary() | measured
+    groups = evaluator.group_changes()
+    metrics |= figures_of([*changes, *groups]) | module.metrics.summary() | measured
 
     def write() -> None:
         base.tokenizer.save_pretrained(saved)
@@ -114,7 +117,7 @@ def finish(
             save_stop_tokens(model, saved)
         write_whole(run.folder / METRICS_FILE, json.dumps(metrics, indent=2) + "\n")
         print_comparison(metrics, data.dataset_names)
-        print_changes(changes)
+        print_changes(changes, groups)
         write_page(run.folder, changed_settings(config))
         write_card(saved, run.folder, changed_settings(config))
         end_loggers(trainer.loggers, run.folder, metrics, changed_settings(config))

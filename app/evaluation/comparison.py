@@ -293,6 +293,15 @@ class Evaluator:
         )
         return compare_rows(base, tuned, trained)
 
+    def group_changes(self) -> list[Change]:
+        """Compare base and tuned on each group of a task, such as MMLU's subjects and categories.
+
+        Their intervals hold all at once as well, apart from those of `changes`.
+        """
+        lines = list(self.tasks.group_lines())
+        base, tuned = (scores_in_lines(lines, who) for who in WHO)
+        return compare_rows(base, tuned)
+
     def _loss_scores(self, who: str) -> dict[str, RowScores]:
         if who not in self.row_losses:
             return {}

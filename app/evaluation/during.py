@@ -17,6 +17,7 @@ from app.evaluation.shares import Shares
 from app.evaluation.tasks.questions import Task
 from app.process.files import write_whole
 from app.process.heartbeat import beat_again
+from app.process.signals import measuring
 from app.training.metrics import is_measured_at
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class DuringTraining:
         shards = strategy if strategy.shards_weights else None
         self.evaluator.shards = shards
         self.evaluator.shares = _shares(trainer) if shards is None else Shares(show=_beat)
-        with isolate_rng(), trainer.precision_plugin.forward_context():
+        with measuring(), isolate_rng(), trainer.precision_plugin.forward_context():
             figures = self.evaluator.answers(WHO, module.model)
         if trainer.is_global_zero:
             lines = [json.dumps(line, ensure_ascii=False) for line in self.evaluator.lines()]

@@ -298,15 +298,12 @@ def _named(changes: Iterable[Change]) -> str:
     return ", ".join(f"{name} ({', '.join(measures)})" for name, measures in by_name.items())
 
 
-def changes_table(changes: Sequence[Change]) -> Table:
+def changes_table(changes: Sequence[Change], title: str = "from base to tuned") -> Table:
     """Table of all lines: both figures, their difference, its interval and a verdict each."""
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(
-        title=f"from base to tuned: {CONFIDENCE:.0%} that all intervals hold",
-        title_justify="left",
-    )
+    table = Table(title=f"{title}: {CONFIDENCE:.0%} that all intervals hold", title_justify="left")
     for heading in ("data set", "measure"):
         table.add_column(heading)
     for heading in ("rows", "change", "interval"):
@@ -326,13 +323,21 @@ def changes_table(changes: Sequence[Change]) -> Table:
     return table
 
 
-def print_changes(changes: Sequence[Change]) -> None:
-    """Print the table and the verdict; nothing where nothing was compared."""
+def print_changes(changes: Sequence[Change], groups: Sequence[Change] = ()) -> None:
+    """Print the table and the verdict; nothing where nothing was compared.
+
+    Of `groups` of tasks those that differ are printed, the others counted.
+    """
     if not changes:
         return
     from rich.console import Console
 
     Console(highlight=False).print(changes_table(changes))
+    if groups:
+        real = [change for change in groups if change.word != "no difference"]
+        if real:
+            Console(highlight=False).print(changes_table(real, "groups of tasks that differ"))
+        print(f"groups of tasks: {len(real)} of {len(groups)} differ; metrics.json has all")
     print(f"verdict: {printable(verdict(changes))}")
 
 

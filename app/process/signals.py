@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
@@ -54,7 +55,9 @@ class _State:
     waits_for_step: bool = False
     """whether the training loop polls for signals between steps"""
     reads_since: float | None = None
-    """since when the training loop waits for data, by the monotonic clock; None if it does not"""
+    """since when the training loop waits for data, or measures; None if it does neither"""
+    reads: str = ""
+    """what has not ended where a signal ends the wait, in words"""
     is_overdue: bool = False
     """whether the data has not come within DATA_SECONDS of a signal"""
     exits_since: float | None = None
@@ -65,7 +68,7 @@ _state: _State | None = None
 
 
 class DataStalled(Interrupted):
-    """A signal ends the run while its training loop waits for data."""
+    """A signal ends the run while its training loop waits for data, or measures."""
 
 
 def install_signal_handlers() -> None:
@@ -104,7 +107,22 @@ def wait_for_step(waits: bool) -> None:
 
 def wait_for_data(waits: bool) -> None:
     """Record that the training loop starts or stops waiting for data."""
+    _wait(waits, "the data of the next step did not come")
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Let a signal end within DATA_SECONDS what a step measures, as it ends a wait for data."""
+    _wait(True, "what was being measured is measured again")
+    try:
+        yield
+    finally:
+        _wait(False, "")
+
+
+def _wait(waits: bool, what: str) -> None:
     if _state is not None:
+        _state.reads = what
         _state.reads_since = time.monotonic() if waits else None
 
 
@@ -160,7 +178,7 @@ def _handle_stall(signum: int, frame: FrameType | None) -> None:
         return
     if _state.reads_since is not None:
         _state.exits_since = time.monotonic()
-        raise DataStalled(_state.signum or signal.SIGTERM, "the data of the next step did not come")
+        raise DataStalled(_state.signum or signal.SIGTERM, _state.reads)
 
 
 def _raise_interrupted(state: _State) -> None:

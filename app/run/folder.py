@@ -52,6 +52,8 @@ LEFT_BY_REFUSED = re.compile(
     rf"{re.escape(PROBE)}.*|faults-fired|checkpoints|partial"
 )
 """what a process leaves in its folder if it is refused before training, or killed evaluating"""
+WRITTEN_WHILE_JUDGED = re.compile(r"(predictions|judge_answers|verdicts)\.jsonl|judge\.html")
+"""what an evaluation that was killed leaves beside `partial`, where a judge was being asked"""
 WRITTEN_AT_START = re.compile(
     rf"{LEFT_BY_REFUSED.pattern}|config\.yaml|manifest\.json|\.manifest\.json\.\d+|"
     r"audit\.(json|txt)|mixture\.json|quarantine|tensorboard|metrics\.csv|train\.log|"
@@ -136,7 +138,10 @@ def _not_of_a_start(folder: Path, names: Sequence[str]) -> list[str]:
     return [
         name
         for name in names
-        if not LEFT_BY_REFUSED.fullmatch(name)
+        if not (
+            LEFT_BY_REFUSED.fullmatch(name)
+            or ("partial" in names and WRITTEN_WHILE_JUDGED.fullmatch(name))
+        )
         or (name == REASON_FILE and not is_reason(folder / name))
         or (name == "checkpoints" and _has_entries(folder / name))
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from app.config import load_config
+from app.run import Run
 from app.strategy.settings import FAMILIES
 from tests.conftest import ROOT
 from tests.door import ask
+from tests.tiny import small_run
 
 PAGES = {page.name: page.read_text() for page in (ROOT / "docs").glob("*.md")}
 ROWS = [
@@ -53,6 +57,27 @@ def test_nothing_heavy_is_imported_before_it_is_asked_for() -> None:
     code += "; assert 'torch' not in sys.modules"
     code += "; from app import train as again; assert again is train"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+def test_a_callers_settings_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from app import load_config, train
+
+    def pin(run: Run) -> None:  # as a run that goes on with a base from the hub does
+        run.config.model.revision = "0a" * 20
+
+    monkeypatch.setattr(Run, "pin_revision", pin)
+    for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
+        monkeypatch.delenv(name, raising=False)
+    words = small_run("trainer.max_steps=1", "logger=csv", f"output.dir={tmp_path / 'run'}")
+    config = load_config("train", words)
+    before = copy.deepcopy(config)
+    train(config)
+    assert config == before
+    for name in ("LOFT_RUN_DIR", "LOFT_RESUME_STEP"):
+        os.environ.pop(name, None)
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ import json
 import os
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.config import load_config
 from app.evaluate import evaluate
-from app.evaluation.judge import endpoint
+from app.evaluation.judge import bench, endpoint, grading
 from app.evaluation.judge.endpoint import JudgeError
 from tests.tiny import TINY_BASE, train_into
 from tools.sample_judge import MODEL, Handler, serving
@@ -67,3 +68,38 @@ def test_answers_are_judged_and_kept_where_the_judge_dies(
     assert metrics == json.loads((tmp_path / "second" / "metrics.json").read_text())
     verdicts = (tmp_path / "second" / "verdicts.jsonl").read_text().splitlines()
     assert len(verdicts) == 3 * 2 * 4
+
+
+def test_an_evaluation_that_is_killed_while_it_is_judged_goes_on_there(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    plain = bench.answer_prompts
+
+    def counting(*args: Any) -> Any:
+        asked.append("answers")
+        return plain(*args)
+
+    monkeypatch.setattr(bench, "answer_prompts", counting)
+
+    class Counts(Handler):
+        def do_POST(self) -> None:
+            asked.append("verdict")
+            super().do_POST()
+
+    def killed(count: int, total: int) -> None:
+        if count == 5:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "out"
+    with serving(Counts) as url:
+        with monkeypatch.context() as first, pytest.raises(KeyboardInterrupt):
+            first.setattr(grading, "_report", killed)
+            judged(url, adapter, folder)
+        assert asked.count("answers") == 2 * 2  # base and tuned, a time for each turn
+        assert not (folder / "metrics.json").exists()
+        asked.clear()
+        metrics = judged(url, adapter, folder)
+    assert "answers" not in asked
+    assert len(asked) <= 3 * 2 * 4 - 5  # five verdicts were there
+    assert "tuned/judge" in metrics and not (folder / "partial").exists()

@@ -61,6 +61,16 @@ def blocks_of(page: Path, language: str = "bash") -> list[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"{one.page}-{n}" for n, one in enumerate(BLOCKS)])
+def test_a_block_can_be_pasted_as_it_stands(block: Block) -> None:
+    """Nothing in it stands for something that a person has to know and fill in."""
+    left = re.findall(
+        r"\b(?:HOST|OWNER|NAME|FOLDER|FILE|TASKS?|N)\b|<\w+>", " ".join(block.commands)
+    )
+    assigned = {name for name, _ in ASSIGNED.findall(block.text)}
+    assert set(left) <= assigned
+
+
 def first_values(word: str) -> str:
     """Return what the first trial of a sweep takes of a word."""
     word = re.sub(r"(?:choice|interval)\(([^,]+),.*\)", r"\1", word)

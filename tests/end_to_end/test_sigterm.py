@@ -19,6 +19,7 @@ import pytest
 from app.training.checkpoint.store import CheckpointStore
 from tests.processes import LONGEST, ends_within
 from tests.reliability.person import Person
+from tests.runs import check_same_run
 from tests.tiny import SAMPLES, TINY_BASE, small_run, train_into
 
 pytestmark = pytest.mark.slow
@@ -123,6 +124,24 @@ def test_what_is_done_is_saved_where_the_next_data_does_not_come(
         assert "the data of the next step did not come; step 2 is saved" in said
     else:
         assert saved is None and "exited at once" in said
+
+
+def test_a_measurement_ends_and_is_made_again(tmp_path: Path, stall: Stall) -> None:
+    measured = (
+        *small_run("trainer.validate_every_steps=2", "trainer.checkpoint.every_steps=9"),
+        "logger=csv",
+        "evaluation.tasks=[{name: boolq, few_shot: 0}]",
+        *("evaluation.exact_match=false", "evaluation.every_steps=2"),
+    )
+    folder = tmp_path / "run"
+    code, seconds, said = stall(
+        *(folder, "train", "app.evaluation.tasks.measure:score", "sleeps", 1),  # after step 2
+        [*measured, f"output.dir={folder / 'out'}"],
+    )
+    assert (code, seconds < ends_within()) == (143, True), (seconds, said)
+    assert "what was being measured is measured again; step 2 is saved" in said
+    resumed = train_into(folder / "out", *measured, "resume=must")
+    check_same_run(resumed, train_into(tmp_path / "whole", *measured))
 
 
 @pytest.mark.parametrize("verb", ["preview", "evaluate"])

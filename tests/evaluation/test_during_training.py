@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from app.process.errors import UserError
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at
-from tests.tiny import train_into
+from tests.reliability.person import Person
+from tests.runs import check_same_run
+from tests.tiny import SAMPLES, small_run, train_into
 
 MEASURED = (
     "evaluation.tasks=[{name: boolq, few_shot: 0}, {name: arc, few_shot: 0}]",
@@ -61,6 +64,47 @@ def test_a_measured_training_is_the_same_training(tmp_path: Path) -> None:
     assert by_step.get(3) is None
 
 
+@pytest.mark.slow
+def test_a_run_that_goes_on_in_its_middle_measures_as_one_that_did_not_stop(
+    tmp_path: Path,
+) -> None:
+    words = (*MEASURED, "adapter.dropout=0.1", "trainer.max_steps=6", "logger=csv")
+    saved = ("trainer.checkpoint.every_steps=1", "trainer.checkpoint.keep_last=9")
+    whole = train_into(tmp_path / "whole", *words, *saved)
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    train_into(resumed, *words, *saved, f"resume={resumed / 'checkpoints' / 'step-3'}")
+    check_same_run(resumed, whole)
+    assert "val/accuracy/boolq" in curves(whole)
+    for step in (4, 6):
+        name = f"samples/step-{step}.jsonl"
+        assert (resumed / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_what_one_does(tmp_path: Path, person: Person) -> None:
+    more = ("evaluation.metrics=[f1]", "evaluation.during_rows=5")
+    words = small_run("trainer.gradient_accumulation_steps=1", *MEASURED[:3], *MEASURED[4:], *more)
+    one, two = tmp_path / "one", tmp_path / "two"
+    train_into(one, *MEASURED[:3], *MEASURED[4:], *more)
+    person.train_into(two, *words, "trainer.devices=2", "trainer.accelerator=cpu")
+    alone, together = curves(one), curves(two)
+    added = [name for name in alone if name.startswith("val/")]
+    assert {"val/accuracy/boolq", "val/f1/lists", "val/exact_match/orders"} <= set(added)
+    for name in added:
+        assert [step for step, _ in together[name]] == [step for step, _ in alone[name]], name
+        values = [[float(value) for _, value in run[name]] for run in (alone, together)]
+        assert values[1] == pytest.approx(values[0], rel=1e-5), name
+    for step in (0, 2, 4):
+        asked = [
+            [
+                {key: line[key] for key in ("data_set", "source", "prompt", "val")}
+                for line in map(json.loads, (run / "samples" / f"step-{step}.jsonl").open())
+            ]
+            for run in (one, two)
+        ]
+        assert asked[0] == asked[1]
+
+
 def test_measurements_fall_on_the_next_validation() -> None:
     validated = range(0, 41, 4)
     assert [step for step in validated if is_measured_at(step, 10, 4)] == [0, 12, 20, 32, 40]
@@ -84,6 +128,20 @@ def test_a_monitor_that_is_not_measured_is_refused(tmp_path: Path) -> None:
         train_into(tmp_path / "run", *MEASURED, "trainer.checkpoint.monitor=val/accuracy/boolqq")
     with pytest.raises(UserError, match=r"evaluation\.every_steps=N measures"):
         train_into(tmp_path / "other", "trainer.checkpoint.monitor=val/accuracy/boolq")
+
+
+@pytest.mark.slow
+def test_a_monitor_without_held_out_rows_is_refused(tmp_path: Path) -> None:
+    row = {"instruction": "Which number is the biggest?", "input": "1 4", "output": "4"}
+    (tmp_path / "few.json").write_text(json.dumps([row, row]))
+    lists = SAMPLES / "lists_test.json"
+    with pytest.raises(UserError, match="no row of few is held out"):
+        train_into(
+            tmp_path / "run",
+            f"data.datasets=[{{path: {lists}, name: lists}}, {{path: {tmp_path / 'few.json'}}}]",
+            "data.val_set_size=0.05",
+            "trainer.checkpoint.monitor=val/loss/few",
+        )
 
 
 @pytest.mark.slow

@@ -6,11 +6,16 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from app.config import load_config
 from app.config.dispatch import check_before_start
 from app.evaluate import evaluate
+from app.evaluation.significance import paired_bootstrap
 from app.process.errors import UserError
 from tests.conftest import ROOT
 from tests.processes import run_verb
@@ -46,6 +51,36 @@ def test_tasks_need_no_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[
     (line,) = [line for line in said.splitlines() if " mmlu/stem " in line and "length" in line]
     assert f"{metrics['base/accuracy_norm/mmlu/stem']:.1%}" in line
     assert not (tmp_path / "partial").exists()
+
+
+def test_groups_of_a_task_have_intervals_beside_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = tmp_path / "tuned"
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(TINY_BASE)
+    random = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(base, random).save_pretrained(tuned)
+    words = (f"model.path={TINY_BASE}", f"adapter_path={tuned}")
+    metrics = evaluated(tmp_path / "out", *words, "evaluation.tasks=[{name: mmlu, few_shot: 0}]")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").open()]
+    for group in ("stem", "elementary_mathematics"):  # a category, and a subject of it
+        key = f"change/accuracy/mmlu/{group}"
+        assert metrics[f"{key}/low"] <= metrics[key] <= metrics[f"{key}/high"]
+    one = [
+        line["metrics"]["accuracy"] for line in lines if line["group"] == "elementary_mathematics"
+    ]
+    expected = sum(scores["tuned"] - scores["base"] for scores in one) / len(one)
+    assert metrics["change/accuracy/mmlu/elementary_mathematics"] == pytest.approx(expected)
+    said = capsys.readouterr().out
+    assert "groups of tasks: " in said
+    # The task's own interval is not widened by those of its groups.
+    wide = metrics["change/loss/mmlu/high"] - metrics["change/loss/mmlu/low"]
+    rows = [line["metrics"]["loss"] for line in lines]
+    tokens = np.array([line["tokens"] for line in lines], dtype=float)
+    apart = np.array([row["tuned"] - row["base"] for row in rows])
+    low, high = paired_bootstrap(apart, tokens, 1 - 0.05 / 3)  # of accuracy, by length, and loss
+    assert wide == pytest.approx(high - low)
 
 
 def test_a_killed_evaluation_goes_on_in_its_folder(

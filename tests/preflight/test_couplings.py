@@ -90,6 +90,13 @@ CLASHES = [
      ["there are no validation rows", "data.val_set_size=0.05"]),
     (0, "evaluation.every_steps=2 evaluation.metrics=[f1] trainer.compile=true",
      "evaluation.metrics=[f1] trainer.compile=true", ["compiled for one size of batch"]),
+    (0, "trainer.checkpoint.monitor=val/loss/listz", "trainer.checkpoint.monitor=val/loss/lists",
+     ["monitor=val/loss/listz is not measured; did you mean val/loss/lists?"]),
+    (0, "trainer.checkpoint.monitor=val/loss/lists data.val_set_size=0",
+     "trainer.checkpoint.monitor=val/loss/lists", ["of validation rows, and there are none"]),
+    (0, "trainer.checkpoint.monitor=val/exact_match/lists evaluation.exact_match=true",
+     "trainer.checkpoint.monitor=val/exact_match/lists evaluation.exact_match=true "
+     "evaluation.every_steps=2", ["is measured at the end alone", "evaluation.every_steps=N"]),
     (0, "trainer.early_stopping_patience=3 data.val_set_size=0 'data.test_datasets=[]'",
      "trainer.early_stopping_patience=3", ["goes by val/loss, but there are no validation rows"]),
     (2, "evaluation.harness=[arc_easy] strategy=fsdp", "evaluation.harness=[arc_easy] strategy=ddp",

@@ -12,6 +12,7 @@ from app.evaluation.judge.endpoint import Endpoint
 from app.evaluation.judge.grading import Judged, judge_answers
 from app.evaluation.judge.questions import QUESTIONS_FILE, Question, read_questions
 from app.evaluation.judge.settings import JudgeConfig, read_key
+from app.evaluation.shares import Shares
 from app.process.files import write_whole
 from data_modules import Origin, Prompt, Turn
 
@@ -49,8 +50,30 @@ class Bench:
         template: ChatTemplate,
         stop_ids: set[int],
         context_len: int | None,
+        shares: Shares | None = None,
     ) -> None:
-        """Keep a model's answer to each turn of each question; none where no context is left."""
+        """Keep a model's answer to each turn of each question; none where no context is left.
+
+        `shares` keeps them where the evaluation is killed before its judge has said all.
+        """
+
+        def work() -> dict[str, list[str]]:
+            return self._answers(model, tokenizer, template, stop_ids, context_len)
+
+        content = [
+            [[question.id, *question.turns] for question in self.questions],
+            [self.config.max_new_tokens, sorted(stop_ids), context_len, template.hash],
+        ]
+        self.answers[who] = (shares or Shares()).once(f"{who}-judge", content, work)
+
+    def _answers(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        stop_ids: set[int],
+        context_len: int | None,
+    ) -> dict[str, list[str]]:
         answers: dict[str, list[str]] = {question.id: [] for question in self.questions}
         longest = max(len(question.turns) for question in self.questions)
         for turn in range(longest):
@@ -73,7 +96,7 @@ class Bench:
             texts = dict(zip(prompts, (answer.text for answer in found), strict=True))
             for question in asked:
                 answers[question.id].append(texts.get(question.id, ""))
-        self.answers[who] = answers
+        return answers
 
     def judge(self, folder: Path, cache: Path) -> Judged:
         """Write all answers to `folder`, and ask for every verdict on them."""

@@ -90,28 +90,39 @@ class TaskRunner:
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of predictions.jsonl."""
         for name, questions in self.questions.items():
-            for number, question in enumerate(questions):
-                found = {
-                    who: results[name][number]
-                    for who, results in self.results.items()
-                    if name in results
-                }
-                metrics: dict[str, dict[str, float]] = defaultdict(dict)
-                for who, result in found.items():
-                    for metric, value in result["metrics"].items():
-                        metrics[metric][who] = value
-                asked = question.asked
-                yield {
-                    "data_set": name,
-                    **({"group": asked.group} if asked.group else {}),
-                    "source": redact(str(question.origin)),
-                    "prompt": asked.contexts[0],
-                    "reference": asked.reference,
-                    **{who: result["answer"] for who, result in found.items()},
-                    "finished": {who: result["finished"] for who, result in found.items()},
-                    **tokens_of(found),
-                    "metrics": metrics,
-                }
+            for number in range(len(questions)):
+                yield self._line(name, number)
+
+    def group_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the same lines under the name of each group that they are in."""
+        for name, task in self.tasks.items():
+            groups = self._groups(task)
+            del groups[name]
+            for group, numbers in groups.items():
+                for number in numbers:
+                    yield {**self._line(name, number), "data_set": group}
+
+    def _line(self, name: str, number: int) -> dict[str, Any]:
+        question = self.questions[name][number]
+        found = {
+            who: results[name][number] for who, results in self.results.items() if name in results
+        }
+        metrics: dict[str, dict[str, float]] = defaultdict(dict)
+        for who, result in found.items():
+            for metric, value in result["metrics"].items():
+                metrics[metric][who] = value
+        asked = question.asked
+        return {
+            "data_set": name,
+            **({"group": asked.group} if asked.group else {}),
+            "source": redact(str(question.origin)),
+            "prompt": asked.contexts[0],
+            "reference": asked.reference,
+            **{who: result["answer"] for who, result in found.items()},
+            "finished": {who: result["finished"] for who, result in found.items()},
+            **tokens_of(found),
+            "metrics": metrics,
+        }
 
     def names(self, who: str) -> list[str]:
         """Return the names of what `measure` returns."""

@@ -24,6 +24,7 @@ from app.preflight.couplings.devices import (
     is_training,
     requested_devices,
 )
+from app.process.errors import nearest
 from app.strategy.deepspeed_config import keys_decided_elsewhere, unknown_keys
 from app.strategy.settings import (
     FsdpConfig,
@@ -221,6 +222,7 @@ def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
             f"{config.trainer.checkpoint.monitor}, but there are no validation rows",
             "data.val_set_size=0.05",
         )
+    yield from _of_monitor(config)
     shards_weights = getattr(strategy, "stage", 3) == 3 and is_sharding(strategy)
     if asked.harness and shards_weights:
         yield Clash(
@@ -246,6 +248,35 @@ def _of_measurements(config: TrainConfig) -> Iterator[Clash]:
             f"{key} generates with layers that trainer.compile=true has compiled for one size of "
             "batch",
             "trainer.compile=false, or evaluation.every_steps=null",
+        )
+
+
+def _of_monitor(config: TrainConfig) -> Iterator[Clash]:
+    """What the best checkpoint and an early stop go by."""
+    asked, data, monitor = config.evaluation, config.data, config.trainer.checkpoint.monitor
+    losses = ["val/loss", *(f"val/loss/{name}" for name in dataset_names(data.datasets))]
+    if monitor in losses:
+        if data.val_set_size == 0 and monitor != "val/loss":
+            yield Clash(
+                f"trainer.checkpoint.monitor={monitor} is of validation rows, and there are none",
+                "data.val_set_size=0.05",
+            )
+        return
+    tasks = [task.name for task in asked.tasks]
+    if asked.asks_prompts:
+        tasks += {*dataset_names(data.datasets), *dataset_names(data.test_datasets)}
+    _, metric, name = [*monitor.split("/", 2), "", ""][:3]
+    key = f"trainer.checkpoint.monitor={monitor}"
+    if not any(f"{name}/".startswith(f"{one}/") for one in tasks):  # a task, or a group of one
+        known = [*losses, *(f"val/{metric}/{one}" for one in sorted(tasks))]
+        yield Clash(
+            f"{key} is not measured{nearest(monitor, known)}; there are {', '.join(known[:12])}",
+            "one of them; evaluation.every_steps=N measures evaluation.tasks, too",
+        )
+    elif asked.every_steps is None:
+        yield Clash(
+            f"{key} is measured at the end alone",
+            "evaluation.every_steps=N measures it while the model trains",
         )
 
 

@@ -93,7 +93,7 @@ class CheckpointSaver(L.Callback):
             self._finish_step(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        """Save if a signal has ended the wait for the next step's data.
+        """Save if a signal has ended the wait for the next step's data, or a measurement.
 
         Only with a single rank: others are inside that step, waiting for this one.
         """
