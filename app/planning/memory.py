@@ -127,10 +127,11 @@ class PlannedRun:
             tokens=self.tokens,
             width=HALF if is_half else FP32,
             residual=HALF if gathers_half and is_half else residual,
-            fuses_norm_and_gate=self.fuses_norm_and_gate,
+            fuses_norm_and_gate=self.fuses_norm_and_gate and self.tensor_size == 1,
             trains_base=self.trains_base,
             drops=self.drops,
-            fuses_adapters=self.fuses_adapters,
+            # Tensor parallelism calls each module by itself.
+            fuses_adapters=self.fuses_adapters and self.tensor_size == 1,
             keeps_scores=self.keeps_scores,
             ranks=self.model.adapter_ranks,
         )
@@ -213,7 +214,7 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
     trained_share = whole.trained / max(1.0, whole.frozen + whole.trained)
     weights = states.weights + _secondary_partition(run, whole.frozen + whole.trained)
     kept, copies = run.kept, _half_copies(run, whole.frozen + whole.trained)
-    at_loss, at_layers, at_step = _gathered(size, strategy, states.gathered)
+    at_end, at_loss, at_layers, at_step = _gathered(size, strategy, states.gathered)
     gradients = _gradients(run, size, states.gradients)
     layers, (of_loss, kept_by_loss) = _activations(run, kept), _loss(run, kept)
     trained_layers = max(1, run.model.trained_layers)
@@ -232,6 +233,14 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
         )
 
     return [
+        at(
+            "embedding or head gathered",
+            gradients=gradients.at_loss,
+            activations=layers.all,
+            gathered=at_end,
+            copies=copies,
+            loss=0.0,
+        ),
         at(
             "loss",
             gradients=gradients.at_loss,
@@ -310,11 +319,13 @@ def _secondary_partition(run: PlannedRun, weights: float) -> float:
 
 def _gathered(
     size: ModelSize, strategy: StrategyConfig, gathered: float
-) -> tuple[float, float, float]:
-    """Return the bytes gathered of other ranks: at the loss, in the layers, at the step."""
+) -> tuple[float, float, float, float]:
+    """Return the bytes gathered of other ranks: while the head arrives, at the loss, in the layers,
+    at the step.
+    """
     if isinstance(strategy, FsdpConfig) and gathered:
         return *gathered_by_fsdp(size, strategy), 0.0
-    return gathered, gathered, gathered
+    return gathered, gathered, gathered, gathered
 
 
 def _half_copies(run: PlannedRun, weights: float) -> float:
