@@ -72,7 +72,7 @@ def plan(config: PlanConfig) -> Path:
         "advice": [describe_candidate(each) for each in best_of_each(candidates)],
     }
     if config.plan.simulate:
-        print("simulating two steps, which takes minutes", flush=True)
+        print("simulating a step, which takes minutes", flush=True)
         facts["simulated"] = describe_simulated(run, simulate(config, run))
     folder = decide_run_dir(config.output)
     save_config(config, folder / CONFIG_FILE)

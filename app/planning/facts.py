@@ -31,7 +31,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
     memory = estimate_gpu_memory(run, size)
     host = estimate_host_memory(run, size)
     speed = estimate_speed(run, size)
-    flops = estimate_flops(run)
+    flops, disk_gib = estimate_flops(run), estimate_disk(run, size) / GIB
     return {
         "model": run.model.name,
         "num_weights": run.model.num_weights,
@@ -51,7 +51,9 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
             "memory": hardware.host_memory_gib,
         },
         "deepspeed_states_gib": _states_by_deepspeed(run),
-        "disk_gib": estimate_disk(run, size) / GIB,
+        "disk_gib": disk_gib,
+        "nvme_gib": hardware.nvme_gib,
+        "fits_disk": not hardware.nvme_gib or disk_gib <= hardware.nvme_gib,
         "messages": [
             {
                 "what": each.what,

@@ -62,8 +62,11 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
     verdict = "" if facts["fits_host"] else "DOES NOT FIT: "
     lines.append(
         f"{verdict}a machine's host memory: {host['loading']:.1f} GiB while loading, "
-        f"{host['offloaded']:.1f} offloaded{of}; disk: {facts['disk_gib']:.1f} GiB"
+        f"{host['offloaded']:.1f} offloaded{of}"
     )
+    verdict = "" if facts["fits_disk"] else "DOES NOT FIT: "
+    of = f" of {facts['nvme_gib']:,.0f}" if facts["nvme_gib"] else ""
+    lines.append(f"{verdict}disk: {facts['disk_gib']:.1f} GiB of checkpoints and the result{of}")
     if (known := facts["deepspeed_states_gib"]) is not None:
         lines.append(
             f"DeepSpeed's estimator, for fp32 states beside half-precision weights and without "

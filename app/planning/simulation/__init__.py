@@ -74,7 +74,7 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
 
 
 def simulate(config: TrainConfig, run: PlannedRun) -> Simulated:
-    """Take two steps of `run`, as it means `config`, in a process of its own.
+    """Take a step of `run`, as it means `config`, in a process of its own.
 
     UserError where its code cannot run without a GPU.
     """

@@ -33,8 +33,6 @@ class LiveParts(Count):
         self.parts: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
         self.peak_phase = ""
-        self.sent: Counter[str] = Counter()
-        """bytes of whole tensors that collectives were given, by operator"""
         self._live: dict[int, tuple[weakref.ref[Any], int, str]] = {}
         self._total = self._peak_total = 0
 

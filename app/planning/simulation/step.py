@@ -32,6 +32,7 @@ from app.strategy.build import build_strategy
 from app.strategy.fsdp import Sharded
 from app.strategy.loading import Broadcaster
 from app.strategy.mixin import StrategyMixin
+from app.strategy.settings import DdpConfig
 from app.training.metrics import Metrics
 from app.training.module import FinetuneModule
 from app.training.optimizers import build_optimizer
@@ -58,7 +59,7 @@ class Steps:
 
 
 def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
-    """Take two optimizer steps of `run`, as it means `config`; the second one is counted."""
+    """Count an optimizer step of `run`, as it means `config`, after one that made the states."""
     micro_batches = min(2, run.accumulation)
     tokens = run.micro_batch_size * [run.sequence_len]
     live = LiveParts(seen=float(sum(length**2 for length in tokens)))
@@ -70,13 +71,17 @@ def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
         stack.enter_context(live.watching_fsdp())
         module, optimizer = _begin_fit(config, run, folder, live)
         stack.enter_context(live.watching_modules())
-        for number in range(2):
-            live.tally.kernels.clear()
-            live.sent.clear()
-            live.forget_peak()
-            _take_step(module, optimizer, _batch(run), micro_batches, live)
-            if number == 0:
-                live.assign(_states(optimizer), "optimizer")
+        if isinstance(run.strategy, DdpConfig):  # gradients are views of its buckets from then on
+            _take_step(module, optimizer, _batch(run), 1, live)
+        else:
+            for weight in _trained(module):
+                weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            live.assign((weight.grad for weight in _trained(module)), "gradients")
+        live.assign(_states(optimizer), "optimizer")
+        live.tally.kernels.clear()
+        live.forget_peak()
+        _take_step(module, optimizer, _batch(run), micro_batches, live)
     return Steps(live=live, accumulated=micro_batches)
 
 
@@ -247,7 +252,7 @@ def _take_step(
 ) -> None:
     """Take one optimizer step, in Lightning's order."""
     strategy: Any = module.trainer.strategy
-    weights = [weight for weight in module.model.parameters() if weight.requires_grad]
+    weights = _trained(module)
     moved = batch.to(DEVICE)
     for index in range(number):
         live.phase = "forward"
@@ -266,6 +271,10 @@ def _take_step(
     module.configure_gradient_clipping(optimizer, module.trainer.gradient_clip_val)
     optimizer.step()
     module.reset_step()
+
+
+def _trained(module: FinetuneModule) -> list[torch.nn.Parameter]:
+    return [weight for weight in module.model.parameters() if weight.requires_grad]
 
 
 def _states(optimizer: Optimizer) -> list[torch.Tensor]:
