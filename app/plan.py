@@ -18,7 +18,7 @@ from app.planning.advice import (
     smallest_change,
 )
 from app.planning.data import estimate_tokens
-from app.planning.facts import describe_candidate, describe_run
+from app.planning.facts import describe_candidate, describe_run, describe_simulated
 from app.planning.hardware import (
     HardwareConfig,
     check_hardware,
@@ -34,6 +34,7 @@ from app.planning.planned import (
     plan_run,
     read_numbers,
 )
+from app.planning.simulation import check_simulated, simulate
 from app.process.environment import keep_streams, quiet_libraries
 from app.process.errors import UserError
 from app.process.files import write_whole
@@ -56,6 +57,8 @@ def plan(config: PlanConfig) -> Path:
         name: settings_of("strategy", name) for name in FAMILIES if name not in NOT_PLANNED
     }
     run, chosen = plan_run(config, hardware, numbers, strategies=strategies)
+    if config.plan.simulate:
+        check_simulated(config, run)
     candidates = list_candidates(config, hardware, numbers, run.model, strategies)
     way = smallest_change(candidates)
     ways = [" ".join(way.words)] if way is not None else []
@@ -68,6 +71,9 @@ def plan(config: PlanConfig) -> Path:
         "to_fit": [] if facts["fits"] else ways,
         "advice": [describe_candidate(each) for each in best_of_each(candidates)],
     }
+    if config.plan.simulate:
+        print("simulating a step, which takes minutes", flush=True)
+        facts["simulated"] = describe_simulated(run, simulate(config, run))
     folder = decide_run_dir(config.output)
     save_config(config, folder / CONFIG_FILE)
     write_whole(folder / "plan.json", json.dumps(facts, indent=2) + "\n")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fake_device.device import MEMORY_GIB, find_obstacle
+from app.planning.simulation.device import MEMORY_GIB, find_obstacle
 from benchmarks.fake_device.rates import GPUS
 from benchmarks.fake_device.trace import Job, Numbers, architecture_of, extrapolate
 from benchmarks.figure import Figure

@@ -17,6 +17,7 @@ from app.planning.memory import (
     fits_host,
     usable_bytes,
 )
+from app.planning.simulation import Simulated
 from app.planning.speed import batch_word, estimate_flops, estimate_speed
 from app.strategy.settings import ZeroConfig
 
@@ -30,7 +31,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
     memory = estimate_gpu_memory(run, size)
     host = estimate_host_memory(run, size)
     speed = estimate_speed(run, size)
-    flops = estimate_flops(run)
+    flops, disk_gib = estimate_flops(run), estimate_disk(run, size) / GIB
     return {
         "model": run.model.name,
         "num_weights": run.model.num_weights,
@@ -50,7 +51,9 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
             "memory": hardware.host_memory_gib,
         },
         "deepspeed_states_gib": _states_by_deepspeed(run),
-        "disk_gib": estimate_disk(run, size) / GIB,
+        "disk_gib": disk_gib,
+        "nvme_gib": hardware.nvme_gib,
+        "fits_disk": not hardware.nvme_gib or disk_gib <= hardware.nvme_gib,
         "messages": [
             {
                 "what": each.what,
@@ -78,6 +81,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "verdict": speed.verdict,
         "batch": batch_word(run),
         "tokens_by": tokens_by,
+        "simulated": None,
         **_hours_and_cost(run, tokens, speed.tokens_per_second),
     }
 
@@ -123,6 +127,28 @@ def _settings(run: PlannedRun) -> dict[str, Any]:
         "micro_batch_size": run.micro_batch_size,
         "sequence_len": run.sequence_len,
         "accumulation": run.accumulation,
+    }
+
+
+def describe_simulated(run: PlannedRun, found: Simulated) -> dict[str, Any]:
+    """Return what a simulation found, beside what the arithmetic says of the same parts."""
+    memory = estimate_gpu_memory(run)
+    said = {name: size for name, size in memory.parts.items() if name != "overhead"}
+    # A trace does not tell a loss, or a copy of a weight, from the other activations.
+    said["activations"] = sum(said.pop(name, 0.0) for name in ("activations", "copies", "loss"))
+    total, step = sum(said.values()), estimate_speed(run).step
+    return {
+        "gpu_gib": {name: size / GIB for name, size in found.parts.items()},
+        "arithmetic_gib": {name: size / GIB for name, size in said.items() if size},
+        "gpu_total_gib": found.total / GIB,
+        "arithmetic_total_gib": total / GIB,
+        "difference": total / found.total - 1,
+        "phase": found.phase,
+        "overhead_gib": memory.overhead / GIB,
+        "compute_seconds": found.compute_seconds,
+        "step_seconds": found.step_seconds,
+        "step_difference": step / found.step_seconds - 1,
+        "fits": found.total + memory.overhead <= usable_bytes(run.hardware),
     }
 
 

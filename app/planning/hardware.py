@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,6 +70,9 @@ class HardwareConfig:
     """memory of a machine beside its GPUs; 0 = not checked"""
     host_link_gb_per_second: float = setting(0.0, ge=0)
     """from a GPU to host memory, one direction"""
+    nvme_gib: float = setting(0.0, ge=0)
+    """disks of a machine, which checkpoints and the result are written to; 0 = not checked.
+    Nothing is offloaded to them (--help strategy)"""
     price_per_hour: float | None = setting(None, gt=0)
     """of one GPU, in any currency; with it a plan tells the cost of a run"""
 
@@ -153,11 +157,12 @@ def check_hardware(config: HardwareConfig) -> list[str]:
 
 
 def with_host_of_machine(known: HardwareConfig) -> HardwareConfig:
-    """Return a card's numbers with the host memory and the network of this machine."""
+    """Return a card's numbers with the host memory, network and free disk of this machine."""
     network = max(known.network_gb_per_second, FAST_NETWORK)
     return replace(
         known,
         host_memory_gib=host_memory_gib(),
+        nvme_gib=shutil.disk_usage(Path.cwd()).free / GIB,
         network_gb_per_second=network if any(FABRIC.glob("*")) else SLOW_NETWORK,
     )
 

@@ -30,6 +30,7 @@ from app.training.memory import (
     EIGHT_BIT_STATES,
     STATES,
     ModelSize,
+    RankMemory,
     estimate_memory,
     gathered_by_fsdp,
     num_shares,
@@ -127,7 +128,8 @@ class PlannedRun:
             tokens=self.tokens,
             width=HALF if is_half else FP32,
             residual=HALF if gathers_half and is_half else residual,
-            fuses_norm_and_gate=self.fuses_norm_and_gate,
+            # Tensor parallelism calls each module by itself.
+            fuses_norm_and_gate=self.fuses_norm_and_gate and self.tensor_size == 1,
             trains_base=self.trains_base,
             drops=self.drops,
             fuses_adapters=self.fuses_adapters,
@@ -209,51 +211,50 @@ def estimate_moments(run: PlannedRun, size: ModelSize | None = None) -> list[Gpu
         recompute=run.recompute,
         accumulation=run.accumulation,
     )
-    whole, strategy = size.whole, run.strategy
-    trained_share = whole.trained / max(1.0, whole.frozen + whole.trained)
-    weights = states.weights + _secondary_partition(run, whole.frozen + whole.trained)
-    kept, copies = run.kept, _half_copies(run, whole.frozen + whole.trained)
-    at_loss, at_layers, at_step = _gathered(size, strategy, states.gathered)
+    kept, copies = run.kept, _half_copies(run, size.whole.frozen + size.whole.trained)
+    gathered = _gathered(size, run.strategy, states.gathered)
     gradients = _gradients(run, size, states.gradients)
     layers, (of_loss, kept_by_loss) = _activations(run, kept), _loss(run, kept)
     trained_layers = max(1, run.model.trained_layers)
-    last_copies = copies / trained_layers if run.recompute == "none" else copies
+    moments: dict[str, dict[str, float]] = {
+        "embedding or head gathered": {"gathered": gathered.at_ends, "loss": 0.0},
+        "loss": {"gathered": gathered.at_loss, "loss": of_loss},
+        "backward pass of the last layer": {
+            "gradients": gradients.at_last,
+            "activations": layers.at_last,
+            "copies": copies,
+        },
+        "backward pass of the first layer": {
+            "gradients": gradients.at_first,
+            "activations": layers.at_first,
+        },
+        "end of the backward pass": {"activations": layers.of_stream},
+        "optimizer step": {"gathered": gathered.at_step, "copies": 0.0},
+    }
+    for moment in ("embedding or head gathered", "loss"):
+        moments[moment] |= {"gradients": gradients.at_loss, "activations": layers.all}
+        moments[moment] |= {"copies": copies}
+    else_there = _states_of_moments(run, size, states) | {
+        "gathered": gathered.in_layers,
+        "copies": copies / trained_layers if run.recompute == "none" else copies,
+        "loss": kept_by_loss,
+        "gradients": gradients.at_end,
+        "activations": 0.0,
+    }
+    return [GpuMemory(**else_there | parts, moment=moment) for moment, parts in moments.items()]
 
-    def at(moment: str, **parts: float) -> GpuMemory:
-        always = {"gathered": at_layers, "copies": last_copies, "loss": kept_by_loss}
-        always |= {"gradients": gradients.at_end, "activations": 0.0}
-        return GpuMemory(
-            weights=weights * (1 - trained_share),
-            trainable=weights * trained_share,
-            optimizer=states.optimizer,
-            overhead=CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
-            moment=moment,
-            **always | parts,
-        )
 
-    return [
-        at(
-            "loss",
-            gradients=gradients.at_loss,
-            activations=layers.all,
-            gathered=at_loss,
-            copies=copies,
-            loss=of_loss,
-        ),
-        at(
-            "backward pass of the last layer",
-            gradients=gradients.at_last,
-            activations=layers.at_last,
-            copies=copies,
-        ),
-        at(
-            "backward pass of the first layer",
-            gradients=gradients.at_first,
-            activations=layers.at_first,
-        ),
-        at("end of the backward pass", activations=layers.of_stream),
-        at("optimizer step", gathered=at_step, copies=0.0),
-    ]
+def _states_of_moments(run: PlannedRun, size: ModelSize, states: RankMemory) -> dict[str, float]:
+    """Return the parts that are there all along."""
+    whole = size.whole.frozen + size.whole.trained
+    trained_share = size.whole.trained / max(1.0, whole)
+    weights = states.weights + _secondary_partition(run, whole)
+    return {
+        "weights": weights * (1 - trained_share),
+        "trainable": weights * trained_share,
+        "optimizer": states.optimizer,
+        "overhead": CONTEXT_GIB * GIB if run.is_on_gpu else 0.0,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,13 +309,24 @@ def _secondary_partition(run: PlannedRun, weights: float) -> float:
     return weights / run.hardware.gpus_per_node if is_within_node else 0.0
 
 
-def _gathered(
-    size: ModelSize, strategy: StrategyConfig, gathered: float
-) -> tuple[float, float, float]:
-    """Return the bytes gathered of other ranks: at the loss, in the layers, at the step."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gathered:
+    """Bytes of other ranks' weights at moments of a step."""
+
+    at_ends: float
+    """while embedding or head arrive"""
+    at_loss: float
+    in_layers: float
+    at_step: float
+
+
+def _gathered(size: ModelSize, strategy: StrategyConfig, gathered: float) -> _Gathered:
+    """Return what is gathered when; DeepSpeed keeps it all for the step."""
+    at_ends = at_loss = in_layers = at_step = gathered
     if isinstance(strategy, FsdpConfig) and gathered:
-        return *gathered_by_fsdp(size, strategy), 0.0
-    return gathered, gathered, gathered
+        at_ends, at_loss, in_layers = gathered_by_fsdp(size, strategy)
+        at_step = 0.0
+    return _Gathered(at_ends=at_ends, at_loss=at_loss, in_layers=in_layers, at_step=at_step)
 
 
 def _half_copies(run: PlannedRun, weights: float) -> float:

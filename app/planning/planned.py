@@ -53,6 +53,9 @@ class PlanningConfig(EnforceConfig):
     tokens: int | None = setting(None, ge=1, shown=True)
     """tokens that the run trains on, all epochs together; null = trainer.max_steps times those of a
     step, else an estimate from the data where they are on this machine"""
+    simulate: bool = False
+    """take a step of the program's own code on a GPU that is not there, as one rank of all, and
+    show what it was found to take beside the arithmetic; minutes, and a C++ compiler"""
     write: str | None = setting(None, shown=True)
     """file to write the best plan to, as an experiment: +experiment=FILE.yaml"""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.planning.communication import Collective, list_collectives, sent_by_node
+from app.planning.hardware import HardwareConfig
 from app.planning.memory import PlannedRun
 from app.strategy.settings import FsdpConfig, ZeroConfig
 from app.training.memory import ModelSize, num_shares
@@ -147,6 +148,16 @@ def estimate_speed(run: PlannedRun, size: ModelSize | None = None) -> Speed:
         mfu=speed / tokens_at_full_rate(run),
         verdict=_verdict(run, products + attention, traffic, messages, host + waits, collectives),
     )
+
+
+def kernel_seconds(
+    hardware: HardwareConfig, kind: str, dtype: str, flops: float, num_bytes: float
+) -> float:
+    """Return the time of one kernel: what its arithmetic or its bytes take, whichever is more."""
+    rate = hardware.half_tflops if dtype in ("bfloat16", "float16") else hardware.fp32_tflops
+    share = ATTENTION if kind == "attention" else PRODUCTS
+    bandwidth = BANDWIDTH * hardware.memory_gb_per_second * 1e9
+    return max(flops / (share * rate * 1e12), num_bytes / bandwidth)
 
 
 def tokens_at_full_rate(run: PlannedRun) -> float:

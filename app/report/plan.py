@@ -36,6 +36,7 @@ def plan_lines(facts: Mapping[str, Any]) -> list[str]:
         "",
         *_memory_lines(facts),
         "",
+        *_simulated_lines(facts["simulated"]),
         *_speed_lines(facts),
     ]
     if facts["to_fit"]:
@@ -61,14 +62,45 @@ def _memory_lines(facts: Mapping[str, Any]) -> list[str]:
     verdict = "" if facts["fits_host"] else "DOES NOT FIT: "
     lines.append(
         f"{verdict}a machine's host memory: {host['loading']:.1f} GiB while loading, "
-        f"{host['offloaded']:.1f} offloaded{of}; disk: {facts['disk_gib']:.1f} GiB"
+        f"{host['offloaded']:.1f} offloaded{of}"
     )
+    verdict = "" if facts["fits_disk"] else "DOES NOT FIT: "
+    of = f" of {facts['nvme_gib']:,.0f}" if facts["nvme_gib"] else ""
+    lines.append(f"{verdict}disk: {facts['disk_gib']:.1f} GiB of checkpoints and the result{of}")
     if (known := facts["deepspeed_states_gib"]) is not None:
         lines.append(
             f"DeepSpeed's estimator, for fp32 states beside half-precision weights and without "
             f"activations: {known['gpu']:.1f} GiB a GPU, {known['host']:.1f} a machine"
         )
     return lines
+
+
+def _simulated_lines(found: Mapping[str, Any] | None) -> list[str]:
+    """Return what a simulation found beside the arithmetic; nothing where there was none."""
+    if found is None:
+        return []
+    verdict = "fits" if found["fits"] else "DOES NOT FIT"
+    lines = [
+        f"simulated by the program's own code, {verdict}: {found['gpu_total_gib']:.2f} GiB in the "
+        f"{found['phase']} phase, and {found['overhead_gib']:.1f} of CUDA's own",
+        f"  {'':<12}{'simulated':>10}{'arithmetic':>12}",
+    ]
+    traced, said = found["gpu_gib"], found["arithmetic_gib"]
+    lines += [
+        f"  {name:<12}{traced.get(name, 0.0):10.2f}{said.get(name, 0.0):12.2f} GiB"
+        for name in HUES
+        if name in traced or name in said
+    ]
+    lines.append(
+        f"  {'together':<12}{found['gpu_total_gib']:10.2f}{found['arithmetic_total_gib']:12.2f} "
+        f"GiB: the arithmetic's is {found['difference']:+.1%}"
+    )
+    lines.append(
+        f"  a step: {found['step_seconds']:.2f} s, {found['compute_seconds']:.2f} of them by its "
+        "kernels, and the rest for the arithmetic's messages; the arithmetic's is "
+        f"{found['step_difference']:+.0%}"
+    )
+    return [*lines, ""]
 
 
 def _speed_lines(facts: Mapping[str, Any]) -> list[str]:

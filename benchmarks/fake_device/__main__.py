@@ -10,7 +10,7 @@ import logging
 import sys
 import traceback
 
-from benchmarks.fake_device.device import start
+from app.planning.simulation.device import start
 
 
 def main() -> None:

@@ -56,8 +56,8 @@ def ours(mode: str) -> Callable[[], None]:
     from app.model import kernels
     from app.model.adapter import LoraConfig, fused, group_adapters
     from app.model.head import run_probe
+    from app.planning.simulation.kernels import install_kernels
     from app.training.objective import DatasetSums, batch_loss
-    from benchmarks.fake_device.kernels import install_kernels
     from benchmarks.gpu.ours import build
     from benchmarks.gpu.task import Part, Task, batches_of
 
@@ -107,7 +107,7 @@ def plain(mode: str) -> Callable[[], None]:
 
 def call_directly() -> None:
     """Let the stand-ins be plain functions: what PyTorch adds to an operator, Triton does not."""
-    from benchmarks.fake_device import kernels
+    from app.planning.simulation import kernels
 
     for operator in vars(kernels).values():
         if isinstance(operator, CustomOpDef):

@@ -17,7 +17,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.fake_device.counting import Count, Counted
+from app.planning.simulation.counting import Count, Counted
+from app.planning.simulation.step import DEVICE, place, start_fit
 
 if TYPE_CHECKING:
     import lightning as L
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "data_modules" / "samples" / "tiny_base"
-DEVICE = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,70 +165,3 @@ def before_fit(config: TrainConfig) -> tuple[FinetuneModule, FinetuneDataModule]
         train(config)
     module, data = reached
     return module, data
-
-
-def place(model: torch.nn.Module) -> None:
-    """Give every weight and buffer on `meta` a place on the device."""
-    from bitsandbytes.nn import Params4bit
-
-    placed: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is None:
-                continue
-            if id(weight) not in placed:
-                make = _pack if isinstance(weight, Params4bit) else _place
-                placed[id(weight)] = make(module, weight)
-            module._parameters[name] = placed[id(weight)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device=DEVICE)
-
-
-def _place(_: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Parameter:
-    empty = torch.empty_like(weight, device=DEVICE)
-    return torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
-
-
-def _pack(layer: Any, weight: Any) -> torch.nn.Parameter:
-    """Quantize a 4-bit weight; a plain parameter, for bitsandbytes' own class takes no fake."""
-    from bitsandbytes.functional import quantize_4bit
-
-    packed, state = quantize_4bit(
-        torch.empty(weight.shape, dtype=layer.compute_dtype, device=DEVICE),
-        blocksize=weight.blocksize,
-        compress_statistics=weight.compress_statistics,
-        quant_type=weight.quant_type,
-        quant_storage=weight.quant_storage,
-    )
-    plain = torch.nn.Parameter(packed, requires_grad=False)
-    for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage"):
-        setattr(plain, name, getattr(weight, name))
-    plain.quant_state = layer.quant_state = state
-    plain.bnb_quantized = True
-    return plain
-
-
-def start_fit(module: FinetuneModule) -> None:
-    """Fuse layers as a fit does; that the kernels are equal is taken for granted.
-
-    What compares the numbers of attention and head is left out: a fake has none.
-    """
-    with (
-        patch.object(module, "_probe_attention", lambda _: free_hybrid(module)),
-        patch("app.training.module.check_head_loss"),
-    ):
-        module.on_fit_start()
-
-
-def free_hybrid(module: FinetuneModule) -> None:
-    """Let a hybrid's mixers run document by document, as where no kernels of theirs are installed.
-
-    That boundaries are not taken is then a ValueError, which needs no numbers to be seen.
-    """
-    from app.model.attention import free_mixers, mixer_search
-
-    layer_types = getattr(module.model.config.get_text_config(), "layer_types", None) or ()
-    if "linear_attention" in layer_types:
-        with patch.object(mixer_search, "_leaks", return_value=False):
-            free_mixers(module.model, module.backend, DEVICE)

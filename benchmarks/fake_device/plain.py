@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.fake_device.counting import Count, Counted
+from app.planning.simulation.counting import Count, Counted
 from benchmarks.fake_device.ours import DEVICE, place
 from benchmarks.gpu.task import RANK
 

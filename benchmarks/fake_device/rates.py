@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.fake_device.counting import Kernel
+    from app.planning.simulation.counting import Kernel
 
 HALF = ("bfloat16", "float16")
 

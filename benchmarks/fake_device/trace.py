@@ -17,7 +17,7 @@ import yaml  # type: ignore[import-untyped]
 if TYPE_CHECKING:
     import torch
 
-    from benchmarks.fake_device.counting import Counted
+    from app.planning.simulation.counting import Counted
 
 ROOT = Path(__file__).resolve().parents[2]
 Numbers = dict[str, float]
@@ -63,7 +63,7 @@ def trace(job: Job) -> Numbers:
 
 def summarize(counted: Counted) -> Numbers:
     """Return the numbers of a micro-batch by name; those of the optimizer step are `step/...`."""
-    from benchmarks.fake_device.counting import CLASSES
+    from app.planning.simulation.counting import CLASSES
     from benchmarks.fake_device.rates import GPUS
 
     tally = counted.tally

@@ -336,7 +336,7 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
     text = content.decode(errors="ignore") if data.cut else _decode(content, data.file)
     del content
     position = _skip_blank(text, text.find("[") + 1)
-    one_line = "\n" not in text.strip()
+    one_line, is_ascii = "\n" not in text.strip(), text.isascii()
     line, counted = 1, 0
     while text[position : position + 1] != "]":
         # In an array on one line the line says nothing: rows are counted there.
@@ -351,7 +351,8 @@ def _array_rows(data: Content, options: ReadOptions) -> Iterator[tuple[int, Row 
             # Rows after it cannot be delimited any more: this is the file's problem, not a row's.
             reason = invalid_json(error.msg, text, error.pos)
             raise DataError(f"{file}:{error.lineno}:{error.colno} {reason}") from error
-        yield end - start, row
+        # With what stands between rows: of an indented array that is a large part.
+        yield position - start if is_ascii else len(text[start:position].encode()), row
         line += one_line
 
 

@@ -148,7 +148,7 @@ def _sample(
     total = source.num_bytes(dataset.path, dataset.split)
     if total is None:
         raise DataError(f"{dataset.path}: how many bytes its rows have only reading tells")
-    times = max(1.0, total / (most - budget.left))
+    times = max(1.0, total / num_bytes)  # not by the budget: the row where it ends was not read
     return _Size(tokens=tokens * times, rows=num_rows * times, rows_read=num_rows, is_cached=False)
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.fake_device.device import start
+from app.planning.simulation.device import start
 from benchmarks.fake_device.trace import Job, Numbers, architecture_of, trace
 from benchmarks.gpu_ops import FULL_PACKS, real_lengths, words_of
 
@@ -78,7 +78,7 @@ def known_program() -> dict[str, object]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from benchmarks.fake_device.counting import Count
+    from app.planning.simulation.counting import Count
 
     count = Count(seen=0)
     with FakeTensorMode(allow_non_fake_inputs=True):

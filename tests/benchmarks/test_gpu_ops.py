@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import benchmarks.gpu_ops as bench
-from benchmarks.fake_device.device import find_obstacle
+from app.planning.simulation.device import find_obstacle
 from benchmarks.fake_device.trace import extrapolate
 from tests.benchmarks.on_fake_device import DEPTHS, LAYERS, METHODS
 

@@ -57,6 +57,23 @@ def test_a_large_file_is_taken_to_go_on_as_it_begins(
     assert epoch.how.startswith("the first ") and " of about " in epoch.how
 
 
+@pytest.mark.parametrize(("name", "indent"), [("d.jsonl", None), ("d.json", None), ("d.json", 8)])
+def test_a_row_in_which_the_sample_ends_is_not_taken_for_a_read_one(
+    name: str, indent: int | None, tmp_path: Path
+) -> None:
+    long = [{"instruction": "count", "output": "\u4e00 two " * 35_000} for _ in range(10)]
+    text = [json.dumps(row, ensure_ascii=False) for row in long]
+    file = tmp_path / name
+    assert SAMPLE_BYTES / 2 < len(text[0].encode()) < SAMPLE_BYTES
+    if file.suffix == ".json":
+        file.write_text(json.dumps(long, indent=indent, ensure_ascii=False), encoding="utf-8")
+    else:
+        file.write_text("\n".join(text) + "\n", encoding="utf-8")
+    epoch = estimate(settings(file, tmp_path), length=10**6)
+    of_row = 70_000 + 1 + 1 + 2 * 5  # its words, a last token, and what a template writes
+    assert epoch.tokens == pytest.approx(10 * of_row, rel=0.01)
+
+
 def test_what_is_not_trained_on_is_not_counted(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "d.jsonl", 100)
     config = settings(file, tmp_path)

@@ -82,6 +82,17 @@ def test_advice_is_sorted_and_what_it_says_can_be_typed(tmp_path: Path) -> None:
     assert "<svg" in page and "<script" not in page and "http" not in page
 
 
+def test_a_disk_that_is_too_small_for_checkpoints_is_named(tmp_path: Path) -> None:
+    words = ("+experiment=llama8b_full", "hardware=h200")
+    facts, where = plan_of(tmp_path / "a", *words)
+    assert facts["fits_disk"] and facts["nvme_gib"] == pytest.approx(8 * 3840e9 / 2**30, rel=1e-3)
+    facts, where = plan_of(tmp_path / "b", *words, "hardware.nvme_gib=100")
+    assert facts["disk_gib"] > 100 and not facts["fits_disk"]
+    assert "DOES NOT FIT: disk: " in (where / "plan.html").read_text()
+    facts, _ = plan_of(tmp_path / "c", *words, "hardware.nvme_gib=0")
+    assert facts["fits_disk"]
+
+
 def test_the_best_plan_is_written_as_an_experiment(tmp_path: Path) -> None:
     file = tmp_path / "best run.yaml"
     words = ("+experiment=llama8b", "hardware=4xl40s", f"plan.write={file}")

@@ -6,6 +6,7 @@ which traces has a process of its own. Nothing is computed and no memory is take
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -36,10 +37,15 @@ def find_obstacle() -> str | None:
 
 
 @functools.cache
-def install() -> None:
-    """Make torch believe in a CUDA device; NoFakeDevice with the reason where it cannot."""
+def install(name: str = "", memory_gib: float = MEMORY_GIB, num_devices: int = 1) -> None:
+    """Make torch believe in CUDA devices; NoFakeDevice with the reason where it cannot.
+
+    They are all the first one, an H100 but for the name and memory that are given.
+    """
     if obstacle := find_obstacle():
         raise NoFakeDevice(obstacle)
+    Properties.name = name or Properties.name
+    Properties.total_memory, Properties.num_devices = int(memory_gib * 2**30), num_devices
     _load_guard()
     # What asks for a device while it is imported must find none: bitsandbytes loads CUDA's library.
     import lightning  # noqa: F401
@@ -66,7 +72,7 @@ def start() -> None:
     except NoFakeDevice as reason:
         print(reason, file=sys.stderr)
         sys.exit(3)
-    from benchmarks.fake_device.kernels import install_kernels
+    from app.planning.simulation.kernels import install_kernels
 
     install_kernels()
 
@@ -99,9 +105,48 @@ class Properties:
     major, minor = CAPABILITY
     multi_processor_count = MULTIPROCESSORS
     total_memory = MEMORY_GIB << 30
+    num_devices = 1
     warp_size = 32
     max_threads_per_multi_processor = 2048
     regs_per_multiprocessor = 65536
+
+
+class Event:
+    """A point in a stream's work, which has always been reached."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, _: Any = None) -> None:
+        """Be reached."""
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        """Return that it has been reached."""
+        return True
+
+
+class Stream:
+    """A queue of work that is done as soon as it is given."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Return an event that has been reached."""
+        return event or Event()
+
+    def is_capturing(self) -> bool:
+        """Return that no graph is recorded."""
+        return False
+
+    def wait_event(self, _: Event) -> None:
+        """Have nothing to wait for."""
+
+    def wait_stream(self, _: Stream) -> None:
+        """Have nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Have nothing to wait for."""
 
 
 def _pretend(torch: Any) -> None:
@@ -110,17 +155,20 @@ def _pretend(torch: Any) -> None:
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
-        "is_bf16_supported": True,
+        "is_bf16_supported": Properties.major >= 8,
         "current_device": 0,
-        "device_count": 1,
+        "device_count": Properties.num_devices,
         "get_device_name": Properties.name,
-        "get_device_capability": CAPABILITY,
+        "get_device_capability": (Properties.major, Properties.minor),
         "get_device_properties": Properties,
         "mem_get_info": (Properties.total_memory, Properties.total_memory),
         "memory_allocated": 0,
         "max_memory_allocated": 0,
         "memory_reserved": 0,
         "get_rng_state": state,
+        "stream": contextlib.nullcontext(),
+        "current_stream": Stream(),
+        "default_stream": Stream(),
     }
     nothing = (
         "_lazy_init",
@@ -133,6 +181,8 @@ def _pretend(torch: Any) -> None:
     )
     for name, value in (answers | dict.fromkeys(nothing)).items():
         setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event
+    torch.accelerator.current_stream = torch.cuda.current_stream
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False

@@ -145,7 +145,7 @@ class Count(TorchDispatchMode):
         """
 
         def keep(weight: Tensor) -> None:
-            storage = weight.grad.untyped_storage()  # type: ignore[union-attr]
+            storage = weight.grad.untyped_storage()
             key = id(storage)
             if key in self._storages and key not in self._gradients:
                 self._gradients.add(key)

@@ -1,0 +1,375 @@
+"""Steps of a run by its own code, on the fake device, as rank 0 of ranks that are not there.
+
+Strategy, module, adapter, kernels, loss, clipping and optimizer are those of a training; only what
+compares numbers before the fit is left out, for fakes have none.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock, patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from app.model.attention import choose_backend
+from app.model.base import ModelConfig, load_architecture
+from app.model.build import build_model
+from app.model.hub import newest_of_hub
+from app.planning.memory import PlannedRun
+from app.planning.simulation.live import LiveParts
+from app.strategy.build import build_strategy
+from app.strategy.fsdp import Sharded
+from app.strategy.loading import Broadcaster
+from app.strategy.mixin import StrategyMixin
+from app.strategy.settings import DdpConfig
+from app.training.metrics import Metrics
+from app.training.module import FinetuneModule
+from app.training.optimizers import build_optimizer
+from app.training.trainer import Environment, build_lightning_trainer
+from data_modules import Batch, DecoderInputs
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from app.config.verbs import TrainConfig
+
+DEVICE = torch.device("cuda", 0)
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """What steps were found to take on one rank."""
+
+    live: LiveParts
+    """with the peak of the last step"""
+    accumulated: int
+    """micro-batches that were counted of a step"""
+
+
+def take_steps(config: TrainConfig, run: PlannedRun) -> Steps:
+    """Count an optimizer step of `run`, as it means `config`, after one that made the states."""
+    micro_batches = min(2, run.accumulation)
+    tokens = run.micro_batch_size * [run.sequence_len]
+    live = LiveParts(seen=float(sum(length**2 for length in tokens)))
+    with ExitStack() as stack:
+        stack.enter_context(_ranks(run.num_ranks))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(live)
+        stack.enter_context(live.watching_fsdp())
+        module, optimizer = _begin_fit(config, run, folder, live)
+        stack.enter_context(live.watching_modules())
+        if isinstance(run.strategy, DdpConfig):  # gradients are views of its buckets from then on
+            _take_step(module, optimizer, _batch(run), 1, live)
+        else:
+            for weight in _trained(module):
+                weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            live.assign((weight.grad for weight in _trained(module)), "gradients")
+        live.assign(_states(optimizer), "optimizer")
+        live.tally.kernels.clear()
+        live.forget_peak()
+        _take_step(module, optimizer, _batch(run), micro_batches, live)
+    return Steps(live=live, accumulated=micro_batches)
+
+
+@contextmanager
+def _ranks(num_ranks: int) -> Iterator[None]:
+    """Meet ranks that are not there: what is sent to them is dropped."""
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    nothing = lambda *_, **__: None  # noqa: E731
+    try:
+        with (
+            patch.multiple(
+                dist,
+                broadcast=nothing,
+                broadcast_object_list=nothing,
+                all_gather_object=nothing,
+                barrier=nothing,
+            ),
+            patch("app.strategy.fsdp.log_host_memory", nothing),
+            # What DDP compares and sends before it is wrapped.
+            patch("torch.nn.parallel.distributed._verify_param_shape_across_processes", nothing),
+            patch("torch.nn.parallel.distributed._sync_module_states", nothing),
+            patch.object(Sharded, "_init_mesh", _with_numbers(Sharded._init_mesh)),
+            patch.object(Broadcaster, "_parameter", _receive),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _with_numbers(make: Callable[..., None]) -> Callable[..., None]:
+    """Let a mesh be made of numbers, which are its ranks."""
+
+    def made(*given: Any) -> None:
+        with _disable_current_modes():
+            make(*given)
+
+    return made
+
+
+def _receive(self: Broadcaster, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return the weight as it arrives; its class is not looked at, for fakes have their own."""
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+    return torch.nn.Parameter(full, parameter.requires_grad)
+
+
+def _sent(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return DDP's bucket as it comes back."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+class _KeptBuckets:
+    """DDP's reducer, which does not put its buckets in order anew: rank 0 would send numbers."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
+def _begin_fit(
+    config: TrainConfig, run: PlannedRun, folder: Path, live: LiveParts
+) -> tuple[FinetuneModule, Optimizer]:
+    """Build what `app.train` would fit, up to its first batch."""
+    devices, nodes = run.hardware.gpus_per_node, run.num_nodes
+    env = Environment(
+        accelerator="gpu",
+        devices=devices,
+        num_ranks=run.num_ranks,
+        num_data_ranks=run.num_data_ranks,
+        precision=run.precision,
+        accumulation=run.accumulation,
+        micro_batch_size=run.micro_batch_size,
+    )
+    strategy: Any = build_strategy(run.strategy, accelerator="gpu", num_ranks=run.num_ranks)
+    trainer = build_lightning_trainer(
+        replace(config.trainer, num_nodes=nodes),
+        env=env,
+        strategy=strategy,
+        total_steps=2,
+        loggers=[],
+        callbacks=[],
+        folder=folder,
+    )
+    if run.num_ranks > 1:
+        strategy.set_world_ranks()
+    module = _module(config, run, strategy, _base(config.model, folder))
+    module.trainer = trainer
+    strategy.connect(module)
+    with live.making("weights"):
+        module.configure_model()
+    weights = list(module.model.parameters())
+    live.assign((weight for weight in weights if not weight.requires_grad), "weights")
+    live.assign((weight for weight in weights if weight.requires_grad), "trainable")
+    optimizer = module.build_optimizer(module.model)
+    start_fit(module)
+    if strategy.shards_weights is False and run.num_ranks > 1:
+        strategy.configure_ddp()
+        strategy.model.register_comm_hook(None, lambda _, bucket: _sent(bucket))
+        strategy.model.logger = Mock()  # its own would read a GPU's clock
+        strategy.model.reducer = _KeptBuckets(strategy.model.reducer)
+    return module, optimizer
+
+
+def _base(config: ModelConfig, folder: Path) -> ModelConfig:
+    """Return a base of which only the config.json is there."""
+    if config.path is not None and Path(config.path).is_dir():
+        return config
+    file = folder / "config.json"
+    cached = None if config.path is None else newest_of_hub(config.path, file.name)
+    if "model_type" in config.architecture or cached is None:
+        file.write_text(json.dumps(config.architecture))
+    else:
+        file.write_bytes(cached.read_bytes())
+    return replace(config, path=str(folder), from_scratch=False)
+
+
+def _module(
+    config: TrainConfig, run: PlannedRun, strategy: StrategyMixin, model: ModelConfig
+) -> FinetuneModule:
+    backend = choose_backend(
+        config.attention, load_architecture(model), "gpu", run.precision
+    ).backend
+    build = partial(
+        build_model,
+        model,
+        run.quantization,
+        backend,
+        config.adapter,
+        replace(config.recompute, mode=run.recompute),
+        run.precision,
+        on_meta=True,
+    )
+    device = HOST if strategy.shards_weights else DEVICE
+    return FinetuneModule(
+        partial(_build_placed, build, device),
+        backend=backend,
+        build_optimizer=partial(
+            build_optimizer,
+            config=config.optimizer,
+            adapter=config.adapter,
+            lr=1e-4,
+            fused=run.precision != "fp16",
+        ),
+        schedule=config.schedule,
+        total_steps=2,
+        is_packed=True,
+        metrics=Metrics(["simulated"], [], 1),
+        uses_fused_kernels=config.trainer.kernels == "auto" and not config.trainer.compile,
+    )
+
+
+def _build_placed(build: Callable[[], Any], place_on: torch.device, **_: Any) -> Any:
+    """Build a model whose weights are fakes on a device, from where a strategy shards them."""
+    with _disable_current_modes():  # bitsandbytes' own class takes no fake
+        model = build()
+    place(model, place_on)
+    return model
+
+
+def _take_step(
+    module: FinetuneModule, optimizer: Optimizer, batch: Batch, number: int, live: LiveParts
+) -> None:
+    """Take one optimizer step, in Lightning's order."""
+    strategy: Any = module.trainer.strategy
+    weights = _trained(module)
+    moved = batch.to(DEVICE)
+    for index in range(number):
+        live.phase = "forward"
+        is_last = index == number - 1
+        blocks = not is_last and module.trainer.world_size > 1
+        with strategy.block_backward_sync() if blocks else nullcontext():
+            with strategy.precision_plugin.forward_context():
+                loss = strategy.training_step(moved, index)
+            if index == 0:
+                optimizer.zero_grad()
+            live.phase = "backward"
+            loss.backward()
+        del loss
+        live.assign((weight.grad for weight in weights), "gradients")
+    live.phase = "step"
+    module.configure_gradient_clipping(optimizer, module.trainer.gradient_clip_val)
+    optimizer.step()
+    module.reset_step()
+
+
+def _trained(module: FinetuneModule) -> list[torch.nn.Parameter]:
+    return [weight for weight in module.model.parameters() if weight.requires_grad]
+
+
+def _states(optimizer: Optimizer) -> list[torch.Tensor]:
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in states if isinstance(value, torch.Tensor)]
+
+
+def _batch(run: PlannedRun) -> Batch:
+    """Return a micro-batch of full packs, each one document whose every token is trained on."""
+    rows, length = 1, run.micro_batch_size * run.sequence_len
+    lengths = [[run.sequence_len] * run.micro_batch_size]
+    if run.model.is_pair or run.keeps_scores:
+        rows, length = run.micro_batch_size, run.sequence_len
+        lengths = [[run.sequence_len]] * run.micro_batch_size
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    positions = torch.arange(run.sequence_len).repeat(length // run.sequence_len)
+    positions = positions.expand(rows, -1).contiguous()
+    decoder = DecoderInputs(ids, positions, lengths) if run.model.is_pair else None
+    return Batch(
+        input_ids=ids,
+        position_ids=positions,
+        labels=ids,
+        loss_weights=torch.ones(rows, length),
+        dataset_ids=ids,
+        trained_columns=torch.arange(length),
+        document_lengths=lengths,
+        step_weight=float(rows * length),
+        num_tokens=rows * length,
+        decoder=decoder,
+    )
+
+
+def place(model: torch.nn.Module, device: torch.device = DEVICE) -> None:
+    """Give every weight and buffer on `meta` a place on `device`."""
+    from bitsandbytes.nn import Params4bit
+
+    placed: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if id(weight) not in placed:
+                make = _pack if isinstance(weight, Params4bit) else _place
+                placed[id(weight)] = make(module, weight, device)
+            module._parameters[name] = placed[id(weight)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _place(_: Any, weight: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    empty = torch.empty_like(weight, device=device)
+    return torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
+
+
+def _pack(layer: Any, weight: Any, device: torch.device) -> torch.nn.Parameter:
+    """Quantize a 4-bit weight; a plain parameter, for bitsandbytes' own class takes no fake."""
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(
+        torch.empty(weight.shape, dtype=layer.compute_dtype, device=device),
+        blocksize=weight.blocksize,
+        compress_statistics=weight.compress_statistics,
+        quant_type=weight.quant_type,
+        quant_storage=weight.quant_storage,
+    )
+    plain = torch.nn.Parameter(packed, requires_grad=False)
+    for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage"):
+        setattr(plain, name, getattr(weight, name))
+    plain.quant_state = layer.quant_state = state
+    plain.bnb_quantized = True
+    return plain
+
+
+def start_fit(module: FinetuneModule) -> None:
+    """Fuse layers as a fit does; that the kernels are equal is taken for granted.
+
+    What compares the numbers of attention and head is left out: a fake has none.
+    """
+    with (
+        patch.object(module, "_probe_attention", lambda _: free_hybrid(module)),
+        patch("app.training.module.check_head_loss"),
+        patch("app.training.module.check_same_step"),
+    ):
+        module.on_fit_start()
+
+
+def free_hybrid(module: FinetuneModule) -> None:
+    """Let a hybrid's mixers run document by document, as where no kernels of theirs are installed.
+
+    That boundaries are not taken is then a ValueError, which needs no numbers to be seen.
+    """
+    from app.model.attention import free_mixers, mixer_search
+
+    layer_types = getattr(module.model.config.get_text_config(), "layer_types", None) or ()
+    if "linear_attention" in layer_types:
+        with patch.object(mixer_search, "_leaks", return_value=False):
+            free_mixers(module.model, module.backend, DEVICE)
