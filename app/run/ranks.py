@@ -184,7 +184,8 @@ def watch_ranks(run: Run, num_ranks: int) -> Peers:
     minutes = run.config.supervise.hang_minutes
     is_one_machine = read_launch().ranks_here in (None, num_ranks)
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if restarts and not is_one_machine and OWN_STORE_VARIABLE not in os.environ:
+    is_told = is_first_rank() and not is_one_machine
+    if restarts and is_told and OWN_STORE_VARIABLE not in os.environ:
         log.warning(
             "a machine that is lost can only come back under torchrun --max-restarts with %s=1 in "
             "the environment of every torchrun",

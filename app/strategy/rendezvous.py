@@ -219,25 +219,25 @@ def use_own_store() -> None:
         own = address_towards(address)
         # Loopback: the agents' store is on this machine, which has its own name as 127.0.1.1.
         is_known = own is not None and not own.startswith("127.")
-        meeting = f"{own if is_known else address} {free_port()}"
+        meeting = f"{own if is_known else address} {free_port()} {uuid.uuid4().hex}"
         _answer(shared, meeting, int(os.environ["WORLD_SIZE"]))
     else:
         meeting = _ask(shared, os.environ["RANK"])
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.split()
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], _ = meeting.split()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
 def _ask(shared: TCPStore, rank: str) -> str:
-    """Return the address and port that rank 0 answers."""
+    """Return what rank 0 answers: an address, a port, and the word of this meeting."""
     word = uuid.uuid4().hex
     shared.set(f"loft/asks/{rank}", word)
     answer: str = shared.get(f"loft/answer/{word}").decode()
-    shared.set(f"loft/heard/{word}", "")
+    shared.set(f"loft/heard/{word}", answer)
     return answer
 
 
 def _answer(shared: TCPStore, meeting: str, num_ranks: int) -> None:
-    """Answer each rank until it has heard; words of ranks that are dead are answered in vain."""
+    """Answer each rank until it has heard of this meeting; dead ranks have heard of others."""
     waiting = set(range(1, num_ranks))
     until = time.monotonic() + TIMEOUT.total_seconds()
     while waiting:
@@ -251,6 +251,7 @@ def _answer(shared: TCPStore, meeting: str, num_ranks: int) -> None:
                 continue
             word = shared.get(f"loft/asks/{rank}").decode()
             shared.set(f"loft/answer/{word}", meeting)
-            if shared.check([f"loft/heard/{word}"]):
+            heard = f"loft/heard/{word}"
+            if shared.check([heard]) and shared.get(heard).decode() == meeting:
                 waiting.remove(rank)
         time.sleep(ASK_SECONDS)

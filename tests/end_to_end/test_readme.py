@@ -35,6 +35,8 @@ ASSIGNED = re.compile(r'\b([A-Z_]+)=("[^"]*"|\S+)')
 BASE = "model.path=data_modules/samples/tiny_base"
 OTHERS = {"source", "hf", "export", "printf", "echo", "read", "for", "pip"}
 """programs of a shell and of other packages, in blocks"""
+SCHEDULERS = {"kubectl", "sky", "ray"}
+"""programs that are given one of our files"""
 
 
 class Block(NamedTuple):
@@ -107,6 +109,9 @@ def test_every_block_can_be_pasted(block: Block) -> None:
             check_verb(typed[1], shlex.split(typed[2], comments=True))
         elif command.startswith("make "):
             assert command.split()[1] in targets, command
+        elif command.split()[0] in SCHEDULERS:
+            files = [word for word in command.split() if word.startswith("docs/")]
+            assert files and all((ROOT / file).is_file() for file in files), command
         else:
             first = command.split()[0]
             assert "=" in first or Path(first).name in OTHERS, command

@@ -6,8 +6,10 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +19,9 @@ import pytest
 
 from app.run.ranks import OWN_STORE_VARIABLE
 from app.training.checkpoint.store import CheckpointStore
+from tests.conftest import ROOT
 from tests.hosts import Host, hosts
-from tests.processes import LONGEST, RUN, TWO_RANKS
+from tests.processes import LONGEST, RUN, TWO_RANKS, environment_of_a_person
 from tests.reliability.person import Person
 from tests.runs import check_same_run
 from tests.tiny import small_run
@@ -49,6 +52,7 @@ class Training:
     run: Path
     words: list[str]
     max_restarts: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
     torchruns: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(self, *those: Host) -> None:
@@ -59,7 +63,7 @@ class Training:
                     *("-m", "app.train", *self.words, f"output.dir={self.run}"),
                     first=self.pair[0].name,
                     options=(f"--max-restarts={self.max_restarts}",),
-                    environment={OWN_STORE_VARIABLE: "1"} if self.max_restarts else {},
+                    environment=self.environment,
                     stdout=log,
                 )
 
@@ -109,10 +113,21 @@ class Training:
         return found
 
 
-def start(pair: tuple[Host, Host], folder: Path, *words: str, max_restarts: int = 0) -> Training:
+def start(
+    pair: tuple[Host, Host],
+    folder: Path,
+    *words: str,
+    max_restarts: int = 0,
+    has_own_store: bool = True,
+) -> Training:
     """Start a run and wait for its first checkpoint."""
-    typed = small_run(*RUN, *TWO_HOSTS, *words)
-    training = Training(pair=pair, run=folder / "run", words=typed, max_restarts=max_restarts)
+    training = Training(
+        pair=pair,
+        run=folder / "run",
+        words=small_run(*RUN, *TWO_HOSTS, *words),
+        max_restarts=max_restarts,
+        environment={OWN_STORE_VARIABLE: "1"} if has_own_store else {},
+    )
     training.start()
     training.wait_for_step(2)
     return training
@@ -177,6 +192,20 @@ def test_a_link_that_is_cut_for_20_seconds_costs_them_only(
     check_same_run(training.run, whole)
 
 
+def test_a_rank_that_is_killed_is_started_again_on_both(
+    hosts: tuple[Host, Host], whole: Path, tmp_path: Path
+) -> None:
+    """Also where torchrun shares its store with the ranks, which has the dead ranks' addresses."""
+    training = start(
+        hosts, tmp_path, "faults=[rank_killed:1@5]", max_restarts=1, has_own_store=False
+    )
+    training.wait_until_done()
+    said = training.said(hosts[0])
+    assert "lost rank 1 on host node2 after step " in said and "RESUME: from" in said
+    assert f"under torchrun --max-restarts with {OWN_STORE_VARIABLE}=1" in said
+    check_same_run(training.run, whole)
+
+
 def test_hosts_that_are_killed_come_back_and_lose_nothing(
     hosts: tuple[Host, Host], person: Person, tmp_path: Path
 ) -> None:
@@ -208,3 +237,100 @@ def test_hosts_that_are_killed_come_back_and_lose_nothing(
     assert len(killed) == NUM_KILLS
     person.train_into(tmp_path / "whole", *small_run(*RUN, *TWO_RANKS, steps))
     check_same_run(training.run, tmp_path / "whole")
+
+
+SRUN = """#!/bin/bash
+# srun --kill-on-bad-exit=1 on two hosts, a rank each.
+while [[ $1 == --* ]]; do shift; done
+export SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=1 SLURM_LOCALID=0 SLURM_JOB_NAME=train
+export OMP_NUM_THREADS=1
+{starts}
+code=0
+for _ in "${{pids[@]}}"; do
+  wait -n
+  one=$?
+  if ((one)); then
+    ((one > code)) && code=$one
+    sleep 5
+    kill "${{pids[@]}}" 2>/dev/null
+  fi
+done
+exit $code
+"""
+SCONTROL = """#!/bin/bash
+if [[ $1 == show ]]; then printf 'node1\\nnode2\\n'; else echo "$@" >>"$JOB/requeued"; fi
+"""
+
+
+class Job:
+    """The batch script of the docs, about a small run, under commands that act as SLURM's."""
+
+    def __init__(self, pair: tuple[Host, Host], folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.words = shlex.join(small_run(*RUN, "trainer.accelerator=cpu", *words))
+        starts = [
+            f'SLURM_PROCID={rank} SLURM_NODEID={rank} {shlex.join(host.command())} "$@" &\n'
+            "pids+=($!)"
+            for rank, host in enumerate(pair)
+        ]
+        (folder / "bin").mkdir()
+        for name, text in (
+            ("srun", SRUN.format(starts="\n".join(starts))),
+            ("scontrol", SCONTROL),
+        ):
+            (folder / "bin" / name).write_text(text)
+            (folder / "bin" / name).chmod(0o755)
+
+    def run(self) -> tuple[int, str]:
+        """Run the script as SLURM does; returns its exit code, and what it printed."""
+        text = (ROOT / "docs" / "clusters" / "slurm.sbatch").read_text()
+        for before, now in (
+            ("+experiment=llama70b", self.words),
+            ("trainer.devices=8", "trainer.devices=1"),
+            ("/shared/runs/llama70b", str(self.folder / "run")),
+        ):
+            assert before in text
+            text = text.replace(before, now)
+        (self.folder / "script").write_text(text)
+        own = {
+            "SLURM_JOB_ID": "77",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "JOB": str(self.folder),
+            "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
+        done = subprocess.run(
+            ["bash", str(self.folder / "script")],
+            cwd=ROOT,
+            env=environment_of_a_person() | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LONGEST,
+        )
+        return done.returncode, done.stdout
+
+
+def test_a_job_of_two_nodes_goes_back_into_the_queue_and_on(
+    hosts: tuple[Host, Host], whole: Path, tmp_path: Path
+) -> None:
+    job = Job(hosts, tmp_path, "faults=[sigusr1:1@3]")  # one rank alone hears of the time limit
+    code, said = job.run()
+    assert code == 138, said
+    assert said.count("supervise.requeue: job 77 put back into the queue") == 1
+    assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+    code, said = job.run()
+    assert code == 0, said
+    assert "RESUME: from" in said and "step-3" in said
+    check_same_run(tmp_path / "run", whole)
+
+
+def test_a_port_in_use_is_named_with_another_to_type(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    port = 20000 + 77
+    listens = f"import socket, time; socket.create_server(('', {port})); time.sleep(600)"
+    hosts[0].start(sys.executable, "-c", listens.replace("socket.create", "s = socket.create"))
+    _, said = Job(hosts, tmp_path).run()
+    assert said.count("error (the environment): ") == 1, said
+    assert f"port {port} is in use on the machine of rank 0" in said
+    assert "export MASTER_PORT=N before srun" in said
