@@ -22,6 +22,7 @@ from app.planning.model_size import PlannedModel, dtype_bytes, size_for
 from app.strategy.settings import (
     DdpConfig,
     FsdpConfig,
+    LocalSgdConfig,
     StrategyConfig,
     ZeroConfig,
     tensor_parallel_size,
@@ -34,6 +35,7 @@ from app.training.memory import (
     estimate_memory,
     gathered_by_fsdp,
     num_shares,
+    outer_state_bytes,
 )
 
 GIB = 2**30
@@ -442,6 +444,7 @@ def estimate_host_memory(run: PlannedRun, size: ModelSize | None = None) -> Host
 def _state_bytes(run: PlannedRun, size: ModelSize) -> float:
     whole = size.whole
     states = whole.trained * STATES.get(run.optimizer, 0)
+    states += whole.num_trained * outer_state_bytes(run.strategy)
     return states + whole.num_trained * EIGHT_BIT_STATES.get(run.optimizer, 0)
 
 
@@ -454,5 +457,7 @@ def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
     split = run.tensor_size
     trained = size.whole.trained * split
     checkpoint = trained + _state_bytes(run, size) * split
+    if isinstance(run.strategy, LocalSgdConfig):  # beside the mean, what each node has
+        checkpoint *= 1 + (run.strategy.replicas or run.num_nodes)
     result = trained + (size.whole.frozen if run.trains_base else 0.0)
     return checkpoint * (run.num_checkpoints + 1) + result

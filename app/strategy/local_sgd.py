@@ -112,9 +112,8 @@ class LocalSgd(Sharded):
                 tensor.copy_(part.view_as(tensor))
 
     def _set_anchor(self) -> None:
-        config = self.local_config
-        if config.outer_lr == 1 and config.outer_momentum == 0:
-            return  # the step would end at the mean itself
+        if not self.local_config.takes_outer_steps:
+            return
         for weight in self._weights():
             self._anchor[weight] = local(weight.detach()).to(torch.float32, copy=True)
             self._momentum[weight] = torch.zeros_like(self._anchor[weight])

@@ -98,6 +98,11 @@ class LocalSgdConfig(FsdpConfig):
     """Nesterov momentum of these steps; above 0 (or with another outer_lr) takes memory for two
     copies of the trained weights"""
 
+    @property
+    def takes_outer_steps(self) -> bool:
+        """Whether nodes end anywhere but at their average."""
+        return self.outer_lr != 1 or self.outer_momentum > 0
+
 
 FAMILIES: dict[str, type[StrategyConfig]] = {
     "auto": StrategyConfig,

@@ -18,6 +18,7 @@ from app.process.errors import UserError
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
     FsdpConfig,
+    LocalSgdConfig,
     StrategyConfig,
     ZeroConfig,
     tensor_parallel_size,
@@ -247,6 +248,7 @@ def estimate_memory(
     gradients = whole.trained / of_gradients
     states = whole.trained * STATES.get(optimizer, 0)
     states += whole.num_trained * EIGHT_BIT_STATES.get(optimizer, 0)
+    states += whole.num_trained * outer_state_bytes(strategy)
     states /= of_states
     gathered = 0.0
     if isinstance(strategy, ZeroConfig):
@@ -284,6 +286,11 @@ def estimate_memory(
 def _num_weights(part: Part) -> float:
     """Return about how many weights there are: FSDP counts packed ones, as they are stored."""
     return part.num_trained + part.frozen / 2
+
+
+def outer_state_bytes(strategy: StrategyConfig) -> int:
+    """Return the bytes a trained weight that local SGD's outer steps keep: anchor and momentum."""
+    return 8 if isinstance(strategy, LocalSgdConfig) and strategy.takes_outer_steps else 0
 
 
 def num_shares(strategy: StrategyConfig, num_ranks: int, num_nodes: int) -> tuple[int, int, int]:

