@@ -340,8 +340,10 @@ class _Trials:
     def _watch(self, slot: int) -> None:
         running = self._running[slot]
         has_ended = running.has_ended  # before its curve is read, which is whole then
-        if running.stopped_at is None and self.search.should_stop(running.number, running.curve()):
-            running.stop()
+        if running.stopped_at is None:
+            step = self.search.stops_at(running.number, running.curve())
+            if step is not None:
+                running.stop(step)
         if not has_ended:
             return
         del self._running[slot]

@@ -32,8 +32,11 @@ class Search(Protocol):
     def ask(self) -> Proposal | None:
         """Return the next trial; None when all have been proposed."""
 
-    def should_stop(self, number: int, curve: Mapping[int, float]) -> bool:
-        """Return whether a trial with these validation losses, by step, is not worth its rest."""
+    def stops_at(self, number: int, curve: Mapping[int, float]) -> int | None:
+        """Return the step at which a trial with these validation losses, by step, is given up.
+
+        None: it is worth its rest.
+        """
 
     def tell(self, number: int, objective: float | None, *, was_stopped: bool) -> None:
         """Record a trial's end; `objective` None where it failed."""
@@ -56,9 +59,9 @@ class Grid:
         """Return the next combination."""
         return next(self._left, None)
 
-    def should_stop(self, number: int, curve: Mapping[int, float]) -> bool:
-        """Return False: a grid shows every trial whole."""
-        return False
+    def stops_at(self, number: int, curve: Mapping[int, float]) -> int | None:
+        """Return None: a grid shows every trial whole."""
+        return None
 
     def tell(self, number: int, objective: float | None, *, was_stopped: bool) -> None:
         """Learn nothing."""
@@ -130,19 +133,19 @@ class OptunaSearch:
         params = self.study.trials[number].params  # ended as the sweep was killed
         return number, {one.key: _spell(one, params[one.key]) for one in self._swept}
 
-    def should_stop(self, number: int, curve: Mapping[int, float]) -> bool:
-        """Report each new validation; return whether the pruner gives the trial up at one."""
+    def stops_at(self, number: int, curve: Mapping[int, float]) -> int | None:
+        """Report each new validation; return the first at which the pruner gives the trial up."""
         if (trial := self._running(number)) is None:
-            return False
+            return None
         last = self.study.trials[number].last_step
         if last is not None and trial.should_prune():
-            return True
+            return last
         for step in sorted(curve):
             if (last is None or step > last) and math.isfinite(curve[step]):
                 trial.report(curve[step], step)
                 if trial.should_prune():
-                    return True
-        return False
+                    return step
+        return None
 
     def tell(self, number: int, objective: float | None, *, was_stopped: bool) -> None:
         """Record a trial's end, unless the journal has it from before a kill."""

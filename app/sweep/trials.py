@@ -185,9 +185,9 @@ class RunningTrial:
         """Return the validation losses so far by step, without that of the untrained model."""
         return read_curve(self.folder)
 
-    def stop(self) -> None:
-        """Have it save itself and end, since others are better."""
-        self.stopped_at = max(self.curve(), default=0)
+    def stop(self, step: int) -> None:
+        """Have it save itself and end, since others are better at `step`."""
+        self.stopped_at = step
         self.end_by(signal.SIGTERM)
 
     def end_by(self, signum: signal.Signals) -> None:
@@ -202,8 +202,9 @@ class RunningTrial:
         assert code is not None, "it has ended"
         code = code if code >= 0 else 128 - code
         if self.stopped_at is not None and code in (DONE, TERMINATED):
-            objective = min(self.curve().values(), default=None)
-            error = None
+            # As far as it was judged: how much further it came is the machine's pace.
+            judged = (value for step, value in self.curve().items() if step <= self.stopped_at)
+            objective, error, code = min(judged, default=None), None, TERMINATED
         else:
             objective = read_objective(self.folder) if code == DONE else None
             known = self.job.problem or _error_in(self.log) or f"exit code {code}"

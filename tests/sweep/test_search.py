@@ -70,6 +70,8 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(words: list[str], tmp_pat
     assert results_in(tmp_path / "killed") == whole
     assert len(whole) == 12
     stopped = [row for row in whole if row["stopped_at"] is not None]
+    # Where it was judged, and not how far it came until it heard of it: these end at once.
+    assert {(row["stopped_at"], row["exit_code"]) for row in stopped} == {(2, 143)}
     assert 0 < len(stopped) < 8
     for row in stopped:
         assert f"stopped at step {row['stopped_at']}" in answer.printed + before
