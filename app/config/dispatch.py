@@ -220,8 +220,14 @@ def _check_required(config: Config) -> list[str]:
         or config.evaluation.judge.questions
     )
     if not config.data.datasets and not needs_none:
+        is_training = isinstance(config, TrainConfig)
         problems.append(
             f"no data: type data=NAME ({', '.join(groups(CONF)['data'])}), or "
-            "'data.datasets=[{path: FILE, format: alpaca}]'; +experiment=quickstart is a whole run"
+            "'data.datasets=[{path: FILE, format: alpaca}]'; "
+            + (
+                "+experiment=quickstart is a whole run"
+                if is_training
+                else "evaluation=mmlu (arc, gsm8k, ...) asks a task and needs no other data"
+            )
         )
     return problems
