@@ -1,18 +1,26 @@
-"""A plan's time, and its arithmetic beside peaks that are measured on this machine."""
+"""A plan's time, and its arithmetic beside peaks that are measured on this machine.
+
+And the simulation of 70B on 64 GPUs: its time, its memory, and the arithmetic beside it.
+"""
 
 from __future__ import annotations
 
+import json
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from app.planning.simulation.device import find_obstacle
 from benchmarks.figure import Figure
 from benchmarks.planning.tracked import compare
 
 WORDS = ("+experiment=llama70b", "hardware=8xa100_80gb")
+SIMULATED = ("+experiment=llama70b", "hardware=8x8xh100", "trainer.global_batch_size=64")
 RUNS = 3
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,10 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def measure() -> list[Figure]:
     """Return seconds of the command with its advice, and errors of the arithmetic of memory."""
     with tempfile.TemporaryDirectory() as folder:
-        seconds = min(_seconds(folder) for _ in range(RUNS))
+        seconds = min(_seconds(WORDS, folder) for _ in range(RUNS))
+        simulated = _simulate(folder)
     errors = [each.error for each in compare()]
     sizes = [abs(error) for error in errors]
     return [
+        *simulated,
         Figure(figure="plan/seconds_with_advice", value=seconds, bar=3.0),
         Figure(figure="plan/memory_error_median", value=statistics.median(sizes), bar=0.03),
         Figure(figure="plan/memory_error_worst", value=max(sizes), bar=0.08),
@@ -31,8 +41,23 @@ def measure() -> list[Figure]:
     ]
 
 
-def _seconds(folder: str) -> float:
+def _simulate(folder: str) -> list[Figure]:
+    """Return what the simulation of 64 ranks takes, and the arithmetic's difference from it."""
+    if obstacle := find_obstacle():
+        print(f"plan: simulation skipped: {obstacle}")
+        return []
+    seconds = _seconds((*SIMULATED, "plan.simulate=true"), folder)
+    largest_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    found = json.loads((Path(folder) / "plan" / "plan.json").read_text())["simulated"]
+    return [
+        Figure(figure="plan/simulation_minutes", value=seconds / 60, bar=3.0),
+        Figure(figure="plan/simulation_gib", value=largest_gib, bar=8.0),
+        Figure(figure="plan/simulation_difference", value=abs(found["difference"]), bar=0.05),
+    ]
+
+
+def _seconds(words: Sequence[str], folder: str) -> float:
     start = time.perf_counter()
-    command = [sys.executable, "-m", "app.plan", *WORDS, f"output.dir={folder}/plan"]
+    command = [sys.executable, "-m", "app.plan", *words, f"output.dir={folder}/plan"]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     return time.perf_counter() - start

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 NOT_PLANNED = ("auto", "zero3_nvme")
 """strategies that are chosen or not implemented"""
+NO_KERNEL = ("gpt_oss",)
+"""model types that attention=auto runs by eager: PyTorch's kernels do not take their sinks"""
 DEFAULT_LEN = 2048
 """tokens of a sequence where none are typed and the context is longer, as in the data room"""
 
@@ -158,7 +160,7 @@ def plan_run(
         model,
         precision=precision,
         sequence_len=_sequence_len(config, numbers),
-        keeps_scores=model.is_pair or config.attention.backend == "eager",
+        keeps_scores=model.is_pair or _keeps_scores(config.attention.backend, numbers),
         is_stored=is_stored_quantized(numbers),
     )
     run = replace(run, accumulation=_accumulation(config, run))
@@ -229,6 +231,12 @@ def describe_training(
 def is_stored_quantized(numbers: Mapping[str, Any]) -> bool:
     """Return whether config.json says that the base's files are quantized."""
     return bool(numbers.get("quantization_config"))
+
+
+def _keeps_scores(backend: str, numbers: Mapping[str, Any]) -> bool:
+    """Return whether attention is not one kernel, where no flash-attn is installed for `auto`."""
+    lacks_kernel = numbers.get("model_type") in NO_KERNEL or numbers.get("attn_logit_softcapping")
+    return backend == "eager" or (backend == "auto" and bool(lacks_kernel))
 
 
 def _precision(typed: str, hardware: HardwareConfig) -> str:

@@ -61,7 +61,8 @@ class Interrupted(SystemExit):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?` for the known name nearest to `name`, or nothing."""
     by_lower = {candidate.lower(): candidate for candidate in known}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    longer = [candidate for candidate in by_lower if candidate.startswith(f"{name.lower()}_")]
+    close = longer or difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean {by_lower[close[0]]}?" if close else ""
 
 

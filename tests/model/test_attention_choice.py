@@ -154,6 +154,11 @@ def test_a_package_that_transformers_does_not_take(
     assert "transformers does not take it" in str(choose())
 
 
+def gemma4() -> PretrainedConfig:
+    numbers = {"head_dim": 256, "global_head_dim": 512, "num_hidden_layers": 6}
+    return AutoConfig.for_model("gemma4_unified_text", **numbers)
+
+
 MODELS = [
     # what only some of them compute, and what is left with flash-attn and without it
     (GPT2Config(), "flash2", "sdpa", "varlen has no attention dropout, and this model has 0.1"),
@@ -161,6 +166,7 @@ MODELS = [
     (LlamaConfig(head_dim=512), "sdpa", "sdpa", "heads up to 256 wide, not 512"),
     (LlamaConfig(head_dim=100), "flash2", "sdpa", "a multiple of 8, not 100"),
     (GptOssConfig(), "eager", "eager", "compute their attention themselves"),
+    (gemma4(), "sdpa", "sdpa", "heads up to 256 wide, not 512"),
     (MistralConfig(sliding_window=4096), "flash2", "varlen", "PyTorch's own"),
     (DeepseekV3Config(), "flash2", "varlen", "PyTorch's own"),
     (tiny_t5().config, "sdpa", "sdpa", "an encoder and a decoder"),

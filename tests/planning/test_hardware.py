@@ -51,7 +51,7 @@ def test_nodes_and_price_by_the_command_line() -> None:
 def test_an_unknown_card_is_told_the_nearest_and_how_to_describe_ones_own() -> None:
     answer = ask("+experiment=llama8b", "hardware=8xa100", verb="plan")
     assert answer.code == 2
-    for word in ("hardware=a100", "a100_40gb", "h200", "hardware.memory_gib="):
+    for word in ("hardware=a100", "did you mean a100_40gb?", "h200", "hardware.memory_gib="):
         assert word in answer.said
     answer = ask("+experiment=llama8b", "hardware=mi300x", verb="plan")
     assert answer.code == 2 and "hardware.half_tflops=" in answer.said

@@ -103,3 +103,37 @@ def test_steps_of_ranks_that_are_not_there(typed: tuple[str, ...], tmp_path: Pat
     assert found["gpu_total_gib"] == pytest.approx(found["arithmetic_total_gib"], rel=0.15)
     assert found["step_seconds"] == pytest.approx(facts["step_seconds"], rel=0.5)
     assert "simulated by the program's own code" in (tmp_path / "plan.html").read_text()
+
+
+SHIPPED = {
+    "llama8b": "h100",
+    "llama8b_full": "h100",
+    "llama8b_qlora": "h100",
+    "gpt_oss_20b": "h100",
+    "llama70b": "8x8xh100",
+}
+"""experiments of which formula and steps were seen within 5 % of each other"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_formula_and_steps_of_a_shipped_experiment_agree(name: str, tmp_path: Path) -> None:
+    typed = ["trainer.global_batch_size=64"] if name == "llama70b" else []
+    facts = plan_of(tmp_path, f"+experiment={name}", f"hardware={SHIPPED[name]}", *typed)
+    assert abs(facts["simulated"]["difference"]) <= 0.05
+
+
+NOT_SIMULATED = {
+    "falcon180b": "8xa100_80gb",
+    "llama70b_zero3": "8xh100",
+    "qwen3_5_9b_qlora": "h100",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", NOT_SIMULATED)
+def test_shipped_experiments_that_cannot_be_simulated(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the arithmetic stands"):
+        plan_of(tmp_path, f"+experiment={name}", f"hardware={NOT_SIMULATED[name]}")

@@ -79,9 +79,16 @@ class ModelOnDevice:
         return str(self.architecture.model_type)
 
     def number(self, name: str) -> Any:
-        """Return a value of config.json by its usual name; None where the model has none."""
+        """Return a value of config.json by its usual name; None where the model has none.
+
+        The largest of its layers' where each has its own, as Gemma 4's heads.
+        """
         # Not by `to_dict`: GPT-2 has other names, which only the attributes map.
-        return getattr(self.architecture.get_text_config(), name, None)
+        text = self.architecture.get_text_config()
+        try:
+            return getattr(text, name, None)
+        except RuntimeError:  # transformers refuses to read such a number of the whole config
+            return max(getattr(layer, name) for layer in text.per_layer_config)
 
     def head_widths(self) -> list[int]:
         widths = [width for name in HEAD_WIDTHS if (width := self.number(name))]

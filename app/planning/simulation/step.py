@@ -27,6 +27,7 @@ from app.model.base import ModelConfig, load_architecture
 from app.model.build import build_model
 from app.model.hub import newest_of_hub
 from app.planning.memory import PlannedRun
+from app.planning.simulation.device import NoFakeDevice
 from app.planning.simulation.live import LiveParts
 from app.strategy.build import build_strategy
 from app.strategy.fsdp import Sharded
@@ -207,9 +208,15 @@ def _base(config: ModelConfig, folder: Path) -> ModelConfig:
 def _module(
     config: TrainConfig, run: PlannedRun, strategy: StrategyMixin, model: ModelConfig
 ) -> FinetuneModule:
-    backend = choose_backend(
-        config.attention, load_architecture(model), "gpu", run.precision
-    ).backend
+    architecture = load_architecture(model)
+    backend = choose_backend(config.attention, architecture, "gpu", run.precision).backend
+    if backend == "flex":
+        raise NoFakeDevice("flex attention is compiled for a GPU that is there")
+    if "linear_attention" in (getattr(architecture.get_text_config(), "layer_types", None) or ()):
+        raise NoFakeDevice(
+            f"the kernels of {architecture.model_type}'s recurrent layers are not known to a GPU "
+            "that is not there"
+        )
     build = partial(
         build_model,
         model,
