@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.figure import Figure
 
-TOKENS, REPEATS, WIDTH = 1024, 2, 256
+TOKENS, REPEATS, WIDTH = 1024, 7, 256
 FAMILIES = {
     "qwen3_5_text": {
         "layer_types": [*["linear_attention"] * 3, "full_attention"],
