@@ -181,7 +181,7 @@ def _weight_reads(run: PlannedRun) -> float:
 def _traffic(run: PlannedRun) -> float:
     """Return the bytes a token moves outside of products."""
     widths, model = run.model.widths, run.model
-    of = FUSED if run.fuses_norm_and_gate else PLAIN
+    of = FUSED if run.kept.fuses_norm_and_gate else PLAIN
     has_lora = any(".lora_" in name for weights, _ in model.layers for name in weights)
     layer = (of["norm"] + of["adds"] + of["layout"]) * widths.hidden
     layer += of["rope"] * (widths.query + widths.key_value) + of["gate"] * widths.feed_forward

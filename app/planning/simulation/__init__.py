@@ -20,7 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from app.planning.memory import PlannedRun
-from app.planning.simulation.device import NoFakeDevice, find_obstacle, install
+from app.planning.simulation.device import (
+    NoFakeDevice,
+    find_obstacle,
+    install,
+    install_streams,
+)
 from app.planning.speed import estimate_speed, kernel_seconds
 from app.process.errors import UserError
 from app.strategy.settings import DdpConfig, FsdpConfig, ZeroConfig
@@ -96,6 +101,7 @@ def _simulate(config: TrainConfig, run: PlannedRun) -> Simulated:
     logging.disable(logging.WARNING)
     hardware = run.hardware
     install(hardware.name, hardware.memory_gib, hardware.gpus_per_node)
+    install_streams()
     from app.planning.simulation.kernels import install_kernels
     from app.planning.simulation.step import take_steps
 

@@ -166,9 +166,6 @@ def _pretend(torch: Any) -> None:
         "max_memory_allocated": 0,
         "memory_reserved": 0,
         "get_rng_state": state,
-        "stream": contextlib.nullcontext(),
-        "current_stream": Stream(),
-        "default_stream": Stream(),
     }
     nothing = (
         "_lazy_init",
@@ -181,12 +178,27 @@ def _pretend(torch: Any) -> None:
     )
     for name, value in (answers | dict.fromkeys(nothing)).items():
         setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
-    torch.cuda.Stream, torch.cuda.Event = Stream, Event
-    torch.accelerator.current_stream = torch.cuda.current_stream
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.backends.cuda.is_flash_attention_available = lambda: True
+
+
+def install_streams() -> None:
+    """Let FSDP have streams and events; compiled layers would ask for a GPU's own."""
+    import torch
+
+    one: Any = Stream()
+    replaced: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda *_: one,
+        "default_stream": lambda *_: one,
+    }
+    for name, value in replaced.items():
+        setattr(torch.cuda, name, value)
+    torch.accelerator.current_stream = replaced["current_stream"]
 
 
 HAS_A_KERNEL = ("silu_backward",)

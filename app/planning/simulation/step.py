@@ -106,6 +106,7 @@ def _ranks(num_ranks: int) -> Iterator[None]:
             patch("torch.nn.parallel.distributed._sync_module_states", nothing),
             patch.object(Sharded, "_init_mesh", _with_numbers(Sharded._init_mesh)),
             patch.object(Broadcaster, "_parameter", _receive),
+            patch("bitsandbytes.nn.modules.fix_4bit_weight_quant_state_from_module", _give_state),
         ):
             yield
     finally:
@@ -126,6 +127,11 @@ def _receive(self: Broadcaster, parameter: torch.nn.Parameter) -> torch.nn.Param
     """Return the weight as it arrives; its class is not looked at, for fakes have their own."""
     full = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
     return torch.nn.Parameter(full, parameter.requires_grad)
+
+
+def _give_state(layer: Any) -> None:
+    """Give a gathered 4-bit weight its scales; bitsandbytes' own class takes no fake."""
+    layer.weight.quant_state = layer.quant_state
 
 
 def _sent(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
