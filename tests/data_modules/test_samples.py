@@ -79,6 +79,7 @@ def documents() -> list[Document]:
     return list(skills_corpus(num_documents=NUM_DOCUMENTS))
 
 
+@pytest.mark.slow
 def test_the_shipped_files_are_what_the_script_writes(tmp_path: Path) -> None:
     write.write_samples(tmp_path)
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -150,6 +151,7 @@ def test_the_corpus_shows_no_wording_of_the_tuning_rows(documents: list[Document
     assert not set(write.PERSON_SENTENCES) & set(words()["person_facts"])
 
 
+@pytest.mark.slow
 def test_the_corpus_is_the_same_each_time_and_grows_at_its_end(documents: list[Document]) -> None:
     assert list(skills_corpus(num_documents=100)) == documents[:100]
     assert list(skills_corpus(seed=1, num_documents=100)) != documents[:100]
