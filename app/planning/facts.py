@@ -54,16 +54,7 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "disk_gib": disk_gib,
         "nvme_gib": hardware.nvme_gib,
         "fits_disk": not hardware.nvme_gib or disk_gib <= hardware.nvme_gib,
-        "messages": [
-            {
-                "what": each.what,
-                "kind": each.kind,
-                "times": each.times,
-                "gib_a_gpu": each.sent / GIB,
-                "gib_between_nodes": each.sent_between_nodes / GIB,
-            }
-            for each in list_collectives(run, size)
-        ],
+        "messages": _messages(run),
         "gflop_a_token": flops.total / 1e9,
         "step_seconds": speed.step,
         "seconds": {
@@ -84,6 +75,19 @@ def describe_run(run: PlannedRun, tokens: int | None, tokens_by: str = "") -> di
         "simulated": None,
         **_hours_and_cost(run, tokens, speed.tokens_per_second),
     }
+
+
+def _messages(run: PlannedRun) -> list[dict[str, Any]]:
+    return [
+        {
+            "what": each.what,
+            "kind": each.kind,
+            "times": each.times,
+            "gib_a_gpu": each.sent / GIB,
+            "gib_between_nodes": each.sent_between_nodes / GIB,
+        }
+        for each in list_collectives(run, run.size)
+    ]
 
 
 def _hours_and_cost(
