@@ -1,7 +1,7 @@
 """How fast the launched ranks send each other messages, by collective and size.
 
 Bus bandwidth as NVIDIA's nccl-tests define it (doc/PERFORMANCE.md): the same for any number of
-ranks, so that it can be laid beside what a link is sold as.
+ranks, so that it can be laid beside a link's nominal bandwidth.
 """
 
 from __future__ import annotations
@@ -111,7 +111,14 @@ def join_world() -> World:
         os.environ.setdefault("MASTER_PORT", "29500")
     num_ranks, own = int(os.environ["WORLD_SIZE"]), local_rank()
     device = torch.device("cpu")
-    if torch.cuda.is_available() and own < torch.cuda.device_count():
+    if torch.cuda.is_available():
+        asked, num_gpus = launch.ranks_here or own + 1, torch.cuda.device_count()
+        if asked > num_gpus:
+            visible = f"{num_gpus} GPU{' is' if num_gpus == 1 else 's are'} visible"
+            raise UserError(
+                f"{asked} ranks were started on this machine, {visible}; type make bandwidth "
+                f"RANKS={num_gpus}, or --nproc-per-node={num_gpus} (--ntasks-per-node={num_gpus})"
+            )
         device = torch.device("cuda", own)
         torch.cuda.set_device(device)
     # Its hosts are not known yet: an interface that reaches rank 0 from another machine is right.

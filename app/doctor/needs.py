@@ -17,7 +17,7 @@ from app.process.gpus import Machine
 from app.strategy.settings import FAMILIES
 
 GOOD_SHARE = (0.80, 0.85)
-"""of what a link is sold as, that large messages reach over a good one (the rule of
+"""of a link's nominal bandwidth, that large messages reach over a good one (the rule of
 stas00/ml-engineering, network/README.md)"""
 RULE_BITS = 48
 """three messages of two bytes a weight, in bits: ZeRO-3's and FSDP's all-gather forward and
@@ -80,7 +80,7 @@ def hardware_of_ranks(
 
 
 def nominal_gb_per_second(hardware: HardwareConfig) -> float:
-    """Return what the slowest link of a rank is sold as, in one direction; 0 where not known."""
+    """Return the nominal GB/s of the slowest link of a rank, one direction; 0 where not known."""
     if hardware.num_nodes == 1:
         return hardware.link_gb_per_second
     # A node's adapters serve all its ranks, and a ring enters and leaves a node once.
@@ -150,14 +150,14 @@ def best_of(measured: Sequence[Measured], kind: str) -> float:
 
 
 def judge_link(measured: Sequence[Measured], hardware: HardwareConfig) -> list[Row]:
-    """Judge the best all-reduce by what the link is sold as."""
+    """Judge the best all-reduce by the link's nominal bandwidth."""
     best, nominal = best_of(measured, ALL_REDUCE), nominal_gb_per_second(hardware)
     if not best or not nominal:
         return []
     share, (low, high) = best / nominal, GOOD_SHARE
     found = (
-        f"all-reduce reaches {format_speed(best)} GB/s, {share:.0%} of the "
-        f"{format_speed(nominal)} that the link is sold as; a good one reaches {low:.0%} to "
+        f"all-reduce reaches {format_speed(best)} GB/s, {share:.0%} of the link's "
+        f"nominal {format_speed(nominal)}; a good one reaches {low:.0%} to "
         f"{high:.0%}"
     )
     if share >= low:

@@ -286,12 +286,12 @@ def _clock(facts: Facts) -> Iterator[Row]:
         said = f"the wall clock jumped by {facts.drift:+.1f} s while this looked"
         yield Row("clock", WARNING, said, f"{fix}; durations of a run are by the monotonic one")
     else:
-        yield Row("clock", OK, "goes on evenly")
+        yield Row("clock", OK, "steady")
 
 
 def _hub(facts: Facts) -> Iterator[Row]:
     hub = facts.hub
-    token = "a token is there" if hub.has_token else "no token: public models and data alone"
+    token = "token found" if hub.has_token else "no token: public models and data alone"
     fix = "" if hub.has_token else "hf auth login, for what is gated or private"
     if hub.is_offline:
         token, fix = f"offline by HF_HUB_OFFLINE; {token}", "unset HF_HUB_OFFLINE to fetch"

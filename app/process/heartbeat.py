@@ -27,6 +27,8 @@ _num_beats = 0
 _num_signs = 0
 """beats, and refreshed liveness"""
 _step: int | None = None
+_thread: threading.Thread | None = None
+"""that trains: under Ray not the main one"""
 _waits_for_thread = False
 _stacks: IO[str] | None = None
 
@@ -47,7 +49,8 @@ def start_heartbeat(folder: Path, rank: int) -> None:
 
 def beat(step: int) -> None:
     """Report progress: `step` optimizer steps are done."""
-    global _num_beats, _num_signs, _step
+    global _num_beats, _num_signs, _step, _thread
+    _thread = threading.current_thread()
     _num_beats, _num_signs, _step = _num_beats + 1, _num_signs + 1, step
     tell(f"{BEAT} {_num_beats} {step}")
 
@@ -55,11 +58,11 @@ def beat(step: int) -> None:
 def beat_again() -> None:
     """Refresh liveness without advancing the counter, as during a long save.
 
-    The counter tells which rank came less far, and ranks differ in how much they write. Silent
+    The counter tells which rank made fewer steps, and ranks differ in how much they write. Silent
     before the first step, and in a thread beside the training unless the training waits for it.
     """
     global _num_signs
-    is_of_training = _waits_for_thread or threading.current_thread() is threading.main_thread()
+    is_of_training = _waits_for_thread or threading.current_thread() is _thread
     if _step is not None and is_of_training:
         _num_signs += 1
         tell(f"{BEAT} {_num_beats} {_step}")

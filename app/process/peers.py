@@ -1,10 +1,10 @@
-"""Which ranks live and get on, watched from within each where no supervisor of ours watches them.
+"""Which ranks live and make progress, watched from within each where no supervisor watches them.
 
 Under torchrun and srun each rank tells the others how far it has come, by a store at rank 0, once a
-second and in a thread of its own. A rank that stands still reads what the others tell: one that has
-fallen silent is lost, with its host or with the link to it; one that speaks but has come less far
-than the others hangs. Its name, the stacks of all threads, and the command that resumes the run are
-left by every rank, which then ends.
+second and in a thread of its own. A rank that is idle reads what the others tell: one that has
+fallen silent is lost, with its host or with the link to it; one that speaks but has made fewer
+steps than the others hangs. Its name, the stacks of all threads, and the command that resumes the
+run are left by every rank, which then ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import socket
 import sys
 import threading
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 from app.process.errors import ENVIRONMENT_ERROR
 from app.process.files import open_no_follow
 from app.process.heartbeat import STACKS_FILE, progress
-from app.process.launch import is_first_here
+from app.process.launch import is_first_here, read_launch
 from app.process.signals import kill_workers
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ LONGEST_POLL = 1.0
 MAX_NAMED = 4
 """ranks of one host that are listed; more are counted"""
 STARTS, TRAINS, DONE = "starts", "trains", "done"
-"""before the first step; in the training loop; after it, where silence means nothing"""
+"""before the first batch is done, which may compile; in the training loop; after it, where silence
+means nothing"""
 VERDICT = "loft/verdict"
 """key of the store: why the run ends"""
 
@@ -63,7 +65,7 @@ class Report:
     num_beats: int
     step: int
     pause: float
-    """seconds since it last got on"""
+    """seconds since it last made progress"""
     state: str
     host: str
 
@@ -93,11 +95,11 @@ def find_lost(before: Sequence[Report], now: Sequence[Report]) -> list[Report]:
 
 
 def find_hanging(now: Sequence[Report], least: float) -> Report | None:
-    """Return the rank that came less far than the others; None while any of them gets on."""
-    training = [one for one in now if one.state == TRAINS]
-    if not training or any(one.pause <= least for one in now if one.state != DONE):
+    """Return the rank with the fewest beats; None while one of them starts or makes progress."""
+    here = [one for one in now if one.state != DONE]
+    if not here or any(one.state == STARTS or one.pause <= least for one in here):
         return None
-    return min(training, key=lambda one: (one.num_beats, one.rank))
+    return min(here, key=lambda one: (one.num_beats, one.rank))
 
 
 def describe_lost(lost: Sequence[Report]) -> str:
@@ -115,6 +117,28 @@ def describe_lost(lost: Sequence[Report]) -> str:
 
 
 @dataclass(kw_only=True, slots=True)
+class Pauses:
+    """How long this rank has made no progress, and how long it ever did not."""
+
+    polled_at: float
+    num_signs: int
+    """of life, at the last poll"""
+    seconds: float = 0.0
+    longest: float = 0.0
+    """that has ended, since the first beat"""
+
+    def poll(self, now: float, num_signs: int) -> None:
+        """Count the time since the last poll, of which there are two a second or more."""
+        elapsed, self.polled_at = min(now - self.polled_at, LONGEST_POLL), now
+        if num_signs == self.num_signs:
+            self.seconds += elapsed
+            return
+        if self.num_signs:
+            self.longest = max(self.longest, self.seconds)
+        self.seconds, self.num_signs = 0.0, num_signs
+
+
+@dataclass(kw_only=True, slots=True)
 class Peers:
     """The ranks of this run, as this one sees them."""
 
@@ -127,8 +151,12 @@ class Peers:
     resume_command: Callable[[], str]
     fail: Callable[[str], None]
     """leaves the reason why the run ends for whoever starts it again"""
+    _has_trained: bool = False
+    """whether a batch is done, after which a long pause is one"""
     _is_done: bool = False
-    _pause: float = 0.0
+    _pauses: Pauses = field(
+        default_factory=lambda: Pauses(polled_at=time.monotonic(), num_signs=progress()[1])
+    )
     _verdict: str = ""
     """why another rank ends, or this one"""
     _is_known: bool = False
@@ -137,6 +165,7 @@ class Peers:
     """whether the training thread has an error to report"""
     _host_of_first: str = ""
     """of rank 0, which has the store"""
+    _num_reports: int = 0
     _looks: list[list[Report]] = field(default_factory=list)
     _looks_wanted: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -148,6 +177,14 @@ class Peers:
         if self.limit is not None:
             threading.Thread(target=self._watch, args=(self.limit,), daemon=True).start()
 
+    def begin(self) -> None:
+        """Record that a batch is done: what is compiled for the first one may take long."""
+        self._has_trained = True
+
+    def fail_here(self) -> None:
+        """Record that the training thread has an error to report, which ends this rank."""
+        self._has_failed = True
+
     def finish(self) -> None:
         """Record that no step follows: ranks end at different times."""
         self._is_done = True
@@ -156,35 +193,42 @@ class Peers:
     # then waits for ever, and the others go on.
 
     def _report_for_ever(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of torch, where the store has gone
-            store = self._connect()
-            number = 0
-            while True:
-                number += 1
-                num_beats, _, step = progress()
-                mine = Report(
-                    rank=self.rank,
-                    number=number,
-                    num_beats=num_beats,
-                    step=step or 0,
-                    pause=self._pause,
-                    state=DONE if self._is_done else STARTS if step is None else TRAINS,
-                    host=socket.gethostname(),
-                )
-                store.set(_key(self.rank), str(mine))
-                if self._verdict and not self._is_known:
-                    store.compare_set(VERDICT, "", self._verdict)
-                    self._is_known = True
-                elif store.check([VERDICT]):
-                    self._verdict = store.get(VERDICT).decode()
-                    self._is_known = True
-                if mine.state == DONE:
-                    return
-                if not self._host_of_first and store.check([_key(0)]):
-                    self._host_of_first = parse_report(0, store.get(_key(0)).decode()).host
-                if self._looks_wanted.is_set():
-                    self._looks.append(self._look(store))
-                time.sleep(REPORT_SECONDS)
+        state = STARTS
+        while state != DONE:
+            with contextlib.suppress(RuntimeError):  # of torch: one broken connection is no verdict
+                store = self._connect()
+                while state != DONE:
+                    state = DONE if self._is_done else TRAINS if self._has_trained else STARTS
+                    self._report(store, state)
+                    time.sleep(REPORT_SECONDS)
+            time.sleep(REPORT_SECONDS)
+
+    def _report(self, store: TCPStore, state: str) -> None:
+        """Tell the others how far this rank is, and read what they tell."""
+        self._num_reports += 1
+        num_beats, _, step = progress()
+        mine = Report(
+            rank=self.rank,
+            number=self._num_reports,
+            num_beats=num_beats,
+            step=step or 0,
+            pause=self._pauses.seconds,
+            state=state,
+            host=socket.gethostname(),
+        )
+        store.set(_key(self.rank), str(mine))
+        if self._verdict and not self._is_known:
+            self._verdict = store.compare_set(VERDICT, "", self._verdict).decode()
+            self._is_known = True
+        elif store.check([VERDICT]):
+            self._verdict = store.get(VERDICT).decode()
+            self._is_known = True
+        if state == DONE:
+            return
+        if not self._host_of_first and store.check([_key(0)]):
+            self._host_of_first = parse_report(0, store.get(_key(0)).decode()).host
+        if self._looks_wanted.is_set():
+            self._looks.append(self._look(store))
 
     def _connect(self) -> TCPStore:
         from torch.distributed import TCPStore
@@ -198,31 +242,36 @@ class Peers:
         )
 
     def _look(self, store: TCPStore) -> list[Report]:
-        there = [rank for rank in range(self.num_ranks) if store.check([_key(rank)])]
-        return [parse_report(rank, store.get(_key(rank)).decode()) for rank in there]
+        there = list(range(self.num_ranks))
+        if not store.check([_key(rank) for rank in there]):
+            there = [rank for rank in there if store.check([_key(rank)])]
+        texts = store.multi_get([_key(rank) for rank in there])
+        return [parse_report(rank, text.decode()) for rank, text in zip(there, texts, strict=True)]
 
     # The other thread judges by what it has been told, and by the clock.
 
     def _watch(self, limit: float) -> None:
-        _, signs, step = progress()
-        longest, polled_at, patience = 0.0, time.monotonic(), limit
+        patience = limit
         while not self._is_done and not self._has_failed:
             time.sleep(REPORT_SECONDS / 2)
-            now = time.monotonic()
-            elapsed, polled_at = min(now - polled_at, LONGEST_POLL), now
-            before, (_, seen, step) = step, progress()
-            if seen == signs:
-                self._pause += elapsed
-            else:
-                longest = longest if before is None else max(longest, self._pause)
-                self._pause, signs, patience = 0.0, seen, limit
-            is_over = bool(self._verdict) and self._pause > LOOK_SECONDS
-            if not is_over and self._pause <= max(patience, PAUSE_FACTOR * longest):
+            self._poll()
+            pause = self._pauses.seconds
+            if pause < limit:
+                patience = limit
+            is_over = bool(self._verdict) and pause > LOOK_SECONDS
+            if not is_over and pause <= max(patience, PAUSE_FACTOR * self._pauses.longest):
                 continue
             with self._lock:
-                if why := self._judge(limit):
+                seen = progress()[1]
+                why = self._judge(limit)
+                # To judge takes long enough for what has stalled to go on.
+                is_idle = bool(self._verdict) or progress()[1] == seen
+                if why and is_idle and not self._has_failed:
                     self._end(why)
             patience += limit / 4
+
+    def _poll(self) -> None:
+        self._pauses.poll(time.monotonic(), progress()[1])
 
     def _judge(self, limit: float) -> str | None:
         """Return why the run cannot go on, None where it may."""
@@ -232,7 +281,7 @@ class Peers:
         if lost:
             return (
                 f"nothing has been heard of {describe_lost(lost)} {_after(progress()[2])}, for "
-                f"{self._pause:.0f} s: it is down or stopped, or the link to it is cut"
+                f"{self._pauses.seconds:.0f} s: it is down or stopped, or the link to it is cut"
             )
         if (first := find_hanging(now, limit)) is None:
             return None
@@ -249,6 +298,7 @@ class Peers:
         first_at = None
         while time.monotonic() < until:
             time.sleep(0.1)
+            self._poll()
             if self._verdict:
                 break
             if first_at is None and self._looks:
@@ -258,10 +308,10 @@ class Peers:
         self._looks_wanted.clear()
         if len(self._looks) >= 2:
             return find_lost(self._looks[0], self._looks[-1]), self._looks[-1]
-        if self._verdict or self.rank == 0:
+        if self._verdict or self.rank == 0 or not self._host_of_first:
             return [], []
-        # Rank 0 has the store.
-        there = self._host_of_first or os.environ["MASTER_ADDR"]
+        # The host of rank 0 has the store, which answered before and does not take calls any more.
+        there = self._host_of_first
         zero = Report(rank=0, number=0, num_beats=0, step=0, pause=0, state=TRAINS, host=there)
         return [zero], []
 
@@ -269,7 +319,8 @@ class Peers:
         """Return which rank this one has lost, where the training has failed by `error`."""
         self._has_failed = True
         with self._lock:
-            lost = [] if self._verdict else self._find_lost(LOOK_SECONDS)[0]
+            tells_nothing = bool(self._verdict) or self._is_done
+            lost = [] if tells_nothing else self._find_lost(LOOK_SECONDS)[0]
             if self._verdict:
                 return self._told(self._verdict)
             who = describe_lost(lost) if lost else "another rank"
@@ -289,23 +340,34 @@ class Peers:
 
     def _wait_until_known(self) -> None:
         until = time.monotonic() + VERDICT_SECONDS
-        while not self._is_known and time.monotonic() < until:
+        while (self.rank == 0 or not self._is_known) and time.monotonic() < until:
             time.sleep(0.05)
 
     def _end(self, why: str) -> None:
         """Leave the stacks and the reason, and end this process, whatever it waits for."""
         threading.Timer(DUMP_SECONDS, os._exit, [ENVIRONMENT_ERROR]).start()
-        message = f"error (the environment): {self._told(why)}"
-        if is_first_here():
-            with contextlib.suppress(OSError):
-                print(message, file=sys.stderr, flush=True)
+        self._verdict = self._verdict or why
+        self._wait_until_known()
+        message = f"error (the environment): {self._verdict}"  # the same on all ranks
+        self._say(message)
         kill_workers()
         with contextlib.suppress(OSError):
+            resume = f"  {self.resume_command()}"  # lists checkpoints, of a disk that may hang
+            self._say(resume)
             stacks = self.folder / STACKS_FILE.format(self.rank)
             with open_no_follow(stacks, "a", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-            self.fail(message)
+            self.fail(f"{message}\n{resume}")
         os._exit(ENVIRONMENT_ERROR)
+
+    def _say(self, text: str) -> None:
+        """Print, once for each machine: by its second rank where nothing is heard of the first."""
+        place = self.rank % (read_launch().ranks_here or self.num_ranks)
+        first = self.rank - place
+        is_first_lost = re.search(rf"heard of .*\branks? {first}\b", self._verdict) is not None
+        if is_first_here() or (is_first_lost and place == 1):
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
 
 
 def _after(step: int | None) -> str:

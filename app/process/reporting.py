@@ -70,7 +70,10 @@ def _explain(error: BaseException, message: str) -> str | None:
     """Tell the other ranks why this one fails; return which of them it has lost, if it has."""
     if (peers := watched_peers()) is None:
         return None
-    if isinstance(error, TrainingFault) or not LOST_CONNECTION.search(str(error)):
+    is_of_torch = isinstance(error, RuntimeError) and not isinstance(
+        error, (TrainingFault, DeviceError)
+    )
+    if not is_of_torch or not LOST_CONNECTION.search(str(error)):
         peers.tell(message.splitlines()[0])
         return None
     # Of torch's message only what happened: the rest is advice of its own.

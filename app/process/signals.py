@@ -159,6 +159,15 @@ def _has_process_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+def wait_to_be_ended(seconds: float) -> None:
+    """Wait for SIGTERM or SIGINT, for at most `seconds`; what follows chooses the exit code."""
+    ended = threading.Event()
+    signal.set_wakeup_fd(-1)  # a second signal would end the program with a code of its own
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda signum, frame: ended.set())
+    ended.wait(seconds)
+
+
 def signal_received() -> int | None:
     """Return the first signal received, None while there was none."""
     return None if _state is None else _state.signum

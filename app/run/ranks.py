@@ -19,6 +19,7 @@ from app.process.errors import DONE
 from app.process.launch import Launch, is_first_rank, launched_rank, read_launch, run_dir
 from app.process.peers import Peers
 from app.process.reporting import keep_reason, write_error_file
+from app.process.signals import wait_to_be_ended
 from app.process.supervisor import CODES_OF_SIGNALS, SuperviseConfig, Supervisor, say
 from app.run import NEVER, Run, checkpoints_of, find_newest_good, typed_step
 from data_modules import printable
@@ -30,9 +31,13 @@ log = logging.getLogger(__name__)
 
 RENDEZVOUS_PORT = 29500
 """torchrun's own default"""
+MEETING_SECONDS = 600
+"""between the first machine's line and the last one's: torchrun's own limit is a minute"""
 OWN_STORE_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """has the ranks meet at a store of their own. With that of its agents torchrun cannot take a
 machine back: the agents that stayed do not tell the new one where it is (torch 2.13)"""
+REQUEUE_SECONDS = 120.0
+"""that the first rank has to write its page, end its loggers and requeue the job"""
 FOLDER_OF_ALL = "/shared/runs"
 """stands for a folder that all machines see"""
 
@@ -174,6 +179,7 @@ def torchrun(num_nodes: int, per_node: int, first: str, *, max_restarts: int = 0
         words.append(f"--max-restarts={max_restarts}")
     if num_nodes > 1:
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{RENDEZVOUS_PORT}"]
+        words.append(f"--rdzv-conf=read_timeout={MEETING_SECONDS}")
     if num_nodes > 1 and max_restarts:
         words.insert(0, f"{OWN_STORE_VARIABLE}=1")
     return shlex.join(words)
@@ -207,8 +213,15 @@ def watch_ranks(run: Run, num_ranks: int) -> Peers:
 
 
 def requeue(config: SuperviseConfig) -> None:
-    """Requeue this SLURM job if `supervise.requeue` says so; on the first rank."""
-    if not config.requeue or not is_first_rank():
+    """Requeue this SLURM job if `supervise.requeue` says so, on the first rank.
+
+    The others wait for it: srun ends the whole step when the first of them ends.
+    """
+    if not config.requeue:
+        return
+    if not is_first_rank():
+        if not read_launch().is_started_here:
+            wait_to_be_ended(REQUEUE_SECONDS)
         return
     job = os.environ.get("SLURM_JOB_ID")
     if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:

@@ -18,10 +18,12 @@ import app
 from app.config import load_config
 from app.preflight import requested_devices
 from app.process.launch import VARIABLES_OF_A_RANK
+from app.run.ranks import MEETING_SECONDS
 from tests.conftest import ROOT
 
 FOLDER = ROOT / "docs" / "clusters"
 NODES, GPUS = 2, 8
+READ_TIMEOUT = f"--rdzv-conf=read_timeout={MEETING_SECONDS}"
 
 
 def check_train(words: list[str]) -> None:
@@ -60,6 +62,8 @@ def check_pod(pod: dict[str, Any]) -> dict[str, Any]:
     assert "persistentVolumeClaim" in mounts["/shared"]
     assert container["command"] == ["bash", "-c"]
     subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
+    # An image has no environment that is active.
+    assert container["workingDir"] and container["args"][0].startswith("exec .venv/bin/torchrun ")
     return container
 
 
@@ -76,6 +80,7 @@ def test_the_jobset_starts_two_pods_that_find_the_first() -> None:
     # JobSet's names: <set>-<job>-<its number>-<pod>.<set>
     name = job["metadata"]["name"]
     assert f"--rdzv-endpoint={name}-{replicated['name']}-0-0.{name}:29500" in line
+    assert READ_TIMEOUT in line
     (seconds,) = re.findall(r"--shutdown-timeout=(\d+)", line)
     assert int(seconds) < spec["template"]["spec"]["terminationGracePeriodSeconds"]
 
@@ -87,6 +92,8 @@ def test_the_pytorchjob_leaves_torchrun_to_its_operator() -> None:
     workers = spec["pytorchReplicaSpecs"]["Worker"]
     elastic = spec["elasticPolicy"]
     assert elastic["minReplicas"] == elastic["maxReplicas"] == workers["replicas"] == NODES
+    (one,) = elastic["rdzvConf"]
+    assert f"{one['key']}={one['value']}" in READ_TIMEOUT
     pod = workers["template"]["spec"]
     container = check_pod(pod)
     assert container["name"] == "pytorch"  # the operator looks for this name
@@ -111,6 +118,7 @@ def test_skypilot_starts_torchrun_on_each_machine() -> None:
         ["bash", "-c", shell], env=variables, capture_output=True, text=True, check=True
     )
     assert "--rdzv-endpoint=10.0.0.1:29500" in done.stdout
+    assert READ_TIMEOUT in done.stdout
     check_torchrun(done.stdout)
 
 
@@ -124,6 +132,7 @@ def test_the_batch_script_asks_for_what_it_starts() -> None:
     assert asked["signal"].startswith("USR1@") and "requeue" in asked
     line = re.sub(r"\\\n", " ", text[text.index("\nsrun ") :]).strip()
     words = shlex.split(line)
+    assert "--cpus-per-task=$SLURM_CPUS_PER_TASK" in words  # which srun does not inherit
     start = words.index("app.train")
     assert words[start - 2 : start] == ["python", "-m"]
     check_train(words[start + 1 :])

@@ -31,7 +31,9 @@ from app.doctor.needs import (
 from app.doctor.rows import OK, WARNING
 from app.planning.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from app.planning.hardware import HardwareConfig
+from app.process.errors import UserError
 from app.process.gpus import Gpu, Machine
+from app.process.launch import read_launch
 from tests.conftest import ROOT
 from tests.hosts import Host, hosts
 from tests.processes import environment_of_a_person
@@ -96,11 +98,11 @@ def test_what_a_step_sends_in_units_of_the_model(strategy: str, models: float) -
         assert needs.rule_seconds == pytest.approx(needs.rule_gbit / 8 / 100)
 
 
-def test_links_are_judged_by_what_they_are_sold_as() -> None:
+def test_links_are_judged_by_their_nominal_bandwidth() -> None:
     one, two = (hardware_of_ranks(H100, Machine(), 8, nodes) for nodes in (1, 2))
     assert (nominal_gb_per_second(one), nominal_gb_per_second(two)) == (450, 400)
     (good,) = judge_link(measured_at(370.0, 8), one)
-    assert good.status == OK and "370 GB/s, 82% of the 450 that" in good.found
+    assert good.status == OK and "82% of the link's nominal 450" in good.found
     (slow,) = judge_link(measured_at(45.0, 16), two)
     assert slow.status == WARNING and "NCCL_DEBUG=INFO" in slow.fix
     assert judge_link(measured_at(45.0, 2), HardwareConfig()) == []
@@ -240,6 +242,23 @@ def test_larger_messages_follow_while_there_is_time(monkeypatch: pytest.MonkeyPa
     assert best_of(found, ALL_TO_ALL) == pytest.approx(2**30 / 2 / 1e9)
 
 
+def test_more_ranks_than_gpus_are_refused_before_they_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On every rank of the machine: those with a GPU would wait for those without."""
+    ranks = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "RANK": "4", "LOCAL_RANK": "0"}
+    for name, value in (ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    read_launch.cache_clear()
+    try:
+        with pytest.raises(UserError, match=r"4 ranks .*, 2 GPUs are visible; .* RANKS=2"):
+            bandwidth.join_world()
+    finally:
+        read_launch.cache_clear()
+
+
 SHAPED = 0.0125
 """GB/s of a link of 100 Mbit/s"""
 
@@ -263,4 +282,4 @@ def test_a_link_of_known_speed_is_measured(
     assert 0.8 * SHAPED < best < 1.02 * SHAPED
     assert set(found["versions"]) == {"node1", "node2"}
     (link,) = (row for row in found["rows"] if row["what"] == "link")
-    assert link["status"] == OK and "of the 0.0125 that the link is sold as" in link["found"]
+    assert link["status"] == OK and "of the link's nominal 0.0125" in link["found"]

@@ -139,7 +139,7 @@ def check_lost(said: str, rank: int, host: str) -> None:
     assert len(sentences) == 1, said
     assert f"rank {rank} on host {host}" in sentences[0]
     assert "to resume: torchrun --nnodes=2 --nproc-per-node=1 " in said
-    assert "--rdzv-endpoint=node1:29500 -m app.train resume=" in said
+    assert "--rdzv-endpoint=node1:29500 --rdzv-conf=read_timeout=600 -m app.train resume=" in said
 
 
 @pytest.mark.parametrize(("lives", "dies"), [(0, 1), (1, 0)], ids=["second", "first"])
@@ -251,7 +251,6 @@ for _ in "${{pids[@]}}"; do
   one=$?
   if ((one)); then
     ((one > code)) && code=$one
-    sleep 5
     kill "${{pids[@]}}" 2>/dev/null
   fi
 done
@@ -295,6 +294,7 @@ class Job:
         own = {
             "SLURM_JOB_ID": "77",
             "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_CPUS_PER_TASK": "1",
             "JOB": str(self.folder),
             "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         }

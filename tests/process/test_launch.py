@@ -20,6 +20,8 @@ from app.process.launch import (
     is_first_rank,
     read_launch,
 )
+from app.process.supervisor import SuperviseConfig
+from app.run.ranks import REQUEUE_SECONDS, requeue
 from tests.door import ask, make_data, make_model
 from tests.processes import LONGEST
 
@@ -159,6 +161,26 @@ def test_srun_needs_as_many_ranks_on_every_node(tmp_path: Path) -> None:
     assert "type --ntasks-per-node=2 instead of --ntasks" in answer.said
 
 
+@pytest.mark.parametrize("rank", ["0", "2"])
+def test_the_ranks_of_a_job_stay_until_the_first_has_requeued_it(
+    environment: pytest.MonkeyPatch, tmp_path: Path, rank: str
+) -> None:
+    """srun --kill-on-bad-exit=1 ends the step with the first of its ranks."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/called\n')
+    scontrol.chmod(0o755)
+    environment.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name, value in (SRUN | {"SLURM_PROCID": rank, "SLURM_JOB_ID": "77"}).items():
+        environment.setenv(name, value)
+    waited: list[float] = []
+    environment.setattr("app.run.ranks.wait_to_be_ended", waited.append)
+    requeue(SuperviseConfig(requeue=True))
+    assert waited == ([] if rank == "0" else [REQUEUE_SECONDS])
+    assert (tmp_path / "called").exists() == (rank == "0")
+    requeue(SuperviseConfig())
+    assert len(waited) == (rank != "0")
+
+
 def test_a_shell_of_a_job_is_told_how_to_start_the_ranks_itself(tmp_path: Path) -> None:
     model, data = make_model(tmp_path / "model"), make_data(tmp_path / "d.jsonl")
     words = [f"model.path={model}", f"data.datasets=[{{path: {data}}}]", "trainer.devices=2"]
@@ -178,6 +200,7 @@ def test_several_machines_are_told_the_line_to_type(tmp_path: Path) -> None:
     line = shlex.split(answer.said.partition(": torchrun ")[2])
     assert line[:2] == ["--nnodes=2", "--nproc-per-node=4"]
     assert f"--rdzv-endpoint={socket.gethostname()}:29500" in line
+    assert "--rdzv-conf=read_timeout=600" in line
     assert line[line.index("-m") + 1 :] == [
         "app.train",
         *words,

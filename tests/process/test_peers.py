@@ -9,23 +9,34 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import lightning as L
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from app.process import heartbeat, reporting
+from app.process.errors import TrainingFault, UserError
 from app.process.launch import free_port
 from app.process.peers import (
     DONE,
     STARTS,
     TRAINS,
+    Pauses,
+    Peers,
     Report,
     describe_lost,
     find_hanging,
     find_lost,
     parse_report,
 )
+from app.training.callbacks.heartbeat import Heartbeat
+from data_modules import RemoteError
 from tests.conftest import ROOT
 from tests.processes import LONGEST, environment_of_a_person
 
@@ -57,6 +68,7 @@ while not (folder / f"met-{1 - rank}").exists():
 wait(2)
 for step in (1, 2, 3):
     beat(step)
+    peers.begin()
     wait(0.1)
 """
 ONE = Report(
@@ -78,11 +90,117 @@ def test_the_lost_are_those_that_fell_silent() -> None:
     assert find_lost(ranks(4), ranks(5, 1)) == []  # the second has just begun to tell
 
 
-def test_the_one_that_hangs_came_less_far() -> None:
+def test_the_one_that_hangs_made_fewer_steps() -> None:
     here = [ONE, replace(ONE, rank=1, num_beats=8)]
     assert find_hanging(here, 10) == here[1]
     assert find_hanging([*here, replace(ONE, rank=2, pause=1.0)], 10) is None  # a long save
-    assert find_hanging([replace(one, state=STARTS) for one in here], 10) is None
+    assert find_hanging([replace(here[0], state=STARTS), here[1]], 10) is None  # it compiles
+    assert find_hanging([replace(one, state=DONE) for one in here], 10) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.booleans())))
+def test_pauses_are_what_was_polled_between_two_signs_of_life(
+    polls: list[tuple[float, bool]],
+) -> None:
+    """Time in which this process was stopped itself counts as a second."""
+    pauses, now, signs = Pauses(polled_at=0.0, num_signs=0), 0.0, 0
+    ended, current = [0.0], 0.0
+    for seconds, is_alive in polls:
+        now, current = now + seconds, current + min(seconds, 1.0)
+        if is_alive:
+            ended += [current - min(seconds, 1.0)] if signs else []
+            signs, current = signs + 1, 0.0
+        pauses.poll(now, signs)
+        assert pauses.seconds == pytest.approx(current)
+        assert pauses.longest == pytest.approx(max(ended))
+
+
+def peers_of(folder: Path, rank: int = 1) -> Peers:
+    """Return the peers of a rank that has neither connected nor begun to watch."""
+    return Peers(
+        rank=rank,
+        num_ranks=2,
+        folder=folder,
+        limit=1.0,
+        resume_command=lambda: "to resume: type this",
+        fail=lambda message: None,
+    )
+
+
+@pytest.mark.parametrize("ends", [Peers.finish, lambda peers: None], ids=["done", "unmet"])
+def test_rank_0_is_not_blamed_for_a_silence_that_says_nothing(
+    ends: Callable[[Peers], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that have trained to the end tell nothing more; one that never met it knows nothing."""
+    monkeypatch.setattr("app.process.peers.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("app.process.peers.VERDICT_SECONDS", 0.1)
+    peers = peers_of(tmp_path)
+    peers._host_of_first = "node1" if ends is Peers.finish else ""
+    ends(peers)
+    assert peers.explain("closed").startswith("lost another rank before its first step: closed\n")
+
+
+def test_a_rank_with_an_error_of_its_own_is_left_to_report_it(tmp_path: Path) -> None:
+    """As Lightning calls it, before the page is written."""
+    peers = peers_of(tmp_path)
+    Heartbeat(tmp_path, peers).on_exception(L.Trainer(logger=False), None, TrainingFault("NaN"))
+    peers._verdict = "rank 0 on host node1 has failed: NaN"
+    peers._watch(0.0)  # returns, and does not end this process
+
+
+def test_the_first_rank_stays_until_the_others_have_read_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.process.peers.VERDICT_SECONDS", 0.3)
+    took = []
+    for rank in (0, 1):
+        peers = peers_of(tmp_path, rank)
+        peers._is_known = True
+        began = time.monotonic()
+        peers.tell("the loss is NaN")
+        took.append(time.monotonic() - began)
+    assert took[0] >= 0.3 > took[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[x/pair.cc:5] Connection closed by peer [1.2.3.4]:5"), True),
+        (RemoteError("https://a.b/c: Connection reset by peer"), False),
+        (UserError("model.path=/data/gloo: no such folder"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (TrainingFault("the loss of gloo.jsonl is NaN"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_torch_says_that_a_rank_is_lost(
+    error: BaseException, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    class Recorded:
+        def tell(self, message: str) -> None:
+            called.append("tell")
+
+        def explain(self, error: str) -> str:
+            called.append("explain")
+            return "lost"
+
+    monkeypatch.setattr(reporting, "watched_peers", Recorded)
+    monkeypatch.setattr(reporting, "write_error_file", lambda message: None)
+    reporting.report(error)
+    assert called == ["explain" if is_lost else "tell"]
+
+
+def test_signs_of_life_are_of_the_thread_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray calls the training in a thread of its own."""
+    for name, value in (("_step", None), ("_thread", None), ("_num_signs", 0)):
+        monkeypatch.setattr(heartbeat, name, value)
+    with ThreadPoolExecutor(1) as trains:
+        trains.submit(heartbeat.beat, 1).result()
+        trains.submit(heartbeat.beat_again).result()
+        heartbeat.beat_again()
+    assert heartbeat.progress()[1] == 2
 
 
 @pytest.mark.parametrize(
@@ -152,6 +270,12 @@ def test_one_that_fails_is_why_the_others_end(tmp_path: Path) -> None:
     assert (first[0], second[0]) == (3, 4)
     assert second[1].startswith("error (training stopped): the loss is NaN\n")
     assert "rank 1 on host" in first[1] and "the loss is NaN" in first[1]
+
+
+@pytest.mark.slow
+def test_a_stall_that_ends_while_it_is_judged_is_none(tmp_path: Path) -> None:
+    stalls = ["wait(10)", "for _ in range(60): beat_again(); wait(0.1)", "peers.finish()"]
+    assert [code for code, _ in tell_story(tmp_path, stalls, stalls, limit=7.8)] == [0, 0]
 
 
 @pytest.mark.slow

@@ -298,3 +298,18 @@ sys.modules["torch.distributed"] = SimpleNamespace(
 )
 """
     assert Process(aborts, 'say("ready")', f"signals.end_process({code})").end() == (code, "")
+
+
+def test_a_rank_that_waits_to_be_ended_keeps_its_exit_code() -> None:
+    code = (
+        "import os, signal, sys, threading\n"
+        "from app.process.signals import install_signal_handlers, wait_to_be_ended\n"
+        "install_signal_handlers()\n"
+        "threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
+        "wait_to_be_ended(60)\n"
+        "sys.exit(138)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (138, "")

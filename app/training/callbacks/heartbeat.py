@@ -50,6 +50,13 @@ class Heartbeat(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         """Beat."""
         beat(trainer.global_step)
+        if self.peers is not None:
+            self.peers.begin()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Leave the end to `exception`: the page and the loggers of the run may take long."""
+        if self.peers is not None:
+            self.peers.fail_here()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Stop: what follows has no steps."""

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -224,6 +225,7 @@ def test_a_save_that_is_waited_for_gives_signs_of_life(
     told: list[str] = []
     monkeypatch.setattr(heartbeat, "tell", told.append)
     monkeypatch.setattr(heartbeat, "_step", 3)
+    monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
     writer, may_write = BackgroundWriter(), Event()
     saver = CheckpointSaver(
         StoredCheckpoints(CheckpointStore(tmp_path), None, writer),

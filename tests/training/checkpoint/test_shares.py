@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -158,6 +159,7 @@ def test_a_rank_that_only_helps_the_others_gives_signs_of_life(
     told: list[str] = []
     monkeypatch.setattr(heartbeat, "tell", told.append)
     monkeypatch.setattr(heartbeat, "_step", 7)
+    monkeypatch.setattr(heartbeat, "_thread", threading.current_thread())
     rank = Rank(some_tensors([5, 1, 4]), held=set())
     written: list[str] = []
 
