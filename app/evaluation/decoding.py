@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LEAST_ENDED = 0.25
 """share of a batch's rows that have ended before they are replaced: each time copies the cache"""
+CACHES_OWN_TOKENS = frozenset({"cpmant"})
+"""model types that put tokens of their own before a prompt: the cache is longer than its mask"""
 
 
 @dataclass(slots=True)
@@ -90,7 +92,12 @@ class GreedyDecoder:
     @staticmethod
     def fits(model: Any) -> bool:
         """Tell whether rows can leave and join the cache of a model."""
-        return has_growing_cache(model)
+        config = model.config.get_text_config(decoder=True)
+        return (
+            "past_key_values" in _parameters(model)  # else a forward pass ignores the cache
+            and config.model_type not in CACHES_OWN_TOKENS
+            and has_growing_cache(model)
+        )
 
     def answers(self, prompts: Sequence[list[int]]) -> Iterator[list[tuple[int, list[int]]]]:
         """Yield (number of a prompt, tokens of its answer) as they end; longest prompts first."""
@@ -129,18 +136,22 @@ class GreedyDecoder:
         return batch
 
     def _step(self, batch: _Batch) -> None:
-        """Read the last token of each row, and add the next."""
+        """Read the last token of each row, and add the next.
+
+        Rows that have ended are read at position 0: there may be none after their last one.
+        """
         import torch
 
         ids = torch.tensor([[row.tokens[-1]] for row in batch.rows], device=batch.mask.device)
         positions = batch.mask.sum(-1, keepdim=True)
         batch.mask = torch.cat([batch.mask, torch.ones_like(positions)], dim=1)
-        self._read(batch, ids, positions)
+        ended = torch.tensor([[row.has_ended] for row in batch.rows], device=positions.device)
+        self._read(batch, ids, positions.masked_fill(ended, 0))
 
     def _read(self, batch: _Batch, ids: Tensor, positions: Tensor) -> None:
         inputs = {"input_ids": ids, "attention_mask": batch.mask, "position_ids": positions}
         how = {"past_key_values": batch.cache, "use_cache": True, "logits_to_keep": 1}
-        known = self._parameters()
+        known = _parameters(self.model)
         given = {name: value for name, value in (inputs | how).items() if name in known}
         logits = self.model(**given).logits
         for row, token in zip(batch.rows, logits[:, -1].argmax(-1).tolist(), strict=True):
@@ -152,9 +163,10 @@ class GreedyDecoder:
                     or self.is_done(row.tokens)
                 )
 
-    def _parameters(self) -> Collection[str]:
-        """Return the names of what the model's forward pass takes."""
-        from transformers import PreTrainedModel
 
-        inner = next(part for part in self.model.modules() if isinstance(part, PreTrainedModel))
-        return inspect.signature(inner.forward).parameters
+def _parameters(model: Any) -> Collection[str]:
+    """Return the names of what a model's forward pass takes."""
+    from transformers import PreTrainedModel
+
+    inner = next(part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return inspect.signature(inner.forward).parameters

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,8 @@ class DuringTraining:
         """Return the figures after `step`, the same on every rank; none where it is not due.
 
         Ranks that hold the whole model take a share of the rows each. Draws no random number that
-        training would have drawn.
+        training would have drawn. A signal ends the measurement of a single rank; several ranks
+        complete it, since they can save the step only together.
         """
         if not self._is_due(step):
             return {}
@@ -62,7 +64,8 @@ class DuringTraining:
         shards = strategy if strategy.shards_weights else None
         self.evaluator.shards = shards
         self.evaluator.shares = _shares(trainer) if shards is None else Shares(show=_beat)
-        with measuring(), isolate_rng(), trainer.precision_plugin.forward_context():
+        interruptible = measuring() if trainer.world_size == 1 else nullcontext()
+        with interruptible, isolate_rng(), trainer.precision_plugin.forward_context():
             figures = self.evaluator.answers(WHO, module.model)
         if trainer.is_global_zero:
             lines = [json.dumps(line, ensure_ascii=False) for line in self.evaluator.lines()]

@@ -162,16 +162,22 @@ class FinetuneModule(L.LightningModule):
         self.strategy.gather_whole(modules_by_document(self.model))
         check_reference(self.model, self.backend, device, is_packed=self.is_packed)
 
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Restore what a resumed run still lacks; then use the weights that train."""
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+        """Restore what a resumed run still lacks; then use the weights that train.
+
+        Returns -1, by which Lightning skips the batch, if the owed validation has ended the run.
+        """
         if self.resume is not None:
             self.resume.restore_at_first_batch(batch)
             self.resume = None
             if self.owes_validation:
                 self.owes_validation = False
                 run_owed_validation(self.trainer)
+                if self.trainer.should_stop:
+                    return -1
         use_training_weights(self.optimizer)
         faults.reach("batch", self.trainer.global_step + 1)
+        return None
 
     def on_fit_end(self) -> None:
         """Restore the averaged weights and the model's own layers, to be saved and evaluated."""

@@ -5,10 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from app.evaluation import during
 from app.process.errors import UserError
 from app.training.checkpoint.store import CheckpointStore
 from app.training.metrics import Metrics, is_measured_at
@@ -103,6 +108,34 @@ def test_two_ranks_measure_what_one_does(tmp_path: Path, person: Person) -> None
             for run in (one, two)
         ]
         assert asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_signal_ends_the_measurement_of_a_single_rank_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    interruptible: list[bool] = []
+
+    @contextmanager
+    def measuring() -> Iterator[None]:
+        interruptible.append(True)
+        yield
+
+    monkeypatch.setattr(during, "measuring", measuring)
+    answers = {"val/accuracy/boolq": 0.5}
+    evaluator: Any = SimpleNamespace(names=lambda who: [], answers=lambda who, model: answers)
+    trainer = SimpleNamespace(
+        world_size=num_ranks,
+        global_rank=num_ranks - 1,
+        is_global_zero=False,
+        precision_plugin=SimpleNamespace(forward_context=nullcontext),
+    )
+    strategy = SimpleNamespace(shards_weights=False)
+    module: Any = SimpleNamespace(trainer=trainer, strategy=strategy, model=None)
+    measured = during.DuringTraining(evaluator, tmp_path, every_steps=2, interval=2, last=4)
+    assert measured.measure(module, 2) == answers
+    # Others would wait for the one that a signal has ended, and none would save the step.
+    assert bool(interruptible) is (num_ranks == 1)
 
 
 def test_measurements_fall_on_the_next_validation() -> None:

@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CpmAntConfig,
+    CpmAntForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from app.evaluation.comparison import Predictions
+from app.evaluation.decoding import GreedyDecoder
 from app.evaluation.generation import (
     Answer,
     EvaluationConfig,
@@ -268,3 +278,66 @@ def test_what_has_ended_is_given_away_before_the_last_one_ends() -> None:
     batches = list(answer_batches(chain_model(CHAIN), Spelled(), prompts, {STOP}, how))
     assert [number for number, _ in batches[0]] == [3]  # and the next prompt takes its place
     assert {number for number, _ in batches[-1]} <= {0, 1, 2}
+
+
+LONGEST_TEXT = 32
+
+
+def short_gpt2() -> Any:
+    return tiny_gpt2(n_positions=LONGEST_TEXT)
+
+
+def short_opt() -> Any:
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=LONGEST_TEXT,
+        init_std=0.5,
+    )
+    return OPTForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("build", [short_gpt2, short_opt])
+def test_a_row_that_has_ended_takes_no_more_positions(build: Any) -> None:
+    model, chance, most = build(), random.Random(1), 12
+    lengths = (LONGEST_TEXT - most, *range(9, 1, -1))
+    prompts = [[chance.randrange(3, 64) for _ in range(length)] for length in lengths]
+
+    def answers(size: int, is_done: Any) -> dict[int, list[int]]:
+        decoder = GreedyDecoder(
+            model=model,
+            stops=frozenset(),
+            max_new_tokens=most,
+            batch_size=size,
+            is_done=is_done,
+        )
+        with torch.no_grad():
+            return dict(pair for batch in decoder.answers(prompts) for pair in batch)
+
+    whole = answers(1, lambda tokens: False)
+    assert len({tuple(tokens[:6]) for tokens in whole.values()}) == len(prompts)
+    # Four end early; the longest then ends alone, and waits for the four that took their places.
+    early = {number: whole[number][:6] for number in (1, 2, 3, 4)}
+    assert answers(5, lambda tokens: tokens in early.values()) == whole | early
+
+
+def tiny_cpmant() -> Any:
+    shape = {"hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 16}
+    return CpmAntForCausalLM(CpmAntConfig(vocab_size=64, num_hidden_layers=1, **shape))
+
+
+def tiny_xlnet() -> Any:
+    return XLNetLMHeadModel(XLNetConfig(vocab_size=64, d_model=16, n_layer=1, n_head=2, d_inner=16))
+
+
+@pytest.mark.parametrize(
+    ("build", "fits"),
+    [(tiny_llama, True), (tiny_gpt2, True), (tiny_xlnet, False), (tiny_cpmant, False)],
+)
+def test_rows_leave_and_join_only_a_cache_of_their_own_tokens(build: Any, fits: bool) -> None:
+    assert GreedyDecoder.fits(build()) is fits

@@ -95,12 +95,15 @@ class CheckpointSaver(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         """Save if a signal has ended the wait for the next step's data, or a measurement.
 
-        Only with a single rank: others are inside that step, waiting for this one.
+        Only with a single rank: others are inside that step, waiting for this one. The last step is
+        not saved without its measurement: a resumed run makes that up before its next step, and
+        would have none.
         """
         if not isinstance(exception, DataStalled) or trainer.world_size > 1:
             return
         step, is_within_step = trainer.global_step, bool(pl_module.step_losses)
-        if step > self._saved and not is_within_step and not trainer.sanity_checking:
+        owes_last = trainer.validating and step >= pl_module.total_steps
+        if step > self._saved and not (is_within_step or owes_last or trainer.sanity_checking):
             take_time()
             pl_module.owes_validation = trainer.validating
             self._prepare(trainer, pl_module)
