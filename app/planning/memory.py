@@ -33,6 +33,7 @@ from app.training.memory import (
     ModelSize,
     RankMemory,
     estimate_memory,
+    feedback_bytes,
     gathered_by_fsdp,
     num_shares,
     outer_state_bytes,
@@ -459,5 +460,7 @@ def estimate_disk(run: PlannedRun, size: ModelSize | None = None) -> float:
     checkpoint = trained + _state_bytes(run, size) * split
     if isinstance(run.strategy, LocalSgdConfig):  # beside the mean, what each node has
         checkpoint *= 1 + (run.strategy.replicas or run.num_nodes)
+    if isinstance(run.strategy, DdpConfig) and run.strategy.compression == "topk":
+        checkpoint += run.num_ranks * feedback_bytes(size, run.strategy)  # each rank's own
     result = trained + (size.whole.frozen if run.trains_base else 0.0)
     return checkpoint * (run.num_checkpoints + 1) + result

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 UNCOMPRESSED_STEPS = 10
 """backward passes before PowerSGD compresses: the first gradients are the steepest, and DDP
 rebuilds its buckets after the very first"""
+UNSENT = "unsent/"
+"""before a weight's name, in what a checkpoint holds of a rank"""
 
 
 class OneDevice(StrategyMixin, SingleDeviceStrategy):
@@ -114,19 +116,27 @@ class Compressed(Replicated):
         if self._topk is None:
             return {}
         residuals, weights = self._topk.residuals, trained_weights(self.lightning_module.model)
-        return {w.name: residuals[w.parameter] for w in weights if w.parameter in residuals}
+        return {
+            UNSENT + w.name: residuals[w.parameter] for w in weights if w.parameter in residuals
+        }
 
     def restore_local_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
     ) -> None:
-        """Restore what top-k has not sent yet; it starts with nothing where there is no state."""
+        """Restore what top-k has not sent yet; it starts with nothing where none of it is there."""
         if self._topk is None:
             return
         self._topk.residuals.clear()
-        if not state and is_first_rank():
+        # A checkpoint of another strategy holds what its ranks need.
+        unsent = {
+            key.removeprefix(UNSENT): saved
+            for key, saved in state.items()
+            if key.startswith(UNSENT)
+        }
+        if not unsent and is_first_rank():
             log.info("RESUME: top-k starts without what the ranks had not sent yet")
         weights = {w.name: w.parameter for w in trained_weights(self.lightning_module.model)}
-        for name, saved in state.items():
+        for name, saved in unsent.items():
             weight = weights.get(name)
             if weight is None or saved.shape != (weight.numel(),) or saved.dtype != weight.dtype:
                 raise UserError(

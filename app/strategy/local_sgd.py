@@ -178,8 +178,9 @@ class LocalSgd(Sharded):
 
     def local_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Return this rank's weights and states, not copied; nothing in synchronous steps."""
-        if not self._moments_differ:
-            return {}
+        return self._own_state(optimizer) if self._moments_differ else {}
+
+    def _own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for trained in trained_weights(self.model_root):
             weight = trained.parameter
@@ -194,24 +195,39 @@ class LocalSgd(Sharded):
     def restore_local_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
     ) -> None:
-        """Restore this rank's weights and states; without any, nodes start from the mean."""
+        """Restore this rank's weights and states.
+
+        Where a rank has none, or shards of another size, all nodes start from the mean.
+        """
         step = self._step()
-        if not state:
+        # A checkpoint of another strategy holds what its ranks need.
+        is_there = any(name.startswith("weight/") for name in state)
+        if is_there and any(name.startswith("anchor/") for name in state):
+            self._set_anchor()
+        own = self._own_state(optimizer)
+        fits = is_there and all(
+            own[name].shape == state[name].shape for name in own.keys() & state.keys()
+        )
+        if not self._holds_on_all_ranks(fits):
+            self._anchor, self._momentum = {}, {}
             if step > self.local_config.synchronous_steps and is_first_rank():
                 log.info("RESUME: every node starts from the mean of what the nodes had")
             return
+        if differing := sorted(own.keys() ^ state.keys()):
+            raise UserError(
+                f"resume: {differing[0]!a} of this rank is not in the checkpoint as it is in this "
+                "run; resume with the settings that it was made with (the run's config.yaml)"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
         self._moments_differ = True
         self._weights_differ = not self._synchronises_at(step)
-        if any(name.startswith("anchor/") for name in state):
-            self._set_anchor()
-        own = self.local_state(optimizer)
-        for name in sorted(own.keys() | state.keys()):
-            if name not in own or name not in state or own[name].shape != state[name].shape:
-                raise UserError(
-                    f"resume: {name!a} of this rank is not in the checkpoint as it is in this run; "
-                    "resume with the settings that it was made with (the run's config.yaml)"
-                )
-            own[name].copy_(state[name])
+
+    def _holds_on_all_ranks(self, holds: bool) -> bool:
+        """Return whether it holds on every rank, for they must go on alike."""
+        flag = torch.tensor(int(holds), device=self.root_device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -17,6 +17,7 @@ from app.model.quantization import QuantizationConfig
 from app.process.errors import UserError
 from app.strategy.settings import (
     MAX_UNSHARDED_SHARE,
+    DdpConfig,
     FsdpConfig,
     LocalSgdConfig,
     StrategyConfig,
@@ -249,7 +250,7 @@ def estimate_memory(
     states = whole.trained * STATES.get(optimizer, 0)
     states += whole.num_trained * EIGHT_BIT_STATES.get(optimizer, 0)
     states += whole.num_trained * outer_state_bytes(strategy)
-    states /= of_states
+    states = states / of_states + feedback_bytes(size, strategy)
     gathered = 0.0
     if isinstance(strategy, ZeroConfig):
         states += whole.trained / of_states  # its own copy of what it steps
@@ -291,6 +292,15 @@ def _num_weights(part: Part) -> float:
 def outer_state_bytes(strategy: StrategyConfig) -> int:
     """Return the bytes a trained weight that local SGD's outer steps keep: anchor and momentum."""
     return 8 if isinstance(strategy, LocalSgdConfig) and strategy.takes_outer_steps else 0
+
+
+def feedback_bytes(size: ModelSize, strategy: StrategyConfig) -> float:
+    """Return the bytes that a rank keeps of gradients that compression has not sent yet.
+
+    PowerSGD sends vectors whole, and its low-rank matrices, which are small, are not counted.
+    """
+    keeps = isinstance(strategy, DdpConfig) and strategy.compression in ("powersgd", "topk")
+    return size.whole.trained if keeps else 0.0
 
 
 def num_shares(strategy: StrategyConfig, num_ranks: int, num_nodes: int) -> tuple[int, int, int]:

@@ -179,17 +179,18 @@ class StepWatch:
             return
         self.num_skipped += 1
         what = f"step {record.step}: {self._describe(record, metrics, reduce)}"
+        where = " on the ranks whose gradient norm is not finite" if record.norm_differs else ""
         if self.num_skipped > self.max_skipped_steps:
             allowed = self.max_skipped_steps
             after = f" (after {allowed} that trainer.max_skipped_steps={allowed} allows)"
             raise TrainingFault(
-                f"{what}. The step was skipped{after if allowed else ''}; check the rows, "
+                f"{what}. The step was skipped{where}{after if allowed else ''}; check the rows, "
                 f"lower optimizer.lr, or type trainer.max_skipped_steps={self.num_skipped} to "
                 "skip such steps"
             )
         if is_first_rank():
             log.warning(
-                f"{what}. The step is skipped, {self.num_skipped} of "
+                f"{what}. The step is skipped{where}, {self.num_skipped} of "
                 f"trainer.max_skipped_steps={self.max_skipped_steps}"
             )
 

@@ -20,7 +20,7 @@ from app.planning.memory import (
     fits,
 )
 from app.planning.planned import on_hardware, plan_run
-from app.strategy.settings import FAMILIES
+from app.strategy.settings import FAMILIES, DdpConfig
 
 STRATEGIES = {
     name: settings_of("strategy", name) for name in FAMILIES if name not in ("auto", "zero3_nvme")
@@ -69,6 +69,22 @@ def test_nodes_that_train_apart_keep_outer_states_and_files_of_their_own() -> No
     anchor_and_momentum = 8 * apart.model.num_weights / 8  # over the 8 ranks of a node
     assert states[2] - states[1] == pytest.approx(anchor_and_momentum, rel=0.01)
     assert estimate_disk(apart) > 2 * estimate_disk(together)
+
+
+def test_what_compression_has_not_sent_yet_is_counted() -> None:
+    """Gradients are of the trained weights' dtype; PowerSGD's are in no checkpoint."""
+    run, _ = run_of("+experiment=llama8b", "adapter=full", "hardware=2x8xh100", "strategy=ddp")
+    compressed = {
+        name: replace(run, strategy=DdpConfig(compression=name))
+        for name in ("bf16", "powersgd", "topk")
+    }
+    trained = run.size.whole.trained
+    memory = {name: estimate_gpu_memory(of).optimizer for name, of in compressed.items()}
+    assert memory["bf16"] == estimate_gpu_memory(run).optimizer
+    assert memory["powersgd"] == memory["topk"] == memory["bf16"] + trained
+    disk = {name: estimate_disk(of) for name, of in compressed.items()}
+    assert disk["powersgd"] == disk["bf16"] == estimate_disk(run)
+    assert disk["topk"] == disk["bf16"] + 16 * trained * (run.num_checkpoints + 1)
 
 
 def test_layers_below_the_lowest_that_trains_keep_nothing() -> None:

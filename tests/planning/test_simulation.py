@@ -53,6 +53,7 @@ def refused(folder: Path, *typed: str) -> str:
         ("strategy=zero2", "strategy=fsdp_grad_op,"),
         ("strategy=ddp_compressed", "strategy=ddp,"),
         ("strategy=fsdp_offload", "strategy=fsdp,"),
+        ("strategy=hsdp_local_sgd strategy.outer_momentum=0.3", "strategy=fsdp_hybrid,"),
         ("quantization=int8", "quantization=nf4,"),
         ("trainer.compile=true", "trainer.compile=false,"),
     ],
@@ -60,7 +61,7 @@ def refused(folder: Path, *typed: str) -> str:
 def test_what_cannot_be_simulated_says_what_to_type(
     typed: str, instead: str, tmp_path: Path
 ) -> None:
-    said = refused(tmp_path / "out", typed, "hardware=4xh100", "recompute=none")
+    said = refused(tmp_path / "out", *typed.split(), "hardware=2x4xh100", "recompute=none")
     assert said.startswith("plan.simulate=true: ")
     assert instead in said and said.endswith("or leave plan.simulate out: the arithmetic stands")
     assert not (tmp_path / "out").exists()
@@ -113,7 +114,9 @@ SHIPPED = {
     "gpt_oss_20b": "h100",
     "llama70b": "8x8xh100",
 }
-"""experiments of which formula and steps were seen within 5 % of each other"""
+"""experiments of which formula and steps were seen within 5 % of each other, and no others: those
+seen further apart (llama8b_ia3 -6.9 %, quickstart +8.9 %, flan_t5_xl +56 %) and those that were
+never simulated stand in benchmarks/results/2026-11-23_plan.md and are not tested here"""
 
 
 @pytest.mark.slow

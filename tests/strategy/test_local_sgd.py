@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from app.strategy.fsdp import local
 from app.strategy.settings import LocalSgdConfig
 from app.training.checkpoint.optimizer_state import optimizer_state
 from app.training.checkpoint.state import model_state, trainable_parameters
@@ -149,3 +151,61 @@ def test_nodes_train_as_loops_by_hand(config: LocalSgdConfig, kind: str, num_ran
                 found = answer["kept"][step][name]
                 torch.testing.assert_close(found, value, atol=1e-4, rtol=1e-4, msg=f"{step} {name}")
                 assert torch.equal(found, answers[0]["kept"][step][name])
+
+
+def state_apart(config: LocalSgdConfig) -> dict[str, Any]:
+    """Take a synchronous step and one apart; return what this rank alone holds then, as arrays.
+
+    Tensors would be handed to the next ranks as open files, of which there are few.
+    """
+    strategy, _, optimizer = after_first_step(config)
+    strategy._lightning_module.trainer.global_step = 1
+    strategy.clip(optimizer, CLIP)
+    return {name: value.numpy() for name, value in strategy.local_state(optimizer).items()}
+
+
+def after_first_step(config: LocalSgdConfig) -> tuple[Any, Any, Any]:
+    strategy, model = spread_model(config, builder("full"))
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(global_step=0))
+    optimizer = optimizer_of(model)
+    ids, loss_weights = rows_of(0)
+    loss_of(model, ids, loss_weights).backward()
+    strategy.clip(optimizer, CLIP)
+    optimizer.step()
+    return strategy, model, optimizer
+
+
+def go_on(config: LocalSgdConfig, states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Restore this rank's of `states` between two averages; return what it holds then."""
+    strategy, model, optimizer = after_first_step(config)
+    before = [local(weight.detach()).clone() for weight in model.parameters()]
+    strategy._lightning_module.trainer.global_step = 2
+    own = states[dist.get_rank()]
+    strategy.restore_local_state(optimizer, {n: torch.as_tensor(own[n]) for n in own})
+    after = [local(weight.detach()) for weight in model.parameters()]
+    found = {
+        "starts from the mean": all(map(torch.equal, before, after)),
+        "state": {n: value.numpy() for n, value in strategy.local_state(optimizer).items()},
+    }
+    dist.barrier()
+    return found
+
+
+def test_what_other_ranks_or_another_strategy_held_is_no_state_of_this_one() -> None:
+    """Of top-k, of groups of another size, and where one rank of two has lost its file."""
+    saved = on_ranks(4, state_apart, PLAIN)
+    regrouped = replace(PLAIN, replicas=4)
+    of_topk = [{"unsent/lm_head.weight": [0.0] * 9}] * 4
+    for config, states in (
+        (PLAIN, of_topk),
+        (regrouped, saved),
+        (PLAIN, [{}, *saved[1:]]),
+    ):
+        for answer in on_ranks(4, go_on, config, states):
+            assert answer["starts from the mean"] and not answer["state"]
+    moved = [{name: value + 1 for name, value in state.items()} for state in saved]
+    for rank, answer in enumerate(on_ranks(4, go_on, PLAIN, moved)):
+        assert not answer["starts from the mean"]
+        assert answer["state"].keys() == moved[rank].keys()
+        for name, value in moved[rank].items():
+            assert (answer["state"][name] == value).all()

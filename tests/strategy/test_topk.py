@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,3 +65,19 @@ def test_a_bad_gradient_is_not_carried_over() -> None:
     for found, left in on_ranks(2, gradients, SHARE, 2):
         assert not found[2].isfinite().all() and not left[2].any()
         assert all(gradient.isfinite().all() for gradient in found[3:])
+
+
+def test_what_another_strategy_left_is_not_taken_for_unsent_gradients() -> None:
+    strategy: Any = build_strategy(DdpConfig(compression="topk"), accelerator="cpu", num_ranks=2)
+    module = Matrix()
+    strategy._lightning_module = SimpleNamespace(model=module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    weight = module.matrix.weight
+    of_local_sgd = {"weight/matrix.weight": torch.ones(SIZE, SIZE), "step/matrix.weight": weight}
+    strategy.restore_local_state(optimizer, of_local_sgd)
+    assert strategy.local_state(optimizer) == {}
+    strategy._topk.residuals[weight] = torch.ones(SIZE**2)
+    own = strategy.local_state(optimizer)
+    strategy.restore_local_state(optimizer, of_local_sgd | own)
+    assert strategy._topk.residuals.keys() == {weight}
+    assert torch.equal(strategy._topk.residuals[weight], torch.ones(SIZE**2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,6 +392,13 @@ def test_a_nonfinite_gradient_names_all_rows_of_the_step() -> None:
     assert "rows lists-00:0, lists-00:1, lists-00:2, orders-00:0, orders-00:1 and 19 more" in str(
         caught.value
     )
+
+
+def test_ranks_that_clip_apart_are_said_to_skip_apart() -> None:
+    for differs, said in ((True, "was skipped on the ranks whose"), (False, "was skipped;")):
+        record = replace(record_of(7, num_ranks=2), norm_differs=differs)
+        with pytest.raises(TrainingFault, match=said):
+            Metrics(NAMES, [], 1, StepWatch()).add(record, lambda tensor: tensor)
 
 
 def test_rows_of_a_stream_have_no_line_numbers() -> None:

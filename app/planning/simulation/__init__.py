@@ -28,7 +28,7 @@ from app.planning.simulation.device import (
 )
 from app.planning.speed import estimate_speed, kernel_seconds
 from app.process.errors import UserError
-from app.strategy.settings import DdpConfig, FsdpConfig, ZeroConfig
+from app.strategy.settings import DdpConfig, FsdpConfig, LocalSgdConfig, ZeroConfig
 
 if TYPE_CHECKING:
     from app.config.verbs import TrainConfig
@@ -66,6 +66,8 @@ def check_simulated(config: TrainConfig, run: PlannedRun) -> None:
         )
     elif isinstance(strategy, DdpConfig) and strategy.compression != "none":
         why = "compressed gradients have numbers; type strategy=ddp,"
+    elif isinstance(strategy, LocalSgdConfig) and strategy.takes_outer_steps:
+        why = "outer steps are not followed; type strategy=fsdp_hybrid,"
     elif isinstance(strategy, FsdpConfig) and strategy.offload_parameters:
         why = "weights in host memory are not followed; type strategy=fsdp,"
     elif run.quantization.method == "int8":

@@ -27,6 +27,7 @@ from app.preflight.couplings.devices import (
 from app.process.errors import nearest
 from app.strategy.deepspeed_config import keys_decided_elsewhere, unknown_keys
 from app.strategy.settings import (
+    DdpConfig,
     FsdpConfig,
     LocalSgdConfig,
     ZeroConfig,
@@ -455,6 +456,14 @@ def _of_strategy(config: TrainConfig, devices: Devices) -> Iterator[Clash]:
             f"strategy=single runs on one device, but {devices.num_ranks} ranks were requested",
             "strategy=ddp, or trainer.devices=1 trainer.num_nodes=1",
         )
+    if isinstance(strategy, DdpConfig):
+        for key, compression in (("topk_share", "topk"), ("powersgd_rank", "powersgd")):
+            if _is_set(strategy, key) and strategy.compression != compression:
+                yield Clash(
+                    f"strategy.{key} has no effect with strategy.compression="
+                    f"{strategy.compression}",
+                    f"strategy.compression={compression}, or leave it out",
+                )
     if not is_sharding(strategy):
         return
     if trainer.precision == "fp16":
@@ -549,6 +558,13 @@ def _of_local_sgd(config: TrainConfig, strategy: LocalSgdConfig) -> Iterator[Cla
             f"{name} averages weights on the devices, and strategy.offload_parameters=true keeps "
             "them in host memory",
             "strategy.offload_parameters=false, or strategy=fsdp_offload",
+        )
+    max_steps, first = config.trainer.max_steps, strategy.synchronous_steps
+    if max_steps is not None and max_steps <= first:
+        yield Clash(
+            f"{name} lets nodes train apart after strategy.synchronous_steps={first}, and "
+            f"trainer.max_steps={max_steps} ends the run before",
+            f"strategy.synchronous_steps={max_steps // 4}, or strategy=fsdp_hybrid",
         )
     if config.optimizer.name == "schedule_free":
         yield Clash(

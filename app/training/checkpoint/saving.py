@@ -46,7 +46,7 @@ class CheckpointSaver(L.Callback):
     ) -> None:
         self.checkpoints, self.store = checkpoints, checkpoints.store
         self.is_due, self.validates_after = is_due, validates_after
-        self._checked_full_size = False
+        self._checked_full_size = self._checked_local_state = False
         self._saved = 0 if checkpoints.source is None else checkpoints.source.step
         """the step of the newest checkpoint"""
         self.stopping = Stopping()
@@ -132,6 +132,10 @@ class CheckpointSaver(L.Callback):
             self._checked_full_size = True
             if trainer.is_global_zero:
                 self.checkpoints.reserve(*module.checkpoint_tensors())
+        # Nodes that train apart have theirs from a later step on.
+        if not self._checked_local_state and trainer.strategy.local_state(module.optimizer):
+            self._check_room(trainer, module)
+            self._checked_local_state = True
 
     def _interrupt(self, trainer: L.Trainer, signum: int) -> None:
         self._wait_for_all(trainer)

@@ -67,9 +67,11 @@ def test_synchronous_steps_are_those_of_one_process(ranks: int, runs: Runs) -> N
         strategy="hsdp_local_sgd",
         ranks=ranks,
         num_data_ranks=ranks,
-        words=("strategy.replicas=2", "strategy.synchronous_steps=8"),
+        words=("strategy.replicas=2", "strategy.synchronous_steps=1000"),
     )
-    words = (*ADAPTERS["lora"], "trainer.max_grad_norm=0.3")
+    # Nodes that never train apart are refused where the steps are typed.
+    words = (*ADAPTERS["lora"], "trainer.max_grad_norm=0.3", "trainer.max_steps=null")
+    words = (*words, "trainer.num_epochs=1")
     check_alike(runs.of(layout, *words), runs.of(SINGLE, *words))
 
 
@@ -97,4 +99,17 @@ def test_another_strategy_goes_on_from_the_mean_and_back(runs: Runs) -> None:
     said = runs.person.train_into(run, *second, "trainer.checkpoint.every_steps=1", code=-9)
     assert "what travels between the ranks was the mean of weights after every 4 steps" in said
     third = runs.typed(LOCAL["outer"], *words)
+    assert "every node starts from the mean" in runs.person.train_into(run, *third)
+
+
+def test_strategies_for_slow_links_go_on_from_each_other(runs: Runs) -> None:
+    words = (*ADAPTERS["lora"], "resume=auto", "resume_allow=[precision]")
+    words = (*words, "trainer.checkpoint.every_steps=1")
+    run = runs.new_folder("exchanged")
+    first = runs.typed(LOCAL["mean"], *words, "faults=[rank_killed:0@4]")
+    runs.person.train_into(run, *first, code=NO_ENVIRONMENT)
+    second = runs.typed(TOPK, *words, "faults=[rank_killed:0@6]")
+    said = runs.person.train_into(run, *second, code=NO_ENVIRONMENT)
+    assert "top-k starts without" in said
+    third = runs.typed(LOCAL["mean"], *words)
     assert "every node starts from the mean" in runs.person.train_into(run, *third)

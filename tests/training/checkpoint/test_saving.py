@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from app.process import heartbeat
 from app.process.errors import ENVIRONMENT_ERROR, TrainingFault, UserError, exit_code
+from app.training.checkpoint import saving
 from app.training.checkpoint.checkpoint_io import BackgroundWriter, StoredCheckpoints
 from app.training.checkpoint.disk import SaveError, write_file
 from app.training.checkpoint.saving import CheckpointSaver, build_checkpoints, build_saver
@@ -217,6 +219,32 @@ def test_a_save_takes_hardly_any_memory(tmp_path: Path) -> None:
     size, more = map(int, done.stdout.split()[-2:])
     assert size > 200_000_000
     assert more <= 0.1 * size
+
+
+def test_room_is_looked_for_again_when_ranks_have_states_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(saving, "check_space", lambda folder, size, number: asked.append(size))
+    saver = CheckpointSaver(
+        StoredCheckpoints(CheckpointStore(tmp_path), None),
+        is_due=lambda step: False,
+        validates_after=lambda step: False,
+    )
+    local: dict[str, torch.Tensor] = {}
+    trainer: Any = SimpleNamespace(
+        is_global_zero=True,
+        world_size=2,
+        strategy=SimpleNamespace(local_state=lambda optimizer: local),
+    )
+    module = SimpleNamespace(checkpoint_tensors=lambda: ({}, {}), optimizer=None)
+    saver._prepare(trainer, module)
+    saver._prepare(trainer, module)
+    assert len(asked) == 1
+    local["weight/a"] = torch.zeros(1000)
+    for _ in range(3):
+        saver._prepare(trainer, module)
+    assert len(asked) == 2 and asked[1] - asked[0] >= 2 * 4000
 
 
 def test_a_save_that_is_waited_for_gives_signs_of_life(
